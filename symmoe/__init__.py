@@ -1,0 +1,1 @@
+"""Expert-parallel Mixture-of-Experts for PyTorch training over symmetric memory."""

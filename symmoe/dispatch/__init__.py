@@ -1,0 +1,1 @@
+"""Plan (who sends what where) and token dispatch."""

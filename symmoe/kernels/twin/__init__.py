@@ -1,0 +1,1 @@
+"""PyTorch twins: any device, simple loops, the definition of what the kernels compute."""

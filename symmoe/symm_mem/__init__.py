@@ -1,0 +1,1 @@
+"""The symmetric heap: arena, leases, barrier and faults."""
