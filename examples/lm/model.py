@@ -1,0 +1,161 @@
+"""A decoder-only language model over bytes with a mixture of experts in every block.
+
+B sequences on this rank, S bytes a sequence, H hidden size, A attention heads of size D, V = 256 byte values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import symmoe
+from lm.data import VOCABULARY
+from lm.presets import Preset
+
+_ROPE_BASE = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOutput:
+    """Logits [B, S, V], the sum of the balance losses [] (scaled), and the metrics of every MoE layer."""
+
+    logits: torch.Tensor
+    aux_loss: torch.Tensor
+    moe_metrics: list[symmoe.MoEMetrics]
+
+
+class LanguageModel(nn.Module):
+    """Byte embedding, blocks, norm, head. Calls are collective: tokens visit the experts of every rank."""
+
+    def __init__(self, preset: Preset, heap: symmoe.SymmetricHeap, *, device: torch.device) -> None:
+        super().__init__()
+        hidden = preset.moe.hidden
+        self.embedding = nn.Embedding(VOCABULARY, hidden, device=device)
+        self.blocks = nn.ModuleList(Block(preset, heap, device=device) for _ in range(preset.layers))
+        self.norm = nn.RMSNorm(hidden, device=device)
+        self.head = nn.Linear(hidden, VOCABULARY, bias=False, device=device)
+
+    def forward(self, tokens: torch.Tensor) -> ModelOutput:
+        """Next-byte logits for tokens [B, S] int64."""
+        x = self.embedding(tokens)
+        rotation = rope_rotation(tokens.shape[1], self.blocks[0].attention.head_dim, tokens.device)
+        metrics = []
+        for block in self.blocks:
+            x, block_metrics = block(x, rotation)
+            metrics.append(block_metrics)
+        aux_loss = torch.stack([m.aux_loss for m in metrics]).sum()
+        return ModelOutput(logits=self.head(self.norm(x)), aux_loss=aux_loss, moe_metrics=metrics)
+
+
+class Block(nn.Module):
+    """Attention, then experts, each on a normalised copy of the residual stream [B, S, H]."""
+
+    def __init__(self, preset: Preset, heap: symmoe.SymmetricHeap, *, device: torch.device) -> None:
+        super().__init__()
+        hidden = preset.moe.hidden
+        self.attention_norm = nn.RMSNorm(hidden, device=device)
+        self.attention = Attention(hidden, preset.heads, device=device)
+        self.moe_norm = nn.RMSNorm(hidden, device=device)
+        self.moe = symmoe.MoELayer(preset.moe, heap, device=device)
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, symmoe.MoEMetrics]:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        y, metrics = self.moe(self.moe_norm(x))
+        return x + y, metrics
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and normalised queries and keys."""
+
+    def __init__(self, hidden: int, heads: int, *, device: torch.device) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, hidden // heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False, device=device)
+        self.output = nn.Linear(hidden, hidden, bias=False, device=device)
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        )  # [B, A, S, D]
+        q, k = (rotate(F.rms_norm(t, (self.head_dim,)), rotation).to(v.dtype) for t in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.output(y.transpose(1, 2).flatten(2))
+
+
+def rope_rotation(length: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of the rotary positions, [2, S, D / 2] fp32."""
+    frequencies = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Turns the two halves of the last dimension of x [..., S, D] against each other by position."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+@torch.no_grad()
+def init_parameters(model: LanguageModel, *, seed: int, ep_rank: int) -> None:
+    """The same initial model on any number of ranks: every matrix has its own generator, seeded by its name.
+
+    An expert's name contains its global number, so expert g starts with the same weights wherever it lives.
+    Matrices start at deviation fan_in^-0.5; those that write to the residual stream are smaller, for its
+    variance to stay put over the depth; the head starts at zero (a uniform guess, 8 bits per byte).
+    """
+    num_writes = 2 * len(model.blocks)
+    for name, parameter in model.named_parameters():
+        std = 1 / math.sqrt(parameter.shape[-1])
+        if name.endswith(("attention.output.weight", "experts.w2")):
+            std /= math.sqrt(num_writes)
+        if name == "head.weight":
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        elif getattr(parameter, "is_expert", False):
+            for i, expert in enumerate(parameter):
+                _normal_(expert, std, f"{seed}/{name}/{ep_rank * len(parameter) + i}")
+        else:
+            _normal_(parameter, std, f"{seed}/{name}")
+
+
+def _normal_(tensor: torch.Tensor, std: float, key: str) -> None:
+    generator = torch.Generator(tensor.device)
+    generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "little"))
+    tensor.normal_(0.0, std, generator=generator)
+
+
+def heap_bytes(preset: Preset, *, num_ranks: int) -> int:
+    """Bytes of symmetric memory a training step can need on one rank, whatever the routing.
+
+    Kept from forward to backward, per layer:  packed [P, H]
+    During one layer:                          out, dx_rows [N, H], dpacked [P, H], ids and probs [P, K]
+    with P <= tokens of all ranks, and N <= P * min(K, experts on a rank).
+    """
+    moe = preset.moe
+    packed = preset.sequences * preset.context
+    rows = packed * min(moe.top_k, moe.num_experts // num_ranks)
+    row_bytes = moe.hidden * (2 if preset.autocast else 4)
+    slot_bytes = 2 * 4 * moe.top_k
+    total = (preset.layers + 1) * packed * row_bytes + 2 * rows * row_bytes + 2 * packed * slot_bytes
+    return total * 5 // 4 + (16 << 20)  # a quarter for alignment and gaps between leases; control blocks
+
+
+@torch.no_grad()
+def generate(model: LanguageModel, prompt: bytes, *, num_bytes: int, context: int, seed: int) -> bytes:
+    """Continues `prompt` by sampling at temperature 0.8. Collective: every rank computes the same text."""
+    device = model.head.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt)], device=device)
+    for _ in range(num_bytes):
+        logits = model(tokens[:, -context:]).logits[:, -1].float()
+        # Drawn on the CPU: the same stream of random numbers on every kind of device.
+        drawn = torch.multinomial((logits / 0.8).softmax(-1).cpu(), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn.to(device)], dim=1)
+    return bytes(tokens[0].tolist())

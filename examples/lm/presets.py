@@ -1,0 +1,87 @@
+"""Sizes and training settings: all there is to a run apart from its seed and its number of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from symmoe import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """One size of language model and how to train it.
+
+    The batch is global: `sequences` are cut over however many ranks there are, so that a run at 1, 2 or 4
+    ranks is the same training.
+    """
+
+    moe: MoEConfig
+    layers: int
+    heads: int
+    context: int  # bytes a sequence
+    sequences: int  # sequences a step, over all ranks
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    eval_every: int
+    eval_sequences: int  # held-out sequences an evaluation, over all ranks
+    sample_bytes: int
+    device: str
+    autocast: bool  # bf16 products with fp32 parameters
+
+    def with_order(self, order: str) -> Preset:
+        """This preset with another order of combine's sums."""
+        return dataclasses.replace(self, moe=dataclasses.replace(self.moe, order=order))
+
+
+PRESETS = {
+    # Two processes of one thread each, under three minutes.
+    "cpu": Preset(
+        moe=MoEConfig(hidden=128, ffn=192, num_experts=8, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        layers=4,
+        heads=4,
+        context=256,
+        sequences=8,
+        steps=300,
+        learning_rate=3e-3,
+        warmup_steps=30,
+        eval_every=50,
+        eval_sequences=32,
+        sample_bytes=300,
+        device="cpu",
+        autocast=False,
+    ),
+    # About 2 billion parameters: 32 GB of weights, gradients and Adam moments in fp32 on a single GPU.
+    "gpu": Preset(
+        moe=MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        layers=12,
+        heads=16,
+        context=2048,
+        sequences=32,
+        steps=2000,
+        learning_rate=3e-4,
+        warmup_steps=100,
+        eval_every=100,
+        eval_sequences=64,
+        sample_bytes=600,
+        device="cuda",
+        autocast=True,
+    ),
+    # For tests: seconds, and too small to learn much.
+    "tiny": Preset(
+        moe=MoEConfig(hidden=32, ffn=48, num_experts=4, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        layers=2,
+        heads=2,
+        context=64,
+        sequences=8,
+        steps=20,
+        learning_rate=3e-3,
+        warmup_steps=4,
+        eval_every=10,
+        eval_sequences=8,
+        sample_bytes=16,
+        device="cpu",
+        autocast=False,
+    ),
+}

@@ -1,0 +1,66 @@
+"""The processes that train together: one per CPU core or GPU, started by torchrun, or this one alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This process among its peers. `group` is None when it is alone."""
+
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, total: int) -> range:
+        """This rank's contiguous part of `total` items, which must divide evenly."""
+        if total % self.size:
+            raise ValueError(
+                f"the number of sequences ({total}) must be divisible by the number of ranks ({self.size})"
+            )
+        each = total // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Mean of a tensor over the ranks. Collective."""
+        if self.group is None:
+            return value
+        total = value.clone()
+        dist.all_reduce(total, group=self.group)
+        return total / self.size
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+@contextlib.contextmanager
+def open_ranks(device_type: str) -> Iterator[Ranks]:
+    """Joins the process group that torchrun describes in the environment, if any, and leaves it at last."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)  # one core per process
+    if "RANK" not in os.environ:
+        yield Ranks(rank=0, size=1, device=device, group=None)
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+    try:
+        yield Ranks(rank=rank, size=size, device=device, group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

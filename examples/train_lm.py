@@ -1,0 +1,181 @@
+"""Trains a byte-level Mixture-of-Experts language model on the source code of Python's standard library.
+
+    torchrun --nproc-per-node=2 examples/train_lm.py                 2 CPU processes, under three minutes
+    torchrun --nproc-per-node=4 examples/train_lm.py --preset gpu    1, 2 or 4 GPUs
+    python examples/train_lm.py                                      one process, all experts in it
+
+Dense parameters are data-parallel over all ranks, experts are expert-parallel. The batch, the initial model
+and the data do not depend on the number of ranks, so neither does the training. `--resume` continues from
+the newest checkpoint and ends in the same bits as a run that was never interrupted.
+
+Leaves in --out: metrics.jsonl (one object per step), loss.png, experts.png, sample.txt, checkpoints/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+from lm import checkpoint, report
+from lm.data import Corpus, byte_frequency_bits, heldout_batch, load_corpus, train_batch
+from lm.model import LanguageModel, ModelOutput, generate, heap_bytes, init_parameters
+from lm.presets import PRESETS, Preset
+from lm.ranks import Ranks, open_ranks
+from torch.nn import functional as F
+
+import symmoe
+from symmoe.moe.balance import imbalance
+from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
+
+PROMPT = b"def "
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: the preset's)")
+    parser.add_argument(
+        "--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    return parser.parse_args()
+
+
+def learning_rate(preset: Preset, *, step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    warmup = min(1.0, (step + 1) / preset.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return preset.learning_rate * warmup * (0.1 + 0.9 * cosine)
+
+
+def predict(model: LanguageModel, batch: torch.Tensor, preset: Preset) -> tuple[torch.Tensor, ModelOutput]:
+    """Mean cross entropy in nats over this rank's batch [B, S + 1], and the model's output. Collective."""
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=preset.autocast):
+        output = model(batch[:, :-1])
+    return F.cross_entropy(output.logits.flatten(0, 1).float(), batch[:, 1:].flatten()), output
+
+
+def train_step(
+    model: LanguageModel, optimizer: torch.optim.Optimizer, batch: torch.Tensor, preset: Preset, ranks: Ranks
+) -> report.Record:
+    """One optimizer step on this rank's part of the batch. Collective."""
+    loss, output = predict(model, batch, preset)
+    (loss + output.aux_loss).backward()
+    reduce_gradients(model, group=ranks.group)
+    grad_norm = clip_grad_norm(model, 1.0, group=ranks.group)
+    optimizer.step()
+    optimizer.zero_grad()
+    # The loads already are those of all ranks: the plan exchanges them.
+    expert_load = torch.stack([m.expert_load for m in output.moe_metrics])
+    mean_loss = ranks.mean(loss.detach()).item()
+    return {
+        "loss": mean_loss,
+        "train_bits_per_byte": mean_loss / math.log(2),
+        "aux_loss": ranks.mean(output.aux_loss.detach()).item(),
+        "grad_norm": grad_norm.item(),
+        "imbalance": torch.stack([imbalance(load) for load in expert_load]).mean().item(),
+        "expert_load": expert_load.tolist(),
+    }
+
+
+@torch.no_grad()
+def evaluate(model: LanguageModel, corpus: Corpus, preset: Preset, ranks: Ranks) -> float:
+    """Bits per byte on the held-out sequences, in batches of the size of training. Collective."""
+    losses = []
+    total = preset.eval_sequences
+    for first in range(0, total, preset.sequences):
+        share = ranks.share(preset.sequences)
+        sequences = range(first + share.start, first + share.stop)
+        batch = heldout_batch(corpus, sequences=sequences, total=total, context=preset.context)
+        losses.append(predict(model, batch.to(ranks.device), preset)[0])
+    return ranks.mean(torch.stack(losses).mean()).item() / math.log(2)
+
+
+def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: symmoe.SymmetricHeap) -> None:
+    """The whole run: model, data, optimizer, loop, sample. Collective."""
+    corpus = load_corpus()
+    model = LanguageModel(preset, heap, device=ranks.device)
+    init_parameters(model, seed=arguments.seed, ep_rank=heap.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    state = {
+        "folder": arguments.out / "checkpoints",
+        "settings": {
+            "preset": repr(preset),
+            "seed": arguments.seed,
+            "steps": arguments.steps,
+            "ranks": ranks.size,
+            "corpus": corpus.digest,
+        },
+        "model": model,
+        "optimizer": optimizer,
+        "ranks": ranks,
+    }
+    start = checkpoint.load(**state) if arguments.resume else 0
+    reporter = report.Reporter(
+        arguments.out / "metrics.jsonl", steps=arguments.steps, start=start, enabled=ranks.is_main
+    )
+    byte_frequency = byte_frequency_bits(corpus, total=preset.eval_sequences, context=preset.context)
+    seconds: deque[float] = deque(maxlen=20)  # of the last steps; their median is the speed
+    for step in range(start, arguments.steps):
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(preset, step=step, steps=arguments.steps)
+        sequences = ranks.share(preset.sequences)
+        batch = train_batch(
+            corpus, seed=arguments.seed, step=step, sequences=sequences, context=preset.context
+        )
+        record = {"step": step + 1} | train_step(model, optimizer, batch.to(ranks.device), preset, ranks)
+        seconds.append(time.perf_counter() - began)
+
+        record["tokens_per_s"] = preset.sequences * preset.context / statistics.median(seconds)
+        last = step + 1 == arguments.steps
+        if last or (step + 1) % preset.eval_every == 0:
+            record["heldout_bits_per_byte"] = evaluate(model, corpus, preset, ranks)
+            record["byte_frequency_bits_per_byte"] = byte_frequency
+        reporter.record(record)
+        if last or (step + 1) % arguments.save_every == 0:
+            checkpoint.save(step=step + 1, **state)
+    reporter.close()
+
+    sample = generate(
+        model, PROMPT, num_bytes=preset.sample_bytes, context=preset.context, seed=arguments.seed
+    )
+    if ranks.is_main:
+        (arguments.out / "sample.txt").write_bytes(sample)
+        print(f"--- sample ---\n{sample.decode(errors='replace')}\n--------------")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    preset = PRESETS[arguments.preset]
+    arguments.steps = arguments.steps or preset.steps
+    if arguments.order:
+        preset = preset.with_order(arguments.order)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with open_ranks(preset.device) as ranks:
+        num_bytes = heap_bytes(preset, num_ranks=ranks.size)
+        backend = "nvshmem" if preset.device == "cuda" else "host"
+        with symmoe.SymmetricHeap(ranks.group, num_bytes=num_bytes, backend=backend) as heap:
+            train(arguments, preset, ranks, heap)
+    if ranks.is_main:
+        report.plot(arguments.out)
+        final = report.read_records(arguments.out / "metrics.jsonl")[-1]
+        print(
+            f"held-out {final['heldout_bits_per_byte']:.3f} bits/byte"
+            f" (byte frequencies {final['byte_frequency_bits_per_byte']:.3f}),"
+            f" {final['tokens_per_s']:,.0f} tokens/s; see {arguments.out}"
+        )
+
+
+if __name__ == "__main__":
+    main()

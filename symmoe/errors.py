@@ -1,0 +1,105 @@
+"""Every exception that symmoe raises. All derive from :class:`SymmoeError`.
+
+An error found by one rank travels to its peers as (class, text), so that every rank raises the same type in the same
+call. Only classes in :data:`TRAVELLING` travel; their constructor takes the finished text and nothing else.
+"""
+
+from __future__ import annotations
+
+
+class SymmoeError(Exception):
+    """Base class of every error of this package."""
+
+
+class ArgumentError(SymmoeError, ValueError):
+    """An argument is wrong: shape, dtype, device, layout or value. The text names it, what was given and what fits."""
+
+
+class ExpertIdError(ArgumentError):
+    """`topk_idx` holds an id that is neither -1 nor in [0, num_experts)."""
+
+
+class ConfigMismatch(SymmoeError):
+    """Ranks disagree on something they must agree on. The text lists the field and every rank's value."""
+
+
+class CapacityError(SymmoeError):
+    """A rank is routed more rows than its static capacity holds, and `overflow="raise"`."""
+
+
+class HeapExhausted(SymmoeError):
+    """The arena cannot hold another lease. The text names the lease, its size, what is free and the high-water mark."""
+
+
+class HeapClosed(SymmoeError):
+    """The heap was used after `close()`."""
+
+
+class HeapPoisoned(SymmoeError):
+    """A peer timed out earlier; nothing but `close()` works on this heap any more."""
+
+
+class StaleLease(SymmoeError):
+    """A lease was used or released after it had been released."""
+
+
+class StalePlan(SymmoeError):
+    """A plan was used with another heap, or in an order it does not allow."""
+
+
+class BackendUnavailable(SymmoeError):
+    """The symmetric heap cannot be built here. The text names what is missing and how to get it."""
+
+
+class PeerTimeout(SymmoeError):
+    """A peer did not arrive at a barrier within `timeout_s`.
+
+    Attributes:
+        rank: the missing peer (rank in the EP group).
+        phase: the barrier's name, e.g. "dispatch: arrived".
+        expected: the epoch that was waited for.
+        seen: the last epoch the peer had reached.
+    """
+
+    def __init__(self, *, rank: int, phase: str, expected: int, seen: int, timeout_s: float) -> None:
+        super().__init__(
+            f"rank {rank} did not reach '{phase}' within timeout_s={timeout_s:g}: expected epoch {expected}, seen {seen}"
+        )
+        self.rank = rank
+        self.phase = phase
+        self.expected = expected
+        self.seen = seen
+
+
+# The index is what crosses the wire; append only.
+TRAVELLING: tuple[type[SymmoeError], ...] = (
+    SymmoeError,
+    ArgumentError,
+    ExpertIdError,
+    ConfigMismatch,
+    CapacityError,
+    HeapExhausted,
+    HeapClosed,
+    HeapPoisoned,
+    StaleLease,
+    StalePlan,
+    BackendUnavailable,
+)
+
+FAULT_BYTES = 512  # one travelling error: 2 bytes class, 2 bytes length, UTF-8 text, zero padding
+
+
+def encode(error: SymmoeError) -> bytes:
+    """An error as exactly :data:`FAULT_BYTES` bytes; a long text is cut."""
+    kind = TRAVELLING.index(type(error)) if type(error) in TRAVELLING else 0
+    text = str(error).encode()[: FAULT_BYTES - 4]
+    return (kind + 1).to_bytes(2, "little") + len(text).to_bytes(2, "little") + text.ljust(FAULT_BYTES - 4, b"\0")
+
+
+def decode(payload: bytes, *, rank: int) -> SymmoeError:
+    """The error that rank `rank` sent, as the same class with the rank put before the text."""
+    kind = int.from_bytes(payload[:2], "little") - 1  # stored from 1, so that no error is all zeros
+    length = min(int.from_bytes(payload[2:4], "little"), FAULT_BYTES - 4)
+    text = payload[4 : 4 + length].decode(errors="replace")
+    cls = TRAVELLING[kind] if 0 <= kind < len(TRAVELLING) else SymmoeError
+    return cls(f"on rank {rank}: {text}")

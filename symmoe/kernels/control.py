@@ -1,0 +1,153 @@
+"""Layout of the control block at the start of every rank's arena, and of the records that kernels write for the host.
+
+Twins and device code share these numbers; nothing here touches memory.
+
+    counters      int64[8]                       local: barrier epoch, abort flag
+    mailbox       int64[2][R][MAIL_WORDS]        slot [epoch & 1][s] is written by rank s alone
+    fault inbox   uint8[R][FAULT_BYTES]          row s is written by rank s alone
+    count table   int32[2][R][row_words]         half [epoch of the plan's barrier & 1], row s written by rank s alone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from symmoe.errors import FAULT_BYTES
+
+MAX_EXPERTS = 1024  # bounds the count table: 2 * R rows of about 4 KiB
+
+# counters
+BARRIER_EPOCH, ABORTED = 0, 1
+NUM_COUNTERS = 8
+
+# a mailbox slot: 2 * epoch + fault, then published words; 64 bytes, so that two writers never share a cache line
+MAIL_WORDS = 8
+NUM_PUBLISHED = 3
+
+# a row of the count table: a header, slots per expert, tokens per destination rank
+HEADER_WORDS = 16
+(
+    HEAD_NUM_TOKENS,
+    HEAD_TOP_K,
+    HEAD_NUM_EXPERTS,
+    HEAD_CAPACITY,
+    HEAD_MAX_TOKENS,
+    HEAD_OVERFLOW,
+    HEAD_HIDDEN,
+    HEAD_DTYPE,
+    HEAD_BAD_SLOTS,  # how many ids are out of range
+    HEAD_BAD_ID,  # the first such id,
+    HEAD_BAD_SLOT,  # and its slot t * K + k
+) = range(11)
+# Header fields on which all ranks must agree, by the name a user knows them by.
+AGREED_FIELDS = {
+    HEAD_TOP_K: "top_k",
+    HEAD_NUM_EXPERTS: "num_experts",
+    HEAD_CAPACITY: "capacity",
+    HEAD_MAX_TOKENS: "max_tokens",
+    HEAD_OVERFLOW: "overflow",
+    HEAD_HIDDEN: "hidden",
+    HEAD_DTYPE: "dtype",
+}
+
+# overflow policy, as it stands in the header
+OVERFLOW_RAISE, OVERFLOW_DROP = 0, 1
+
+# a status record: int64[STATUS_WORDS] that the host can read without synchronising
+STATUS_WORDS = 8
+STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH = range(6)
+STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN = 0, 1, 2, 3
+
+# how plan kernels cut the tokens of a rank
+TOKENS_PER_BLOCK = 32
+
+# what `lay_out` reports of a plan: int32[SUMMARY_WORDS + R * HEADER_WORDS], the summary and then every rank's header
+SUMMARY_WORDS = 8
+(
+    SUM_ERROR,  # one of the PLAN_* codes
+    SUM_ERROR_RANK,  # the first rank concerned
+    SUM_NUM_ROWS,  # rows this rank receives
+    SUM_MAX_ROWS,  # the largest such number in the group
+    SUM_NUM_PACKED,
+    SUM_MAX_PACKED,
+    SUM_NUM_DROPPED,  # slots of the whole group that were dropped
+    SUM_NEEDED,  # rows the fullest rank would need without a capacity
+) = range(8)
+PLAN_OK, PLAN_FAULT, PLAN_MISMATCH, PLAN_BAD_ID, PLAN_TOO_MANY_TOKENS, PLAN_OVERFLOW = range(6)
+
+# barrier names, by the number kernels record
+PHASES = (
+    "start-up",
+    "plan: counts",
+    "dispatch: ready",
+    "dispatch: arrived",
+    "combine: ready",
+    "combine: done",
+    "close",
+)
+PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBINE_READY, PHASE_COMBINE_DONE = range(6)
+PHASE_CLOSE = 6
+
+
+@dataclass(frozen=True)
+class ControlLayout:
+    """Byte offsets of the control block's parts for a group of `num_ranks`."""
+
+    num_ranks: int
+    counters: int = field(init=False, default=0)
+    mailbox: int = field(init=False)
+    fault_inbox: int = field(init=False)
+    count_table: int = field(init=False)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        mailbox = 512
+        fault_inbox = mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
+        count_table = fault_inbox + self.num_ranks * FAULT_BYTES
+        end = count_table + 2 * self.num_ranks * self.row_words * 4
+        for name, value in (
+            ("mailbox", mailbox),
+            ("fault_inbox", fault_inbox),
+            ("count_table", count_table),
+            ("num_bytes", -(-end // 4096) * 4096),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def row_words(self) -> int:
+        """int32 words of one row of the count table, a multiple of 16 so that rows stay aligned to 64 bytes."""
+        words = HEADER_WORDS + MAX_EXPERTS + self.num_ranks
+        return -(-words // 16) * 16
+
+    @property
+    def table_stride_bytes(self) -> int:
+        """Bytes of one half of the count table."""
+        return self.num_ranks * self.row_words * 4
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Every rank's arena as kernels see it.
+
+    Attributes:
+        rank: this rank in the group.
+        num_ranks: R.
+        bases: int64[R] on the heap's device, the address of each rank's arena in this process.
+        views: each rank's arena as a uint8 tensor in this process.
+        layout: where the parts of the control block lie.
+    """
+
+    rank: int
+    num_ranks: int
+    bases: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+    layout: ControlLayout
+
+    def region(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """`shape` elements of `dtype` at byte `offset` of rank `rank`'s arena, as a view."""
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        return self.views[rank][offset : offset + num_bytes].view(dtype).view(shape)

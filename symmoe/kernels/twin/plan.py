@@ -1,0 +1,288 @@
+"""Twins of the plan kernels: from a rank's `topk_idx` to maps that say where every slot goes.
+
+T tokens, K slots per token, E experts in all, e experts per rank, R ranks, B blocks of TOKENS_PER_BLOCK tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+
+_NO_SLOT = 2**31 - 1
+
+
+def count_slots(
+    topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int
+) -> None:
+    """Counts slots per expert and tokens per destination rank in each block of tokens.
+
+    Args:
+        topk_idx: int32 or int64 [T, K], expert ids; -1 is "no expert".
+        block_counts: int32 [B, E + R + 2]; columns: slots of each expert, tokens that go to each rank, ids out of
+            range, and the first slot t * K + k with such an id (2**31 - 1 if none). Ids out of range are not counted.
+    """
+    num_tokens, top_k = topk_idx.shape
+    experts_per_rank = num_experts // num_ranks
+    for block, start in enumerate(range(0, num_tokens, control.TOKENS_PER_BLOCK)):
+        ids = topk_idx[start : start + control.TOKENS_PER_BLOCK].long()
+        valid = (ids >= 0) & (ids < num_experts)
+        bad = ((ids < -1) | (ids >= num_experts)).flatten().nonzero().flatten()
+        row = block_counts[block]
+        row[:num_experts] = torch.bincount(ids[valid], minlength=num_experts)
+        ranks = torch.where(valid, ids // experts_per_rank, -1)
+        for rank in range(num_ranks):
+            row[num_experts + rank] = (ranks == rank).any(1).sum()
+        row[-2] = bad.numel()
+        row[-1] = start * top_k + bad[0] if bad.numel() else _NO_SLOT
+
+
+def send_counts(
+    block_counts: torch.Tensor,
+    topk_idx: torch.Tensor,
+    header: tuple[int, ...],
+    block_starts: torch.Tensor,
+    peers: Peers,
+    *,
+    num_experts: int,
+) -> None:
+    """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table.
+
+    Also writes `block_starts` int32 [B, E]: slots of each expert in earlier blocks. The half of the table is that of
+    the next barrier. `header` has HEADER_WORDS integers; the HEAD_BAD_* words are filled in here.
+    """
+    num_ranks = peers.num_ranks
+    totals = block_counts[:, :-2].sum(0, dtype=torch.int32)
+    torch.cumsum(block_counts[:, :num_experts], 0, dtype=torch.int32, out=block_starts)
+    block_starts -= block_counts[:, :num_experts]
+    head = list(header)
+    if block_counts.shape[0]:
+        head[control.HEAD_BAD_SLOTS] = int(block_counts[:, -2].sum())
+        head[control.HEAD_BAD_SLOT] = int(block_counts[:, -1].min())
+        if head[control.HEAD_BAD_SLOTS]:
+            id_32_bits = int(topk_idx.flatten()[head[control.HEAD_BAD_SLOT]])
+            head[control.HEAD_BAD_ID] = max(-(2**31), min(2**31 - 1, id_32_bits))
+    row = torch.cat([torch.tensor(head, dtype=torch.int32, device=totals.device), totals])
+    half = (_barrier_epoch(peers) + 1) & 1
+    for rank in range(num_ranks):
+        _count_table(peers, rank, half)[peers.rank, : row.numel()] = row
+
+
+def lay_out(
+    peers: Peers,
+    received: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    num_experts: int,
+    capacity: int,
+    max_tokens: int,
+    drop: bool,
+    record_errors: bool,
+    splits: torch.Tensor,
+    row_start: torch.Tensor,
+    slot_start: torch.Tensor,
+    slot_limit: torch.Tensor,
+    packed_start: torch.Tensor,
+    packed_limit: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
+    expert_load: torch.Tensor,
+    report: torch.Tensor,
+) -> None:
+    """Lays out every rank's rows from the count table, the same way on every rank.
+
+    If anything is wrong (the report says what), nothing is laid out: all counts are zero.
+
+    Args:
+        received: what the plan's barrier returned; negative words mean that a rank faulted.
+        status: int64[STATUS_WORDS]; gets a record of an error if `record_errors`.
+        capacity: rows each rank can take; -1 is no limit.
+        max_tokens: the most tokens any rank may have; -1 is no limit.
+        drop: clip to the capacity instead of reporting an overflow.
+        splits, row_start: int32 [e], [e + 1]; rows of each local expert and where they start.
+        slot_start, slot_limit: int32 [E]; on the expert's rank, the row of this rank's first slot of the expert, and
+            how many of this rank's slots of it are kept.
+        packed_start, packed_limit: int32 [R]; this rank's region of packed rows on each rank.
+        source_to_packed_start: int32 [R + 1]; where each source's packed rows start here; the last is P.
+        expert_load: int32 [E]; slots of each expert in the whole group, before dropping.
+        report: int32 [SUMMARY_WORDS + R * HEADER_WORDS].
+    """
+    num_ranks, rank = peers.num_ranks, peers.rank
+    table = _count_table(peers, rank, _barrier_epoch(peers) & 1)
+    headers = table[:, : control.HEADER_WORDS]
+    first = control.HEADER_WORDS
+    counts = table[:, first : first + num_experts].long()  # [R, E]
+    tokens = table[:, first + num_experts : first + num_experts + num_ranks].long()  # [source, destination]
+
+    load = counts.sum(0).view(num_ranks, -1)  # [R, e]
+    error, error_rank = _find_error(headers, load.sum(1), received, capacity, max_tokens, drop)
+    kept = load if capacity < 0 else torch.stack([_clip(row, capacity) for row in load])
+    if error != control.PLAN_OK:
+        kept = torch.zeros_like(kept)
+    before = counts.cumsum(0) - counts  # slots of the expert on earlier sources
+    kept_by_source = (kept.flatten() - before).clamp(min=0).minimum(counts)  # [R, E]
+    regions = kept_by_source.view(num_ranks, num_ranks, -1).sum(2).minimum(tokens)  # [source, destination]
+    region_starts = regions.cumsum(0) - regions
+
+    starts = kept.cumsum(1) - kept
+    splits.copy_(kept[rank])
+    row_start[:-1] = starts[rank]
+    row_start[-1] = kept[rank].sum()
+    slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
+    slot_limit.copy_(kept_by_source[rank])
+    packed_start.copy_(region_starts[rank])
+    packed_limit.copy_(regions[rank])
+    source_to_packed_start[:-1] = region_starts[:, rank]
+    source_to_packed_start[-1] = regions[:, rank].sum()
+    expert_load.copy_(load.flatten())
+
+    summary = report[: control.SUMMARY_WORDS]
+    summary[control.SUM_ERROR] = error
+    summary[control.SUM_ERROR_RANK] = error_rank
+    summary[control.SUM_NUM_ROWS] = kept[rank].sum()
+    summary[control.SUM_MAX_ROWS] = kept.sum(1).max()
+    summary[control.SUM_NUM_PACKED] = regions[:, rank].sum()
+    summary[control.SUM_MAX_PACKED] = regions.sum(0).max()
+    summary[control.SUM_NUM_DROPPED] = 0 if error else (load - kept).sum()
+    summary[control.SUM_NEEDED] = load.sum(1).max()
+    report[control.SUMMARY_WORDS :] = headers.reshape(-1)
+    if record_errors and error not in (control.PLAN_OK, control.PLAN_FAULT):
+        _record_error(status, error, error_rank, capacity, max_tokens, report)
+
+
+def assign_rows(
+    topk_idx: torch.Tensor,
+    block_starts: torch.Tensor,
+    slot_start: torch.Tensor,
+    slot_limit: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    block_tokens: torch.Tensor,
+    *,
+    experts_per_rank: int,
+) -> None:
+    """Gives every slot of this rank its row: a stable scan in order of token, then k.
+
+    Args:
+        slot_to_row, slot_to_rank: int32 [T, K]; row on the expert's rank, and that rank; -1 for no expert or dropped.
+        block_tokens: int32 [B, R]; tokens of each block that have a kept slot on each rank.
+    """
+    num_experts = slot_start.numel()
+    ids = topk_idx.flatten().long()
+    valid = (ids >= 0) & (ids < num_experts)
+    safe = ids.where(valid, 0)
+    one_hot = torch.zeros((ids.numel(), num_experts), dtype=torch.int32, device=ids.device)
+    one_hot[torch.arange(ids.numel(), device=ids.device), safe] = valid.int()
+    index = (one_hot.cumsum(0) - one_hot).gather(1, safe[:, None])[:, 0]  # among this rank's slots of the expert
+    kept = valid & (index < slot_limit[safe])
+    slot_to_row.copy_((slot_start[safe] + index).where(kept, -1).view_as(slot_to_row))
+    slot_to_rank.copy_((safe // experts_per_rank).where(kept, -1).view_as(slot_to_rank))
+    present = _tokens_to_ranks(slot_to_rank, block_tokens.shape[1])
+    for block, start in enumerate(range(0, topk_idx.shape[0], control.TOKENS_PER_BLOCK)):
+        block_tokens[block] = present[start : start + control.TOKENS_PER_BLOCK].sum(0)
+
+
+def assign_packed_rows(
+    slot_to_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    block_tokens: torch.Tensor,
+    packed_start: torch.Tensor,
+    token_to_packed_row: torch.Tensor,
+    token_to_primary_row: torch.Tensor,
+) -> None:
+    """Gives every (token, rank) pair its packed row, and its primary row: that of its smallest k there.
+
+    Args:
+        block_tokens: int32 [B, R] from :func:`assign_rows`.
+        token_to_packed_row, token_to_primary_row: int32 [T, R]; -1 if the token has no slot on the rank.
+    """
+    num_ranks = packed_start.numel()
+    present = _tokens_to_ranks(slot_to_rank, num_ranks)
+    index = present.int().cumsum(0) - present.int()
+    token_to_packed_row.copy_((packed_start + index).where(present, -1))
+    token_to_primary_row.fill_(-1)
+    for k in reversed(range(slot_to_row.shape[1])):
+        for rank in range(num_ranks):
+            here = slot_to_rank[:, k] == rank
+            token_to_primary_row[:, rank] = slot_to_row[:, k].where(here, token_to_primary_row[:, rank])
+
+
+def _tokens_to_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """bool [T, R]: whether a token has a kept slot on a rank."""
+    ranks = torch.arange(num_ranks, device=slot_to_rank.device)
+    return (slot_to_rank[:, :, None] == ranks).any(1)
+
+
+def _find_error(
+    headers: torch.Tensor,
+    rows: torch.Tensor,
+    received: torch.Tensor,
+    capacity: int,
+    max_tokens: int,
+    drop: bool,
+) -> tuple[int, int]:
+    """(code, rank) of the first thing wrong, in an order that is the same on every rank."""
+    if received.numel() and int(received.min()) < 0:
+        return control.PLAN_FAULT, -1
+    for rank, head in enumerate(headers):
+        if any(int(head[f]) != int(headers[0, f]) for f in control.AGREED_FIELDS):
+            return control.PLAN_MISMATCH, rank
+    for rank, head in enumerate(headers):
+        if int(head[control.HEAD_BAD_SLOTS]) > 0:
+            return control.PLAN_BAD_ID, rank
+    for rank, head in enumerate(headers):
+        if 0 <= max_tokens < int(head[control.HEAD_NUM_TOKENS]):
+            return control.PLAN_TOO_MANY_TOKENS, rank
+    if 0 <= capacity < int(rows.max()) and not drop:
+        return control.PLAN_OVERFLOW, int(rows.argmax())
+    return control.PLAN_OK, -1
+
+
+def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Rows kept of each expert of one rank: min(load, level), the highest level that fits; what is left over of the
+    capacity goes to the first experts above the level, one row each."""
+    if int(load.sum()) <= capacity:
+        return load
+    low, high = 0, capacity  # sum(min(load, low)) <= capacity
+    while low < high:
+        level = (low + high + 1) // 2
+        if int(load.clamp(max=level).sum()) <= capacity:
+            low = level
+        else:
+            high = level - 1
+    kept = load.clamp(max=low)
+    above = load > low
+    return kept + (above & (above.cumsum(0) <= capacity - int(kept.sum()))).long()
+
+
+def _record_error(
+    status: torch.Tensor, error: int, rank: int, capacity: int, max_tokens: int, report: torch.Tensor
+) -> None:
+    if int(status[control.STATUS_KIND]) != control.STATUS_OK:
+        return
+    limit, value = 0, 0
+    header = report[control.SUMMARY_WORDS + max(rank, 0) * control.HEADER_WORDS :]
+    if error == control.PLAN_OVERFLOW:
+        limit, value = capacity, int(report[control.SUM_NEEDED])
+    elif error == control.PLAN_TOO_MANY_TOKENS:
+        limit, value = max_tokens, int(header[control.HEAD_NUM_TOKENS])
+    elif error == control.PLAN_BAD_ID:
+        limit, value = int(header[control.HEAD_BAD_SLOT]), int(header[control.HEAD_BAD_ID])
+    status[control.STATUS_PHASE] = control.PHASE_PLAN
+    status[control.STATUS_PEER] = rank
+    status[control.STATUS_EXPECTED] = limit
+    status[control.STATUS_SEEN] = value
+    status[control.STATUS_EPOCH] = error
+    status[control.STATUS_KIND] = control.STATUS_PLAN
+
+
+def _barrier_epoch(peers: Peers) -> int:
+    counters = peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+    return int(counters[control.BARRIER_EPOCH])
+
+
+def _count_table(peers: Peers, rank: int, half: int) -> torch.Tensor:
+    """int32 [R, row_words]: one half of rank `rank`'s count table."""
+    layout = peers.layout
+    offset = layout.count_table + half * layout.table_stride_bytes
+    return peers.region(rank, offset, (peers.num_ranks, layout.row_words), torch.int32)

@@ -1,0 +1,92 @@
+"""Twin of the barrier: plain loads and stores in shared memory, in the order that x86-64 keeps."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import torch
+
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+
+_SPINS_BEFORE_SLEEP = 200
+_SLEEP_S = 50e-6
+
+
+def barrier(
+    peers: Peers,
+    words: tuple[int, ...],
+    received: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    phase: int,
+    fault: bool,
+    timeout_ns: int,
+) -> None:
+    """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
+
+    Args:
+        peers: the group's arenas.
+        words: NUM_PUBLISHED integers (arena offsets) for the peers.
+        received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if any rank faulted or did not come.
+        status: int64[STATUS_WORDS] that the host reads; gets a record if something went wrong and none is pending.
+        phase: index into control.PHASES.
+        fault: this rank's arguments are wrong, nobody shall move payload.
+        timeout_ns: bound of the wait.
+    """
+    counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
+    epoch = int(counters[control.BARRIER_EPOCH]) + 1
+    counters[control.BARRIER_EPOCH] = epoch
+    received.fill_(-1)
+    if counters[control.ABORTED]:
+        return
+    half = epoch & 1
+    for rank in range(peers.num_ranks):
+        slot = _mailbox(peers, rank)[half, peers.rank]
+        slot[1 : 1 + control.NUM_PUBLISHED] = words
+        slot[0] = 2 * epoch + int(fault)  # last: whoever sees it sees the words and all payload before it
+    mail = _mailbox(peers, peers.rank)[half]
+    deadline = time.monotonic_ns() + timeout_ns
+    for rank in range(peers.num_ranks):
+        if not _wait(mail, rank, 2 * epoch, deadline):
+            counters[control.ABORTED] = 1
+            _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, int(mail[rank, 0]) >> 1)
+            return
+    faulted = [rank for rank in range(peers.num_ranks) if mail[rank, 0] == 2 * epoch + 1]
+    if faulted:
+        _record(status, control.STATUS_FAULT, phase, faulted[0], epoch, epoch)
+        return
+    received.copy_(torch.from_numpy(mail[:, 1 : 1 + control.NUM_PUBLISHED].copy()))
+
+
+def _wait(mail: np.ndarray, rank: int, value: int, deadline_ns: int) -> bool:
+    spins = 0
+    while mail[rank, 0] < value:
+        spins += 1
+        if spins > _SPINS_BEFORE_SLEEP:
+            if time.monotonic_ns() > deadline_ns:
+                return False
+            time.sleep(_SLEEP_S)
+        else:
+            os.sched_yield()  # tests run more ranks than there are cores
+    return True
+
+
+def _record(status: torch.Tensor, kind: int, phase: int, peer: int, epoch: int, seen: int) -> None:
+    if int(status[control.STATUS_KIND]) == control.STATUS_OK:
+        status[control.STATUS_PHASE] = phase
+        status[control.STATUS_PEER] = peer
+        status[control.STATUS_EXPECTED] = epoch
+        status[control.STATUS_SEEN] = seen
+        status[control.STATUS_EPOCH] = epoch
+        status[control.STATUS_KIND] = kind
+
+
+def _mailbox(peers: Peers, rank: int) -> np.ndarray:
+    return _int64s(peers, rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS))
+
+
+def _int64s(peers: Peers, rank: int, offset: int, shape: tuple[int, ...]) -> np.ndarray:
+    return peers.region(rank, offset, shape, torch.int64).numpy()

@@ -1,0 +1,206 @@
+"""Twins of the kernels that move rows: push and pull over the wire, fan-out and pre-reduce on one rank.
+
+`received` is what a barrier returned, int64 [R, NUM_PUBLISHED]: column `column` holds, per rank, the arena offset of
+the buffer concerned, or a negative number if the call has failed and nothing may be moved.
+P_cap and N_cap are the sizes of the buffers; `num_packed` int32 [1] on the device says how many packed rows there are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe.kernels.control import Peers
+
+
+def push_rows(
+    x: torch.Tensor, token_to_row: torch.Tensor, peers: Peers, received: torch.Tensor, *, column: int
+) -> None:
+    """Writes each token's row to the ranks it goes to: peer's buffer [., H] row `token_to_row[t, r]` = x[t].
+
+    Args:
+        x: [T, H].
+        token_to_row: int32 [T, R]; -1: the token does not go to that rank.
+    """
+    for rank in range(peers.num_ranks):
+        offset = int(received[rank, column])
+        tokens = (token_to_row[:, rank] >= 0).nonzero().flatten()
+        if offset < 0 or tokens.numel() == 0:
+            continue
+        rows = token_to_row[tokens, rank].long()
+        buffer = peers.region(rank, offset, (int(rows.max()) + 1, x.shape[1]), x.dtype)
+        buffer[rows] = x[tokens]
+
+
+def push_slots(
+    slot_to_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    probs: torch.Tensor | None,
+    token_to_packed_row: torch.Tensor,
+    block_tokens: torch.Tensor,
+    packed_start: torch.Tensor,
+    packed_limit: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    *,
+    row_column: int,
+    prob_column: int,
+) -> None:
+    """Writes, beside each packed row, the rows of the token on that rank and their probs.
+
+    On rank r, `packed_to_row[p, k]` gets slot_to_row[t, k] if slot (t, k) lives there, else -1, and
+    `packed_probs[p, k]` gets probs[t, k] (0 elsewhere). Packed rows of this rank's region that no token uses get -1.
+
+    Args:
+        probs: fp32 [T, K] or None (nothing is written to the probs' buffer).
+        packed_start, packed_limit: int32 [R], this rank's region on each rank.
+    """
+    top_k = slot_to_row.shape[1]
+    for rank in range(peers.num_ranks):
+        if int(received[rank, row_column]) < 0:
+            continue
+        start, size = int(packed_start[rank]), int(packed_limit[rank])
+        tokens = (token_to_packed_row[:, rank] >= 0).nonzero().flatten()
+        here = slot_to_rank[tokens] == rank
+        shape = (start + size, top_k)
+        rows = peers.region(rank, int(received[rank, row_column]), shape, torch.int32)[start:]
+        rows[: tokens.numel()] = slot_to_row[tokens].where(here, -1)
+        rows[tokens.numel() :] = -1
+        if probs is not None:
+            values = peers.region(rank, int(received[rank, prob_column]), shape, torch.float32)[start:]
+            values[: tokens.numel()] = probs[tokens].where(here, 0)
+
+
+def index_rows(
+    wire_to_row: torch.Tensor,
+    wire_probs: torch.Tensor | None,
+    num_packed: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    row_to_packed_row: torch.Tensor,
+    row_probs: torch.Tensor | None,
+) -> None:
+    """Turns the slots that arrived into index tensors of this rank's own.
+
+    Args:
+        wire_to_row: int32 [P_cap, K]; row of each slot of a packed row, or -1.
+        wire_probs: fp32 [P_cap, K] or None.
+        packed_to_row: int32 [P_cap, K], gets a copy.
+        row_to_packed_row: int32 [N_cap], gets the packed row of each row; the tail stays as it is.
+        row_probs: fp32 [N_cap] or None, gets the prob of each row; the tail stays as it is.
+    """
+    count = int(num_packed)
+    packed_to_row[:count] = wire_to_row[:count]
+    packed, slot = (wire_to_row[:count] >= 0).nonzero(as_tuple=True)
+    rows = wire_to_row[packed, slot].long()
+    row_to_packed_row[rows] = packed.int()
+    if row_probs is not None and wire_probs is not None:
+        row_probs[rows] = wire_probs[packed, slot]
+
+
+def fan_out(rows: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor) -> None:
+    """Copies each primary row of `rows` [N_cap, H] to the token's secondary rows, in place."""
+    primary, others = _primary_and_others(packed_to_row, num_packed)
+    for secondary in others:
+        has = secondary >= 0
+        rows[secondary[has]] = rows[primary[has]]
+
+
+def pre_reduce(rows: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor) -> None:
+    """Sums each token's rows of `rows` [N_cap, H] into its primary row: fp32, in k order, in place."""
+    primary, others = _primary_and_others(packed_to_row, num_packed)
+    several = torch.zeros_like(primary, dtype=torch.bool)
+    for secondary in others:
+        several |= secondary >= 0
+    primary = primary[several]
+    total = rows[primary].float()
+    for secondary in others:
+        secondary = secondary[several]
+        has = secondary >= 0
+        total[has] += rows[secondary[has]].float()
+    rows[primary] = total.to(rows.dtype)
+
+
+def gather_values(
+    row_values: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    num_packed: torch.Tensor,
+    packed_values: torch.Tensor,
+) -> None:
+    """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. fp32 [N_cap] to [P_cap, K]."""
+    index = packed_to_row[: int(num_packed)].long()
+    packed_values[: int(num_packed)] = row_values[index.clamp(min=0)].where(index >= 0, 0)
+
+
+def pull_rows(
+    source_rank: torch.Tensor | None,
+    source_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    column: int,
+) -> None:
+    """out[t] = sum over s of row `source_row[t, s]` of rank `source_rank[t, s]`: fp32, in order of s.
+
+    If the call has failed, `out` is filled with NaN.
+
+    Args:
+        source_rank: int32 [T, S]; None: rank s for column s.
+        source_row: int32 [T, S]; -1: nothing to add.
+        out: [T, H].
+    """
+    if received.numel() and int(received[:, column].min()) < 0:
+        out.fill_(float("nan"))
+        return
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for s in range(source_row.shape[1]):
+        for rank in range(peers.num_ranks) if source_rank is not None else (s,):
+            here = source_row[:, s] >= 0
+            if source_rank is not None:
+                here &= source_rank[:, s] == rank
+            tokens = here.nonzero().flatten()
+            if tokens.numel() == 0:
+                continue
+            rows = source_row[tokens, s].long()
+            shape = (int(rows.max()) + 1, out.shape[1])
+            total[tokens] += peers.region(rank, int(received[rank, column]), shape, out.dtype)[rows].float()
+    out.copy_(total)
+
+
+def pull_values(
+    slot_to_rank: torch.Tensor,
+    token_to_packed_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    column: int,
+) -> None:
+    """out[t, k] = packed_values[token's packed row, k] of the rank that slot (t, k) went to; 0 for no expert.
+
+    If the call has failed, `out` is filled with NaN.
+    """
+    if received.numel() and int(received[:, column].min()) < 0:
+        out.fill_(float("nan"))
+        return
+    out.zero_()
+    for rank in range(peers.num_ranks):
+        tokens = (token_to_packed_row[:, rank] >= 0).nonzero().flatten()
+        if tokens.numel() == 0:
+            continue
+        packed = token_to_packed_row[tokens, rank].long()
+        shape = (int(packed.max()) + 1, out.shape[1])
+        values = peers.region(rank, int(received[rank, column]), shape, torch.float32)[packed]
+        out[tokens] = values.where(slot_to_rank[tokens] == rank, out[tokens])
+
+
+def _primary_and_others(
+    packed_to_row: torch.Tensor, num_packed: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Primary row of each used packed row, and, per k, its secondary rows (-1 for none)."""
+    index = packed_to_row[: int(num_packed)].long()
+    index = index[(index >= 0).any(1)]
+    first = (index >= 0).int().argmax(1, keepdim=True)
+    primary = index.gather(1, first)[:, 0]
+    columns = torch.arange(index.shape[1], device=index.device)
+    secondary = index.where(columns != first, -1)
+    return primary, list(secondary.unbind(1))

@@ -1,0 +1,107 @@
+"""What an MoE layer is: one frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from symmoe.errors import ArgumentError
+
+# Fields that take one of a few words. The Literal annotations below say the same to a type checker.
+_CHOICES = {"overflow": ("raise", "drop"), "order": ("rank", "slot"), "score": ("softmax", "sigmoid")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """The shape and the routing of one MoE layer. Equal on every rank of the EP group.
+
+    Attributes:
+        hidden: H, width of the tokens.
+        ffn: I, width of one expert's feed-forward layer.
+        num_experts: E, experts in all; a multiple of the number of EP ranks (checked by the layer).
+        top_k: K, experts per token.
+        capacity: rows a rank can receive in one call. None is exact: nothing is dropped, one host read per
+            call.
+        overflow: with a static capacity, raise on every rank or drop the last tokens of the fullest experts.
+        max_tokens: most tokens one rank brings to a call; None leaves it to each call.
+        order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of
+            ranks.
+        score: how logits become scores.
+        renormalize: make the K probs of a token sum to one (before `route_scale`).
+        num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
+        top_groups: groups a token may choose its experts from.
+        route_scale: factor on the probs.
+        expert_bias: keep a bias per expert that steers the selection alone (balance without an auxiliary
+            loss).
+        bias_update_rate: step of that bias per optimizer step.
+        aux_loss_coef: factor of the load-balance loss; 0 turns it off.
+        z_loss_coef: factor of the router z-loss; 0 turns it off.
+
+    Raises:
+        ArgumentError: a field is out of range, or two fields do not fit together. The text names both values.
+    """
+
+    hidden: int
+    ffn: int
+    num_experts: int
+    top_k: int
+    capacity: int | None = None
+    overflow: Literal["raise", "drop"] = "raise"
+    max_tokens: int | None = None
+    order: Literal["rank", "slot"] = "rank"
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    route_scale: float = 1.0
+    expert_bias: bool = False
+    bias_update_rate: float = 1e-3
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups"):
+            _check_positive(name, getattr(self, name))
+        for name in ("capacity", "max_tokens"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be one of {choices}")
+        for name in ("renormalize", "expert_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
+        for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
+            _check_factor(name, getattr(self, name))
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)
+        _check_at_most("top_groups", self.top_groups, "num_groups", self.num_groups)
+        if self.num_experts % self.num_groups:
+            raise ArgumentError(
+                f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})"
+            )
+        reachable = self.top_groups * (self.num_experts // self.num_groups)
+        _check_at_most("top_k", self.top_k, "the experts in top_groups groups", reachable)
+
+
+def _check_positive(name: str, value: object) -> None:
+    # bool is an int to isinstance; top_k=True is a mistake all the same.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
+    if value < 1:
+        raise ArgumentError(f"{name} ({value}) must be at least 1")
+
+
+def _check_factor(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ArgumentError(f"{name} ({value!r}) must be a number, not {type(value).__name__}")
+    if not math.isfinite(value) or value < 0:
+        raise ArgumentError(f"{name} ({value}) must be finite and at least 0")
+
+
+def _check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value > limit:
+        raise ArgumentError(f"{name} ({value}) must be at most {limit_name} ({limit})")

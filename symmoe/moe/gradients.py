@@ -1,0 +1,122 @@
+"""Gradients of a model whose dense parameters are data-parallel and whose experts are expert-parallel.
+
+Let W ranks each have a loss L_r that is a mean over the rank's own tokens, and let the training loss be
+their mean, L = (1/W) * sum_r L_r.
+
+* A dense parameter is used on every rank with that rank's tokens, so backward leaves dL_r/dw on rank r and
+  dL/dw = (1/W) * sum_r dL_r/dw: sum over all ranks, divide by W.
+* An expert is used on the one rank of its EP group that owns it, with the tokens of all ranks of that EP
+  group. Combine's backward carries each rank's dL_r to it, so backward leaves sum_{r in EP group} dL_r/dw
+  there already. If the world is one EP group, that is the whole sum: divide by W. Where the world is cut
+  into D EP groups, the expert has D replicas that saw different tokens: sum over the replicas (the
+  `expert_group`), then divide by W, which is not the size of that group.
+
+Parameters say which kind they are by the attribute `is_expert` (set by GroupedMLP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@torch.no_grad()
+def reduce_gradients(
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    expert_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Turns what backward left in `.grad` into the gradient of the mean loss. Collective over both groups.
+
+    Dense gradients travel in one buffer and one all-reduce per dtype, in the order of `model.parameters()`,
+    so the result does not depend on when each gradient became ready. A missing gradient counts as zeros and
+    is filled in: ranks then agree on what they send, also when a rank had no tokens.
+
+    Args:
+        model: the same modules on every rank of `group`.
+        group: all ranks that train together (W of them). None is the default group, or this process alone
+            where there is none.
+        expert_group: the ranks that hold this rank's experts in the other EP groups, and this one. None: the
+            world is one EP group.
+    """
+    group = group or _default_group()
+    dense, experts = _trainable(model)
+    num_ranks = _size(group)
+    _sum_gradients(dense, group=group)
+    _sum_gradients(experts, group=expert_group)
+    if num_ranks > 1:
+        for parameter in dense + experts:
+            parameter.grad.div_(num_ranks)
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    model: nn.Module,
+    max_norm: float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    expert_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Scales the reduced gradients down to a norm of at most `max_norm`. Collective over `group`.
+
+    Call it after :func:`reduce_gradients`, with the same groups. Every dense parameter counts once and every
+    expert once, wherever it lives, so the norm does not depend on the number of ranks (up to rounding) and
+    all ranks scale by the same bits. No host synchronisation.
+
+    Returns:
+        [] fp32, the norm before clipping, on the device of the parameters.
+    """
+    group = group or _default_group()
+    dense, experts = _trainable(model)
+    dense_square = _square_norm(dense)
+    expert_square = _square_norm(experts).to(dense_square.device)
+    if group is not None:
+        dist.all_reduce(expert_square, group=group)
+        # That sum met every expert once per replica.
+        expert_square /= _size(expert_group)
+    total_norm = (dense_square + expert_square).sqrt()
+    nn.utils.clip_grads_with_norm_(dense + experts, max_norm, total_norm)
+    return total_norm
+
+
+def _trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(dense, experts): parameters that take a gradient, in the order of `model.parameters()`."""
+    dense: list[nn.Parameter] = []
+    experts: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (experts if getattr(parameter, "is_expert", False) else dense).append(parameter)
+    return dense, experts
+
+
+def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None) -> None:
+    """All-reduces the gradients in place, one flat buffer per dtype; fills in missing ones."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    if _size(group) == 1:
+        return
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _square_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """[] fp32, sum of the squares of all gradients."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).float().square()
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)

@@ -1,0 +1,50 @@
+"""Offset arithmetic of the arena: a first-fit allocator that depends on nothing but the order of its calls."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+ALIGNMENT_BYTES = 512  # keeps every lease fit for TMA (128) and apart from its neighbour's cache lines
+
+
+class Arena:
+    """Hands out byte ranges of [start, end). Lowest address first, so equal call sequences give equal offsets."""
+
+    def __init__(self, start: int, end: int) -> None:
+        start = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = max(start, end // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        self.capacity_bytes = end - start
+        self.used_bytes = 0
+        self.high_water_bytes = 0
+        self._free: list[tuple[int, int]] = [(start, end)] if end > start else []
+
+    def take(self, num_bytes: int) -> tuple[int, int] | None:
+        """(offset, size) of a range of at least `num_bytes`, or None if no free range is large enough."""
+        size = max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                if end - start == size:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + size, end)
+                self.used_bytes += size
+                self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
+                return start, size
+        return None
+
+    def give_back(self, offset: int, size: int) -> None:
+        """Returns a range from :meth:`take`; neighbours merge."""
+        self.used_bytes -= size
+        insort(self._free, (offset, offset + size))
+        merged = [self._free[0]]
+        for start, end in self._free[1:]:
+            if start == merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._free = merged
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """Size of the largest lease that would fit now."""
+        return max((end - start for start, end in self._free), default=0)

@@ -1,0 +1,343 @@
+"""The symmetric heap: one arena per rank that every rank of the group can address, and the barrier over it."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from symmoe import kernels
+from symmoe.errors import (
+    FAULT_BYTES,
+    ArgumentError,
+    BackendUnavailable,
+    ConfigMismatch,
+    HeapClosed,
+    HeapExhausted,
+    HeapPoisoned,
+    PeerTimeout,
+    StaleLease,
+    SymmoeError,
+    decode,
+    encode,
+)
+from symmoe.kernels import control
+from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.symm_mem import host, nvshmem
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
+from symmoe.symm_mem.bootstrap import Bootstrap
+from symmoe.symm_mem.lease import Lease
+
+logger = logging.getLogger("symmoe")
+
+_PROTOCOL_VERSION = 1
+_FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend, timeout_s
+_BACKENDS = ("host", "nvshmem")
+
+
+@dataclass
+class HeapStatistics:
+    """Counters of one heap since its construction.
+
+    Attributes:
+        num_leases: leases made.
+        num_staging_copies: combine calls whose input was not on the heap and had to be copied there (the slow path).
+    """
+
+    num_leases: int = 0
+    num_staging_copies: int = 0
+
+
+class SymmetricHeap:
+    """Symmetric memory over the ranks of an expert-parallel group.
+
+    Construction is collective over `group` and synchronises the host. Every later collective call on a heap has to be
+    made by all its ranks in the same order, on one stream.
+
+    Args:
+        group: the EP process group; None is the default group, or a group of one without an initialised one.
+        num_bytes: size of each rank's arena, the same on all ranks.
+        backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
+        timeout_s: bound of every wait for a peer.
+
+    Attributes:
+        rank, num_ranks: in the group.
+        device: where leases live.
+        backend, backend_reason: what was picked, and why.
+        statistics: counters.
+
+    Raises:
+        ArgumentError: `num_bytes`, `backend` or `timeout_s` is not usable.
+        BackendUnavailable: on every rank, if any rank cannot take part.
+        ConfigMismatch: on every rank, if ranks disagree on an argument.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_bytes: int,
+        backend: str = "auto",
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._closed = True  # until everything below has worked
+        self._poison: PeerTimeout | None = None
+        self._bootstrap = Bootstrap(group)
+        self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
+        self._layout = ControlLayout(self.num_ranks)
+        self.timeout_s = timeout_s
+        self.num_bytes = num_bytes
+        self.backend, self.backend_reason = _pick_backend(backend)
+        self.statistics = HeapStatistics()
+        self._agree(self._find_problem())
+        logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
+
+        backend_class = host.HostBackend if self.backend == "host" else nvshmem.NvshmemBackend
+        self._backend = backend_class(self._bootstrap, num_bytes)
+        self.device = self._backend.device
+        self._kernels = kernels.for_device(self.device)
+        self._peers = Peers(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            bases=torch.tensor(self._backend.bases, dtype=torch.int64, device=self.device),
+            views=tuple(self._backend.arena_tensor(rank) for rank in range(self.num_ranks)),
+            layout=self._layout,
+        )
+        self._status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._status_words = self._status.numpy()
+        self._arena = Arena(self._layout.num_bytes, num_bytes)
+        self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
+        self._peers.views[self.rank][: self._layout.num_bytes].zero_()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._bootstrap.barrier()  # nobody may signal into a control block that is not zeroed yet
+        self._closed = False
+        self._warm_up()
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def lease(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease") -> Lease:
+        """Memory for a contiguous tensor. Local; does not synchronise; contents are undefined.
+
+        Leases that peers shall reach through :meth:`Lease.peer` must be made in the same order on all ranks.
+
+        Raises:
+            HeapExhausted: no free range is large enough.
+        """
+        self.check()
+        shape = tuple(int(size) for size in shape)
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        span = self._arena.take(num_bytes)
+        if span is None:
+            arena = self._arena
+            raise HeapExhausted(
+                f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
+                f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
+                f"high-water mark {arena.high_water_bytes}; give the heap more num_bytes (now {self.num_bytes})"
+            )
+        self.statistics.num_leases += 1
+        lease = Lease(self, name, shape, dtype, span, self.statistics.num_leases)
+        self._live[lease.offset] = lease.num_bytes
+        return lease
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in this rank's arena. Local."""
+        if tensor.device != self.device or self._closed:
+            return False
+        start = self._backend.bases[self.rank]
+        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+        return start + self._layout.num_bytes <= tensor.data_ptr() and end <= start + self.num_bytes
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Byte offset in the arena of a tensor that lies in a live lease. Local.
+
+        Raises:
+            StaleLease: the heap owns the memory, but no live lease holds it.
+        """
+        offset = tensor.data_ptr() - self._backend.bases[self.rank]
+        end = offset + tensor.numel() * tensor.element_size()
+        if not any(start <= offset and end <= start + size for start, size in self._live.items()):
+            raise StaleLease(f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live lease")
+        return offset
+
+    @property
+    def high_water_bytes(self) -> int:
+        """The most bytes that were leased at one time."""
+        return self._arena.high_water_bytes
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes that are leased now."""
+        return self._arena.used_bytes
+
+    def _take_back(self, lease: Lease) -> None:
+        self._live.pop(lease.offset, None)
+        self._arena.give_back(*lease.span)
+
+    # -- barrier and faults ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what a kernel or a peer has reported and nobody has raised yet. Local; does not synchronise.
+
+        Raises:
+            HeapClosed, HeapPoisoned: the heap is not usable any more.
+            PeerTimeout: a peer did not arrive; the heap is poisoned from now on.
+            SymmoeError: an error of another rank, as that rank's class.
+        """
+        if self._closed:
+            raise HeapClosed("the symmetric heap has been closed")
+        if self._poison is not None:
+            raise HeapPoisoned(f"an earlier call failed: {self._poison}") from self._poison
+        if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
+            raise self._take_status()
+
+    def barrier(self, phase: int, *, publish: tuple[int, ...] = ()) -> torch.Tensor:
+        """Waits (on the device) for every rank, bounded by `timeout_s`. Collective; does not synchronise the host.
+
+        Args:
+            phase: one of control.PHASE_*; error texts show its name.
+            publish: up to control.NUM_PUBLISHED integers for the peers.
+
+        Returns:
+            int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
+        """
+        received = self._launch_barrier(phase, publish, fault=False)
+        if self.device.type == "cpu":
+            self.check()
+        return received
+
+    def fail(self, error: SymmoeError, phases: tuple[int, ...]) -> None:
+        """Takes this rank's part in a call whose arguments are wrong here, so that every rank raises `error`.
+
+        Collective in the sense that the peers are in the call that consists of the barriers `phases`; moves no
+        payload. Synchronises. Always raises `error`.
+        """
+        payload = torch.frombuffer(bytearray(encode(error)), dtype=torch.uint8)
+        inbox = self._layout.fault_inbox + self.rank * FAULT_BYTES
+        for rank in range(self.num_ranks):
+            self._peers.region(rank, inbox, (FAULT_BYTES,), torch.uint8).copy_(payload)
+        if self.device.type == "cpu":
+            phases = phases[:1]  # on CPUs the peers raise at the first barrier; GPU hosts have enqueued all of them
+        for index, phase in enumerate(phases):
+            self._launch_barrier(phase, (), fault=index == 0)
+        self._synchronize()
+        if self._status_words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
+            raise self._take_status() from error
+        self._status_words[control.STATUS_KIND] = control.STATUS_OK  # the fault on record is this rank's own
+        raise error
+
+    def _launch_barrier(self, phase: int, publish: tuple[int, ...], *, fault: bool) -> torch.Tensor:
+        received = torch.empty((self.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
+        words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
+        self._kernels.barrier(
+            self._peers,
+            words,
+            received,
+            self._status,
+            phase=phase,
+            fault=fault,
+            timeout_ns=int(self.timeout_s * 1e9),
+        )
+        return received
+
+    def _take_status(self) -> SymmoeError:
+        words = self._status_words
+        kind, peer = int(words[control.STATUS_KIND]), int(words[control.STATUS_PEER])
+        if kind == control.STATUS_TIMEOUT:
+            self._poison = PeerTimeout(
+                rank=peer,
+                phase=control.PHASES[int(words[control.STATUS_PHASE])],
+                expected=int(words[control.STATUS_EXPECTED]),
+                seen=int(words[control.STATUS_SEEN]),
+                timeout_s=self.timeout_s,
+            )
+            return self._poison
+        words[control.STATUS_KIND] = control.STATUS_OK
+        return self.peer_error(peer)
+
+    def peer_error(self, rank: int) -> SymmoeError:
+        """The error that rank `rank` has put into this rank's fault inbox, as its class. Synchronises."""
+        inbox = self._layout.fault_inbox + rank * FAULT_BYTES
+        payload = self._peers.region(self.rank, inbox, (FAULT_BYTES,), torch.uint8)
+        return decode(bytes(payload.cpu().numpy().tobytes()), rank=rank)
+
+    # -- lifetime -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the heap: collective, idempotent, synchronises. After a timeout it is local and frees what it can.
+
+        Tensors over the arena must not be used afterwards.
+        """
+        if self._closed:
+            return
+        self._synchronize()
+        if self._poison is not None or self._status_words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
+            self._closed = True
+            self._backend.abandon()
+            return
+        self._bootstrap.barrier()
+        self._closed = True
+        self._backend.close()
+
+    def __enter__(self) -> SymmetricHeap:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        if exc_type is None:
+            self.close()
+        elif not self._closed:  # the peers may be anywhere: no collective on the way out
+            self._closed = True
+            self._backend.abandon()
+
+    # -- construction ---------------------------------------------------------------------------------------------
+
+    def _find_problem(self) -> SymmoeError | None:
+        least = self._layout.num_bytes + ALIGNMENT_BYTES
+        if self.backend not in _BACKENDS:
+            return ArgumentError(f"backend ({self.backend!r}) must be 'auto', 'host' or 'nvshmem'")
+        if self.num_bytes < least:
+            return ArgumentError(f"num_bytes ({self.num_bytes}) must be at least {least} for {self.num_ranks} ranks")
+        if not self.timeout_s > 0:
+            return ArgumentError(f"timeout_s ({self.timeout_s}) must be greater than 0")
+        missing = host.preflight() if self.backend == "host" else nvshmem.preflight(self.num_bytes)
+        return BackendUnavailable(missing) if missing else None
+
+    def _agree(self, problem: SymmoeError | None) -> None:
+        """Raises on every rank if any rank has a problem or ranks disagree. Collective."""
+        mine = encode(problem) if problem is not None else b""
+        for rank, payload in enumerate(self._bootstrap.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
+            if payload.strip(b"\0"):
+                raise decode(payload, rank=rank)
+        mine = _FINGERPRINT.pack(_PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), self.timeout_s)
+        gathered = [
+            _FINGERPRINT.unpack(f) for f in self._bootstrap.all_gather_bytes(mine, num_bytes=_FINGERPRINT.size)
+        ]
+        for index, field in enumerate(("protocol version", "num_bytes", "backend", "timeout_s")):
+            values = [fingerprint[index] for fingerprint in gathered]
+            if len(set(values)) > 1:
+                shown = [_BACKENDS[v] for v in values] if field == "backend" else values
+                raise ConfigMismatch(f"{field} differs between ranks: {shown}")
+
+    def _warm_up(self) -> None:
+        """Compiles the barrier on every rank before any wait is bounded by the clock."""
+        for _ in range(2):  # both halves of the mailbox
+            self._launch_barrier(control.PHASE_START, (), fault=False)
+        self._synchronize()
+        self.check()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _pick_backend(backend: str) -> tuple[str, str]:
+    if backend != "auto":
+        return backend, "asked for"
+    if torch.cuda.is_available():
+        return "nvshmem", f"auto: torch sees {torch.cuda.get_device_name()}"
+    return "host", "auto: torch sees no CUDA device"

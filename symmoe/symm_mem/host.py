@@ -1,0 +1,93 @@
+"""The host backend: one anonymous shared-memory file per rank, mapped by every rank of the group.
+
+A memfd has no name, so nothing is left behind however a process ends. A peer opens it through /proc/<pid>/fd, which
+needs the same user and the same pid namespace.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import struct
+
+import torch
+
+from symmoe.errors import BackendUnavailable
+from symmoe.symm_mem.bootstrap import Bootstrap
+
+_TICKET = struct.Struct("<qqqqq")  # pid, file descriptor, inode, pid namespace, user
+
+
+def preflight() -> str:
+    """What keeps the host backend from working on this machine; "" if nothing does."""
+    if platform.system() != "Linux" or not hasattr(os, "memfd_create"):
+        return f"the host backend needs Linux with memfd_create, this is {platform.system()}"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        # Plain stores stay in order on x86-64 only, and the twins' barrier relies on that.
+        return f"the host backend needs x86-64, this is {platform.machine()}"
+    return ""
+
+
+class HostBackend:
+    """Arenas in shared memory. The constructor is collective over the group."""
+
+    name = "host"
+
+    def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
+        self.device = torch.device("cpu")
+        fd = os.memfd_create("symmoe", os.MFD_CLOEXEC)
+        opened = [fd]
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, num_bytes)
+            namespace = os.stat("/proc/self/ns/pid").st_ino
+            ticket = _TICKET.pack(os.getpid(), fd, os.fstat(fd).st_ino, namespace, os.geteuid())
+            tickets = [_TICKET.unpack(t) for t in bootstrap.all_gather_bytes(ticket, num_bytes=_TICKET.size)]
+            problem = ""
+            try:
+                for rank, peer in enumerate(tickets):
+                    if rank != bootstrap.rank:
+                        opened.append(_open_peer(rank, peer, namespace))
+            except BackendUnavailable as error:
+                problem = str(error)
+            # Nobody may close its descriptor before every peer has opened it, and all fail together.
+            for rank, text in enumerate(bootstrap.all_gather_bytes(problem.encode()[:512], num_bytes=512)):
+                if text.strip(b"\0"):
+                    raise BackendUnavailable(f"on rank {rank}: {text.rstrip(bytes(1)).decode(errors='replace')}")
+            own, *others = opened
+            others.insert(bootstrap.rank, own)
+            self._maps = [mmap.mmap(f, num_bytes, mmap.MAP_SHARED) for f in others]
+        finally:
+            for f in opened:
+                os.close(f)
+        self.bases = [self.arena_tensor(rank).data_ptr() for rank in range(bootstrap.num_ranks)]
+
+    def arena_tensor(self, rank: int) -> torch.Tensor:
+        """A new uint8 tensor over rank `rank`'s arena, with a version counter of its own."""
+        return torch.frombuffer(self._maps[rank], dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Drops the mappings; each goes away with the last tensor over it. Local."""
+        self._maps = []
+
+    def abandon(self) -> None:
+        """As :meth:`close`: nothing of this backend needs the peers."""
+        self.close()
+
+
+def _open_peer(rank: int, ticket: tuple[int, ...], namespace: int) -> int:
+    pid, fd, inode, peer_namespace, user = ticket
+    if peer_namespace != namespace or user != os.geteuid():
+        raise BackendUnavailable(
+            f"rank {rank} runs as user {user} in pid namespace {peer_namespace}, this rank as user {os.geteuid()} in "
+            f"{namespace}: the host backend needs all ranks on one machine, in one container, as one user"
+        )
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise BackendUnavailable(f"cannot open the arena of rank {rank} (process {pid}): {error}") from error
+    if os.fstat(opened).st_ino != inode:
+        os.close(opened)
+        raise BackendUnavailable(f"process {pid} on this machine is not rank {rank}: are all ranks on one machine?")
+    return opened

@@ -1,0 +1,90 @@
+"""A lease: a sub-allocation of the symmetric heap's arena, with a tensor of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from symmoe.errors import StaleLease
+
+if TYPE_CHECKING:
+    from symmoe.symm_mem.heap import SymmetricHeap
+
+
+class Lease:
+    """Memory of the symmetric heap, made by :meth:`SymmetricHeap.lease`. Contents are undefined at first.
+
+    Attributes:
+        name: what it is for, as error texts show it.
+        shape, dtype: of the tensor.
+        offset: byte offset in the arena.
+        num_bytes: size of the tensor.
+        generation: how many leases the heap had made before this one.
+
+    A lease that nobody refers to any more is released. Releasing is local and does not synchronise: later kernels on
+    the same stream may reuse the memory, and peers write into it only after a barrier that this rank's stream reaches.
+    """
+
+    def __init__(
+        self,
+        heap: SymmetricHeap,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        span: tuple[int, int],
+        generation: int,
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.offset, self._size = span
+        self.num_bytes = dtype.itemsize
+        for size in shape:
+            self.num_bytes *= size
+        self.generation = generation
+        self._heap: SymmetricHeap | None = heap
+        self._tensor: torch.Tensor | None = self._over(heap, heap.rank)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """This rank's memory as a contiguous tensor of `shape` and `dtype`."""
+        if self._tensor is None:
+            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
+        return self._tensor
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """The same byte range of rank `rank`'s arena as a tensor.
+
+        It is that rank's lease of the same name if all ranks lease and release in the same order.
+        """
+        if self._heap is None:
+            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
+        return self._over(self._heap, rank)
+
+    def release(self) -> None:
+        """Gives the memory back. Exactly once: a second call raises StaleLease. Local."""
+        if self._heap is None:
+            raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
+        heap, self._heap, self._tensor = self._heap, None, None
+        heap._take_back(self)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(offset, size) as the arena accounts for it."""
+        return self.offset, self._size
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._heap is not None:
+            self.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_heap", None) is not None:
+            self.release()
+
+    def _over(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
+        arena = heap._backend.arena_tensor(rank)
+        return arena[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)

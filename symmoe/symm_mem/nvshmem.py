@@ -1,0 +1,140 @@
+"""The NVSHMEM backend: one symmetric arena on the GPU, reached by peers through plain pointers.
+
+NVSHMEM is used for what it is good at here: allocating memory that every rank of the group can address. Kernels are
+ordinary kernels with peer addresses; no NVSHMEM device library is linked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import numpy as np
+import torch
+
+from symmoe.errors import BackendUnavailable
+from symmoe.symm_mem.bootstrap import Bootstrap
+
+_UNIQUE_ID_BYTES = 128
+
+# One node, plain NVLink or PCIe peers: no network transport, no proxy thread, no multicast.
+_ENVIRONMENT = {
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NVSHMEM_REMOTE_TRANSPORT": "none",
+    "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
+    "NVSHMEM_DISABLE_MNNVL": "1",
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY": "AF_INET",
+}
+
+
+def preflight(num_bytes: int) -> str:
+    """What keeps NVSHMEM from working for this rank; "" if nothing does.
+
+    NVSHMEM ends the process on some failures instead of returning them, so whatever can be checked first is.
+    """
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible to torch"
+    if importlib.util.find_spec("nvshmem") is None:
+        return "the package nvshmem4py-cu13 is not installed: pip install 'symmoe[nvshmem]'"
+    import nvshmem.core as core
+
+    if core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED:
+        return "NVSHMEM is already initialised in this process: close the other heap first"
+    free_bytes, _ = torch.cuda.mem_get_info()
+    if free_bytes < num_bytes:
+        return f"num_bytes ({num_bytes}) is more than the GPU's free memory ({free_bytes} bytes)"
+    return ""
+
+
+class NvshmemBackend:
+    """Arenas in GPU memory. The constructor is collective over the group and synchronises the device."""
+
+    name = "nvshmem"
+
+    def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
+        import nvshmem.bindings as bindings
+        import nvshmem.core as core
+        from cuda.core import Device
+
+        self._bindings, self._core = bindings, core
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._check_peers(bootstrap)
+        torch.zeros(1, device=self.device)  # the primary context exists from here on
+        device = Device(self.device.index)
+        device.set_current()
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        # Used only where NVSHMEM cannot map memory on demand and takes its whole heap at once.
+        os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(num_bytes + (64 << 20))
+        unique_id = core.get_unique_id(empty=bootstrap.rank != 0)
+        id_bytes = unique_id._data.view(np.uint8)
+        sent = id_bytes.tobytes() if bootstrap.rank == 0 else b""
+        received = bootstrap.all_gather_bytes(sent, num_bytes=_UNIQUE_ID_BYTES)[0]
+        id_bytes[:] = np.frombuffer(received, dtype=np.uint8)
+        old_umask = os.umask(0o077)  # NVSHMEM asks for world-accessible shared memory
+        try:
+            core.init(
+                device=device,
+                uid=unique_id,
+                rank=bootstrap.rank,
+                nranks=bootstrap.num_ranks,
+                initializer_method="uid",
+            )
+        finally:
+            os.umask(old_umask)
+        if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
+            # The binding reports success for a half-done start; the first allocation would end the process.
+            raise BackendUnavailable("NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why")
+        self._address = bindings.malloc(num_bytes)
+        self.bases = [bindings.ptr(self._address, rank) for rank in range(bootstrap.num_ranks)]
+        missing = [rank for rank, base in enumerate(self.bases) if base == 0]
+        if missing:
+            raise BackendUnavailable(f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed")
+        from symmoe.symm_mem.address import AddressRange
+
+        self._ranges = [AddressRange(base, num_bytes, self.device) for base in self.bases]
+
+    def arena_tensor(self, rank: int) -> torch.Tensor:
+        """A new uint8 tensor over rank `rank`'s arena, with a version counter of its own."""
+        return self._ranges[rank].tensor()
+
+    def close(self) -> None:
+        """Frees the arena and ends NVSHMEM in this process. Collective; tensors over the arena dangle afterwards."""
+        self._bindings.free(self._address)
+        self._core.finalize()
+
+    def abandon(self) -> None:
+        """Local end after a failure: the memory goes with the process, because NVSHMEM frees collectively only."""
+
+    def _check_peers(self, bootstrap: Bootstrap) -> None:
+        """All ranks are on one machine, on GPUs of their own that can address each other. Collective."""
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot_id = file.read().strip()
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()
+        index = self.device.index
+        message = boot_id[:36].ljust(36) + uuid[:60].ljust(60) + index.to_bytes(2, "little")
+        peers = bootstrap.all_gather_bytes(message, num_bytes=98)
+        machines = [p[:36] for p in peers]
+        uuids = [p[36:96] for p in peers]
+        if len(set(machines)) > 1:
+            raise BackendUnavailable("the ranks of the group are on different machines; one NVLink domain is supported")
+        if len(set(uuids)) < len(uuids):
+            raise BackendUnavailable("two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)")
+        if _same_view_of_devices(bootstrap):
+            indices = [int.from_bytes(p[96:98], "little") for p in peers]
+            blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
+            problem = f"GPU {index} cannot address GPUs {blocked}".encode() if blocked else b""
+        else:
+            problem = b""
+        for rank, text in enumerate(bootstrap.all_gather_bytes(problem, num_bytes=128)):
+            if text.strip(b"\0"):
+                raise BackendUnavailable(f"on rank {rank}: {text.rstrip(bytes(1)).decode()}")
+
+
+def _same_view_of_devices(bootstrap: Bootstrap) -> bool:
+    """Whether all ranks number the GPUs alike, so that a peer's index means something here. Collective."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
+    return len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1
+
+

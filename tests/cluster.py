@@ -1,0 +1,107 @@
+"""Ranks for tests: processes that stay up, run functions one after the other and hand back what they return.
+
+A `Cluster` is started once per size and reused, because importing torch costs seconds. Functions must be importable
+(module level); arguments and results are pickled between the test process and its own children only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "symmoe.symm_mem.heap", "symmoe.kernels.twin"])
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the text holds every rank's traceback."""
+
+
+class Cluster:
+    """`num_ranks` processes joined by gloo on loopback. On GPUs (`device_type="cuda"`), rank r uses GPU r."""
+
+    def __init__(self, num_ranks: int, device_type: str = "cpu") -> None:
+        self.num_ranks = num_ranks
+        self._dir = tempfile.TemporaryDirectory(prefix="symmoe-cluster-")
+        store = os.path.join(self._dir.name, "store")
+        self._pipes, self._processes = [], []
+        for rank in range(num_ranks):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(
+                target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
+        """`fn(rank, num_ranks, *args, **kwargs)` on every rank; results in rank order.
+
+        Raises:
+            RankFailure: a rank raised, died, or gave no answer within `timeout_s`. The cluster is closed.
+        """
+        for pipe in self._pipes:
+            pipe.send((fn, args, kwargs))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(timeout_s):
+                    failures.append(f"rank {rank}: no answer within {timeout_s} s")
+                    timeout_s = 1.0  # the others have had their time
+                    continue
+                ok, value = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                ok, value = False, f"died with exit code {self._processes[rank].exitcode}"
+            if ok:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank}: {value}")
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(failures))
+        return results
+
+    @property
+    def alive(self) -> bool:
+        """Whether every rank can still run functions."""
+        return bool(self._processes) and all(p.is_alive() for p in self._processes)
+
+    def close(self) -> None:
+        """Ends every process."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self._processes = [], []
+        self._dir.cleanup()
+
+
+def _serve(pipe: Any, rank: int, num_ranks: int, store: str, device_type: str) -> None:
+    torch.set_num_threads(1)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=90)
+    )
+    while True:
+        try:
+            fn, args, kwargs = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # the test process has gone or is done with us
+        try:
+            pipe.send((True, fn(rank, num_ranks, *args, **kwargs)))
+        except BaseException:  # noqa: BLE001 - whatever it was, the test has to see it
+            pipe.send((False, traceback.format_exc()))
