@@ -63,7 +63,8 @@ class PeerTimeout(SymmoeError):
 
     def __init__(self, *, rank: int, phase: str, expected: int, seen: int, timeout_s: float) -> None:
         super().__init__(
-            f"rank {rank} did not reach '{phase}' within timeout_s={timeout_s:g}: expected epoch {expected}, seen {seen}"
+            f"rank {rank} did not reach '{phase}' within timeout_s={timeout_s:g}: "
+            f"expected epoch {expected}, seen {seen}"
         )
         self.rank = rank
         self.phase = phase

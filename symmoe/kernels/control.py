@@ -52,30 +52,37 @@ AGREED_FIELDS = {
     HEAD_DTYPE: "dtype",
 }
 
+# the dtypes of rows; the header holds the index
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 # overflow policy, as it stands in the header
 OVERFLOW_RAISE, OVERFLOW_DROP = 0, 1
 
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
 STATUS_WORDS = 8
-STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH = range(6)
+STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH, STATUS_WHERE = range(7)
 STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN = 0, 1, 2, 3
+# A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
+# WHERE = SUM_WHERE.
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
 
-# what `lay_out` reports of a plan: int32[SUMMARY_WORDS + R * HEADER_WORDS], the summary and then every rank's header
-SUMMARY_WORDS = 8
+# what `lay_out` reports of a plan: int32[SUMMARY_WORDS]
+SUMMARY_WORDS = 16
 (
     SUM_ERROR,  # one of the PLAN_* codes
     SUM_ERROR_RANK,  # the first rank concerned
+    SUM_LIMIT,  # of the error: num_experts, capacity, or rank 0's value of the field that differs
+    SUM_VALUE,  # of the error: the id, the rows needed, or the rank's value of the field
+    SUM_WHERE,  # of the error: the slot t * K + k, or the header word that differs
     SUM_NUM_ROWS,  # rows this rank receives
     SUM_MAX_ROWS,  # the largest such number in the group
     SUM_NUM_PACKED,
     SUM_MAX_PACKED,
     SUM_NUM_DROPPED,  # slots of the whole group that were dropped
-    SUM_NEEDED,  # rows the fullest rank would need without a capacity
-) = range(8)
-PLAN_OK, PLAN_FAULT, PLAN_MISMATCH, PLAN_BAD_ID, PLAN_TOO_MANY_TOKENS, PLAN_OVERFLOW = range(6)
+) = range(10)
+PLAN_OK, PLAN_FAULT, PLAN_MISMATCH, PLAN_BAD_ID, PLAN_OVERFLOW = range(5)
 
 # barrier names, by the number kernels record
 PHASES = (

@@ -30,6 +30,7 @@ from symmoe.symm_mem import host, nvshmem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.records import plan_error, timeout_error
 
 logger = logging.getLogger("symmoe")
 
@@ -67,6 +68,7 @@ class SymmetricHeap:
         rank, num_ranks: in the group.
         device: where leases live.
         backend, backend_reason: what was picked, and why.
+        peers, status: what kernels are given to reach the arenas and to report to the host.
         statistics: counters.
 
     Raises:
@@ -99,18 +101,18 @@ class SymmetricHeap:
         self._backend = backend_class(self._bootstrap, num_bytes)
         self.device = self._backend.device
         self._kernels = kernels.for_device(self.device)
-        self._peers = Peers(
+        self.peers = Peers(
             rank=self.rank,
             num_ranks=self.num_ranks,
             bases=torch.tensor(self._backend.bases, dtype=torch.int64, device=self.device),
             views=tuple(self._backend.arena_tensor(rank) for rank in range(self.num_ranks)),
             layout=self._layout,
         )
-        self._status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self._status_words = self._status.numpy()
+        self.status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._status_words = self.status.numpy()
         self._arena = Arena(self._layout.num_bytes, num_bytes)
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
-        self._peers.views[self.rank][: self._layout.num_bytes].zero_()
+        self.peers.views[self.rank][: self._layout.num_bytes].zero_()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self._bootstrap.barrier()  # nobody may signal into a control block that is not zeroed yet
@@ -149,6 +151,8 @@ class SymmetricHeap:
         """Whether `tensor` lies in this rank's arena. Local."""
         if tensor.device != self.device or self._closed:
             return False
+        if tensor.numel() == 0:  # torch gives an empty tensor no address
+            return True
         start = self._backend.bases[self.rank]
         end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
         return start + self._layout.num_bytes <= tensor.data_ptr() and end <= start + self.num_bytes
@@ -159,6 +163,8 @@ class SymmetricHeap:
         Raises:
             StaleLease: the heap owns the memory, but no live lease holds it.
         """
+        if tensor.numel() == 0:
+            return self._layout.num_bytes
         offset = tensor.data_ptr() - self._backend.bases[self.rank]
         end = offset + tensor.numel() * tensor.element_size()
         if not any(start <= offset and end <= start + size for start, size in self._live.items()):
@@ -211,6 +217,17 @@ class SymmetricHeap:
             self.check()
         return received
 
+    def read_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU copy of a small device tensor. Waits for this rank's stream up to here, and for nothing else."""
+        if self.device.type == "cpu":
+            return tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        return copy
+
     def fail(self, error: SymmoeError, phases: tuple[int, ...]) -> None:
         """Takes this rank's part in a call whose arguments are wrong here, so that every rank raises `error`.
 
@@ -220,7 +237,7 @@ class SymmetricHeap:
         payload = torch.frombuffer(bytearray(encode(error)), dtype=torch.uint8)
         inbox = self._layout.fault_inbox + self.rank * FAULT_BYTES
         for rank in range(self.num_ranks):
-            self._peers.region(rank, inbox, (FAULT_BYTES,), torch.uint8).copy_(payload)
+            self.peers.region(rank, inbox, (FAULT_BYTES,), torch.uint8).copy_(payload)
         if self.device.type == "cpu":
             phases = phases[:1]  # on CPUs the peers raise at the first barrier; GPU hosts have enqueued all of them
         for index, phase in enumerate(phases):
@@ -235,10 +252,10 @@ class SymmetricHeap:
         received = torch.empty((self.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
         self._kernels.barrier(
-            self._peers,
+            self.peers,
             words,
             received,
-            self._status,
+            self.status,
             phase=phase,
             fault=fault,
             timeout_ns=int(self.timeout_s * 1e9),
@@ -246,24 +263,25 @@ class SymmetricHeap:
         return received
 
     def _take_status(self) -> SymmoeError:
-        words = self._status_words
-        kind, peer = int(words[control.STATUS_KIND]), int(words[control.STATUS_PEER])
+        words = [int(word) for word in self._status_words]
+        kind = words[control.STATUS_KIND]
         if kind == control.STATUS_TIMEOUT:
-            self._poison = PeerTimeout(
-                rank=peer,
-                phase=control.PHASES[int(words[control.STATUS_PHASE])],
-                expected=int(words[control.STATUS_EXPECTED]),
-                seen=int(words[control.STATUS_SEEN]),
-                timeout_s=self.timeout_s,
-            )
+            self._poison = timeout_error(words, self.timeout_s)
             return self._poison
-        words[control.STATUS_KIND] = control.STATUS_OK
-        return self.peer_error(peer)
+        self._status_words[control.STATUS_KIND] = control.STATUS_OK
+        if kind == control.STATUS_PLAN:
+            return plan_error(
+                words[control.STATUS_EPOCH],
+                words[control.STATUS_PEER],
+                words[control.STATUS_EXPECTED],
+                words[control.STATUS_SEEN],
+                words[control.STATUS_WHERE],
+            )
+        return self._peer_error(words[control.STATUS_PEER])
 
-    def peer_error(self, rank: int) -> SymmoeError:
-        """The error that rank `rank` has put into this rank's fault inbox, as its class. Synchronises."""
+    def _peer_error(self, rank: int) -> SymmoeError:
         inbox = self._layout.fault_inbox + rank * FAULT_BYTES
-        payload = self._peers.region(self.rank, inbox, (FAULT_BYTES,), torch.uint8)
+        payload = self.peers.region(self.rank, inbox, (FAULT_BYTES,), torch.uint8)
         return decode(bytes(payload.cpu().numpy().tobytes()), rank=rank)
 
     # -- lifetime -------------------------------------------------------------------------------------------------

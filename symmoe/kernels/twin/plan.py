@@ -76,7 +76,6 @@ def lay_out(
     *,
     num_experts: int,
     capacity: int,
-    max_tokens: int,
     drop: bool,
     record_errors: bool,
     splits: torch.Tensor,
@@ -97,7 +96,6 @@ def lay_out(
         received: what the plan's barrier returned; negative words mean that a rank faulted.
         status: int64[STATUS_WORDS]; gets a record of an error if `record_errors`.
         capacity: rows each rank can take; -1 is no limit.
-        max_tokens: the most tokens any rank may have; -1 is no limit.
         drop: clip to the capacity instead of reporting an overflow.
         splits, row_start: int32 [e], [e + 1]; rows of each local expert and where they start.
         slot_start, slot_limit: int32 [E]; on the expert's rank, the row of this rank's first slot of the expert, and
@@ -105,7 +103,7 @@ def lay_out(
         packed_start, packed_limit: int32 [R]; this rank's region of packed rows on each rank.
         source_to_packed_start: int32 [R + 1]; where each source's packed rows start here; the last is P.
         expert_load: int32 [E]; slots of each expert in the whole group, before dropping.
-        report: int32 [SUMMARY_WORDS + R * HEADER_WORDS].
+        report: int32 [SUMMARY_WORDS].
     """
     num_ranks, rank = peers.num_ranks, peers.rank
     table = _count_table(peers, rank, _barrier_epoch(peers) & 1)
@@ -115,9 +113,10 @@ def lay_out(
     tokens = table[:, first + num_experts : first + num_experts + num_ranks].long()  # [source, destination]
 
     load = counts.sum(0).view(num_ranks, -1)  # [R, e]
-    error, error_rank = _find_error(headers, load.sum(1), received, capacity, max_tokens, drop)
+    error = _find_error(headers, load.sum(1), received, num_experts, capacity, drop)
     kept = load if capacity < 0 else torch.stack([_clip(row, capacity) for row in load])
-    if error != control.PLAN_OK:
+    failed = error[0] != control.PLAN_OK
+    if failed:
         kept = torch.zeros_like(kept)
     before = counts.cumsum(0) - counts  # slots of the expert on earlier sources
     kept_by_source = (kept.flatten() - before).clamp(min=0).minimum(counts)  # [R, E]
@@ -136,18 +135,15 @@ def lay_out(
     source_to_packed_start[-1] = regions[:, rank].sum()
     expert_load.copy_(load.flatten())
 
-    summary = report[: control.SUMMARY_WORDS]
-    summary[control.SUM_ERROR] = error
-    summary[control.SUM_ERROR_RANK] = error_rank
-    summary[control.SUM_NUM_ROWS] = kept[rank].sum()
-    summary[control.SUM_MAX_ROWS] = kept.sum(1).max()
-    summary[control.SUM_NUM_PACKED] = regions[:, rank].sum()
-    summary[control.SUM_MAX_PACKED] = regions.sum(0).max()
-    summary[control.SUM_NUM_DROPPED] = 0 if error else (load - kept).sum()
-    summary[control.SUM_NEEDED] = load.sum(1).max()
-    report[control.SUMMARY_WORDS :] = headers.reshape(-1)
-    if record_errors and error not in (control.PLAN_OK, control.PLAN_FAULT):
-        _record_error(status, error, error_rank, capacity, max_tokens, report)
+    report.zero_()
+    report[control.SUM_ERROR : control.SUM_WHERE + 1] = torch.tensor(error, dtype=torch.int32)
+    report[control.SUM_NUM_ROWS] = kept[rank].sum()
+    report[control.SUM_MAX_ROWS] = kept.sum(1).max()
+    report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
+    report[control.SUM_MAX_PACKED] = regions.sum(0).max()
+    report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
+    if record_errors and failed and error[0] != control.PLAN_FAULT:
+        _record_error(status, error)
 
 
 def assign_rows(
@@ -217,25 +213,25 @@ def _find_error(
     headers: torch.Tensor,
     rows: torch.Tensor,
     received: torch.Tensor,
+    num_experts: int,
     capacity: int,
-    max_tokens: int,
     drop: bool,
-) -> tuple[int, int]:
-    """(code, rank) of the first thing wrong, in an order that is the same on every rank."""
+) -> tuple[int, int, int, int, int]:
+    """(code, rank, limit, value, where) of the first thing wrong, in an order that is the same on every rank."""
     if received.numel() and int(received.min()) < 0:
-        return control.PLAN_FAULT, -1
-    for rank, head in enumerate(headers):
-        if any(int(head[f]) != int(headers[0, f]) for f in control.AGREED_FIELDS):
-            return control.PLAN_MISMATCH, rank
-    for rank, head in enumerate(headers):
-        if int(head[control.HEAD_BAD_SLOTS]) > 0:
-            return control.PLAN_BAD_ID, rank
-    for rank, head in enumerate(headers):
-        if 0 <= max_tokens < int(head[control.HEAD_NUM_TOKENS]):
-            return control.PLAN_TOO_MANY_TOKENS, rank
+        return control.PLAN_FAULT, -1, 0, 0, 0
+    heads = headers.tolist()
+    for rank, head in enumerate(heads):
+        for word in control.AGREED_FIELDS:
+            if head[word] != heads[0][word]:
+                return control.PLAN_MISMATCH, rank, heads[0][word], head[word], word
+    for rank, head in enumerate(heads):
+        if head[control.HEAD_BAD_SLOTS] > 0:
+            bad_id, slot = head[control.HEAD_BAD_ID], head[control.HEAD_BAD_SLOT]
+            return control.PLAN_BAD_ID, rank, num_experts, bad_id, slot
     if 0 <= capacity < int(rows.max()) and not drop:
-        return control.PLAN_OVERFLOW, int(rows.argmax())
-    return control.PLAN_OK, -1
+        return control.PLAN_OVERFLOW, int(rows.argmax()), capacity, int(rows.max()), 0
+    return control.PLAN_OK, -1, 0, 0, 0
 
 
 def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -255,24 +251,16 @@ def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
     return kept + (above & (above.cumsum(0) <= capacity - int(kept.sum()))).long()
 
 
-def _record_error(
-    status: torch.Tensor, error: int, rank: int, capacity: int, max_tokens: int, report: torch.Tensor
-) -> None:
+def _record_error(status: torch.Tensor, error: tuple[int, int, int, int, int]) -> None:
     if int(status[control.STATUS_KIND]) != control.STATUS_OK:
         return
-    limit, value = 0, 0
-    header = report[control.SUMMARY_WORDS + max(rank, 0) * control.HEADER_WORDS :]
-    if error == control.PLAN_OVERFLOW:
-        limit, value = capacity, int(report[control.SUM_NEEDED])
-    elif error == control.PLAN_TOO_MANY_TOKENS:
-        limit, value = max_tokens, int(header[control.HEAD_NUM_TOKENS])
-    elif error == control.PLAN_BAD_ID:
-        limit, value = int(header[control.HEAD_BAD_SLOT]), int(header[control.HEAD_BAD_ID])
+    code, rank, limit, value, where = error
     status[control.STATUS_PHASE] = control.PHASE_PLAN
     status[control.STATUS_PEER] = rank
     status[control.STATUS_EXPECTED] = limit
     status[control.STATUS_SEEN] = value
-    status[control.STATUS_EPOCH] = error
+    status[control.STATUS_EPOCH] = code
+    status[control.STATUS_WHERE] = where
     status[control.STATUS_KIND] = control.STATUS_PLAN
 
 

@@ -1,0 +1,85 @@
+"""`combine_tokens`: expert outputs back to their tokens' ranks, summed, with autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from symmoe.combine.collect import ORDERS, PHASES, collect_rows, on_heap
+from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.send import send_expert_major
+from symmoe.dispatch.tokens import rows_problem
+from symmoe.errors import ArgumentError, StalePlan
+from symmoe.symm_mem.buffers import buffer_problem
+
+
+def combine_tokens(
+    expert_out: torch.Tensor, plan: Plan, *, order: str = "rank", grad_out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums every token's rows on its own rank. Collective; does not synchronise the host. Differentiable.
+
+    The sum is unweighted: apply the probs in the experts.
+
+    Args:
+        expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. On the heap it is read in
+            place, and with order "rank" its primary rows are overwritten (its version counter tells autograd).
+            Anywhere else it is copied to the heap first: the slow path, counted in `heap.statistics`.
+        plan: of the dispatch.
+        order: "rank": each expert rank sums a token's rows first, then ranks are summed; least traffic. "slot": the
+            K rows are summed in k order; bitwise independent of the number of ranks.
+        grad_out: buffer on the heap, of the shape of `expert_out`, that gets its gradient. None: a lease that lives
+            as long as the plan, or until the backward pass is through.
+
+    Returns:
+        [T, H].
+
+    Raises:
+        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call).
+        StalePlan: nothing has been dispatched with the plan.
+        PeerTimeout: a rank did not come.
+    """
+    heap = plan.heap
+    heap.check()
+    error = _problem(expert_out, plan, order, grad_out)
+    if error is not None:
+        heap.fail(error, PHASES)
+    return _Combine.apply(expert_out, plan, order, grad_out)
+
+
+class _Combine(torch.autograd.Function):
+    """The backward of combine is dispatch over the same plan."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.plan, ctx.grad_out, ctx.num_rows = plan, grad_out, expert_out.shape[0]
+        with on_heap(expert_out, plan, name="expert output") as rows:
+            return collect_rows(rows, plan, order=order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: torch.Tensor):
+        plan: Plan = ctx.plan
+        rows = ctx.grad_out
+        if rows is None:
+            rows = plan.lease_rows(dy.shape[1], dy.dtype, name="output gradients")[: ctx.num_rows]
+        send_expert_major(dy.contiguous(), plan, rows, None)
+        return rows, None, None, None
+
+
+def _problem(
+    expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
+) -> ArgumentError | StalePlan | None:
+    if order not in ORDERS:
+        return ArgumentError(f"order ({order!r}) must be one of {ORDERS}")
+    if plan.packed_to_row is None:
+        return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
+    least = plan.row_capacity if plan.num_rows is None else plan.num_rows
+    whole = isinstance(expert_out, torch.Tensor) and expert_out.dim() and expert_out.shape[0] == plan.row_capacity
+    error = rows_problem("expert_out", expert_out, plan, num_rows=plan.row_capacity if whole else least)
+    if error is not None or grad_out is None:
+        return error
+    return buffer_problem(
+        "grad_out", grad_out, shape=tuple(expert_out.shape), like=expert_out, inputs=(expert_out,), heap=plan.heap
+    )

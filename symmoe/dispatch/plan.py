@@ -1,0 +1,295 @@
+"""The plan of one layer call: which row of which rank every slot of this rank's routing becomes.
+
+T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and P packed rows received by this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from symmoe import kernels
+from symmoe.errors import ArgumentError, StalePlan
+from symmoe.kernels import control
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.records import plan_error
+
+MAX_TOP_K = 32
+_OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP}
+
+
+@dataclass(eq=False)
+class Plan:
+    """What :func:`make_plan` returns. Tensors are on the heap's device; -1 in a map means "none".
+
+    Attributes:
+        heap: the symmetric heap it was made on; every use must be on this heap.
+        num_tokens, top_k, num_experts: T, K, E.
+        row_capacity: rows that a buffer for this plan needs on every rank: the largest N of the group (exact
+            capacity) or the capacity given (static).
+        packed_row_capacity: likewise for packed rows.
+        num_rows: N as a host integer; None with static capacity, where only the device knows it.
+        splits: int32 [e], rows of each local expert.
+        row_start: int32 [e + 1], where each local expert's rows start; the last is N.
+        slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank.
+        token_to_primary_row, token_to_packed_row: int32 [T, R], per destination rank.
+        source_to_packed_start: int32 [R + 1], where the packed rows of each source rank start here; the last is P.
+        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
+        num_dropped: int32 [1], slots of the whole EP group that were dropped.
+        packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
+        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is undefined.
+        leases: buffers made for callers that brought none of their own.
+    """
+
+    heap: SymmetricHeap
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    row_capacity: int
+    packed_row_capacity: int
+    num_rows: int | None
+    splits: torch.Tensor
+    row_start: torch.Tensor
+    slot_to_row: torch.Tensor
+    slot_to_rank: torch.Tensor
+    token_to_primary_row: torch.Tensor
+    token_to_packed_row: torch.Tensor
+    source_to_packed_start: torch.Tensor
+    expert_load: torch.Tensor
+    num_dropped: torch.Tensor
+    block_tokens: torch.Tensor
+    packed_start: torch.Tensor
+    packed_limit: torch.Tensor
+    packed_to_row: torch.Tensor | None = None
+    row_to_packed_row: torch.Tensor | None = None
+    leases: list[Lease] = field(default_factory=list)
+
+    def lease_rows(self, hidden: int, dtype: torch.dtype, *, name: str) -> torch.Tensor:
+        """A row buffer [row_capacity, hidden] on the heap that lives until :meth:`release`, or as long as the plan."""
+        lease = self.heap.lease((self.row_capacity, hidden), dtype, name=name)
+        self.leases.append(lease)
+        return lease.tensor
+
+    def release(self) -> None:
+        """Gives back every buffer that the plan has leased for its caller. Local; may be called twice."""
+        while self.leases:
+            self.leases.pop().release()
+
+    @property
+    def num_packed(self) -> torch.Tensor:
+        """int32 [1], P on the device."""
+        return self.source_to_packed_start[-1:]
+
+    def rows_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
+        return buffer if self.num_rows is None else buffer[: self.num_rows]
+
+    def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
+
+        Raises:
+            StalePlan: nothing has been dispatched with this plan yet.
+        """
+        if self.packed_to_row is None or self.row_to_packed_row is None:
+            raise StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
+        return self.packed_to_row, self.row_to_packed_row
+
+
+def make_plan(
+    topk_idx: torch.Tensor,
+    *,
+    num_experts: int,
+    heap: SymmetricHeap,
+    capacity: int | None = None,
+    overflow: str = "raise",
+    max_tokens: int | None = None,
+    hidden: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """Plans one layer call. Collective over the heap's group.
+
+    With exact capacity (`capacity=None`) the host waits once for one small read; with static capacity it never waits,
+    and the call can be captured in a CUDA graph.
+
+    Args:
+        topk_idx: int32 or int64 [T, K] on the heap's device; expert ids in [0, num_experts), or -1 for no expert. An
+            id that stands in a token twice counts twice. T may differ from rank to rank.
+        num_experts: E, a multiple of the number of ranks; expert g lives on rank g // (E / R).
+        heap: the EP group's heap.
+        capacity: None (exact), or the rows each rank can take.
+        overflow: static capacity only. "raise": if any rank would get more rows, nothing moves and every rank raises
+            CapacityError (on GPUs at its next call on the heap). "drop": the last tokens of the fullest experts lose
+            those slots.
+        max_tokens: static capacity only: the largest T of any rank, which bounds the packed rows. None: this
+            rank's T, which then must be the same on all ranks.
+        hidden, dtype: of the rows the plan will carry. Given here, ranks that disagree raise in this call.
+
+    Returns:
+        the plan.
+
+    Raises:
+        ArgumentError: an argument is wrong on some rank; raised on every rank.
+        ExpertIdError: an id is out of range on some rank; raised on every rank.
+        ConfigMismatch: ranks disagree on K, E, capacity, overflow, max_tokens, hidden or dtype; on every rank.
+        CapacityError: see `overflow`.
+        PeerTimeout: a rank did not come.
+    """
+    heap.check()
+    error = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, dtype)
+    if error is not None:
+        heap.fail(error, (control.PHASE_PLAN,))
+    topk_idx = topk_idx.detach().contiguous()
+    num_tokens, top_k = topk_idx.shape
+    num_ranks, device = heap.num_ranks, heap.device
+    experts_per_rank = num_experts // num_ranks
+    num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
+    if capacity is None:
+        limit, token_limit = -1, -1
+    else:
+        limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
+    ops = kernels.for_device(device)
+
+    def int32(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    block_counts = int32(num_blocks, num_experts + num_ranks + 2)
+    block_starts = int32(num_blocks, num_experts)
+    header = _header(num_tokens, top_k, num_experts, limit, token_limit, overflow, hidden, dtype)
+    ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
+    ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
+    received = heap.barrier(control.PHASE_PLAN)
+
+    splits, row_start = int32(experts_per_rank), int32(experts_per_rank + 1)
+    slot_start, slot_limit = int32(num_experts), int32(num_experts)
+    packed_start, packed_limit = int32(num_ranks), int32(num_ranks)
+    source_to_packed_start, expert_load = int32(num_ranks + 1), int32(num_experts)
+    report = int32(control.SUMMARY_WORDS)
+    ops.lay_out(
+        heap.peers,
+        received,
+        heap.status,
+        num_experts=num_experts,
+        capacity=limit,
+        drop=overflow == "drop",
+        record_errors=capacity is not None,
+        splits=splits,
+        row_start=row_start,
+        slot_start=slot_start,
+        slot_limit=slot_limit,
+        packed_start=packed_start,
+        packed_limit=packed_limit,
+        source_to_packed_start=source_to_packed_start,
+        expert_load=expert_load,
+        report=report,
+    )
+    slot_to_row, slot_to_rank = int32(num_tokens, top_k), int32(num_tokens, top_k)
+    block_tokens = int32(num_blocks, num_ranks)
+    ops.assign_rows(
+        topk_idx,
+        block_starts,
+        slot_start,
+        slot_limit,
+        slot_to_row,
+        slot_to_rank,
+        block_tokens,
+        experts_per_rank=experts_per_rank,
+    )
+    token_to_packed_row, token_to_primary_row = int32(num_tokens, num_ranks), int32(num_tokens, num_ranks)
+    ops.assign_packed_rows(
+        slot_to_row, slot_to_rank, block_tokens, packed_start, token_to_packed_row, token_to_primary_row
+    )
+
+    if capacity is None:
+        words = heap.read_back(report).tolist()
+        if words[control.SUM_ERROR] != control.PLAN_OK:
+            heap.check()  # a fault of a peer is on record
+            raise plan_error(*words[: control.SUM_WHERE + 1])
+        num_rows = words[control.SUM_NUM_ROWS]
+        row_capacity, packed_capacity = max(1, words[control.SUM_MAX_ROWS]), max(1, words[control.SUM_MAX_PACKED])
+    else:
+        if device.type == "cpu":
+            heap.check()
+        num_rows = None
+        row_capacity, packed_capacity = limit, min(limit, num_ranks * token_limit)
+    return Plan(
+        heap=heap,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        row_capacity=row_capacity,
+        packed_row_capacity=packed_capacity,
+        num_rows=num_rows,
+        splits=splits,
+        row_start=row_start,
+        slot_to_row=slot_to_row,
+        slot_to_rank=slot_to_rank,
+        token_to_primary_row=token_to_primary_row,
+        token_to_packed_row=token_to_packed_row,
+        source_to_packed_start=source_to_packed_start,
+        expert_load=expert_load,
+        num_dropped=report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1],
+        block_tokens=block_tokens,
+        packed_start=packed_start,
+        packed_limit=packed_limit,
+    )
+
+
+def _find_problem(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    heap: SymmetricHeap,
+    capacity: int | None,
+    overflow: str,
+    max_tokens: int | None,
+    dtype: torch.dtype | None,
+) -> ArgumentError | None:
+    """What is wrong with this rank's arguments, found without looking at device memory."""
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2:
+        given = list(topk_idx.shape) if isinstance(topk_idx, torch.Tensor) else type(topk_idx).__name__
+        return ArgumentError(f"topk_idx ({given}) must be a tensor of shape [T, K]")
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        return ArgumentError(f"topk_idx has dtype {topk_idx.dtype}; it must be torch.int32 or torch.int64")
+    if topk_idx.device != heap.device:
+        return ArgumentError(f"topk_idx is on {topk_idx.device}; the heap is on {heap.device}")
+    if not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
+        return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
+    if not 1 <= num_experts <= control.MAX_EXPERTS:
+        return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
+    if num_experts % heap.num_ranks:
+        return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
+    if overflow not in _OVERFLOW:
+        return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
+    if dtype is not None and dtype not in control.DTYPES:
+        return ArgumentError(f"dtype ({dtype}) must be one of {', '.join(map(str, control.DTYPES))}")
+    if capacity is None and (max_tokens is not None or overflow != "raise"):
+        given = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
+        return ArgumentError(f"{given} needs a static capacity, and capacity is None")
+    if capacity is not None and capacity < 1:
+        return ArgumentError(f"capacity ({capacity}) must be at least 1 row")
+    if max_tokens is not None and max_tokens < topk_idx.shape[0]:
+        return ArgumentError(f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})")
+    return None
+
+
+def _header(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    capacity: int,
+    max_tokens: int,
+    overflow: str,
+    hidden: int | None,
+    dtype: torch.dtype | None,
+) -> tuple[int, ...]:
+    words = [0] * control.HEADER_WORDS
+    words[control.HEAD_NUM_TOKENS] = num_tokens
+    words[control.HEAD_TOP_K] = top_k
+    words[control.HEAD_NUM_EXPERTS] = num_experts
+    words[control.HEAD_CAPACITY] = capacity
+    words[control.HEAD_MAX_TOKENS] = max_tokens
+    words[control.HEAD_OVERFLOW] = _OVERFLOW[overflow]
+    words[control.HEAD_HIDDEN] = -1 if hidden is None else hidden
+    words[control.HEAD_DTYPE] = -1 if dtype is None else control.DTYPES.index(dtype)
+    return tuple(words)
