@@ -36,17 +36,13 @@ PROMPT = b"def "
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the preset's)")
-    parser.add_argument(
-        "--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)"
-    )
+    parser.add_argument("--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--save-every", type=int, help="steps between checkpoints (default: the preset's)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     return parser.parse_args()
 
@@ -58,18 +54,17 @@ def learning_rate(preset: Preset, *, step: int, steps: int) -> float:
     return preset.learning_rate * warmup * (0.1 + 0.9 * cosine)
 
 
-def predict(model: LanguageModel, batch: torch.Tensor, preset: Preset) -> tuple[torch.Tensor, ModelOutput]:
+def predict(model: LanguageModel, batch: torch.Tensor) -> tuple[torch.Tensor, ModelOutput]:
     """Mean cross entropy in nats over this rank's batch [B, S + 1], and the model's output. Collective."""
-    with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=preset.autocast):
-        output = model(batch[:, :-1])
+    output = model(batch[:, :-1])
     return F.cross_entropy(output.logits.flatten(0, 1).float(), batch[:, 1:].flatten()), output
 
 
 def train_step(
-    model: LanguageModel, optimizer: torch.optim.Optimizer, batch: torch.Tensor, preset: Preset, ranks: Ranks
+    model: LanguageModel, optimizer: torch.optim.Optimizer, batch: torch.Tensor, ranks: Ranks
 ) -> report.Record:
     """One optimizer step on this rank's part of the batch. Collective."""
-    loss, output = predict(model, batch, preset)
+    loss, output = predict(model, batch)
     (loss + output.aux_loss).backward()
     reduce_gradients(model, group=ranks.group)
     grad_norm = clip_grad_norm(model, 1.0, group=ranks.group)
@@ -97,7 +92,7 @@ def evaluate(model: LanguageModel, corpus: Corpus, preset: Preset, ranks: Ranks)
         share = ranks.share(preset.sequences)
         sequences = range(first + share.start, first + share.stop)
         batch = heldout_batch(corpus, sequences=sequences, total=total, context=preset.context)
-        losses.append(predict(model, batch.to(ranks.device), preset)[0])
+        losses.append(predict(model, batch.to(ranks.device))[0])
     return ranks.mean(torch.stack(losses).mean()).item() / math.log(2)
 
 
@@ -131,10 +126,8 @@ def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: sym
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(preset, step=step, steps=arguments.steps)
         sequences = ranks.share(preset.sequences)
-        batch = train_batch(
-            corpus, seed=arguments.seed, step=step, sequences=sequences, context=preset.context
-        )
-        record = {"step": step + 1} | train_step(model, optimizer, batch.to(ranks.device), preset, ranks)
+        batch = train_batch(corpus, seed=arguments.seed, step=step, sequences=sequences, context=preset.context)
+        record = {"step": step + 1} | train_step(model, optimizer, batch.to(ranks.device), ranks)
         seconds.append(time.perf_counter() - began)
 
         record["tokens_per_s"] = preset.sequences * preset.context / statistics.median(seconds)
@@ -147,9 +140,7 @@ def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: sym
             checkpoint.save(step=step + 1, **state)
     reporter.close()
 
-    sample = generate(
-        model, PROMPT, num_bytes=preset.sample_bytes, context=preset.context, seed=arguments.seed
-    )
+    sample = generate(model, PROMPT, num_bytes=preset.sample_bytes, context=preset.context, seed=arguments.seed)
     if ranks.is_main:
         (arguments.out / "sample.txt").write_bytes(sample)
         print(f"--- sample ---\n{sample.decode(errors='replace')}\n--------------")
@@ -159,6 +150,7 @@ def main() -> None:
     arguments = parse_arguments()
     preset = PRESETS[arguments.preset]
     arguments.steps = arguments.steps or preset.steps
+    arguments.save_every = arguments.save_every or preset.save_every
     if arguments.order:
         preset = preset.with_order(arguments.order)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -86,6 +86,4 @@ def load(
 def _check_settings(saved: dict[str, str | int], current: dict[str, str | int]) -> None:
     for name, value in current.items():
         if saved.get(name) != value:
-            raise ValueError(
-                f"--resume: {name} is {value!r}, but the checkpoint was made with {saved.get(name)!r}"
-            )
+            raise ValueError(f"--resume: {name} is {value!r}, but the checkpoint was made with {saved.get(name)!r}")

@@ -35,6 +35,7 @@ class LanguageModel(nn.Module):
     def __init__(self, preset: Preset, heap: symmoe.SymmetricHeap, *, device: torch.device) -> None:
         super().__init__()
         hidden = preset.moe.hidden
+        self.autocast = preset.autocast
         self.embedding = nn.Embedding(VOCABULARY, hidden, device=device)
         self.blocks = nn.ModuleList(Block(preset, heap, device=device) for _ in range(preset.layers))
         self.norm = nn.RMSNorm(hidden, device=device)
@@ -42,14 +43,16 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> ModelOutput:
         """Next-byte logits for tokens [B, S] int64."""
-        x = self.embedding(tokens)
-        rotation = rope_rotation(tokens.shape[1], self.blocks[0].attention.head_dim, tokens.device)
-        metrics = []
-        for block in self.blocks:
-            x, block_metrics = block(x, rotation)
-            metrics.append(block_metrics)
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            x = self.embedding(tokens)
+            rotation = rope_rotation(tokens.shape[1], self.blocks[0].attention.head_dim, tokens.device)
+            metrics = []
+            for block in self.blocks:
+                x, block_metrics = block(x, rotation)
+                metrics.append(block_metrics)
+            logits = self.head(self.norm(x))
         aux_loss = torch.stack([m.aux_loss for m in metrics]).sum()
-        return ModelOutput(logits=self.head(self.norm(x)), aux_loss=aux_loss, moe_metrics=metrics)
+        return ModelOutput(logits=logits, aux_loss=aux_loss, moe_metrics=metrics)
 
 
 class Block(nn.Module):
@@ -79,9 +82,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden, bias=False, device=device)
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        )  # [B, A, S, D]
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)  # [B, A, S, D]
         q, k = (rotate(F.rms_norm(t, (self.head_dim,)), rotation).to(v.dtype) for t in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(y.transpose(1, 2).flatten(2))
@@ -135,16 +136,16 @@ def heap_bytes(preset: Preset, *, num_ranks: int) -> int:
     """Bytes of symmetric memory a training step can need on one rank, whatever the routing.
 
     Kept from forward to backward, per layer:  packed [P, H]
-    During one layer:                          out, dx_rows [N, H], dpacked [P, H], ids and probs [P, K]
-    with P <= tokens of all ranks, and N <= P * min(K, experts on a rank).
+    During one layer's backward:               dpacked [P, H], dx_rows [N, H], slots and probs [P, K]
+    with P <= tokens of all ranks, and N <= P * min(K, experts on a rank). Forward needs less.
     """
     moe = preset.moe
     packed = preset.sequences * preset.context
     rows = packed * min(moe.top_k, moe.num_experts // num_ranks)
     row_bytes = moe.hidden * (2 if preset.autocast else 4)
     slot_bytes = 2 * 4 * moe.top_k
-    total = (preset.layers + 1) * packed * row_bytes + 2 * rows * row_bytes + 2 * packed * slot_bytes
-    return total * 5 // 4 + (16 << 20)  # a quarter for alignment and gaps between leases; control blocks
+    total = (preset.layers + 1) * packed * row_bytes + rows * row_bytes + packed * slot_bytes
+    return total * 5 // 4 + (16 << 20)  # a quarter for gaps between leases, and what the heap itself needs
 
 
 @torch.no_grad()

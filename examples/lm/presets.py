@@ -25,6 +25,7 @@ class Preset:
     learning_rate: float
     warmup_steps: int
     eval_every: int
+    save_every: int
     eval_sequences: int  # held-out sequences an evaluation, over all ranks
     sample_bytes: int
     device: str
@@ -38,16 +39,17 @@ class Preset:
 PRESETS = {
     # Two processes of one thread each, under three minutes.
     "cpu": Preset(
-        moe=MoEConfig(hidden=128, ffn=192, num_experts=8, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
-        layers=4,
-        heads=4,
+        moe=MoEConfig(hidden=192, ffn=128, num_experts=8, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        layers=3,
+        heads=6,
         context=256,
-        sequences=8,
-        steps=300,
+        sequences=4,
+        steps=700,
         learning_rate=3e-3,
-        warmup_steps=30,
-        eval_every=50,
-        eval_sequences=32,
+        warmup_steps=50,
+        eval_every=100,
+        save_every=200,
+        eval_sequences=64,
         sample_bytes=300,
         device="cpu",
         autocast=False,
@@ -59,10 +61,11 @@ PRESETS = {
         heads=16,
         context=2048,
         sequences=32,
-        steps=2000,
-        learning_rate=3e-4,
-        warmup_steps=100,
-        eval_every=100,
+        steps=300,
+        learning_rate=4e-4,
+        warmup_steps=30,
+        eval_every=50,
+        save_every=300,  # 24 GB over all ranks
         eval_sequences=64,
         sample_bytes=600,
         device="cuda",
@@ -79,6 +82,7 @@ PRESETS = {
         learning_rate=3e-3,
         warmup_steps=4,
         eval_every=10,
+        save_every=10,
         eval_sequences=8,
         sample_bytes=16,
         device="cpu",

@@ -53,6 +53,7 @@ def open_ranks(device_type: str) -> Iterator[Ranks]:
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        _make_deterministic()
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)  # one core per process
@@ -64,3 +65,11 @@ def open_ranks(device_type: str) -> Iterator[Ranks]:
         yield Ranks(rank=rank, size=size, device=device, group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def _make_deterministic() -> None:
+    """Makes a GPU run repeat bit for bit: by default attention's backward adds in the order of arrival."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Would fill every new tensor, to expose reads of uninitialised memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False

@@ -21,9 +21,7 @@ class Reporter:
         self._enabled = enabled
         self._in_place = enabled and sys.stderr.isatty()
         self._heldout = float("nan")
-        self._bar = tqdm(
-            total=steps, initial=start, disable=not self._in_place, unit="step", dynamic_ncols=True
-        )
+        self._bar = tqdm(total=steps, initial=start, disable=not self._in_place, unit="step", dynamic_ncols=True)
         if enabled:
             _truncate(path, last_step=start)
             self._file = path.open("a")

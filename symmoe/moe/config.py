@@ -24,7 +24,8 @@ class MoEConfig:
         capacity: rows a rank can receive in one call. None is exact: nothing is dropped, one host read per
             call.
         overflow: with a static capacity, raise on every rank or drop the last tokens of the fullest experts.
-        max_tokens: most tokens one rank brings to a call; None leaves it to each call.
+        max_tokens: with a static capacity, the most tokens one rank brings to a call; None leaves it to each
+            call, which then needs the same number on every rank.
         order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of
             ranks.
         score: how logits become scores.
@@ -75,16 +76,20 @@ class MoEConfig:
         for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
             _check_factor(name, getattr(self, name))
         self._check_groups()
+        self._check_capacity()
 
     def _check_groups(self) -> None:
         _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)
         _check_at_most("top_groups", self.top_groups, "num_groups", self.num_groups)
         if self.num_experts % self.num_groups:
-            raise ArgumentError(
-                f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})"
-            )
+            raise ArgumentError(f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})")
         reachable = self.top_groups * (self.num_experts // self.num_groups)
         _check_at_most("top_k", self.top_k, "the experts in top_groups groups", reachable)
+
+    def _check_capacity(self) -> None:
+        for name, unused in (("overflow", "raise"), ("max_tokens", None)):
+            if self.capacity is None and getattr(self, name) != unused:
+                raise ArgumentError(f"{name} ({getattr(self, name)!r}) needs a static capacity, but capacity is None")
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -36,7 +36,9 @@ class TileConfig:
     the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.
     flatten: fuse the tile loop and the contraction loop, so that the next tile's loads start before this one's stores.
     parts: the epilogue handles the tile in this many column parts, to need fewer registers at a time.
+    prefetch: grouped_gemm_dswiglu reads h before the contraction instead of after it.
     ragged: wgrad's TMA reads end at the group's end in hardware; without it the last block is read by pointers.
+    max_registers: limit per thread, for programs_per_sm > 1 (65536 registers per SM).
     """
 
     block_m: int
@@ -48,7 +50,9 @@ class TileConfig:
     programs_per_sm: int = 1
     flatten: bool = False
     parts: int = 1
+    prefetch: bool = False
     ragged: bool = False
+    max_registers: int | None = None
 
 
 # FP32 has no tensor core path (IEEE products): small tiles, or the unrolled FMAs run out of registers.
@@ -367,6 +371,7 @@ def _launch_gemm(rows, weight, row_start, out, row_index, num_sms, config, *, we
             FLATTEN=config.flatten,
             num_stages=config.num_stages,
             num_warps=config.num_warps,
+            maxnreg=config.max_registers,
         )
 
 
@@ -422,4 +427,5 @@ def grouped_gemm_wgrad(
             RAGGED=config.ragged,
             num_stages=config.num_stages,
             num_warps=config.num_warps,
+            maxnreg=config.max_registers,
         )

@@ -69,6 +69,21 @@ def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """x [ROWS, COLUMNS] cut into a tuple of PARTS tensors from left to right; PARTS is 1, 2, 4 or 8."""
+    tl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4 or PARTS == 8)
+    parts = (x,)
+    if PARTS >= 2:
+        parts = halves(x, ROWS, COLUMNS // 2)
+    if PARTS >= 4:
+        parts = halves(parts[0], ROWS, COLUMNS // 4) + halves(parts[1], ROWS, COLUMNS // 4)
+    if PARTS >= 8:
+        left = halves(parts[0], ROWS, COLUMNS // 8) + halves(parts[1], ROWS, COLUMNS // 8)
+        parts = left + halves(parts[2], ROWS, COLUMNS // 8) + halves(parts[3], ROWS, COLUMNS // 8)
+    return parts
+
+
+@triton.jit
 def store_swiglu(
     acc_gate, acc_up, prob, h, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -124,33 +139,49 @@ def grouped_gemm_swiglu_kernel(
             acc = tl.dot(x, w.T, acc, input_precision="ieee")
         gate, up = halves(acc, BLOCK_M, BLOCK_N)
         prob = tl.load(row_probs + row, mask=row < end, other=0.0)
-        if PARTS == 1:
-            store_swiglu(gate, up, prob, h, a, row, end, first_column, FFN, BLOCK_N)
-        else:
-            HALF: tl.constexpr = BLOCK_N // 2
-            gate0, gate1 = halves(gate, BLOCK_M, HALF)
-            up0, up1 = halves(up, BLOCK_M, HALF)
-            store_swiglu(gate0, up0, prob, h, a, row, end, first_column, FFN, HALF)
-            store_swiglu(gate1, up1, prob, h, a, row, end, first_column + HALF, FFN, HALF)
+        PART: tl.constexpr = BLOCK_N // PARTS
+        gates = column_parts(gate, BLOCK_M, BLOCK_N, PARTS)
+        ups = column_parts(up, BLOCK_M, BLOCK_N, PARTS)
+        for i in tl.static_range(PARTS):
+            store_swiglu(gates[i], ups[i], prob, h, a, row, end, first_column + i * PART, FFN, PART)
 
 
 @triton.jit
-def store_dswiglu(
-    da, prob, h, dh, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr
+def load_h(h, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr):
+    """Gate and up of columns first_column.. (BLOCK of them), zeros outside of the group and the matrix."""
+    column = first_column + tl.arange(0, BLOCK)
+    mask = tile_mask(row, end, column, FFN, BLOCK)
+    pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
+    return tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + FFN, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_h_parts(
+    h, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
 ):
+    """load_h of each column part."""
+    PART: tl.constexpr = BLOCK // PARTS
+    parts = (load_h(h, row, end, first_column, FFN, PART),)
+    for i in tl.static_range(1, PARTS):
+        parts = parts + (load_h(h, row, end, first_column + i * PART, FFN, PART),)  # noqa: RUF005 (no unpacking in Triton)
+    return parts
+
+
+@triton.jit
+def store_dswiglu(da, h_part, prob, dh, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of h and the activation for columns first_column.. (BLOCK of them); returns their share of dprob."""
     column = first_column + tl.arange(0, BLOCK)
     mask = tile_mask(row, end, column, FFN, BLOCK)
-    h_offset = row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
-    gate = tl.load(h + h_offset, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(h + h_offset + FFN, mask=mask, other=0.0).to(tl.float32)
+    gate = h_part[0].to(tl.float32)
+    up = h_part[1].to(tl.float32)
     sigmoid, silu, s = swiglu(gate, up)
     a_pointers = a + row.to(tl.int64)[:, None] * FFN + column[None, :]
     tl.store(a_pointers, (s * prob[:, None]).to(a.dtype.element_ty), mask=mask)
     ds = da * prob[:, None]
     dgate = ds * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    tl.store(dh + h_offset, dgate.to(dh.dtype.element_ty), mask=mask)
-    tl.store(dh + h_offset + FFN, (ds * silu).to(dh.dtype.element_ty), mask=mask)
+    dh_pointers = dh + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
+    tl.store(dh_pointers, dgate.to(dh.dtype.element_ty), mask=mask)
+    tl.store(dh_pointers + FFN, (ds * silu).to(dh.dtype.element_ty), mask=mask)
     return tl.sum(da * s, axis=1)
 
 
@@ -180,6 +211,7 @@ def grouped_gemm_dswiglu_kernel(
     GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
     PARTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     NUM_N_TILES: tl.constexpr = (FFN + BLOCK_N - 1) // BLOCK_N
     prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M)
@@ -191,29 +223,24 @@ def grouped_gemm_dswiglu_kernel(
         pointers = None
         if row_index is not None:
             pointers = gather_pointers(dout, row_index, row, end, DOUT_WIDTH, BLOCK_K)
+        if PREFETCH:
+            h_parts = load_h_parts(h, row, end, first_column, FFN, BLOCK_N, PARTS)
         da = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, DOUT_WIDTH, BLOCK_K):
             x = load_rows(dout_desc, pointers, first_row, k, DOUT_WIDTH, BLOCK_K)
             w = weight_desc.load([group, k, first_column]).reshape(BLOCK_K, BLOCK_N)
             da = tl.dot(x, w, da, input_precision="ieee")
         prob = tl.load(row_probs + row, mask=row < end, other=0.0)
-        if PARTS == 1:
-            partial = store_dswiglu(da, prob, h, dh, a, row, end, first_column, FFN, BLOCK_N)
-        else:
-            HALF: tl.constexpr = BLOCK_N // 2
-            left, right = halves(da, BLOCK_M, HALF)
-            if PARTS == 2:
-                partial = store_dswiglu(left, prob, h, dh, a, row, end, first_column, FFN, HALF)
-                partial += store_dswiglu(right, prob, h, dh, a, row, end, first_column + HALF, FFN, HALF)
+        PART: tl.constexpr = BLOCK_N // PARTS
+        da_parts = column_parts(da, BLOCK_M, BLOCK_N, PARTS)
+        partial = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for i in tl.static_range(PARTS):
+            column = first_column + i * PART
+            if PREFETCH:
+                h_part = h_parts[i]
             else:
-                QUARTER: tl.constexpr = BLOCK_N // 4
-                da0, da1 = halves(left, BLOCK_M, QUARTER)
-                da2, da3 = halves(right, BLOCK_M, QUARTER)
-                c = first_column
-                partial = store_dswiglu(da0, prob, h, dh, a, row, end, c, FFN, QUARTER)
-                partial += store_dswiglu(da1, prob, h, dh, a, row, end, c + QUARTER, FFN, QUARTER)
-                partial += store_dswiglu(da2, prob, h, dh, a, row, end, c + 2 * QUARTER, FFN, QUARTER)
-                partial += store_dswiglu(da3, prob, h, dh, a, row, end, c + 3 * QUARTER, FFN, QUARTER)
+                h_part = load_h(h, row, end, column, FFN, PART)
+            partial += store_dswiglu(da_parts[i], h_part, prob, dh, a, row, end, column, FFN, PART)
         tl.store(partials + n_tile.to(tl.int64) * num_rows + row, partial, mask=row < end)
 
 
@@ -282,6 +309,7 @@ def grouped_gemm_swiglu(
             PARTS=config.parts,
             num_stages=config.num_stages,
             num_warps=config.num_warps,
+            maxnreg=config.max_registers,
         )
 
 
@@ -335,8 +363,10 @@ def grouped_gemm_dswiglu(
             GROUP_M=config.group_m,
             FLATTEN=config.flatten,
             PARTS=config.parts,
+            PREFETCH=config.prefetch,
             num_stages=config.num_stages,
             num_warps=config.num_warps,
+            maxnreg=config.max_registers,
         )
         sum_partials_kernel[(triton.cdiv(num_rows, SUM_BLOCK),)](
             dprob_partials,

@@ -1,5 +1,7 @@
 """PyTorch twins: any device, simple loops, the definition of what the kernels compute."""
 
+from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from symmoe.kernels.twin.gemm_swiglu import dswiglu_partials_shape, grouped_gemm_dswiglu, grouped_gemm_swiglu
 from symmoe.kernels.twin.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts
 from symmoe.kernels.twin.sync import barrier
 from symmoe.kernels.twin.tokens import (
@@ -18,8 +20,14 @@ __all__ = [
     "assign_rows",
     "barrier",
     "count_slots",
+    "dswiglu_partials_shape",
     "fan_out",
     "gather_values",
+    "grouped_gemm",
+    "grouped_gemm_dgrad",
+    "grouped_gemm_dswiglu",
+    "grouped_gemm_swiglu",
+    "grouped_gemm_wgrad",
     "index_rows",
     "lay_out",
     "pre_reduce",

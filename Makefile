@@ -1,0 +1,45 @@
+# make setup   create .venv and install everything the project needs
+# make train   the main job: train the example language model on CPUs (2 processes)
+# make test    the tests
+#
+# PYTHON=python3.12       another interpreter for the virtual environment
+# PYTHON=... VENV=none    use that interpreter as it is (it has torch already), e.g. on a GPU machine
+
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 2
+ARGS ?=
+
+ifeq ($(VENV),none)
+PY := $(PYTHON)
+INSTALLED :=
+else
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/installed
+endif
+
+export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+
+.PHONY: setup train test lint clean
+
+setup: $(INSTALLED)
+	$(PY) -c "import torch, symmoe; print('symmoe', symmoe.__version__, 'with torch', torch.__version__)"
+
+$(VENV)/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet --editable '.[dev,examples]'
+	touch $@
+
+train: setup
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/train_lm.py $(ARGS)
+
+lint: setup
+	$(PY) -m ruff check symmoe tests examples benchmarks
+
+test: setup
+	$(PY) -m ruff check symmoe tests examples benchmarks
+	$(PY) -m pytest tests $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info

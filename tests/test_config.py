@@ -1,0 +1,89 @@
+"""MoEConfig: what it accepts, and that its errors name the field and both values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from symmoe.errors import ArgumentError
+from symmoe.moe.config import MoEConfig
+
+
+def make(**changes: object) -> MoEConfig:
+    return MoEConfig(**({"hidden": 16, "ffn": 32, "num_experts": 8, "top_k": 2} | changes))
+
+
+def test_defaults_are_exact_softmax_routing():
+    config = make()
+    assert (config.capacity, config.overflow, config.order) == (None, "raise", "rank")
+    assert (config.score, config.renormalize, config.expert_bias) == ("softmax", True, False)
+    assert (config.num_groups, config.top_groups) == (1, 1)
+
+
+def test_is_frozen_slotted_and_comparable():
+    config = make()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.top_k = 3  # type: ignore[misc]
+    assert not hasattr(config, "__dict__")
+    assert config == make()
+    assert hash(config) == hash(make())
+    assert config != make(top_k=3)
+
+
+def test_positional_arguments_are_refused():
+    with pytest.raises(TypeError):
+        MoEConfig(16, 32, 8, 2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 8},
+        {"num_groups": 4, "top_groups": 1, "top_k": 2},
+        {"num_groups": 8, "top_groups": 8, "top_k": 8},
+        {"capacity": 1, "overflow": "drop", "max_tokens": 1},
+        {"score": "sigmoid", "expert_bias": True, "bias_update_rate": 0, "route_scale": 2.5},
+        {"aux_loss_coef": 0, "z_loss_coef": 1e-3},
+    ],
+)
+def test_accepts(changes: dict[str, object]):
+    config = make(**changes)
+    assert {name: getattr(config, name) for name in changes} == changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 9}, r"top_k \(9\) must be at most num_experts \(8\)"),
+        ({"num_groups": 3}, r"num_experts \(8\) must be divisible by num_groups \(3\)"),
+        ({"num_groups": 2, "top_groups": 3}, r"top_groups \(3\) must be at most num_groups \(2\)"),
+        (
+            {"num_groups": 4, "top_groups": 1, "top_k": 3},
+            r"top_k \(3\) must be at most the experts in top_groups groups \(2\)",
+        ),
+        ({"hidden": 0}, r"hidden \(0\) must be at least 1"),
+        ({"ffn": -4}, r"ffn \(-4\) must be at least 1"),
+        ({"num_experts": 8.0}, r"num_experts \(8.0\) must be an int, not float"),
+        ({"top_k": True}, r"top_k \(True\) must be an int, not bool"),
+        ({"capacity": 0}, r"capacity \(0\) must be at least 1"),
+        ({"max_tokens": "many"}, r"max_tokens \('many'\) must be an int, not str"),
+        ({"overflow": "drop"}, r"overflow \('drop'\) needs a static capacity, but capacity is None"),
+        ({"max_tokens": 64}, r"max_tokens \(64\) needs a static capacity, but capacity is None"),
+        ({"overflow": "wrap"}, r"overflow \('wrap'\) must be one of \('raise', 'drop'\)"),
+        ({"order": "any"}, r"order \('any'\) must be one of \('rank', 'slot'\)"),
+        ({"score": "relu"}, r"score \('relu'\) must be one of \('softmax', 'sigmoid'\)"),
+        ({"renormalize": 1}, r"renormalize \(1\) must be True or False"),
+        ({"route_scale": float("nan")}, r"route_scale \(nan\) must be finite"),
+        ({"aux_loss_coef": -0.1}, r"aux_loss_coef \(-0.1\) must be finite and at least 0"),
+        ({"z_loss_coef": None}, r"z_loss_coef \(None\) must be a number, not NoneType"),
+    ],
+)
+def test_error_names_field_and_values(changes: dict[str, object], message: str):
+    with pytest.raises(ArgumentError, match=message):
+        make(**changes)
+
+
+def test_replace_checks_again():
+    with pytest.raises(ArgumentError, match=r"top_k \(4\) must be at most num_experts \(3\)"):
+        dataclasses.replace(make(top_k=4), num_experts=3)

@@ -1,0 +1,131 @@
+"""The example's data, checkpoint of settings and model, in one process."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from lm import data, model, presets, report
+
+import symmoe
+
+TINY = presets.PRESETS["tiny"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """40 small source files, and some that must not be read."""
+    for index in range(40):
+        path = tmp_path / f"package{index % 3}" / f"module{index}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes([index]) * (100 + index))
+    for name in ("site-packages/x.py", "package0/tests/test_x.py", "package0/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"\xff" * 50)
+    return tmp_path
+
+
+def test_corpus_is_split_by_file(folder: Path):
+    corpus = data.load_corpus(folder)
+    train, heldout = set(corpus.train.tolist()), set(corpus.heldout.tolist())
+    assert not train & heldout
+    assert train | heldout == set(range(40))
+    assert len(heldout) < len(train)
+    assert len(corpus.train) + len(corpus.heldout) == sum(100 + index for index in range(40))
+
+
+def test_split_of_a_file_does_not_depend_on_the_others(folder: Path):
+    before = data.load_corpus(folder)
+    (folder / "package1" / "new.py").write_bytes(b"\xee" * 10)
+    after = data.load_corpus(folder)
+    assert set(after.heldout.tolist()) - {0xEE} == set(before.heldout.tolist())
+    assert after.digest != before.digest
+    (folder / "package1" / "new.py").unlink()
+    assert data.load_corpus(folder).digest == before.digest
+
+
+def test_batch_is_a_function_of_seed_step_and_index(folder: Path):
+    corpus = data.load_corpus(folder)
+    whole = data.train_batch(corpus, seed=3, step=5, sequences=range(8), context=16)
+    assert whole.shape == (8, 17)
+    assert whole.dtype == torch.int64
+    for num_ranks in (2, 4):
+        each = 8 // num_ranks
+        parts = [
+            data.train_batch(corpus, seed=3, step=5, sequences=range(r * each, (r + 1) * each), context=16)
+            for r in range(num_ranks)
+        ]
+        assert torch.equal(torch.cat(parts), whole)
+    for seed, step in ((4, 5), (3, 6)):
+        assert not torch.equal(data.train_batch(corpus, seed=seed, step=step, sequences=range(8), context=16), whole)
+    windows = np.lib.stride_tricks.sliding_window_view(corpus.train, 17)
+    for sequence in whole.numpy():
+        assert (windows == sequence).all(axis=1).any()
+
+
+def test_byte_frequency_bits_equal_their_definition(folder: Path):
+    corpus = data.load_corpus(folder)
+    counts = [1 + corpus.train.tolist().count(byte) for byte in range(256)]
+    targets = data.heldout_batch(corpus, sequences=range(4), total=4, context=16)[:, 1:].flatten().tolist()
+    expected = sum(-math.log2(counts[byte] / sum(counts)) for byte in targets) / len(targets)
+    assert data.byte_frequency_bits(corpus, total=4, context=16) == pytest.approx(expected)
+
+
+def test_standard_library_is_large_enough():
+    corpus = data.load_corpus()
+    assert len(corpus.train) > 5_000_000
+    assert len(corpus.heldout) > 100_000
+
+
+@pytest.fixture
+def language_model():
+    with symmoe.SymmetricHeap(None, num_bytes=model.heap_bytes(TINY, num_ranks=1), backend="host") as heap:
+        language_model = model.LanguageModel(TINY, heap, device=torch.device("cpu"))
+        model.init_parameters(language_model, seed=0, ep_rank=0)
+        torch.nn.init.normal_(language_model.head.weight)
+        yield language_model
+
+
+@torch.no_grad()
+def test_a_byte_sees_only_its_past(language_model: model.LanguageModel):
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
+    logits = language_model(tokens).logits
+    changed = tokens.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 256
+    difference = (language_model(changed).logits - logits).abs().amax(dim=(0, 2))
+    assert (difference[:20] < 1e-5).all()
+    assert (difference[20:] > 1e-4).all()
+
+
+def test_rotation_makes_attention_depend_on_distance_alone():
+    rotation = model.rope_rotation(32, 8, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 32, 8)
+    products = model.rotate(q, rotation) @ model.rotate(k, rotation).T
+    for distance in (0, 3, 11):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(products[0, 0], products[0, 1])
+
+
+def test_every_parameter_gets_a_gradient(language_model: model.LanguageModel):
+    tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(0))
+    output = language_model(tokens)
+    (output.logits.square().mean() + output.aux_loss).backward()
+    for name, parameter in language_model.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_torn_and_later_records_are_dropped(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')
+    reporter = report.Reporter(path, steps=4, start=2, enabled=True)
+    reporter.record({"step": 3, "loss": 1.0, "tokens_per_s": 1.0, "imbalance": 1.0})
+    reporter.close()
+    assert [record["step"] for record in report.read_records(path)] == [1, 2, 3]

@@ -1,0 +1,219 @@
+"""Router against an independent implementation in NumPy, float64, one token at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.router import Router, RouterOutput
+
+HIDDEN, EXPERTS, TOKENS = 24, 16, 50
+
+
+def oracle_token(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, config: MoEConfig) -> dict[str, list]:
+    """Ids, probs, scores and logits of one token, from the definitions."""
+    logits = [float(sum(x[h] * weight[e, h] for h in range(len(x)))) for e in range(config.num_experts)]
+    if config.score == "sigmoid":
+        scores = [1 / (1 + math.exp(-v)) for v in logits]
+    else:
+        total = sum(math.exp(v) for v in logits)
+        scores = [math.exp(v) / total for v in logits]
+    biased = [s + float(b) for s, b in zip(scores, bias, strict=True)]
+
+    size = config.num_experts // config.num_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(config.num_groups)]
+
+    def worth(group: list[int]) -> float:
+        best = sorted((biased[e] for e in group), reverse=True)
+        return sum(best[:2]) if config.score == "sigmoid" else best[0]
+
+    kept = sorted(groups, key=worth, reverse=True)[: config.top_groups]
+    allowed = sorted(e for group in kept for e in group)
+    # Python's sort is stable: equal scores stay in the order of their ids.
+    ids = sorted(allowed, key=lambda e: biased[e], reverse=True)[: config.top_k]
+    probs = [scores[e] for e in ids]
+    if config.renormalize:
+        probs = [p / sum(probs) for p in probs]
+    return {"ids": ids, "probs": [p * config.route_scale for p in probs], "scores": scores, "logits": logits}
+
+
+def oracle(x: torch.Tensor, router: Router) -> dict[str, np.ndarray]:
+    config = router.config
+    weight = router.weight.detach().double().numpy()
+    bias = np.zeros(config.num_experts) if router.expert_bias is None else router.expert_bias.double().numpy()
+    tokens = [oracle_token(token, weight, bias, config) for token in x.detach().double().numpy()]
+    return {key: np.array([token[key] for token in tokens]) for key in ("ids", "probs", "scores", "logits")}
+
+
+def make_router(seed: int = 0, **changes: object) -> Router:
+    torch.manual_seed(seed)
+    fields = {"hidden": HIDDEN, "ffn": 8, "num_experts": EXPERTS, "top_k": 3} | changes
+    router = Router(MoEConfig(**fields))
+    if router.expert_bias is not None:
+        router.expert_bias.normal_(std=0.2)
+    return router
+
+
+def make_tokens(seed: int = 1, num_tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_equals_oracle(output: RouterOutput, expected: dict[str, np.ndarray]) -> None:
+    np.testing.assert_array_equal(output.topk_idx.numpy(), expected["ids"])
+    for name in ("probs", "scores", "logits"):
+        actual = getattr(output, name)
+        assert actual.dtype == torch.float32
+        np.testing.assert_allclose(actual.detach().numpy(), expected[name], rtol=2e-5, atol=2e-6)
+    assert output.topk_idx.dtype == torch.int32
+
+
+MODES = list(itertools.product(["softmax", "sigmoid"], [False, True], [False, True], [(1, 1), (4, 2), (16, 5), (8, 8)]))
+
+
+@pytest.mark.parametrize(("score", "renormalize", "expert_bias", "groups"), MODES)
+def test_every_mode_equals_numpy(score: str, renormalize: bool, expert_bias: bool, groups: tuple[int, int]):
+    router = make_router(
+        score=score,
+        renormalize=renormalize,
+        expert_bias=expert_bias,
+        num_groups=groups[0],
+        top_groups=groups[1],
+        route_scale=2.5,
+    )
+    x = make_tokens()
+    assert_equals_oracle(router(x), oracle(x, router))
+
+
+@pytest.mark.parametrize("top_k", [1, 5, EXPERTS])
+def test_number_of_choices(top_k: int):
+    router = make_router(top_k=top_k)
+    x = make_tokens()
+    assert_equals_oracle(router(x), oracle(x, router))
+
+
+def test_groups_limit_the_choice():
+    # Every token's best expert is in group 0, but the sigmoid worth of a group is its best two together.
+    router = make_router(score="sigmoid", num_experts=4, num_groups=2, top_groups=1, top_k=2)
+    logits = torch.tensor([2.0, -9.0, 1.0, 1.5])
+    x = torch.ones(1, HIDDEN)
+    router.weight.data = (logits / HIDDEN).unsqueeze(1).expand(4, HIDDEN).clone()
+    assert router(x).topk_idx.tolist() == [[3, 2]]
+    router.config = make_router(num_experts=4, num_groups=2, top_groups=1, top_k=2).config  # softmax: best one
+    assert router(x).topk_idx.tolist() == [[0, 1]]
+
+
+def test_bias_steers_selection_but_not_probs():
+    plain, biased = make_router(renormalize=False), make_router(renormalize=False, expert_bias=True)
+    biased.weight.data = plain.weight.data
+    x = make_tokens()
+    biased.expert_bias.zero_()
+    assert torch.equal(biased(x).topk_idx, plain(x).topk_idx)
+
+    biased.expert_bias[5] = 10.0
+    output, before = biased(x), plain(x)
+    assert (output.topk_idx[:, 0] == 5).all()
+    assert not torch.equal(output.topk_idx, before.topk_idx)
+    assert torch.equal(output.scores, before.scores)
+    assert torch.equal(output.probs, before.scores.gather(1, output.topk_idx.long()))
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_ties_go_to_the_lowest_id(groups: tuple[int, int]):
+    router = make_router(num_groups=groups[0], top_groups=groups[1], top_k=5)
+    router.weight.data.zero_()
+    for num_tokens in (1, 7, 300):
+        topk_idx = router(make_tokens(num_tokens=num_tokens)).topk_idx
+        assert torch.equal(topk_idx, torch.arange(5, dtype=torch.int32).expand(num_tokens, 5))
+
+
+@pytest.mark.parametrize(("score", "renormalize"), list(itertools.product(["softmax", "sigmoid"], [False, True])))
+def test_gradients_equal_finite_differences(score: str, renormalize: bool):
+    """d/dw and d/dx of a weighted sum of probs, scores and logits; differences are taken on the oracle."""
+    router = make_router(score=score, renormalize=renormalize, num_experts=4, top_k=2, expert_bias=True)
+    x = make_tokens(num_tokens=3).requires_grad_()
+    factors = {
+        name: np.random.default_rng(0).normal(size=(3, n)) for name, n in (("probs", 2), ("scores", 4), ("logits", 4))
+    }
+    output = router(x)
+    sum((getattr(output, name) * torch.tensor(f)).sum() for name, f in factors.items()).backward()
+
+    def value() -> float:
+        expected = oracle(x, router)
+        np.testing.assert_array_equal(expected["ids"], output.topk_idx.numpy())
+        return sum(float((expected[name] * f).sum()) for name, f in factors.items())
+
+    step = 2.0**-9  # exact in fp32, so that the two points are where they are meant to be
+    for tensor, index in [(router.weight, (0, 3)), (router.weight, (3, 11)), (x, (0, 0)), (x, (2, 17))]:
+        with torch.no_grad():
+            original = tensor[index].clone()
+            tensor[index] = original + step
+            above, high = value(), float(tensor[index])
+            tensor[index] = original - step
+            below, low = value(), float(tensor[index])
+            tensor[index] = original
+        assert float(tensor.grad[index]) == pytest.approx((above - below) / (high - low), rel=2e-3, abs=2e-4)
+
+
+def test_scores_that_underflow_give_zero_probs():
+    router = make_router(score="sigmoid")
+    router.weight.data.fill_(-1000.0)
+    x = torch.ones(2, HIDDEN, requires_grad=True)
+    output = router(x)
+    output.probs.sum().backward()
+    assert torch.equal(output.probs, torch.zeros(2, 3))
+    assert torch.isfinite(x.grad).all()
+
+
+def test_no_tokens():
+    router = make_router(num_groups=4, top_groups=2, expert_bias=True)
+    output = router(torch.empty(0, HIDDEN))
+    assert output.topk_idx.shape == output.probs.shape == (0, 3)
+    assert output.topk_idx.dtype == torch.int32
+    (output.probs.sum() + output.scores.sum()).backward()
+    assert torch.equal(router.weight.grad, torch.zeros(EXPERTS, HIDDEN))
+
+
+def test_is_fp32_under_autocast_and_for_half_precision_tokens():
+    router = make_router()
+    x = make_tokens().bfloat16()
+    expected = router(x.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = router(x)
+    for name in ("topk_idx", "probs", "scores", "logits"):
+        assert torch.equal(getattr(output, name), getattr(expected, name))
+        assert getattr(output, name).dtype == getattr(expected, name).dtype
+
+
+def test_casting_a_model_leaves_the_router_in_fp32():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), make_router(expert_bias=True))
+    before = model[1].weight.detach().clone()
+    model.to(torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert model[1].weight.dtype == model[1].expert_bias.dtype == torch.float32
+    assert torch.equal(model[1].weight, before)
+
+
+def test_state_dict_holds_the_bias():
+    source, target = make_router(seed=0, expert_bias=True), make_router(seed=1, expert_bias=True)
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(target.expert_bias, source.expert_bias)
+    assert set(make_router().state_dict()) == {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(3, HIDDEN + 1), r"x \(3, 25\) must be \[tokens, hidden \(24\)\]"),
+        (torch.zeros(2, 3, HIDDEN), r"x \(2, 3, 24\) must be \[tokens, hidden \(24\)\]"),
+        (torch.zeros(3, HIDDEN, dtype=torch.int64), r"x \(torch.int64\) must be floating point"),
+    ],
+)
+def test_wrong_tokens_are_refused(x: torch.Tensor, message: str):
+    with pytest.raises(ArgumentError, match=message):
+        make_router()(x)

@@ -1,0 +1,110 @@
+"""The main job, run as its users run it: torchrun, CPU processes, the tiny preset."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+STEPS = 20
+
+
+def run(out: Path, *arguments: str, num_ranks: int) -> subprocess.CompletedProcess[str]:
+    """Runs the example to its end. --standalone picks a free port, so that runs do not meet."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, *launcher, str(EXAMPLES / "train_lm.py"), "--preset", "tiny", "--out", str(out)]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
+
+
+def train(out: Path, *arguments: str, num_ranks: int) -> list[dict]:
+    """Runs the example, which must succeed, and returns its metrics."""
+    done = run(out, *arguments, num_ranks=num_ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of an uninterrupted run on two ranks."""
+    out = tmp_path_factory.mktemp("finished")
+    train(out, num_ranks=2)
+    return out
+
+
+def test_leaves_metrics_pictures_sample_and_checkpoint(finished: Path):
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    last = records[-1]
+    assert records[0]["loss"] == pytest.approx(math.log(256), rel=1e-4)  # the head starts at zero
+    assert last["heldout_bits_per_byte"] < 7.5 < 8
+    assert 4 < last["byte_frequency_bits_per_byte"] < 5
+    assert last["tokens_per_s"] > 0
+    for record in records:  # every slot of the global batch, in every layer
+        assert [sum(load) for load in record["expert_load"]] == [8 * 64 * 2] * 2
+    for name in ("loss.png", "experts.png"):
+        assert (finished / name).read_bytes().startswith(b"\x89PNG")
+    assert (finished / "sample.txt").read_bytes().startswith(b"def ")
+    assert (finished / "checkpoints" / "latest").read_text() == f"step-{STEPS:06d}"
+
+
+def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    # As a kill in step 15 leaves it: the newest checkpoint is of step 10, and a line was cut in the middle.
+    shutil.rmtree(out / "checkpoints" / "step-000020")
+    (out / "checkpoints" / "latest").write_text("step-000010")
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:14]) + lines[14][:40])
+
+    records = train(out, "--resume", num_ranks=2)
+    expected = [json.loads(line) for line in lines]
+    for record in records + expected:
+        del record["tokens_per_s"]
+    assert records == expected
+    for rank in range(2):
+        name = f"checkpoints/step-000020/rank-{rank}.pt"
+        assert_same_bits(torch.load(out / name), torch.load(finished / name))
+    assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
+
+
+def assert_same_bits(a: object, b: object) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same_bits(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for left, right in zip(a, b, strict=True):
+            assert_same_bits(left, right)
+    else:
+        assert a == b
+
+
+def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path):
+    losses = {
+        num_ranks: [r["loss"] for r in train(tmp_path / str(num_ranks), "--order=slot", num_ranks=num_ranks)]
+        for num_ranks in (1, 2, 4)
+    }
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[4] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[1][-1] < losses[1][0] - 0.5  # it learns, so equal losses are no accident
+
+
+def test_resume_refuses_another_run(finished: Path):
+    done = run(finished, "--resume", "--seed=1", num_ranks=2)
+    assert done.returncode != 0
+    assert "--resume: seed is 1, but the checkpoint was made with 0" in done.stderr
+    done = run(finished, "--resume", num_ranks=1)
+    assert done.returncode != 0
+    assert "--resume: ranks is 1, but the checkpoint was made with 2" in done.stderr
