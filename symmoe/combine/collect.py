@@ -28,7 +28,7 @@ def on_heap(rows: torch.Tensor, plan: Plan, *, name: str) -> Iterator[torch.Tens
         yield rows
         return
     heap.statistics.num_staging_copies += 1
-    with heap.lease((plan.row_capacity, rows.shape[1]), rows.dtype, name=name) as lease:
+    with heap.lease((plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phases=PHASES) as lease:
         lease.tensor[: rows.shape[0]].copy_(rows)
         yield lease.tensor
 
@@ -75,7 +75,8 @@ def _collect(
         return out, None
 
     values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
-    with heap.lease((plan.packed_row_capacity, plan.top_k), torch.float32, name="values to collect") as packed_values:
+    shape = (plan.packed_row_capacity, plan.top_k)
+    with heap.lease(shape, torch.float32, name="values to collect", phases=PHASES) as packed_values:
         ops.gather_values(row_values, packed_to_row, plan.num_packed, packed_values.tensor)
         received = heap.barrier(PHASES[0], publish=(heap.offset_of(rows), packed_values.offset))
         ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)

@@ -7,6 +7,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe.combine.collect import ORDERS, PHASES, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.send import PHASES as SEND_PHASES
 from symmoe.dispatch.send import send_expert_major
 from symmoe.dispatch.tokens import rows_problem
 from symmoe.errors import ArgumentError, StalePlan
@@ -63,7 +64,8 @@ class _Combine(torch.autograd.Function):
         plan: Plan = ctx.plan
         rows = ctx.grad_out
         if rows is None:
-            rows = plan.lease_rows(dy.shape[1], dy.dtype, name="output gradients")[: ctx.num_rows]
+            rows = plan.lease_rows(dy.shape[1], dy.dtype, name="output gradients", phases=SEND_PHASES)
+            rows = rows[: ctx.num_rows]
         send_expert_major(dy.contiguous(), plan, rows, None)
         return rows, None, None, None
 

@@ -66,9 +66,12 @@ class Plan:
     row_to_packed_row: torch.Tensor | None = None
     leases: list[Lease] = field(default_factory=list)
 
-    def lease_rows(self, hidden: int, dtype: torch.dtype, *, name: str) -> torch.Tensor:
-        """A row buffer [row_capacity, hidden] on the heap that lives until :meth:`release`, or as long as the plan."""
-        lease = self.heap.lease((self.row_capacity, hidden), dtype, name=name)
+    def lease_rows(self, hidden: int, dtype: torch.dtype, *, name: str, phases: tuple[int, ...]) -> torch.Tensor:
+        """A row buffer [row_capacity, hidden] on the heap that lives until :meth:`release`, or as long as the plan.
+
+        `phases` as in :meth:`SymmetricHeap.lease`.
+        """
+        lease = self.heap.lease((self.row_capacity, hidden), dtype, name=name, phases=phases)
         self.leases.append(lease)
         return lease.tensor
 

@@ -52,8 +52,8 @@ def _send(
 
     shape = (plan.packed_row_capacity, plan.top_k)
     with (
-        heap.lease(shape, torch.int32, name="received slots") as wire_slots,
-        heap.lease(shape, torch.float32, name="received probs") as wire_probs,
+        heap.lease(shape, torch.int32, name="received slots", phases=PHASES) as wire_slots,
+        heap.lease(shape, torch.float32, name="received probs", phases=PHASES) as wire_probs,
     ):
         offsets = (heap.offset_of(buffer), wire_slots.offset, wire_probs.offset)
         received = heap.barrier(PHASES[0], publish=offsets)
@@ -71,7 +71,7 @@ def _send(
             row_column=READY_SLOTS,
             prob_column=READY_PROBS,
         )
-        heap.barrier(PHASES[1])
+        arrived = heap.barrier(PHASES[1])
         packed_to_row = torch.empty(shape, dtype=torch.int32, device=x.device)
         row_to_packed_row = torch.empty(plan.row_capacity, dtype=torch.int32, device=x.device)
         row_probs = None
@@ -81,6 +81,8 @@ def _send(
             wire_slots.tensor,
             None if probs is None else wire_probs.tensor,
             plan.num_packed,
+            received,
+            arrived,
             packed_to_row,
             row_to_packed_row,
             row_probs,

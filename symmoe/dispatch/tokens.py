@@ -66,10 +66,12 @@ class _Dispatch(torch.autograd.Function):
         out: torch.Tensor | None,
         order: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = plan.lease_rows(x.shape[1], x.dtype, name="dispatched rows") if out is None else out
+        rows = out
+        if rows is None:
+            rows = plan.lease_rows(x.shape[1], x.dtype, name="dispatched rows", phases=PHASES)
         row_probs = send_expert_major(x.contiguous(), plan, rows, None if probs is None else probs.contiguous())
         ctx.plan, ctx.order = plan, order
-        return plan.rows_of(rows), None if row_probs is None else plan.rows_of(row_probs)
+        return plan.rows_of(rows).detach(), None if row_probs is None else plan.rows_of(row_probs).detach()
 
     @staticmethod
     @once_differentiable

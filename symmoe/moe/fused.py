@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from symmoe.combine.collect import PHASES as COLLECT
 from symmoe.combine.collect import collect_rows, collect_rows_and_values
 from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.send import PHASES as SEND
 from symmoe.dispatch.send import send_packed
 from symmoe.moe.grouped_mlp import experts_backward, experts_forward
 
@@ -53,9 +55,9 @@ class _ExpertParallelMLP(torch.autograd.Function):
         order: str,
     ) -> torch.Tensor:
         heap, hidden = plan.heap, x.shape[1]
-        packed = heap.lease((plan.packed_row_capacity, hidden), x.dtype, name="packed rows")
+        packed = heap.lease((plan.packed_row_capacity, hidden), x.dtype, name="packed rows", phases=SEND)
         row_probs = send_packed(x.contiguous(), plan, packed.tensor, probs.contiguous())
-        with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output") as out:
+        with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phases=COLLECT) as out:
             h = experts_forward(
                 packed.tensor,
                 plan.row_start,
@@ -80,9 +82,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
         plan, packed = ctx.plan, ctx.packed.tensor  # a second backward finds the lease stale, on every rank
         h, row_probs, w1, w2 = ctx.saved_tensors
         heap, hidden = plan.heap, dy.shape[1]
+        packed_shape, shape = (plan.packed_row_capacity, hidden), (plan.row_capacity, hidden)
         with (
-            heap.lease((plan.packed_row_capacity, hidden), dy.dtype, name="packed output gradients") as d_packed,
-            heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients") as d_rows,
+            heap.lease(packed_shape, dy.dtype, name="packed output gradients", phases=SEND) as d_packed,
+            heap.lease(shape, dy.dtype, name="input gradients", phases=SEND) as d_rows,
         ):
             send_packed(dy.contiguous(), plan, d_packed.tensor, None)
             d_row_probs, dw1, dw2 = experts_backward(

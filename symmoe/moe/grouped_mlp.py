@@ -144,7 +144,7 @@ class GroupedMLP(nn.Module):
             grad_input_out: [N, H] buffer for the gradient of `rows`.
 
         Returns:
-            [N, H]; `out` itself if given. The tail is undefined.
+            [N, H], in the memory of `out` if given. The tail is undefined.
 
         Raises:
             ArgumentError: an argument is wrong.
@@ -211,9 +211,8 @@ class _GroupedMLP(torch.autograd.Function):
         h = experts_forward(rows, row_start, row_probs, w1, w2, result, num_rows=rows.shape[0])
         ctx.save_for_backward(rows, row_probs, w1, w2, row_start, h)
         ctx.grad_input_out = grad_input_out
-        if out is not None:
-            ctx.mark_dirty(out)
-        return result
+        # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
+        return result if out is None else out.detach()
 
     @staticmethod
     @once_differentiable

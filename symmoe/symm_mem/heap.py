@@ -121,10 +121,16 @@ class SymmetricHeap:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def lease(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease") -> Lease:
+    def lease(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease", phases: tuple[int, ...] = ()
+    ) -> Lease:
         """Memory for a contiguous tensor. Local; does not synchronise; contents are undefined.
 
         Leases that peers shall reach through :meth:`Lease.peer` must be made in the same order on all ranks.
+
+        Args:
+            phases: the barriers of the collective call that the lease is for, if the peers are about to enter them: a
+                rank that has no room then fails the call on every rank (see :meth:`fail`).
 
         Raises:
             HeapExhausted: no free range is large enough.
@@ -137,11 +143,14 @@ class SymmetricHeap:
         span = self._arena.take(num_bytes)
         if span is None:
             arena = self._arena
-            raise HeapExhausted(
+            error = HeapExhausted(
                 f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
                 f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
                 f"high-water mark {arena.high_water_bytes}; give the heap more num_bytes (now {self.num_bytes})"
             )
+            if phases:
+                self.fail(error, phases)
+            raise error
         self.statistics.num_leases += 1
         lease = Lease(self, name, shape, dtype, span, self.statistics.num_leases)
         self._live[lease.offset] = lease.num_bytes

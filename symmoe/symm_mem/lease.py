@@ -87,4 +87,6 @@ class Lease:
 
     def _over(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
         arena = heap._backend.arena_tensor(rank)
-        return arena[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
+        tensor = arena[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
+        # Detached, it is no view to autograd, which would otherwise track a write to it as a write to the arena.
+        return tensor.detach()

@@ -151,9 +151,9 @@ def load_rows(rows_desc, pointers, first_row, k, WIDTH: tl.constexpr, BLOCK_K: t
 
 
 @triton.jit
-def tile_mask(row, end, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Mask [rows, columns] of what lies in the group and in the matrix."""
-    if WIDTH % BLOCK == 0:
+def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Mask [rows, columns] of what lies in the group and in the matrix, for columns of tiles TILE wide."""
+    if WIDTH % TILE == 0:
         mask = (row < end)[:, None]
     else:
         mask = (row < end)[:, None] & (column < WIDTH)[None, :]

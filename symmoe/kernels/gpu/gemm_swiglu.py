@@ -85,11 +85,11 @@ def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def store_swiglu(
-    acc_gate, acc_up, prob, h, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr
+    acc_gate, acc_up, prob, h, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Round and store h, then the activation of the rounded h, for columns first_column.. (BLOCK of them)."""
+    """Round and store h, then the activation of the rounded h, for columns first_column.. (BLOCK of the tile's TILE)."""
     column = first_column + tl.arange(0, BLOCK)
-    mask = tile_mask(row, end, column, FFN, BLOCK)
+    mask = tile_mask(row, end, column, FFN, TILE)
     gate = acc_gate.to(h.dtype.element_ty)
     up = acc_up.to(h.dtype.element_ty)
     h_pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
@@ -143,35 +143,37 @@ def grouped_gemm_swiglu_kernel(
         gates = column_parts(gate, BLOCK_M, BLOCK_N, PARTS)
         ups = column_parts(up, BLOCK_M, BLOCK_N, PARTS)
         for i in tl.static_range(PARTS):
-            store_swiglu(gates[i], ups[i], prob, h, a, row, end, first_column + i * PART, FFN, PART)
+            store_swiglu(gates[i], ups[i], prob, h, a, row, end, first_column + i * PART, FFN, PART, BLOCK_N)
 
 
 @triton.jit
-def load_h(h, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr):
-    """Gate and up of columns first_column.. (BLOCK of them), zeros outside of the group and the matrix."""
+def load_h(h, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Gate and up of columns first_column.. (BLOCK of the tile's TILE), zeros outside of the group and the matrix."""
     column = first_column + tl.arange(0, BLOCK)
-    mask = tile_mask(row, end, column, FFN, BLOCK)
+    mask = tile_mask(row, end, column, FFN, TILE)
     pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
     return tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + FFN, mask=mask, other=0.0)
 
 
 @triton.jit
 def load_h_parts(
-    h, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr
+    h, row, end, first_column, FFN: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr
 ):
     """load_h of each column part."""
-    PART: tl.constexpr = BLOCK // PARTS
-    parts = (load_h(h, row, end, first_column, FFN, PART),)
+    PART: tl.constexpr = TILE // PARTS
+    parts = (load_h(h, row, end, first_column, FFN, PART, TILE),)
     for i in tl.static_range(1, PARTS):
-        parts = parts + (load_h(h, row, end, first_column + i * PART, FFN, PART),)  # noqa: RUF005 (no unpacking in Triton)
+        parts = parts + (load_h(h, row, end, first_column + i * PART, FFN, PART, TILE),)  # noqa: RUF005
     return parts
 
 
 @triton.jit
-def store_dswiglu(da, h_part, prob, dh, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradient of h and the activation for columns first_column.. (BLOCK of them); returns their share of dprob."""
+def store_dswiglu(
+    da, h_part, prob, dh, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """Gradient of h and the activation for columns first_column.. (BLOCK of the tile's TILE); returns their share of dprob."""
     column = first_column + tl.arange(0, BLOCK)
-    mask = tile_mask(row, end, column, FFN, BLOCK)
+    mask = tile_mask(row, end, column, FFN, TILE)
     gate = h_part[0].to(tl.float32)
     up = h_part[1].to(tl.float32)
     sigmoid, silu, s = swiglu(gate, up)
@@ -239,8 +241,8 @@ def grouped_gemm_dswiglu_kernel(
             if PREFETCH:
                 h_part = h_parts[i]
             else:
-                h_part = load_h(h, row, end, column, FFN, PART)
-            partial += store_dswiglu(da_parts[i], h_part, prob, dh, a, row, end, column, FFN, PART)
+                h_part = load_h(h, row, end, column, FFN, PART, BLOCK_N)
+            partial += store_dswiglu(da_parts[i], h_part, prob, dh, a, row, end, column, FFN, PART, BLOCK_N)
         tl.store(partials + n_tile.to(tl.int64) * num_rows + row, partial, mask=row < end)
 
 

@@ -74,19 +74,29 @@ def index_rows(
     wire_to_row: torch.Tensor,
     wire_probs: torch.Tensor | None,
     num_packed: torch.Tensor,
+    ready: torch.Tensor,
+    arrived: torch.Tensor,
     packed_to_row: torch.Tensor,
     row_to_packed_row: torch.Tensor,
     row_probs: torch.Tensor | None,
 ) -> None:
     """Turns the slots that arrived into index tensors of this rank's own.
 
+    If the call has failed, nothing has arrived: `packed_to_row` is filled with -1 and `row_to_packed_row` with 0, so
+    that kernels already on their way stay inside their buffers.
+
     Args:
+        ready, arrived: what the trip's two barriers returned; negative words mean that the call has failed.
         wire_to_row: int32 [P_cap, K]; row of each slot of a packed row, or -1.
         wire_probs: fp32 [P_cap, K] or None.
         packed_to_row: int32 [P_cap, K], gets a copy.
         row_to_packed_row: int32 [N_cap], gets the packed row of each row; the tail stays as it is.
         row_probs: fp32 [N_cap] or None, gets the prob of each row; the tail stays as it is.
     """
+    if min(int(ready[0, 0]), int(arrived[0, 0])) < 0:
+        packed_to_row.fill_(-1)
+        row_to_packed_row.zero_()
+        return
     count = int(num_packed)
     packed_to_row[:count] = wire_to_row[:count]
     packed, slot = (wire_to_row[:count] >= 0).nonzero(as_tuple=True)

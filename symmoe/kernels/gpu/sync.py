@@ -1,0 +1,187 @@
+"""The barrier over peer pointers, and the status record that kernels leave for the host. See the twin.
+
+The only inline assembly of the package's communication is in three helpers: `now_ns`, `wait_for_words`, `system_fence`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+
+# Triton kernels may read global numbers only as constexpr.
+BARRIER_EPOCH = tl.constexpr(control.BARRIER_EPOCH)
+ABORTED = tl.constexpr(control.ABORTED)
+MAIL_WORDS = tl.constexpr(control.MAIL_WORDS)
+NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
+STATUS_KIND = tl.constexpr(control.STATUS_KIND)
+STATUS_PHASE = tl.constexpr(control.STATUS_PHASE)
+STATUS_PEER = tl.constexpr(control.STATUS_PEER)
+STATUS_EXPECTED = tl.constexpr(control.STATUS_EXPECTED)
+STATUS_SEEN = tl.constexpr(control.STATUS_SEEN)
+STATUS_EPOCH = tl.constexpr(control.STATUS_EPOCH)
+STATUS_OK = tl.constexpr(control.STATUS_OK)
+STATUS_TIMEOUT = tl.constexpr(control.STATUS_TIMEOUT)
+STATUS_FAULT = tl.constexpr(control.STATUS_FAULT)
+
+
+@triton.jit
+def now_ns():
+    """The GPU's clock in nanoseconds; it advances about every microsecond."""
+    return cuda.globaltimer()
+
+
+@triton.jit
+def system_fence():
+    """What this thread has written is visible to the host and to peers before anything it writes from here on."""
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait_for_words(address, value, deadline):
+    """Spins until the int64 at each address has reached value or the clock has passed the deadline; what was seen.
+
+    Every lane spins on its own address; lanes that Triton replicates do so too, which changes nothing.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred again;
+        .reg .u64 now;
+        SPIN:
+        mov.u64 now, %globaltimer;
+        ld.acquire.sys.global.s64 $0, [$1];
+        setp.lt.s64 again, $0, $2;
+        setp.lt.and.u64 again, now, $3, again;
+        @again bra SPIN;
+        }""",
+        "=&l,l,l,l",
+        [address, value, deadline],
+        dtype=tl.int64,
+        is_pure=False,  # neither dropped nor moved across other accesses
+        pack=1,
+    )
+
+
+@triton.jit
+def write_record(status, kind, phase, peer, expected, seen, epoch):
+    """Writes a status record to the address `status` unless one is pending: the first one counts."""
+    record = status.to(tl.pointer_type(tl.int64))
+    pending = tl.load(record + STATUS_KIND, volatile=True)
+    tl.debug_barrier()  # every thread has looked before one of them writes
+    if pending == STATUS_OK:
+        tl.store(record + STATUS_PHASE, phase.to(tl.int64))
+        tl.store(record + STATUS_PEER, peer.to(tl.int64))
+        tl.store(record + STATUS_EXPECTED, expected.to(tl.int64))
+        tl.store(record + STATUS_SEEN, seen.to(tl.int64))
+        tl.store(record + STATUS_EPOCH, epoch.to(tl.int64))
+        system_fence()  # the kind last: a host that sees it sees the whole record
+        tl.store(record + STATUS_KIND, kind.to(tl.int64))
+
+
+@triton.jit
+def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
+    """Epoch of this rank's last barrier."""
+    counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
+    return tl.load(counters + BARRIER_EPOCH)
+
+
+@triton.jit(
+    # Nothing may make this kernel compile again: a rank that compiles keeps its peers waiting.
+    do_not_specialize=["status", "word_0", "word_1", "word_2", "phase", "fault", "timeout_ns"],
+    do_not_specialize_on_alignment=["bases", "received"],
+)
+def barrier_kernel(
+    bases,
+    received,
+    status: tl.int64,  # address of pinned host memory, the same for the device
+    word_0: tl.int64,
+    word_1: tl.int64,
+    word_2: tl.int64,
+    phase: tl.int32,
+    fault: tl.int32,
+    timeout_ns: tl.int64,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    MAILBOX: tl.constexpr,
+):
+    peer = tl.arange(0, LANES)
+    is_peer = peer < NUM_RANKS
+    own = tl.load(bases + RANK)
+    counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
+    epoch = tl.load(counters + BARRIER_EPOCH) + 1
+    aborted = tl.load(counters + ABORTED)
+    tl.debug_barrier()  # every thread has read the epoch before one of them moves it
+    tl.store(counters + BARRIER_EPOCH, epoch)
+    answer = received + peer * NUM_PUBLISHED
+    if aborted != 0:
+        for word in tl.static_range(NUM_PUBLISHED):
+            tl.store(answer + word, tl.full((LANES,), -1, tl.int64), mask=is_peer)
+    else:
+        half = MAILBOX + (epoch & 1) * (NUM_RANKS * MAIL_WORDS * 8)
+        theirs = tl.load(bases + peer, mask=is_peer, other=0) + half + RANK * MAIL_WORDS * 8
+        slot = theirs.to(tl.pointer_type(tl.int64))
+        tl.store(slot + 1, word_0, mask=is_peer)
+        tl.store(slot + 2, word_1, mask=is_peer)
+        tl.store(slot + 3, word_2, mask=is_peer)
+        tl.debug_barrier()
+        # The release covers the words (the barrier above) and the payload of all earlier kernels of this stream: a
+        # kernel's end orders its stores before this kernel, and a release at system scope is cumulative.
+        tl.atomic_xchg(slot, 2 * epoch + fault, mask=is_peer, sem="release", scope="sys")
+
+        mine = own + half + tl.minimum(peer, NUM_RANKS - 1) * (MAIL_WORDS * 8)  # spare lanes double the last one
+        seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
+        tl.debug_barrier()  # what any thread has acquired holds for all
+        late = is_peer & (seen < 2 * epoch)
+        faulted = is_peer & (seen == 2 * epoch + 1)
+        first_late = tl.min(tl.where(late, peer, LANES), axis=0)
+        first_faulted = tl.min(tl.where(faulted, peer, LANES), axis=0)
+        good = (first_late == LANES) & (first_faulted == LANES)
+        mail = mine.to(tl.pointer_type(tl.int64))
+        for word in tl.static_range(NUM_PUBLISHED):
+            # volatile: read here, after the wait, and from memory
+            value = tl.load(mail + 1 + word, mask=is_peer, other=-1, volatile=True)
+            tl.store(answer + word, tl.where(good, value, -1), mask=is_peer)
+        if first_late < LANES:
+            tl.store(counters + ABORTED, 1)
+            last = tl.sum(tl.where(peer == first_late, seen, 0), axis=0) >> 1
+            write_record(status, epoch * 0 + STATUS_TIMEOUT, phase, first_late, epoch, last, epoch)
+        elif first_faulted < LANES:
+            write_record(status, epoch * 0 + STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch)
+
+
+def barrier(
+    peers: Peers,
+    words: tuple[int, ...],
+    received: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    phase: int,
+    fault: bool,
+    timeout_ns: int,
+) -> None:
+    """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. See the twin.
+
+    `status` is pinned host memory.
+    """
+    with torch.cuda.device_of(received):
+        barrier_kernel[(1,)](
+            peers.bases,
+            received,
+            status.data_ptr(),
+            *words,
+            phase,
+            int(fault),
+            timeout_ns,
+            RANK=peers.rank,
+            NUM_RANKS=peers.num_ranks,
+            LANES=triton.next_power_of_2(peers.num_ranks),
+            COUNTERS=peers.layout.counters,
+            MAILBOX=peers.layout.mailbox,
+            num_warps=1,
+        )
