@@ -81,7 +81,11 @@ def check_gemms(splits, dtype, flatten):
         [blank(CAPACITY, HIDDEN, dtype=dtype)],
         dtype,
     )
-    sources = ((dout, rows, None, None), (packed_dout, rows, row_index, None), (dout, packed, None, row_index))
+    sources = (
+        (dout, rows, None, None),
+        (packed_dout, rows, row_index, None),
+        (dout, packed, None, row_index),
+    )
     for (d, r, i, j), ragged in itertools.product(sources, (False, True)):
         ragged_options = {"num_sms": NUM_SMS, "config": replace(config, ragged=ragged)}
         check(
@@ -126,9 +130,7 @@ def check_swiglu(splits, dtype, flatten, parts, prefetch):
             lambda *outs, b=backward, i=idx: gemm_swiglu.grouped_gemm_dswiglu(
                 *b, *outs, partials, row_index=i, **options
             ),
-            lambda *outs, b=backward, i=idx: twin_gemm_swiglu.grouped_gemm_dswiglu(
-                *b, *outs, partials, row_index=i
-            ),
+            lambda *outs, b=backward, i=idx: twin_gemm_swiglu.grouped_gemm_dswiglu(*b, *outs, partials, row_index=i),
             [
                 blank(CAPACITY, 2 * FFN, dtype=dtype),
                 blank(CAPACITY, FFN, dtype=dtype),

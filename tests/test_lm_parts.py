@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
+sys.path.insert(0, EXAMPLES)
 
-from lm import data, model, presets, report
+from lm import data, model, presets, report  # noqa: E402
 
-import symmoe
+import symmoe  # noqa: E402
 
 TINY = presets.PRESETS["tiny"]
 
@@ -129,3 +132,41 @@ def test_torn_and_later_records_are_dropped(tmp_path: Path):
     reporter.record({"step": 3, "loss": 1.0, "tokens_per_s": 1.0, "imbalance": 1.0})
     reporter.close()
     assert [record["step"] for record in report.read_records(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_heap_is_as_large_as_the_worst_routing_needs(seed: int):
+    """On one rank every routing is the worst: it gets all rows. A step fits, without much to spare."""
+    num_bytes = model.heap_bytes(TINY, num_ranks=1)
+    with symmoe.SymmetricHeap(None, num_bytes=num_bytes, backend="host") as heap:
+        language_model = model.LanguageModel(TINY, heap, device=torch.device("cpu"))
+        model.init_parameters(language_model, seed=seed, ep_rank=0)
+        output = language_model(torch.zeros(TINY.sequences, TINY.context, dtype=torch.int64))
+        (output.logits.sum() + output.aux_loss).backward()
+        formula = (num_bytes - (16 << 20)) * 4 // 5
+        assert 0.9 * formula < heap.high_water_bytes <= formula
+        assert heap.leased_bytes == 0
+
+
+def test_process_group_is_gone_before_the_process_ends():
+    """Its threads must not outlive the interpreter; see the comment on the import in lm.ranks."""
+    script = """
+import os, torch
+from lm.ranks import open_ranks
+with open_ranks("cpu") as ranks:
+    ranks.mean(torch.ones(()))
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=True)
+del ranks
+print([open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")])
+"""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | environment | {"PYTHONPATH": EXAMPLES},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "python" in done.stdout
+    assert "gloo" not in done.stdout

@@ -18,8 +18,6 @@ from torch import nn
 
 from lm.ranks import Ranks
 
-_KEPT = 2
-
 
 def save(
     folder: Path,
@@ -48,11 +46,7 @@ def save(
     if ranks.is_main:
         shutil.rmtree(folder / name, ignore_errors=True)
         unfinished.rename(folder / name)
-        pointer = folder / "latest.unfinished"
-        pointer.write_text(name)
-        os.replace(pointer, folder / "latest")
-        for old in sorted(folder.glob("step-??????"))[:-_KEPT]:
-            shutil.rmtree(old)
+        _point_to(folder, name)
     ranks.barrier()
 
 
@@ -81,6 +75,18 @@ def load(
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
+
+
+def _point_to(folder: Path, name: str) -> None:
+    """Makes `name` the newest checkpoint; keeps the one before it and deletes the others."""
+    pointer = folder / "latest"
+    kept = {name, pointer.read_text() if pointer.exists() else name}
+    unfinished = folder / "latest.unfinished"
+    unfinished.write_text(name)
+    os.replace(unfinished, pointer)
+    for old in folder.glob("step-??????"):
+        if old.name not in kept:
+            shutil.rmtree(old)
 
 
 def _check_settings(saved: dict[str, str | int], current: dict[str, str | int]) -> None:

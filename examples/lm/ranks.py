@@ -10,6 +10,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# torch.optim imports this module on first use. Its functions have the default group of that moment as default
+# arguments, so imported after init_process_group it keeps the group alive past destroy_process_group, and gloo's
+# threads then abort one process in ten at its exit ("terminate called without an active exception", torch 2.13).
+import torch.distributed.nn.functional
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:

@@ -20,7 +20,7 @@ class Reporter:
     def __init__(self, path: Path, *, steps: int, start: int, enabled: bool) -> None:
         self._enabled = enabled
         self._in_place = enabled and sys.stderr.isatty()
-        self._heldout = float("nan")
+        self._heldout = "-"  # until the first evaluation
         self._bar = tqdm(total=steps, initial=start, disable=not self._in_place, unit="step", dynamic_ncols=True)
         if enabled:
             _truncate(path, last_step=start)
@@ -33,9 +33,10 @@ class Reporter:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         evaluated = "heldout_bits_per_byte" in record
-        self._heldout = record.get("heldout_bits_per_byte", self._heldout)
+        if evaluated:
+            self._heldout = f"{record['heldout_bits_per_byte']:.3f}"
         line = (
-            f"loss {record['loss']:.3f} | held-out {self._heldout:.3f} bits/byte"
+            f"loss {record['loss']:.3f} | held-out {self._heldout} bits/byte"
             f" | {record['tokens_per_s']:,.0f} tokens/s | imbalance {record['imbalance']:.2f}"
         )
         self._bar.set_postfix_str(line, refresh=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from dataclasses import dataclass
 
@@ -327,10 +328,12 @@ class SymmetricHeap:
         least = self._layout.num_bytes + ALIGNMENT_BYTES
         if self.backend not in _BACKENDS:
             return ArgumentError(f"backend ({self.backend!r}) must be 'auto', 'host' or 'nvshmem'")
-        if self.num_bytes < least:
-            return ArgumentError(f"num_bytes ({self.num_bytes}) must be at least {least} for {self.num_ranks} ranks")
-        if not self.timeout_s > 0:
-            return ArgumentError(f"timeout_s ({self.timeout_s}) must be greater than 0")
+        if not isinstance(self.num_bytes, int) or self.num_bytes < least:
+            return ArgumentError(
+                f"num_bytes ({self.num_bytes!r}) must be an int of at least {least} for {self.num_ranks} ranks"
+            )
+        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < math.inf:
+            return ArgumentError(f"timeout_s ({self.timeout_s!r}) must be a finite number greater than 0")
         missing = host.preflight() if self.backend == "host" else nvshmem.preflight(self.num_bytes)
         return BackendUnavailable(missing) if missing else None
 

@@ -115,9 +115,7 @@ def swizzle_tile(local, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.cons
 
 
 @triton.jit
-def locate_tile(
-    tile, prefix, row_start, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def locate_tile(tile, prefix, row_start, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr):
     """Group, first row, end of the group's rows, and column tile of a tile; groups without rows have no tiles."""
     # A group lies before the tile if all of its tiles do; lanes past the last group repeat the total: never before.
     before = prefix * NUM_N_TILES <= tile
@@ -207,7 +205,7 @@ def grouped_gemm_kernel(
 def load_k_rows(
     desc,
     pointer,
-    index,
+    source,
     position,
     start,
     end,
@@ -220,7 +218,7 @@ def load_k_rows(
 ):
     """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past end if RAGGED or CHECK.
 
-    index int32[BLOCK_K] holds the rows' sources (gathered) or is None. desc None: read by pointers.
+    desc None: read by pointers, from rows source int32[BLOCK_K] of the tensor.
     """
     if desc is not None:
         if RAGGED:
@@ -230,7 +228,6 @@ def load_k_rows(
     else:
         row = position + tl.arange(0, BLOCK_K)
         column = first_column + tl.arange(0, BLOCK)
-        source = row if index is None else index
         pointers = pointer + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
         if CHECK:
             tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0)
@@ -242,14 +239,14 @@ def load_k_rows(
 
 
 @triton.jit
-def load_index(index, position, end, BLOCK_K: tl.constexpr):
-    """index[position:position + BLOCK_K], 0 at and past end; None if there is no index."""
+def source_rows(index, position, end, BLOCK_K: tl.constexpr):
+    """Where rows position.. (BLOCK_K of them) lie in their tensor; row 0 for those at and past end if gathered."""
+    row = position + tl.arange(0, BLOCK_K)
     if index is None:
-        entries = None
+        source = row
     else:
-        row = position + tl.arange(0, BLOCK_K)
-        entries = tl.load(index + row, mask=row < end, other=0)
-    return entries
+        source = tl.load(index + row, mask=row < end, other=0)
+    return source
 
 
 @triton.jit(do_not_specialize_on_alignment=["dout_index", "rows_index", "row_start"])
@@ -285,23 +282,22 @@ def grouped_gemm_wgrad_kernel(
         stop = end if RAGGED else start + (end - start) // BLOCK_K * BLOCK_K
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Indices are loaded one step ahead: the pipeliner would halve its depth for loads that wait for loads.
-        next_i = load_index(dout_index, start, end, BLOCK_K)
-        next_j = load_index(rows_index, start, end, BLOCK_K)
+        next_i = source_rows(dout_index, start, end, BLOCK_K)
+        next_j = source_rows(rows_index, start, end, BLOCK_K)
         for k in tl.range(start, stop, BLOCK_K):
-            i, j = next_i, next_j
-            next_i = load_index(dout_index, k + BLOCK_K, end, BLOCK_K)
-            next_j = load_index(rows_index, k + BLOCK_K, end, BLOCK_K)
+            i = next_i
+            j = next_j
+            next_i = source_rows(dout_index, k + BLOCK_K, end, BLOCK_K)
+            next_j = source_rows(rows_index, k + BLOCK_K, end, BLOCK_K)
             a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K, RAGGED, RAGGED)
             b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K, RAGGED, RAGGED)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
         if not RAGGED:
             if stop < end:
-                a = load_k_rows(
-                    None, dout, next_i, stop, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K, False, True
-                )
-                b = load_k_rows(
-                    None, rows, next_j, stop, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K, False, True
-                )
+                i = next_i
+                j = next_j
+                a = load_k_rows(None, dout, i, stop, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K, False, True)
+                b = load_k_rows(None, rows, j, stop, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K, False, True)
                 acc = tl.dot(a.T, b, acc, input_precision="ieee")
         out_row = m + tl.arange(0, BLOCK_M)
         column = n + tl.arange(0, BLOCK_N)

@@ -32,7 +32,17 @@ SWIGLU_CONFIG = TileConfig(block_m=128, block_n=128, block_k=64, num_stages=3, n
 SWIGLU_FP32_CONFIG = TileConfig(block_m=64, block_n=32, block_k=16, num_stages=3, num_warps=8)
 
 # The width of these tiles must not depend on the dtype: dswiglu_partials_shape does not know it.
-DSWIGLU_CONFIG = TileConfig(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8, parts=2)
+# Two programs per SM: one multiplies while the other is in its long epilogue (five tiles read or written).
+DSWIGLU_CONFIG = TileConfig(
+    block_m=128,
+    block_n=128,
+    block_k=64,
+    num_stages=3,
+    num_warps=8,
+    programs_per_sm=2,
+    parts=8,
+    max_registers=128,
+)
 DSWIGLU_FP32_CONFIG = TileConfig(block_m=32, block_n=128, block_k=16, num_stages=3, num_warps=8)
 
 SUM_BLOCK = 256
@@ -85,9 +95,19 @@ def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def store_swiglu(
-    acc_gate, acc_up, prob, h, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    acc_gate,
+    acc_up,
+    prob,
+    h,
+    a,
+    row,
+    end,
+    first_column,
+    FFN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Round and store h, then the activation of the rounded h, for columns first_column.. (BLOCK of the tile's TILE)."""
+    """Rounds and stores h, then the activation of the rounded h, for BLOCK columns of a tile of TILE columns."""
     column = first_column + tl.arange(0, BLOCK)
     mask = tile_mask(row, end, column, FFN, TILE)
     gate = acc_gate.to(h.dtype.element_ty)
@@ -148,7 +168,7 @@ def grouped_gemm_swiglu_kernel(
 
 @triton.jit
 def load_h(h, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Gate and up of columns first_column.. (BLOCK of the tile's TILE), zeros outside of the group and the matrix."""
+    """Gate and up of BLOCK columns of a tile of TILE columns; zeros outside of the group and the matrix."""
     column = first_column + tl.arange(0, BLOCK)
     mask = tile_mask(row, end, column, FFN, TILE)
     pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
@@ -156,9 +176,7 @@ def load_h(h, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, TI
 
 
 @triton.jit
-def load_h_parts(
-    h, row, end, first_column, FFN: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr
-):
+def load_h_parts(h, row, end, first_column, FFN: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr):
     """load_h of each column part."""
     PART: tl.constexpr = TILE // PARTS
     parts = (load_h(h, row, end, first_column, FFN, PART, TILE),)
@@ -169,9 +187,19 @@ def load_h_parts(
 
 @triton.jit
 def store_dswiglu(
-    da, h_part, prob, dh, a, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    da,
+    h_part,
+    prob,
+    dh,
+    a,
+    row,
+    end,
+    first_column,
+    FFN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Gradient of h and the activation for columns first_column.. (BLOCK of the tile's TILE); returns their share of dprob."""
+    """Gradient of h, and the activation, for BLOCK columns of a tile of TILE; returns their share of dprob."""
     column = first_column + tl.arange(0, BLOCK)
     mask = tile_mask(row, end, column, FFN, TILE)
     gate = h_part[0].to(tl.float32)
@@ -246,9 +274,7 @@ def grouped_gemm_dswiglu_kernel(
         tl.store(partials + n_tile.to(tl.int64) * num_rows + row, partial, mask=row < end)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["partials", "row_start", "dprob"]
-)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["partials", "row_start", "dprob"])
 def sum_partials_kernel(
     partials,
     row_start,

@@ -19,6 +19,8 @@ INT32_MAX = tl.constexpr(2**31 - 1)
 TOKENS_PER_BLOCK = tl.constexpr(control.TOKENS_PER_BLOCK)
 HEADER_WORDS = tl.constexpr(control.HEADER_WORDS)
 HEAD_NUM_TOKENS = tl.constexpr(control.HEAD_NUM_TOKENS)
+HEAD_CAPACITY = tl.constexpr(control.HEAD_CAPACITY)
+HEAD_MAX_TOKENS = tl.constexpr(control.HEAD_MAX_TOKENS)
 HEAD_BAD_SLOTS = tl.constexpr(control.HEAD_BAD_SLOTS)
 HEAD_BAD_ID = tl.constexpr(control.HEAD_BAD_ID)
 HEAD_BAD_SLOT = tl.constexpr(control.HEAD_BAD_SLOT)
@@ -26,25 +28,28 @@ AGREED_WORDS = tl.constexpr(sum(1 << word for word in control.AGREED_FIELDS))  #
 SUMMARY_WORDS = tl.constexpr(control.SUMMARY_WORDS)
 SUM_ERROR = tl.constexpr(control.SUM_ERROR)
 SUM_ERROR_RANK = tl.constexpr(control.SUM_ERROR_RANK)
+SUM_LIMIT = tl.constexpr(control.SUM_LIMIT)
+SUM_VALUE = tl.constexpr(control.SUM_VALUE)
+SUM_WHERE = tl.constexpr(control.SUM_WHERE)
 SUM_NUM_ROWS = tl.constexpr(control.SUM_NUM_ROWS)
 SUM_MAX_ROWS = tl.constexpr(control.SUM_MAX_ROWS)
 SUM_NUM_PACKED = tl.constexpr(control.SUM_NUM_PACKED)
 SUM_MAX_PACKED = tl.constexpr(control.SUM_MAX_PACKED)
 SUM_NUM_DROPPED = tl.constexpr(control.SUM_NUM_DROPPED)
-SUM_NEEDED = tl.constexpr(control.SUM_NEEDED)
 PLAN_OK = tl.constexpr(control.PLAN_OK)
 PLAN_FAULT = tl.constexpr(control.PLAN_FAULT)
 PLAN_MISMATCH = tl.constexpr(control.PLAN_MISMATCH)
 PLAN_BAD_ID = tl.constexpr(control.PLAN_BAD_ID)
-PLAN_TOO_MANY_TOKENS = tl.constexpr(control.PLAN_TOO_MANY_TOKENS)
 PLAN_OVERFLOW = tl.constexpr(control.PLAN_OVERFLOW)
 PHASE_PLAN = tl.constexpr(control.PHASE_PLAN)
 STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 
+_VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_MAX_TOKENS)
+
 COUNT_EXPERTS = 128  # experts that count_slots compares a token with at a time: [32, 128] counters are 32 registers
 SEND_COLUMNS = 32  # columns of one program of send_counts: 128 contiguous bytes per row
-SEND_BLOCKS = 64  # blocks of tokens that it scans at a time
+SEND_BLOCKS = 128  # blocks of tokens that it scans at a time
 ASSIGN_SLOTS = 256  # slots that assign_rows places at a time, each compared with the block's 32 tokens
 
 
@@ -97,9 +102,7 @@ def count_slots_kernel(
     tl.store(row + WIDTH - 1, tl.min(first_bad, axis=0))
 
 
-def count_slots(
-    topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int
-) -> None:
+def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int) -> None:
     """Counts slots per expert and tokens per destination rank in each block of tokens. See the twin."""
     num_blocks = block_counts.shape[0]
     if num_blocks == 0:
@@ -114,19 +117,21 @@ def count_slots(
             NUM_RANKS=num_ranks,
             RANK_LANES=triton.next_power_of_2(num_ranks),
             BLOCK_EXPERTS=min(COUNT_EXPERTS, triton.next_power_of_2(num_experts)),
-            num_warps=4,
+            num_warps=8,
         )
 
 
 @triton.jit
-def table_row(base, half, RANK: tl.constexpr, COUNT_TABLE: tl.constexpr, NUM_RANKS: tl.constexpr, ROW_WORDS: tl.constexpr):
+def table_row(
+    base, half, RANK: tl.constexpr, COUNT_TABLE: tl.constexpr, NUM_RANKS: tl.constexpr, ROW_WORDS: tl.constexpr
+):
     """Pointer to rank RANK's row in one half of the count table of the arena at `base`."""
     address = base + COUNT_TABLE + half * (NUM_RANKS * ROW_WORDS * 4) + RANK * (ROW_WORDS * 4)
     return address.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_blocks"],
+    do_not_specialize=["num_tokens", "capacity", "max_tokens", "num_blocks"],
     do_not_specialize_on_alignment=["block_counts", "topk_idx", "block_starts", "bases"],
 )
 def send_counts_kernel(
@@ -134,9 +139,11 @@ def send_counts_kernel(
     topk_idx,  # [T, K]
     block_starts,  # [B, E]
     bases,
-    num_tokens: tl.int32,
+    num_tokens: tl.int32,  # three words of the header that may change from step to step
+    capacity: tl.int32,
+    max_tokens: tl.int32,
     num_blocks: tl.int32,
-    HEADER: tl.constexpr,  # the configuration's words; num_tokens is the one that changes from step to step
+    HEADER: tl.constexpr,  # its other words
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -171,6 +178,8 @@ def send_counts_kernel(
         for word in tl.static_range(HEADER_WORDS):
             words = tl.where(lane == word, HEADER[word], words)
         words = tl.where(lane == HEAD_NUM_TOKENS, num_tokens, words)
+        words = tl.where(lane == HEAD_CAPACITY, capacity, words)
+        words = tl.where(lane == HEAD_MAX_TOKENS, max_tokens, words)
         if num_blocks > 0:
             num_bad = tl.zeros((BLOCK_ROWS,), tl.int32)
             first_bad = tl.full((BLOCK_ROWS,), NO_SLOT, tl.int32)
@@ -209,9 +218,9 @@ def send_counts(
             topk_idx,
             block_starts,
             peers.bases,
-            header[control.HEAD_NUM_TOKENS],
+            *(header[word] for word in _VARYING_WORDS),
             block_counts.shape[0],
-            HEADER=tuple(0 if word == control.HEAD_NUM_TOKENS else header[word] for word in range(len(header))),
+            HEADER=tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header)),
             RANK=peers.rank,
             NUM_RANKS=peers.num_ranks,
             NUM_EXPERTS=num_experts,
@@ -225,9 +234,9 @@ def send_counts(
 
 
 @triton.jit
-def first_rank(holds, rank, NONE: tl.constexpr):
-    """The first rank for which something holds, else NONE."""
-    return tl.min(tl.where(holds, rank, NONE), axis=0)
+def pick(tile, chosen, axis: tl.constexpr):
+    """The entries of `tile` where `chosen`, of which there is one along `axis`; 0 where there is none."""
+    return tl.sum(tl.where(chosen, tile, 0), axis=axis)
 
 
 @triton.jit
@@ -237,46 +246,56 @@ def find_error(
     received,
     rank,  # tl.arange(0, RANK_LANES)
     capacity,
-    max_tokens,
+    NUM_EXPERTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_LANES: tl.constexpr,
     DROP: tl.constexpr,
 ):
-    """(code, rank) of the first thing wrong: a later line here overrides an earlier one."""
+    """(code, rank, limit, value, where) of the first thing wrong: what stands later here overrides the earlier."""
     is_rank = rank < NUM_RANKS
     word = tl.arange(0, HEADER_WORDS)
-    first = tl.sum(tl.where((rank == 0)[:, None], headers, 0), axis=0)
-    agreed = ((AGREED_WORDS >> word) & 1) != 0
-    differs = tl.max(((headers != first[None, :]) & agreed[None, :]).to(tl.int32), axis=1) != 0
-    num_tokens = tl.sum(tl.where((word == HEAD_NUM_TOKENS)[None, :], headers, 0), axis=1)
-    bad_slots = tl.sum(tl.where((word == HEAD_BAD_SLOTS)[None, :], headers, 0), axis=1)
 
-    most_rows = tl.max(tl.where(is_rank, num_rows, 0), axis=0)
-    fullest = first_rank(is_rank & (num_rows == most_rows), rank, RANK_LANES)
+    most_rows = tl.max(num_rows, axis=0)
+    fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
     overflow = (capacity >= 0) & (most_rows > capacity) & (not DROP)
     error = tl.where(overflow, PLAN_OVERFLOW, PLAN_OK)
     error_rank = tl.where(overflow, fullest, -1)
+    limit = tl.where(overflow, capacity, 0)
+    value = tl.where(overflow, most_rows, 0)
 
-    too_many = first_rank(is_rank & (max_tokens >= 0) & (num_tokens > max_tokens), rank, RANK_LANES)
-    error = tl.where(too_many < RANK_LANES, PLAN_TOO_MANY_TOKENS, error)
-    error_rank = tl.where(too_many < RANK_LANES, too_many, error_rank)
+    bad_slots = pick(headers, (word == HEAD_BAD_SLOTS)[None, :], 1)
+    culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
+    found = culprit < RANK_LANES
+    head = pick(headers, (rank == culprit)[:, None], 0)
+    error = tl.where(found, PLAN_BAD_ID, error)
+    error_rank = tl.where(found, culprit, error_rank)
+    limit = tl.where(found, NUM_EXPERTS, limit)
+    value = tl.where(found, pick(head, word == HEAD_BAD_ID, 0), value)
+    where = tl.where(found, pick(head, word == HEAD_BAD_SLOT, 0), 0)
 
-    bad = first_rank(is_rank & (bad_slots > 0), rank, RANK_LANES)
-    error = tl.where(bad < RANK_LANES, PLAN_BAD_ID, error)
-    error_rank = tl.where(bad < RANK_LANES, bad, error_rank)
+    first = pick(headers, (rank == 0)[:, None], 0)
+    agreed = ((AGREED_WORDS >> word) & 1) != 0
+    differs = (headers != first[None, :]) & agreed[None, :] & is_rank[:, None]
+    culprit = tl.min(tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, RANK_LANES), axis=0)
+    found = culprit < RANK_LANES
+    head = pick(headers, (rank == culprit)[:, None], 0)
+    field = tl.min(tl.where((head != first) & agreed, word, HEADER_WORDS), axis=0)
+    error = tl.where(found, PLAN_MISMATCH, error)
+    error_rank = tl.where(found, culprit, error_rank)
+    limit = tl.where(found, pick(first, word == field, 0), limit)
+    value = tl.where(found, pick(head, word == field, 0), value)
+    where = tl.where(found, field, where)
 
-    mismatch = first_rank(is_rank & differs, rank, RANK_LANES)
-    error = tl.where(mismatch < RANK_LANES, PLAN_MISMATCH, error)
-    error_rank = tl.where(mismatch < RANK_LANES, mismatch, error_rank)
-
-    words = received + rank * NUM_PUBLISHED
-    fault = first_rank(rank < 0, rank, RANK_LANES)
+    lowest = tl.zeros((RANK_LANES,), tl.int64)
     for column in tl.static_range(NUM_PUBLISHED):
-        word_in = tl.load(words + column, mask=is_rank, other=0)
-        fault = tl.minimum(fault, first_rank(word_in < 0, rank, RANK_LANES))
-    error = tl.where(fault < RANK_LANES, PLAN_FAULT, error)
-    error_rank = tl.where(fault < RANK_LANES, -1, error_rank)
-    return error, error_rank
+        lowest = tl.minimum(lowest, tl.load(received + rank * NUM_PUBLISHED + column, mask=is_rank, other=0))
+    found = tl.min(lowest, axis=0) < 0
+    error = tl.where(found, PLAN_FAULT, error)
+    error_rank = tl.where(found, -1, error_rank)
+    limit = tl.where(found, 0, limit)
+    value = tl.where(found, 0, value)
+    where = tl.where(found, 0, where)
+    return error, error_rank, limit, value, where
 
 
 @triton.jit
@@ -292,7 +311,7 @@ def clip_to_capacity(load, capacity):
         level = high - (high - low) // 2  # a rank that has converged stays
         fits = tl.sum(tl.minimum(load, level[:, None]), axis=1) <= capacity
         low = tl.where(fits, level, low)
-        high = tl.where(fits, high, tl.maximum(level - 1, low))
+        high = tl.where(fits, high, level - 1)
     kept = tl.minimum(load, low[:, None])
     above = (load > low[:, None]).to(tl.int32)
     left = capacity - tl.sum(kept, axis=1)
@@ -301,7 +320,7 @@ def clip_to_capacity(load, capacity):
 
 
 @triton.jit(
-    do_not_specialize=["status", "capacity", "max_tokens"],
+    do_not_specialize=["status", "capacity"],
     do_not_specialize_on_alignment=[
         "bases",
         "received",
@@ -321,7 +340,6 @@ def lay_out_kernel(
     received,
     status: tl.int64,
     capacity: tl.int32,
-    max_tokens: tl.int32,
     splits,
     row_start,
     slot_start,
@@ -349,9 +367,6 @@ def lay_out_kernel(
     is_rank = rank < NUM_RANKS
     word = tl.arange(0, HEADER_WORDS)
     headers = tl.load(table + rank[:, None] * ROW_WORDS + word[None, :], mask=is_rank[:, None], other=0)
-    tl.store(
-        report + SUMMARY_WORDS + rank[:, None] * HEADER_WORDS + word[None, :], headers, mask=is_rank[:, None]
-    )
 
     # Tiles [destination rank, its experts]; sources are looped over.
     local = tl.arange(0, EXPERT_LANES)
@@ -364,8 +379,8 @@ def lay_out_kernel(
     for source in range(NUM_RANKS):
         load += tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
     num_rows = tl.sum(load, axis=1)
-    error, error_rank = find_error(
-        headers, num_rows, received, rank, capacity, max_tokens, NUM_RANKS, RANK_LANES, DROP
+    error, error_rank, limit, value, where = find_error(
+        headers, num_rows, received, rank, capacity, NUM_RANKS * EXPERTS_PER_RANK, NUM_RANKS, RANK_LANES, DROP
     )
     kept = clip_to_capacity(load, capacity) if DROP else load
     kept = tl.where(error == PLAN_OK, kept, 0)
@@ -397,30 +412,22 @@ def lay_out_kernel(
     tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
     tl.store(expert_load + expert, load, mask=is_expert)
 
-    needed = tl.max(num_rows, axis=0)
-    tl.store(report + SUM_ERROR, error)
-    tl.store(report + SUM_ERROR_RANK, error_rank)
-    tl.store(report + SUM_NUM_ROWS, tl.sum(tl.where(rank == RANK, num_kept, 0), axis=0))
-    tl.store(report + SUM_MAX_ROWS, tl.max(num_kept, axis=0))
-    tl.store(report + SUM_NUM_PACKED, tl.sum(tl.where(rank == RANK, packed, 0), axis=0))
-    tl.store(report + SUM_MAX_PACKED, tl.max(packed, axis=0))
-    dropped = tl.sum(num_rows - num_kept, axis=0)
-    tl.store(report + SUM_NUM_DROPPED, tl.where(error == PLAN_OK, dropped, 0))
-    tl.store(report + SUM_NEEDED, needed)
-
+    dropped = tl.where(error == PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
+    word = tl.arange(0, SUMMARY_WORDS)
+    summary = tl.where(word == SUM_ERROR, error, 0)
+    summary = tl.where(word == SUM_ERROR_RANK, error_rank, summary)
+    summary = tl.where(word == SUM_LIMIT, limit, summary)
+    summary = tl.where(word == SUM_VALUE, value, summary)
+    summary = tl.where(word == SUM_WHERE, where, summary)
+    summary = tl.where(word == SUM_NUM_ROWS, pick(num_kept, rank == RANK, 0), summary)
+    summary = tl.where(word == SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
+    summary = tl.where(word == SUM_NUM_PACKED, pick(packed, rank == RANK, 0), summary)
+    summary = tl.where(word == SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
+    summary = tl.where(word == SUM_NUM_DROPPED, dropped, summary)
+    tl.store(report + word, summary)
     if RECORD_ERRORS:
         if (error != PLAN_OK) & (error != PLAN_FAULT):
-            culprit = tl.sum(tl.where((rank == error_rank)[:, None], headers, 0), axis=0)
-            bad_slot = tl.sum(tl.where(word == HEAD_BAD_SLOT, culprit, 0), axis=0)
-            bad_id = tl.sum(tl.where(word == HEAD_BAD_ID, culprit, 0), axis=0)
-            num_tokens = tl.sum(tl.where(word == HEAD_NUM_TOKENS, culprit, 0), axis=0)
-            limit = tl.where(error == PLAN_OVERFLOW, capacity, 0)
-            value = tl.where(error == PLAN_OVERFLOW, needed, 0)
-            limit = tl.where(error == PLAN_TOO_MANY_TOKENS, max_tokens, limit)
-            value = tl.where(error == PLAN_TOO_MANY_TOKENS, num_tokens, value)
-            limit = tl.where(error == PLAN_BAD_ID, bad_slot, limit)
-            value = tl.where(error == PLAN_BAD_ID, bad_id, value)
-            write_record(status, error * 0 + STATUS_PLAN, error * 0 + PHASE_PLAN, error_rank, limit, value, error)
+            write_record(status, STATUS_PLAN, PHASE_PLAN, error_rank, limit, value, error, where)
 
 
 def lay_out(
@@ -430,7 +437,6 @@ def lay_out(
     *,
     num_experts: int,
     capacity: int,
-    max_tokens: int,
     drop: bool,
     record_errors: bool,
     splits: torch.Tensor,
@@ -455,7 +461,6 @@ def lay_out(
             received,
             status.data_ptr(),
             capacity,
-            max_tokens,
             splits,
             row_start,
             slot_start,
@@ -583,7 +588,7 @@ def assign_rows(
             RANK_LANES=triton.next_power_of_2(num_ranks),
             K_LANES=k_lanes,
             CHUNK_TOKENS=min(control.TOKENS_PER_BLOCK, max(1, ASSIGN_SLOTS // k_lanes)),
-            num_warps=4,
+            num_warps=8,
         )
 
 
@@ -645,7 +650,7 @@ def assign_packed_rows(
     token_to_packed_row: torch.Tensor,
     token_to_primary_row: torch.Tensor,
 ) -> None:
-    """Gives every (token, rank) pair its packed row, and its primary row: that of its smallest k there. See the twin."""
+    """Gives every (token, rank) pair its packed row, and its primary row, that of its smallest k. See the twin."""
     num_tokens, top_k = slot_to_row.shape
     num_blocks, num_ranks = block_tokens.shape
     if num_blocks == 0:

@@ -22,6 +22,7 @@ STATUS_PEER = tl.constexpr(control.STATUS_PEER)
 STATUS_EXPECTED = tl.constexpr(control.STATUS_EXPECTED)
 STATUS_SEEN = tl.constexpr(control.STATUS_SEEN)
 STATUS_EPOCH = tl.constexpr(control.STATUS_EPOCH)
+STATUS_WHERE = tl.constexpr(control.STATUS_WHERE)
 STATUS_OK = tl.constexpr(control.STATUS_OK)
 STATUS_TIMEOUT = tl.constexpr(control.STATUS_TIMEOUT)
 STATUS_FAULT = tl.constexpr(control.STATUS_FAULT)
@@ -36,9 +37,7 @@ def now_ns():
 @triton.jit
 def system_fence():
     """What this thread has written is visible to the host and to peers before anything it writes from here on."""
-    tl.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -67,19 +66,20 @@ def wait_for_words(address, value, deadline):
 
 
 @triton.jit
-def write_record(status, kind, phase, peer, expected, seen, epoch):
+def write_record(status, kind, phase, peer, expected, seen, epoch, where):
     """Writes a status record to the address `status` unless one is pending: the first one counts."""
     record = status.to(tl.pointer_type(tl.int64))
     pending = tl.load(record + STATUS_KIND, volatile=True)
     tl.debug_barrier()  # every thread has looked before one of them writes
     if pending == STATUS_OK:
-        tl.store(record + STATUS_PHASE, phase.to(tl.int64))
-        tl.store(record + STATUS_PEER, peer.to(tl.int64))
-        tl.store(record + STATUS_EXPECTED, expected.to(tl.int64))
-        tl.store(record + STATUS_SEEN, seen.to(tl.int64))
-        tl.store(record + STATUS_EPOCH, epoch.to(tl.int64))
+        tl.store(record + STATUS_PHASE, phase)
+        tl.store(record + STATUS_PEER, peer)
+        tl.store(record + STATUS_EXPECTED, expected)
+        tl.store(record + STATUS_SEEN, seen)
+        tl.store(record + STATUS_EPOCH, epoch)
+        tl.store(record + STATUS_WHERE, where)
         system_fence()  # the kind last: a host that sees it sees the whole record
-        tl.store(record + STATUS_KIND, kind.to(tl.int64))
+        tl.store(record + STATUS_KIND, kind)
 
 
 @triton.jit
@@ -150,9 +150,9 @@ def barrier_kernel(
         if first_late < LANES:
             tl.store(counters + ABORTED, 1)
             last = tl.sum(tl.where(peer == first_late, seen, 0), axis=0) >> 1
-            write_record(status, epoch * 0 + STATUS_TIMEOUT, phase, first_late, epoch, last, epoch)
+            write_record(status, STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
         elif first_faulted < LANES:
-            write_record(status, epoch * 0 + STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch)
+            write_record(status, STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch, 0)
 
 
 def barrier(

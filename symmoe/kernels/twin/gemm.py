@@ -4,8 +4,8 @@
     O, C output and contracted features of the forward GEMM; P packed rows that a row_index points into.
 
 Products and sums are fp32, results are rounded once. Rows past row_start[G] are neither written nor read into a sum.
-A group's result has the same bits wherever its rows lie: BLAS may choose its path by the alignment of its
-operands, so operands that are not aligned to ALIGNMENT go through a copy that is.
+A group's result has the same bits wherever its rows lie: MKL promises equal bits for equally aligned operands only,
+so operands that are not aligned to ALIGNMENT go through a copy that is.
 """
 
 from collections.abc import Iterator
@@ -64,9 +64,7 @@ def grouped_gemm(
             multiply_into(out[span], take_rows(rows, row_index, span), weight[g].t())
 
 
-def grouped_gemm_dgrad(
-    dout: torch.Tensor, weight: torch.Tensor, row_start: torch.Tensor, out: torch.Tensor
-) -> None:
+def grouped_gemm_dgrad(dout: torch.Tensor, weight: torch.Tensor, row_start: torch.Tensor, out: torch.Tensor) -> None:
     """out[r] = dout[r] @ weight[g] for every row r of every group g: dout [N, O], weight [G, O, C], out [N, C]."""
     for g, span in groups(row_start):
         if span.start < span.stop:

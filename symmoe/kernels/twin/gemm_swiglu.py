@@ -22,9 +22,9 @@ def dswiglu_partials_shape(num_rows: int, ffn: int) -> tuple[int, int]:
 
 def _swiglu(h: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """gate, up, sigmoid(gate), silu(gate), silu(gate) * up in fp32. h [rows, 2I]."""
-    # Contiguous halves: element-wise kernels may round strided and contiguous elements differently.
-    gate, up = (half.float().contiguous() for half in h.chunk(2, dim=1))
-    sigmoid = torch.sigmoid(gate)
+    gate, up = h.float().chunk(2, dim=1)
+    # Not torch.sigmoid: on CPUs its vector code and the code for the last few elements round differently.
+    sigmoid = 1 / (1 + torch.exp(-gate))
     silu = gate * sigmoid
     return gate, up, sigmoid, silu, silu * up
 

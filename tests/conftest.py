@@ -1,0 +1,78 @@
+"""Clusters that tests share, and what no test may leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cluster import Cluster
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none on this machine"))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    """`cluster(num_ranks, device="cpu")`: ranks that are started once per session, and again after a failure."""
+    started: dict[tuple[int, str], Cluster] = {}
+
+    def get(num_ranks: int, device: str = "cpu") -> Cluster:
+        if device == "cuda" and torch.cuda.device_count() < num_ranks:
+            pytest.skip(f"needs {num_ranks} CUDA GPUs, this machine has {torch.cuda.device_count()}")
+        key = (num_ranks, device)
+        if key not in started or not started[key].alive:
+            if key in started:
+                started[key].close()
+            started[key] = Cluster(num_ranks, device)
+        return started[key]
+
+    yield get
+    for ranks in started.values():
+        ranks.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_memory_is_left_clean() -> Iterator[None]:
+    before = shared_memory()
+    yield
+    assert not left_in_shared_memory(before)
+
+
+@pytest.fixture
+def shared_memory_before() -> frozenset[str]:
+    """Names in /dev/shm when the test started."""
+    return shared_memory()
+
+
+def shared_memory() -> frozenset[str]:
+    """Names in /dev/shm."""
+    return frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else frozenset()
+
+
+def left_in_shared_memory(before: frozenset[str], *, wait_s: float = 3.0) -> set[str]:
+    """Names in /dev/shm that are new and that no process uses: other jobs of this machine have theirs mapped."""
+    deadline = time.monotonic() + wait_s
+    while new := shared_memory() - before:
+        in_use = "".join(_maps_of_all_processes())
+        left = {name for name in new if f"/dev/shm/{name}" not in in_use}
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+    return set()
+
+
+def _maps_of_all_processes() -> Iterator[str]:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            yield maps.read_text(errors="replace")
+        except OSError:
+            continue  # it has ended, or is not ours

@@ -1,0 +1,102 @@
+"""Run by test_gpu_kernels_interpreter.py in a process with TRITON_INTERPRET=1: Triton kernels against the twins.
+
+The interpreter has no inline assembly, so the barrier's three helpers that contain it are replaced: the wait looks once
+(everything has arrived by then, or never will), the fence and the clock do nothing.
+"""
+
+import sys
+import time
+
+import torch
+import triton
+import triton.language as tl
+from simulated_ranks import CASES, differences, run_case
+
+from symmoe.kernels import control, twin
+from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.gpu import plan, sync, tokens
+
+
+class gpu:
+    """Stands for the module symmoe.kernels.gpu, without the GEMMs."""
+
+    count_slots, send_counts, lay_out = plan.count_slots, plan.send_counts, plan.lay_out
+    assign_rows, assign_packed_rows = plan.assign_rows, plan.assign_packed_rows
+    push_rows, push_slots, index_rows = tokens.push_rows, tokens.push_slots, tokens.index_rows
+    fan_out, pre_reduce, gather_values = tokens.fan_out, tokens.pre_reduce, tokens.gather_values
+    pull_rows, pull_values = tokens.pull_rows, tokens.pull_values
+
+
+@triton.jit
+def look_once(address, value, deadline):
+    return tl.load(address.to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def no_fence():
+    pass
+
+
+@triton.jit
+def no_clock():
+    return 0
+
+
+# What the peers of rank 1 have sent when it enters its barrier: their word 0 in epochs relative to its own.
+BARRIERS = {
+    "all there": {"sent": (0, None, 0)},
+    "nobody there": {"sent": (-2, None, -2)},
+    "one missing": {"sent": (0, None, -2)},
+    "a fault": {"sent": (0, None, "fault")},
+    "own fault": {"sent": (0, None, 0), "fault": True},
+    "two faults": {"sent": ("fault", None, "fault"), "fault": True},
+    "a fault and one missing": {"sent": ("fault", None, -2)},
+    "aborted before": {"sent": (0, None, 0), "aborted": 1},
+    "a record pending": {"sent": (-2, None, 0), "pending": control.STATUS_PLAN},
+    "one rank": {"sent": (None,), "rank": 0},
+    "four ranks": {"sent": (0, None, 0, 0)},
+}
+
+
+def run_barrier(barrier, epoch, sent, fault=False, aborted=0, pending=control.STATUS_OK, rank=1):
+    """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record."""
+    num_ranks = len(sent)
+    layout = ControlLayout(num_ranks)
+    views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in sent)
+    bases = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
+    peers = Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
+    counters = peers.region(rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
+    counters[control.BARRIER_EPOCH], counters[control.ABORTED] = epoch - 1, aborted
+    mail = peers.region(rank, layout.mailbox, (2, num_ranks, control.MAIL_WORDS), torch.int64)
+    for peer, state in enumerate(sent):
+        if state is not None:
+            word = 2 * epoch + 1 if state == "fault" else 2 * (epoch + state)
+            mail[epoch & 1, peer, :4] = torch.tensor([word, 100 + peer, 2**40 + peer, -peer])
+    received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
+    status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
+    status[control.STATUS_KIND] = pending
+    barrier(peers, (2**41, 0, 5), received, status, phase=3, fault=fault, timeout_ns=10**6)
+    return {"received": received, "status": status, **{f"arena {i}": view for i, view in enumerate(views)}}
+
+
+def main() -> int:
+    sync.wait_for_words, sync.system_fence, sync.now_ns = look_once, no_fence, no_clock
+    failures = 0
+    for name, barrier in BARRIERS.items():
+        for epoch in (6, 7):
+            wrong = differences(
+                run_barrier(sync.barrier, epoch, **barrier), run_barrier(twin.barrier, epoch, **barrier)
+            )
+            failures += bool(wrong)
+            print(f"barrier, {name}, epoch {epoch}: {wrong or 'ok'}")
+    for name, case in CASES.items():
+        start = time.perf_counter()
+        wrong = differences(run_case(gpu, case), run_case(twin, case))
+        failures += bool(wrong)
+        print(f"{name}: {wrong or 'ok'} ({time.perf_counter() - start:.1f} s)")
+    return failures
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(min(main(), 100))

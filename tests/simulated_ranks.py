@@ -1,0 +1,356 @@
+"""Runs the plan and token kernels of several ranks in one process: one arena per rank, barriers done by hand.
+
+`run_case` takes either kernel module (twin or gpu) and returns every byte that a call produces, so that two modules can
+be compared byte for byte. Buffers are prefilled: what a kernel must not write has to come back as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from symmoe.kernels import control
+from symmoe.kernels.control import ControlLayout, Peers
+
+READY_ROWS, READY_SLOTS, READY_PROBS = range(3)
+ROWS, PACKED, SLOTS, PROBS, VALUES = range(5)  # buffers of a rank's arena
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer call. `tokens` has each rank's T; `ids` names how experts are chosen."""
+
+    tokens: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    hidden: int = 16
+    dtype: torch.dtype = torch.float16
+    id_dtype: torch.dtype = torch.int64
+    ids: str = "uniform"
+    capacity: int = -1
+    drop: bool = False
+    other_top_k: int | None = None  # rank of which the header names another K
+    plan_fails: bool = False
+    trip_fails: bool = False
+    with_probs: bool = True
+    epoch: int = 6
+    pending: int = control.STATUS_OK
+    num_ctas: int | None = None
+    seed: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tokens)
+
+
+CASES = {
+    "one rank": Case(tokens=(37,), num_experts=5, top_k=3),
+    "two ranks": Case(tokens=(40, 33), num_experts=8, top_k=2, epoch=7, hidden=24),
+    "wide rows": Case(tokens=(40, 21), num_experts=8, top_k=3, hidden=1536, num_ctas=2),
+    "wide rows, masked": Case(tokens=(9, 30), num_experts=10, top_k=9, hidden=1000, ids="sparse", dtype=torch.float32),
+    "bf16": Case(tokens=(40, 33), num_experts=8, top_k=1, hidden=24, dtype=torch.bfloat16, seed=1),
+    "three ranks, odd": Case(tokens=(70, 0, 31), num_experts=12, top_k=3, id_dtype=torch.int32, hidden=20),
+    "four ranks": Case(tokens=(64, 1, 32, 7), num_experts=16, top_k=4, dtype=torch.float32, hidden=260, num_ctas=3),
+    "no expert": Case(tokens=(35, 20), num_experts=6, top_k=3, ids="sparse"),
+    "all to one expert": Case(tokens=(33, 20, 5), num_experts=6, top_k=1, ids="one"),
+    "duplicates": Case(tokens=(40, 35), num_experts=4, top_k=5, ids="duplicates"),
+    "nothing at all": Case(tokens=(0, 0), num_experts=4, top_k=2),
+    "ids out of range": Case(tokens=(40, 40), num_experts=4, top_k=2, ids="bad"),
+    "ids out of range, recorded": Case(
+        tokens=(3, 70), num_experts=4, top_k=2, ids="bad", id_dtype=torch.int32, capacity=1000
+    ),
+    "overflow": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=100),
+    "overflow, record pending": Case(
+        tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT
+    ),
+    "drops": Case(tokens=(50, 60), num_experts=10, top_k=3, capacity=91, drop=True, ids="skewed"),
+    "drops all but one": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=1, drop=True),
+    "drops nothing": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=106, drop=True),
+    "drops, leftovers": Case(tokens=(40, 30, 20), num_experts=21, top_k=4, capacity=52, drop=True, ids="skewed"),
+    "ranks disagree": Case(tokens=(10, 10, 10), num_experts=6, top_k=2, other_top_k=1, capacity=500),
+    "a rank faults in the plan": Case(tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500),
+    "the trip fails": Case(tokens=(10, 40), num_experts=6, top_k=2, trip_fails=True, dtype=torch.bfloat16),
+    "no probs": Case(tokens=(40, 20), num_experts=6, top_k=4, with_probs=False),
+}
+
+
+def run_case(ops: ModuleType, case: Case, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Every output of one layer call of all ranks, and the arenas after each step, by name."""
+    return _Call(ops, case, torch.device(device)).run()
+
+
+def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the outputs of which any byte differs; every NaN of a floating-point output counts as the same."""
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(_bytes(ours[name]), _bytes(theirs[name]))]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), float("nan"), tensor)
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def choose_experts(case: Case, rank: int) -> torch.Tensor:
+    """topk_idx [T, K] of a rank, on the CPU."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+    shape = (case.tokens[rank], case.top_k)
+    if case.ids == "one":
+        return torch.full(shape, case.num_experts - 1, dtype=case.id_dtype)
+    if case.ids in ("duplicates", "bad"):
+        ids = torch.randint(case.num_experts, shape, generator=generator)
+    else:
+        weights = torch.ones(case.num_experts)
+        if case.ids == "skewed":
+            weights = torch.arange(1, case.num_experts + 1).float() ** 2
+        ids = torch.empty(shape, dtype=torch.int64)
+        if shape[0]:
+            ids = torch.multinomial(weights.expand(shape[0], -1), case.top_k, generator=generator)
+    if case.ids == "sparse":
+        ids[torch.rand(shape, generator=generator) < 0.6] = -1
+    if case.ids == "bad" and rank == case.num_ranks - 1:
+        ids[-1, -1] = case.num_experts
+        ids[shape[0] // 2, 0] = -(2**40) if case.id_dtype == torch.int64 else -2
+    return ids.to(case.id_dtype)
+
+
+class _Call:
+    def __init__(self, ops: ModuleType, case: Case, device: torch.device) -> None:
+        self.ops, self.case, self.device = ops, case, device
+        self.out: dict[str, torch.Tensor] = {}
+        layout = ControlLayout(case.num_ranks)
+        # A bound for every rank's rows and packed rows; offsets differ from rank to rank.
+        num_rows = max(1, sum(case.tokens) * case.top_k)
+        item_bytes = case.dtype.itemsize
+        sizes = (
+            num_rows * case.hidden * item_bytes,
+            num_rows * case.hidden * item_bytes,
+            num_rows * case.top_k * 4,
+            num_rows * case.top_k * 4,
+            num_rows * case.top_k * 4,
+        )
+        self.offsets: list[list[int]] = []
+        views = []
+        for rank in range(case.num_ranks):
+            offset, offsets = layout.num_bytes + 64 * rank, []
+            for size in sizes:
+                offsets.append(offset)
+                offset += -(-size // 64) * 64 + 64 * (rank + 1)
+            self.offsets.append(offsets)
+            arena = torch.full((offset,), 0xFD, dtype=torch.uint8, device=device)
+            arena[: layout.num_bytes] = 0
+            views.append(arena)
+        bases = torch.tensor([arena.data_ptr() for arena in views], dtype=torch.int64, device=device)
+        self.peers = [
+            Peers(rank=rank, num_ranks=case.num_ranks, bases=bases, views=tuple(views), layout=layout)
+            for rank in range(case.num_ranks)
+        ]
+        self.set_epoch(case.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        for peers in self.peers:
+            offset = peers.layout.counters
+            peers.region(peers.rank, offset, (control.NUM_COUNTERS,), torch.int64)[control.BARRIER_EPOCH] = epoch
+
+    def int32(self, *shape: int) -> torch.Tensor:
+        return torch.full(shape, -7, dtype=torch.int32, device=self.device)
+
+    def received(self, columns: tuple[int, ...], fails: bool) -> torch.Tensor:
+        """What a barrier hands out if every rank publishes the offsets of these buffers."""
+        words = torch.zeros((self.case.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
+        for rank, offsets in enumerate(self.offsets):
+            for word, buffer in enumerate(columns):
+                words[rank, word] = offsets[buffer]
+        return (torch.full_like(words, -1) if fails else words).to(self.device)
+
+    def keep(self, name: str, *tensors: torch.Tensor | None) -> None:
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                self.out[f"{name}[{index}]"] = tensor.clone()
+
+    def keep_arenas(self, name: str) -> None:
+        self.keep(name, *self.peers[0].views)
+
+    def run(self) -> dict[str, torch.Tensor]:
+        self.plan()
+        self.dispatch()
+        self.combine()
+        return self.out
+
+    def plan(self) -> None:
+        case, ops = self.case, self.ops
+        num_experts, num_ranks, top_k = case.num_experts, case.num_ranks, case.top_k
+        self.topk_idx, block_starts = [], []
+        for rank, num_tokens in enumerate(case.tokens):
+            topk_idx = choose_experts(case, rank).to(self.device)
+            num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
+            counts, starts = self.int32(num_blocks, num_experts + num_ranks + 2), self.int32(num_blocks, num_experts)
+            ops.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
+            header = [0] * control.HEADER_WORDS
+            header[control.HEAD_NUM_TOKENS] = num_tokens
+            header[control.HEAD_TOP_K] = top_k + (case.other_top_k == rank)
+            header[control.HEAD_CAPACITY] = case.capacity
+            header[control.HEAD_MAX_TOKENS] = -1
+            header[control.HEAD_HIDDEN] = case.hidden
+            header[control.HEADER_WORDS - 1] = 77
+            ops.send_counts(counts, topk_idx, tuple(header), starts, self.peers[rank], num_experts=num_experts)
+            self.keep(f"rank {rank} counts", counts, starts)
+            self.topk_idx.append(topk_idx)
+            block_starts.append(starts)
+        self.keep_arenas("count tables")
+
+        self.set_epoch(case.epoch + 1)
+        received = self.received((), case.plan_fails)
+        self.maps = []
+        for rank, num_tokens in enumerate(case.tokens):
+            num_blocks = block_starts[rank].shape[0]
+            local = num_experts // num_ranks
+            status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            status[control.STATUS_KIND] = case.pending
+            layout = {
+                "splits": self.int32(local),
+                "row_start": self.int32(local + 1),
+                "slot_start": self.int32(num_experts),
+                "slot_limit": self.int32(num_experts),
+                "packed_start": self.int32(num_ranks),
+                "packed_limit": self.int32(num_ranks),
+                "source_to_packed_start": self.int32(num_ranks + 1),
+                "expert_load": self.int32(num_experts),
+                "report": self.int32(control.SUMMARY_WORDS),
+            }
+            ops.lay_out(
+                self.peers[rank],
+                received,
+                status,
+                num_experts=num_experts,
+                capacity=case.capacity,
+                drop=case.drop,
+                record_errors=case.capacity >= 0,
+                **layout,
+            )
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            for name, tensor in layout.items():
+                self.keep(f"rank {rank} {name}", tensor)
+            self.keep(f"rank {rank} status", status)
+            slots = {
+                "slot_to_row": self.int32(num_tokens, top_k),
+                "slot_to_rank": self.int32(num_tokens, top_k),
+                "block_tokens": self.int32(num_blocks, num_ranks),
+            }
+            ops.assign_rows(
+                self.topk_idx[rank],
+                block_starts[rank],
+                layout["slot_start"],
+                layout["slot_limit"],
+                *slots.values(),
+                experts_per_rank=local,
+            )
+            tokens = {
+                "token_to_packed_row": self.int32(num_tokens, num_ranks),
+                "token_to_primary_row": self.int32(num_tokens, num_ranks),
+            }
+            ops.assign_packed_rows(*slots.values(), layout["packed_start"], *tokens.values())
+            for name, tensor in (slots | tokens).items():
+                self.keep(f"rank {rank} {name}", tensor)
+            self.maps.append(layout | slots | tokens)
+        report = self.maps[0]["report"].tolist()
+        self.num_rows = max(1, report[control.SUM_MAX_ROWS])
+        self.num_packed = max(1, report[control.SUM_MAX_PACKED])
+
+    def dispatch(self) -> None:
+        case, ops = self.case, self.ops
+        ready_packed = self.received((PACKED, SLOTS, PROBS), case.trip_fails)
+        ready_rows = self.received((ROWS, SLOTS, PROBS), case.trip_fails)
+        options = {} if case.num_ctas is None else {"num_ctas": case.num_ctas}
+        if ops.__name__.endswith("twin"):
+            options = {}
+        self.options = options
+        for rank, maps in enumerate(self.maps):
+            generator = torch.Generator().manual_seed(77 + rank)
+            num_tokens = case.tokens[rank]
+            x = torch.randn((num_tokens, case.hidden), generator=generator).to(case.dtype).to(self.device)
+            probs = None
+            if case.with_probs:
+                probs = torch.rand((num_tokens, case.top_k), generator=generator).to(self.device)
+            peers = self.peers[rank]
+            ops.push_rows(x, maps["token_to_packed_row"], peers, ready_packed, column=READY_ROWS, **options)
+            ops.push_rows(x, maps["token_to_primary_row"], peers, ready_rows, column=READY_ROWS, **options)
+            ops.push_slots(
+                maps["slot_to_row"],
+                maps["slot_to_rank"],
+                probs,
+                maps["token_to_packed_row"],
+                maps["block_tokens"],
+                maps["packed_start"],
+                maps["packed_limit"],
+                peers,
+                ready_rows,
+                row_column=READY_SLOTS,
+                prob_column=READY_PROBS,
+            )
+        self.keep_arenas("dispatched")
+
+        arrived = self.received((), case.trip_fails)
+        for rank, maps in enumerate(self.maps):
+            packed_to_row, row_to_packed_row = self.int32(self.num_packed, case.top_k), self.int32(self.num_rows)
+            row_probs = wire_probs = None
+            if case.with_probs:
+                row_probs = torch.full((self.num_rows,), -7.0, device=self.device)
+                wire_probs = self.buffer(rank, PROBS, (self.num_packed, case.top_k), torch.float32)
+            ops.index_rows(
+                self.buffer(rank, SLOTS, (self.num_packed, case.top_k), torch.int32),
+                wire_probs,
+                maps["source_to_packed_start"][-1:],
+                ready_rows,
+                arrived,
+                packed_to_row,
+                row_to_packed_row,
+                row_probs,
+            )
+            self.keep(f"rank {rank} index", packed_to_row, row_to_packed_row, row_probs)
+            maps["packed_to_row"], maps["num_packed"] = packed_to_row, maps["source_to_packed_start"][-1:]
+            ops.fan_out(self.rows(rank), packed_to_row, maps["num_packed"], **options)
+        self.keep_arenas("fanned out")
+
+    def combine(self) -> None:
+        case, ops = self.case, self.ops
+        ready = self.received((ROWS, VALUES), case.trip_fails)
+        for rank, maps in enumerate(self.maps):
+            # Every row gets a value of its own, so that a wrong row or a wrong order of sums is seen.
+            generator = torch.Generator().manual_seed(99 + rank)
+            rows = self.rows(rank)
+            values = torch.randn(rows.shape, generator=generator) * 3
+            values[:, ::7] = -0.0
+            count = int(maps["row_start"][-1])
+            rows[:count] = values.to(case.dtype).to(self.device)[:count]
+            row_values = torch.rand((self.num_rows,), generator=generator).to(self.device)
+            packed_values = self.buffer(rank, VALUES, (self.num_packed, case.top_k), torch.float32)
+            ops.gather_values(row_values, maps["packed_to_row"], maps["num_packed"], packed_values)
+        self.keep_arenas("values gathered")
+        for order in ("slot", "rank"):
+            if order == "rank":
+                for rank, maps in enumerate(self.maps):
+                    ops.pre_reduce(self.rows(rank), maps["packed_to_row"], maps["num_packed"], **self.options)
+                self.keep_arenas("pre-reduced")
+            for rank, maps in enumerate(self.maps):
+                out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
+                sources = (maps["slot_to_rank"], maps["slot_to_row"])
+                if order == "rank":
+                    sources = (None, maps["token_to_primary_row"])
+                ops.pull_rows(*sources, self.peers[rank], ready, out, column=0, **self.options)
+                self.keep(f"rank {rank} sum by {order}", out)
+        for rank, maps in enumerate(self.maps):
+            values = torch.full((case.tokens[rank], case.top_k), -7.0, device=self.device)
+            ops.pull_values(
+                maps["slot_to_rank"], maps["token_to_packed_row"], self.peers[rank], ready, values, column=1
+            )
+            self.keep(f"rank {rank} values", values)
+
+    def rows(self, rank: int) -> torch.Tensor:
+        return self.buffer(rank, ROWS, (self.num_rows, self.case.hidden), self.case.dtype)
+
+    def buffer(self, rank: int, buffer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.peers[rank].region(rank, self.offsets[rank][buffer], shape, dtype)

@@ -1,0 +1,83 @@
+"""The allocator against a model that marks blocks in a list."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
+
+NUM_BLOCKS = 24
+
+
+class Model:
+    """First fit over a list of blocks that are free (None) or hold the number of their range."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int | None] = [None] * NUM_BLOCKS
+        self.high_water = 0
+
+    def take(self, number: int, num_bytes: int) -> int | None:
+        """First block of the range, or None."""
+        wanted = max(1, -(-num_bytes // ALIGNMENT_BYTES))
+        for first in range(NUM_BLOCKS - wanted + 1):
+            if all(block is None for block in self.blocks[first : first + wanted]):
+                self.blocks[first : first + wanted] = [number] * wanted
+                self.high_water = max(self.high_water, self.used)
+                return first
+        return None
+
+    def give_back(self, number: int) -> None:
+        self.blocks = [None if block == number else block for block in self.blocks]
+
+    @property
+    def used(self) -> int:
+        return sum(block is not None for block in self.blocks)
+
+    @property
+    def largest_free(self) -> int:
+        runs = "".join("." if block is None else "#" for block in self.blocks).split("#")
+        return max(len(run) for run in runs)
+
+
+take = st.tuples(st.just("take"), st.integers(0, 6 * ALIGNMENT_BYTES))
+give_back = st.tuples(st.just("give back"), st.integers(0, NUM_BLOCKS))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 5000), st.lists(st.one_of(take, take, give_back), max_size=60))
+def test_arena_is_the_model(start: int, calls: list[tuple[str, int]]):
+    first_byte = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    arena, model = Arena(start, first_byte + NUM_BLOCKS * ALIGNMENT_BYTES + 511), Model()
+    assert arena.capacity_bytes == NUM_BLOCKS * ALIGNMENT_BYTES
+    live: dict[int, tuple[int, int]] = {}
+    for number, (call, value) in enumerate(calls):
+        if call == "take":
+            got, want = arena.take(value), model.take(number, value)
+            if want is None:
+                assert got is None
+            else:
+                assert got is not None
+                offset, size = got
+                assert offset == first_byte + want * ALIGNMENT_BYTES
+                assert size == model.blocks.count(number) * ALIGNMENT_BYTES >= value
+                live[number] = got
+        elif live:
+            number = list(live)[value % len(live)]
+            arena.give_back(*live.pop(number))
+            model.give_back(number)
+        assert arena.used_bytes == model.used * ALIGNMENT_BYTES
+        assert arena.high_water_bytes == model.high_water * ALIGNMENT_BYTES
+        assert arena.largest_free_bytes == model.largest_free * ALIGNMENT_BYTES
+    for span in live.values():
+        arena.give_back(*span)
+    # Whatever the order, everything merges into one range again.
+    assert arena.used_bytes == 0
+    assert arena.take(arena.capacity_bytes) == (first_byte, arena.capacity_bytes)
+
+
+def test_an_arena_without_room():
+    arena = Arena(100, 700)  # one aligned block does not fit between 512 and 700
+    assert arena.capacity_bytes == 0
+    assert arena.take(0) is None
+    assert arena.largest_free_bytes == 0

@@ -1,0 +1,267 @@
+"""Combine against the oracle's rounding spec, bit for bit, and the gradients of dispatch and combine."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+import routings
+import torch
+import torch.distributed as dist
+from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_lease
+
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.combine.collect import collect_rows_and_values
+from symmoe.dispatch.plan import Plan
+
+ORDERS = ("rank", "slot")
+
+
+def dispatched(
+    heap: SymmetricHeap, case: routings.Case, hidden: int
+) -> tuple[torch.Tensor, torch.Tensor, Plan, oracle.Layout] | None:
+    """x, probs, a plan whose tokens have been dispatched, and the layout; None if the routing is to overflow."""
+    routing, rank = case.routing(heap.num_ranks), heap.rank
+    ids = torch.from_numpy(routing.topk_idx[rank])
+    layout = oracle.lay_out([t.numpy() for t in oracle.gather(ids)], routing.num_experts, capacity=routing.capacity)
+    if routing.overflow == "raise" and layout.num_dropped:
+        return None
+    x = on_device(case.random_rows(case.generator(200 + rank), len(ids), hidden), heap)
+    probs = on_device(case.probs(rank, len(ids)), heap)
+    plan = make_plan(on_device(ids, heap), **routing.arguments, heap=heap)
+    dispatch_tokens(x, plan, probs=probs)
+    plan.release()
+    return x, probs, plan, layout
+
+
+def check_combine(rank: int, num_ranks: int, numbers: list[int], device: str) -> list[str]:
+    findings = Findings()
+    with open_heap(device) as heap:
+        for number in numbers:
+            case = routings.CASES[number]
+            findings.where = f"rank {rank} of {num_ranks}, {case}"
+            try:
+                _check_sums(heap, case, case.shape(device), findings)
+            except Exception as error:
+                raise AssertionError(findings.where) from error
+            findings.equal("leased bytes after the case", heap.leased_bytes, 0)
+    return findings.texts
+
+
+def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
+    rank = heap.rank
+    poison(heap)
+    ready = dispatched(heap, case, hidden)
+    if ready is None:
+        return
+    _, _, plan, layout = ready
+    num_rows = len(layout.rows[rank])
+    expert_out = case.random_rows(case.generator(300 + rank), num_rows, hidden)
+    out_bits = [oracle.bits_of(t) for t in oracle.gather(expert_out)]
+    reduced = [oracle.reduce_primary(layout, r, bits, case.dtype) for r, bits in enumerate(out_bits)]
+    want = {
+        "slot": oracle.sum_slots(layout, rank, out_bits, case.dtype),
+        "rank": oracle.sum_ranks(layout, rank, reduced, case.dtype),
+    }
+    left = {"slot": out_bits[rank], "rank": reduced[rank]}  # what stands in the buffer afterwards
+    expert_out = on_device(expert_out, heap)
+    whole = torch.full((plan.row_capacity, hidden), float("nan"), dtype=case.dtype, device=heap.device)
+    whole[:num_rows] = expert_out
+    for order in ORDERS:
+        with poisoned_lease(heap, (plan.row_capacity, hidden), case.dtype, name="expert output") as lease:
+            rows = lease.tensor
+            rows[:num_rows] = expert_out
+            copies, version = heap.statistics.num_staging_copies, rows._version
+            y = combine_tokens(rows, plan, order=order)
+            same = oracle.same_numbers(oracle.bits_of(y), want[order], case.dtype)
+            findings.check(same, f"y of order={order} differs from the oracle")
+            same = oracle.same_numbers(oracle.bits_of(rows[:num_rows]), left[order], case.dtype)
+            findings.check(same, f"rows after order={order} differ from the oracle")
+            findings.check(is_poison(rows[num_rows:]), f"order={order} wrote the tail")
+            findings.equal("staging copies in place", heap.statistics.num_staging_copies, copies)
+            findings.equal(f"version bumped by order={order}", rows._version > version, order == "rank")
+        # an ordinary tensor, of the visible size and of the whole capacity, and one that is not contiguous
+        visible = whole if plan.num_rows is None else whole[:num_rows]
+        strided = torch.stack([visible, visible], -1)[..., 1]
+        for ordinary in (visible, whole, strided):
+            before = oracle.bits_of(ordinary).copy()
+            staged = combine_tokens(ordinary, plan, order=order)
+            same = oracle.same_numbers(oracle.bits_of(staged), oracle.bits_of(y), case.dtype)
+            findings.check(same, f"order={order} gives other bits when it has to stage")
+            findings.check((oracle.bits_of(ordinary) == before).all(), "an ordinary tensor was overwritten")
+            copies += ordinary.numel() > 0  # there is nothing to copy of an empty tensor
+        findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
+    _check_values(plan, layout, rank, findings)
+
+
+def _check_values(plan: Plan, layout: oracle.Layout, rank: int, findings: Findings) -> None:
+    """One fp32 value per row comes home to its slot: the way of the probs' gradient."""
+    values = torch.full((plan.row_capacity,), float("nan"), device=plan.heap.device)
+    encoded = [1000.0 * rank + row for row in range(len(layout.rows[rank]))]
+    values[: len(encoded)] = torch.tensor(encoded, device=values.device)
+    with plan.heap.lease((plan.row_capacity, 8), torch.float32) as lease:
+        lease.tensor.zero_()
+        _, got = collect_rows_and_values(lease.tensor, values, plan, order="slot")
+    to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
+    findings.equal("values", got, np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32))
+
+
+def check_adjoint(rank: int, num_ranks: int, numbers: list[int], device: str) -> list[str]:
+    """<dispatch(x), g> = <x, combine(g)> over the group, exactly: small integers, whose sums no dtype rounds."""
+    findings = Findings()
+    with open_heap(device) as heap:
+        for number in numbers:
+            case = routings.CASES[number]
+            findings.where = f"rank {rank} of {num_ranks}, {case}"
+            hidden, routing = case.shape(device), case.routing(num_ranks)
+            ids = torch.from_numpy(routing.topk_idx[rank])
+            rng = case.generator(400 + rank)
+            x = torch.from_numpy(rng.integers(-8, 9, (len(ids), hidden))).to(heap.device, case.dtype)
+            plan = make_plan(on_device(ids, heap), num_experts=routing.num_experts, heap=heap)
+            rows, _ = dispatch_tokens(x, plan)
+            g = torch.from_numpy(rng.integers(-8, 9, (plan.num_rows, hidden))).to(heap.device, case.dtype)
+            for order in ORDERS:
+                y = combine_tokens(g, plan, order=order)
+                products = torch.stack([(rows.double() * g).sum(), (x.double() * y).sum()]).cpu()
+                dist.all_reduce(products)
+                findings.equal(f"<x, combine(g)>, order={order}", float(products[1]), float(products[0]))
+            del rows
+            plan.release()
+    return findings.texts
+
+
+def check_gradients(rank: int, num_ranks: int, numbers: list[int], device: str) -> list[str]:
+    """y, dx, dprobs and dW through dispatch, somebody else's experts (plain torch) and combine."""
+    findings = Findings()
+    with open_heap(device) as heap:
+        for number in numbers:
+            case = routings.CASES[number]
+            findings.where = f"rank {rank} of {num_ranks}, {case}"
+            for order in ORDERS:
+                _check_gradients(heap, case, order, findings)
+            findings.equal("leased bytes after the case", heap.leased_bytes, 0)
+    return findings.texts
+
+
+def _check_gradients(heap: SymmetricHeap, case: routings.Case, order: str, findings: Findings) -> None:
+    rank, hidden, routing = heap.rank, 16, case.routing(heap.num_ranks)
+    local = case.experts_per_rank
+    ids = torch.from_numpy(routing.topk_idx[rank])
+    all_ids = oracle.gather(ids)
+    layout = oracle.lay_out([t.numpy() for t in all_ids], routing.num_experts, capacity=routing.capacity)
+    if routing.overflow == "raise" and layout.num_dropped:
+        return
+    rng = case.generator(500)  # the same weights on all ranks
+    weights = torch.from_numpy(rng.standard_normal((routing.num_experts, hidden, hidden), dtype=np.float32)) / 4
+    rng = case.generator(500 + rank)
+    x = torch.from_numpy(rng.standard_normal((len(ids), hidden), dtype=np.float32))
+    dy = torch.from_numpy(rng.standard_normal((len(ids), hidden), dtype=np.float32))
+    probs = case.probs(rank, len(ids))
+    want = oracle.dense_moe(
+        layout,
+        all_ids,
+        oracle.gather(x),
+        oracle.gather(probs),
+        [weights],
+        oracle.gather(dy),
+        expert=oracle.linear_expert,
+    )
+
+    x, probs = on_device(x, heap).requires_grad_(), on_device(probs, heap).requires_grad_()
+    mine = on_device(weights[rank * local : (rank + 1) * local], heap).requires_grad_()
+    plan = make_plan(on_device(ids, heap), **routing.arguments, heap=heap)
+    with poisoned_lease(heap, (plan.row_capacity, hidden), x.dtype, name="gradient of the rows") as grad_rows:
+        rows, row_probs = dispatch_tokens(x, plan, probs=probs, order=order)
+        starts = plan.row_start.tolist()
+        per_expert = [
+            (rows[a:b] @ mine[g].T) * row_probs[a:b, None]
+            for g, (a, b) in enumerate(zip(starts, starts[1:], strict=False))
+        ]
+        tail = rows.new_zeros(rows.shape[0] - starts[-1], hidden)
+        expert_out = torch.cat([*per_expert, tail])
+        given = grad_rows.tensor[: expert_out.shape[0]] if case.number % 2 else None
+        y = combine_tokens(expert_out, plan, order=order, grad_out=given)
+        y.backward(on_device(dy, heap))
+        if given is not None:
+            findings.check(is_poison(given[starts[-1] :]), "the tail of grad_out was written")
+    tolerance = {"rtol": 1e-5, "atol": 2e-5}
+    findings.close(f"y, order={order}", y, want.y[rank], **tolerance)
+    findings.close(f"dx, order={order}", x.grad, want.dx[rank], **tolerance)
+    findings.close(f"dprobs, order={order}", probs.grad, want.dprobs[rank], **tolerance)
+    d_mine = want.dweights[0][rank * local : (rank + 1) * local]
+    findings.close(f"dW, order={order}", mine.grad, d_mine, rtol=1e-5, atol=1e-4)
+
+
+def check_stale_use(rank: int, num_ranks: int) -> list[str]:
+    """Autograd refuses what combine has overwritten, and nothing else."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
+    with open_heap("cpu") as heap:
+        ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
+        plan = make_plan(ids, num_experts=2 * num_ranks, heap=heap)
+        dispatch_tokens(torch.ones(3, 8), plan)
+        for order in ORDERS:
+            factor = torch.ones((), requires_grad=True)
+            with heap.lease((plan.row_capacity, 8), torch.float32) as lease:
+                lease.tensor.fill_(1.0)
+                product = factor * lease.tensor  # backward wants the lease's contents
+                combine_tokens(lease.tensor, plan, order=order)
+                try:
+                    product.sum().backward()
+                except RuntimeError as error:
+                    findings.check(order == "rank", f"order={order}: {error}")
+                    findings.check("modified by an inplace operation" in str(error), str(error))
+                else:
+                    findings.check(order == "slot", "autograd used rows that combine had overwritten")
+        # Another lease is another tensor: writing to it leaves this one's version alone.
+        with heap.lease((4,), torch.float32) as one, heap.lease((4,), torch.float32) as other:
+            version = one.tensor._version
+            other.tensor.zero_()
+            findings.equal("version of a lease after a write to its neighbour", one.tensor._version, version)
+        plan.release()
+    return findings.texts
+
+
+def with_gradients() -> list[int]:
+    """Cases of finite numbers, few enough for the float64 loops: three of each stratum."""
+    chosen = routings.chosen()
+    finite = [n for n in chosen if routings.CASES[n].stratum != "nonfinite"]
+    return finite[: 3 * len(routings.STRATA)]
+
+
+def flat(results: list[list[str]]) -> list[str]:
+    return [text for texts in results for text in texts]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_sums_are_the_oracle_bit_for_bit(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_combine, routings.chosen(), "cpu", timeout_s=280)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_combine_is_the_adjoint_of_dispatch(cluster, num_ranks: int):
+    numbers = [n for n in routings.chosen() if n % 3 == 0 or len(routings.chosen()) == 1]
+    assert flat(cluster(num_ranks).run(check_adjoint, numbers, "cpu", timeout_s=280)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_gradients_with_foreign_experts(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_gradients, with_gradients(), "cpu", timeout_s=280)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_autograd_refuses_rows_that_combine_overwrote(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_stale_use)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sums_are_the_oracle_bit_for_bit_on_gpus(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks, "cuda").run(check_combine, routings.chosen(), "cuda", timeout_s=280)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_with_foreign_experts_on_gpus(cluster, num_ranks: int):
+    numbers = with_gradients()[:16]
+    assert flat(cluster(num_ranks, "cuda").run(check_gradients, numbers, "cuda", timeout_s=280)) == []

@@ -1,0 +1,251 @@
+"""Compiles the barrier, plan and token kernels for sm_90 without a GPU, with the arguments their launchers would pass.
+
+What is checked is what the generated code must have: 16-byte accesses where rows move, the barrier's release, acquire
+and clock, no other atomics, no spills.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from symmoe.kernels import control  # noqa: E402
+from symmoe.kernels.control import ControlLayout, Peers  # noqa: E402
+from symmoe.kernels.gpu import plan, sync, tokens  # noqa: E402
+
+TYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+# T, H, E, K, R
+SHAPES = {
+    "qwen3-30b": (8192, 2048, 128, 8, 4),
+    "deepseek-v3": (4096, 7168, 256, 8, 8),
+    "odd": (100, 1000, 12, 3, 3),
+    "largest": (33, 512, 1024, 32, 64),
+    "most experts per rank": (64, 512, 1024, 1, 1),
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Compiled:
+    """Stands in for a kernel: compiles each launch for Hopper, as the JIT would specialise it."""
+
+    def __init__(self, kernel):
+        self.kernel, self.result = kernel, None
+
+    def __getitem__(self, grid):
+        assert grid[0] > 0
+        return self.launch
+
+    def launch(self, *args, **kwargs):
+        values = {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(self.kernel.params):
+            value = values.pop(parameter.name)
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+                if not parameter.do_not_specialize_on_alignment:
+                    attributes[i,] = [["tt.divisibility", 16]]
+            else:  # an integer that is neither baked in nor of a type that depends on its value
+                assert parameter.do_not_specialize
+                signature[parameter.name] = parameter.annotation_type
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        self.result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=values)
+
+    @property
+    def ptx(self):
+        return self.result.asm["ptx"]
+
+    def resources(self, tmp_path):
+        """(registers per thread, bytes of local memory per thread)."""
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(self.result.asm["cubin"])
+        text = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True
+        ).stdout
+        return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Every kernel, replaced by what compiles its launches."""
+    result = {}
+    for module in (sync, plan, tokens):
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                result[name] = Compiled(getattr(module, name))
+                monkeypatch.setattr(module, name, result[name])
+    return result
+
+
+def make_peers(num_ranks):
+    bases = torch.zeros(num_ranks, dtype=torch.int64)
+    return Peers(rank=num_ranks - 1, num_ranks=num_ranks, bases=bases, views=(), layout=ControlLayout(num_ranks))
+
+
+def empty(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def check(kernel, tmp_path, max_registers):
+    registers, local_bytes = kernel.resources(tmp_path)
+    print(kernel.kernel.__name__, registers, "registers,", kernel.result.metadata.shared, "bytes shared")
+    assert local_bytes <= 16  # ptxas may put a loop invariant there for the sake of occupancy
+    assert registers <= max_registers
+    assert not re.search(r"\b(atom|red)\.(global|shared)", kernel.ptx)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 64])
+def test_barrier(compiled, tmp_path, num_ranks):
+    status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
+    received = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64)
+    sync.barrier(make_peers(num_ranks), (1, 2, 3), received, status, phase=1, fault=False, timeout_ns=10**9)
+    kernel = compiled["barrier_kernel"]
+    registers, local_bytes = kernel.resources(tmp_path)
+    print("barrier", num_ranks, registers, "registers")
+    assert local_bytes == 0
+    lanes_per_thread = max(1, num_ranks // 32)
+    atomics = [line for line in kernel.ptx.splitlines() if re.search(r"\b(atom|red)\.", line)]
+    assert len(atomics) == lanes_per_thread
+    assert all("sys" in line and "release" in line and "exch" in line for line in atomics)
+    assert kernel.ptx.count("ld.acquire.sys.global.s64") == lanes_per_thread
+    assert kernel.ptx.count("%globaltimer") == lanes_per_thread + 1
+    assert kernel.ptx.count("fence.acq_rel.sys") == 2  # one for each kind of record
+    # In this order: the words, the release, the wait, the peers' words, which are read from memory.
+    release, acquire = kernel.ptx.index(atomics[0]), kernel.ptx.index("ld.acquire.sys")
+    assert kernel.ptx.index("bar.sync") < release or "bar.warp.sync" in kernel.ptx[:release]
+    assert release < acquire < kernel.ptx.index("ld.volatile.global", release)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plan_kernels(compiled, tmp_path, shape, id_dtype):
+    num_tokens, _, num_experts, top_k, num_ranks = SHAPES[shape]
+    num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
+    peers = make_peers(num_ranks)
+    topk_idx = empty(num_tokens, top_k, dtype=id_dtype)
+    block_counts, block_starts = empty(num_blocks, num_experts + num_ranks + 2), empty(num_blocks, num_experts)
+    slot_start, slot_limit, packed_start = empty(num_experts), empty(num_experts), empty(num_ranks)
+    slot_to_row, slot_to_rank = empty(num_tokens, top_k), empty(num_tokens, top_k)
+    block_tokens, token_to_row = empty(num_blocks, num_ranks), empty(num_tokens, num_ranks)
+
+    plan.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
+    check(compiled["count_slots_kernel"], tmp_path, 128)
+    header = tuple(range(control.HEADER_WORDS))
+    plan.send_counts(block_counts, topk_idx, header, block_starts, peers, num_experts=num_experts)
+    check(compiled["send_counts_kernel"], tmp_path, 128)
+    plan.assign_rows(
+        topk_idx,
+        block_starts,
+        slot_start,
+        slot_limit,
+        slot_to_row,
+        slot_to_rank,
+        block_tokens,
+        experts_per_rank=num_experts // num_ranks,
+    )
+    check(compiled["assign_rows_kernel"], tmp_path, 200)
+    plan.assign_packed_rows(slot_to_row, slot_to_rank, block_tokens, packed_start, token_to_row, token_to_row)
+    check(compiled["assign_packed_rows_kernel"], tmp_path, 200)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lay_out(compiled, tmp_path, shape, drop):
+    _, _, num_experts, _, num_ranks = SHAPES[shape]
+    plan.lay_out(
+        make_peers(num_ranks),
+        empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64),
+        torch.zeros(control.STATUS_WORDS, dtype=torch.int64),
+        num_experts=num_experts,
+        capacity=1000,
+        drop=drop,
+        record_errors=True,
+        splits=empty(num_experts // num_ranks),
+        row_start=empty(num_experts // num_ranks + 1),
+        slot_start=empty(num_experts),
+        slot_limit=empty(num_experts),
+        packed_start=empty(num_ranks),
+        packed_limit=empty(num_ranks),
+        source_to_packed_start=empty(num_ranks + 1),
+        expert_load=empty(num_experts),
+        report=empty(control.SUMMARY_WORDS),
+    )
+    kernel = compiled["lay_out_kernel"]
+    check(kernel, tmp_path, 255)
+    assert kernel.ptx.count("fence.acq_rel.sys") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_move_in_16_byte_accesses(compiled, tmp_path, shape, dtype):
+    num_tokens, hidden, _, top_k, num_ranks = SHAPES[shape]
+    peers = make_peers(num_ranks)
+    x, rows = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens * 2, hidden, dtype=dtype)
+    token_to_row, packed_to_row, num_packed = empty(num_tokens, num_ranks), empty(num_tokens, top_k), empty(1)
+    received = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64)
+
+    tokens.push_rows(x, token_to_row, peers, received, column=0)
+    tokens.fan_out(rows, packed_to_row, num_packed)
+    tokens.pre_reduce(rows, packed_to_row, num_packed)
+    tokens.pull_rows(None, token_to_row, peers, received, x, column=0)
+    for name in ("push_rows", "fan_out", "pre_reduce", "pull_rows"):
+        if top_k > 1 or name in ("push_rows", "pull_rows"):  # with one slot per token there are no secondary rows
+            check_rows_kernel(compiled[f"{name}_kernel"], tmp_path, name)
+    tokens.pull_rows(packed_to_row, packed_to_row, peers, received, x, column=0)
+    check_rows_kernel(compiled["pull_rows_kernel"], tmp_path, "pull_rows by slot")
+
+
+def check_rows_kernel(kernel, tmp_path, name):
+    check(kernel, tmp_path, 128)
+    assert "ld.global.v4.b32" in kernel.ptx, name
+    for line in kernel.ptx.splitlines():
+        if re.search(r"\bst\.global", line):
+            assert "st.global.v4.b32" in line, f"{name}: {line}"
+        if re.search(r"\bld\.global", line) and ".v4.b32" not in line:
+            assert re.search(r"ld\.global\.b(32|64) ", line), f"{name}: {line}"  # a row number, base or offset
+    assert ".ftz" not in kernel.ptx
+    assert "fma." not in kernel.ptx
+
+
+@pytest.mark.parametrize("with_probs", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_slot_kernels(compiled, tmp_path, shape, with_probs):
+    num_tokens, _, _, top_k, num_ranks = SHAPES[shape]
+    peers = make_peers(num_ranks)
+    slots, num_packed, rows = empty(num_tokens, top_k), empty(1), empty(num_tokens)
+    values, row_values = empty(num_tokens, top_k, dtype=torch.float32), empty(num_tokens, dtype=torch.float32)
+    probs, row_probs = (values, row_values) if with_probs else (None, None)
+    per_rank, token_to_row, block_tokens = empty(num_ranks), empty(num_tokens, num_ranks), empty(1, num_ranks)
+    received = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64)
+    tokens.push_slots(
+        slots,
+        slots,
+        probs,
+        token_to_row,
+        block_tokens,
+        per_rank,
+        per_rank,
+        peers,
+        received,
+        row_column=1,
+        prob_column=2,
+    )
+    tokens.index_rows(slots, probs, num_packed, received, received, slots, rows, row_probs)
+    tokens.gather_values(row_values, slots, num_packed, values)
+    tokens.pull_values(slots, token_to_row, peers, received, values, column=1)
+    for name in ("push_slots", "index_rows", "gather_values", "pull_values"):
+        check(compiled[f"{name}_kernel"], tmp_path, 128)

@@ -1,0 +1,592 @@
+"""The symmetric heap: leases, construction, barrier, timeouts, and what is left when a rank is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster, RankFailure
+from conftest import left_in_shared_memory
+from worker import Findings, is_poison, open_heap, poisoned_lease
+
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.errors import (
+    ArgumentError,
+    BackendUnavailable,
+    ConfigMismatch,
+    HeapClosed,
+    HeapExhausted,
+    HeapPoisoned,
+    PeerTimeout,
+    StaleLease,
+    SymmoeError,
+)
+from symmoe.kernels import control
+from symmoe.symm_mem import host
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+
+NUM_BYTES = 1 << 20
+
+
+@pytest.fixture
+def heap():
+    """A group of one without a process group, in the test process itself."""
+    assert not dist.is_initialized()
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        yield heap
+
+
+def round_trip(heap: SymmetricHeap, seed: int = 0) -> bool:
+    """Whether a plan, a dispatch and a combine give every token K times its own row."""
+    rank, num_experts = heap.rank, 2 * heap.num_ranks
+    generator = torch.Generator().manual_seed(seed + rank)
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(5)]).to(heap.device)
+    x = torch.randint(-50, 50, (5, 8), generator=generator).float().to(heap.device)
+    plan = make_plan(ids, num_experts=num_experts, heap=heap)
+    rows, _ = dispatch_tokens(x, plan)
+    y = combine_tokens(rows, plan, order="slot")
+    plan.release()
+    return torch.equal(y, 2 * x)
+
+
+def outcome(fn, *args, **kwargs) -> tuple[str, str]:
+    """Class and text of what a call raises; ("", "") if it raises nothing."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - the caller compares the class
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def test_lease_is_a_tensor_of_its_own(heap: SymmetricHeap):
+    shapes = {torch.float32: (3, 5), torch.bfloat16: (7, 2, 3), torch.int32: (1,), torch.uint8: (513,)}
+    leases = [heap.lease(shape, dtype, name=str(dtype)) for dtype, shape in shapes.items()]
+    for index, (lease, (dtype, shape)) in enumerate(zip(leases, shapes.items(), strict=True)):
+        assert (lease.tensor.shape, lease.tensor.dtype, lease.tensor.device) == (shape, dtype, heap.device)
+        assert lease.tensor.is_contiguous()
+        assert lease.offset % ALIGNMENT_BYTES == 0
+        assert lease.tensor.data_ptr() % 128 == 0  # TMA
+        assert lease.num_bytes == lease.tensor.numel() * dtype.itemsize
+        assert lease.name == str(dtype)
+        assert heap.owns(lease.tensor)
+        assert heap.offset_of(lease.tensor) == lease.offset
+        lease.tensor.fill_(index + 1)
+    for index, lease in enumerate(leases):
+        assert bool((lease.tensor == index + 1).all())
+        assert torch.equal(lease.peer(0), lease.tensor)
+        assert lease.peer(0).data_ptr() == lease.tensor.data_ptr()
+    generations = [lease.generation for lease in leases]
+    assert generations == sorted(set(generations))
+    used = heap.leased_bytes
+    assert used == sum(-(-lease.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for lease in leases)
+    for lease in leases:
+        lease.release()
+    assert heap.leased_bytes == 0
+    assert heap.high_water_bytes == used
+
+
+def test_released_memory_is_reused_by_a_later_generation(heap: SymmetricHeap):
+    first = heap.lease((100,), torch.float32, name="first")
+    kept = heap.lease((100,), torch.float32)
+    offset, generation = first.offset, first.generation
+    first.release()
+    second = heap.lease((50,), torch.int64)
+    assert second.offset == offset
+    assert second.generation > generation
+    assert kept.offset > offset
+
+
+def test_released_lease_is_stale(heap: SymmetricHeap):
+    lease = heap.lease((4, 4), torch.float32, name="short-lived")
+    tensor = lease.tensor
+    lease.release()
+    with pytest.raises(StaleLease, match=rf"'short-lived' \(generation {lease.generation}\) was released twice"):
+        lease.release()
+    for use in (lambda: lease.tensor, lambda: lease.peer(0)):
+        with pytest.raises(StaleLease, match=rf"'short-lived' \(generation {lease.generation}\) has been released"):
+            use()
+    with pytest.raises(StaleLease, match="belongs to no live lease"):
+        heap.offset_of(tensor)
+    assert heap.leased_bytes == 0
+
+
+def test_lease_ends_with_its_block_and_may_end_earlier(heap: SymmetricHeap):
+    with heap.lease((8,), torch.float32) as lease:
+        assert heap.leased_bytes == ALIGNMENT_BYTES
+    assert heap.leased_bytes == 0
+    with heap.lease((8,), torch.float32) as lease:
+        lease.release()
+    assert heap.leased_bytes == 0
+
+
+def test_dropping_the_last_reference_releases(heap: SymmetricHeap):
+    lease = heap.lease((8,), torch.float32)
+    other = lease
+    del lease
+    gc.collect()
+    assert heap.leased_bytes == ALIGNMENT_BYTES
+    del other
+    gc.collect()
+    assert heap.leased_bytes == 0
+
+
+def test_exhaustion_names_the_lease_and_the_sizes(heap: SymmetricHeap):
+    capacity = NUM_BYTES - control.ControlLayout(1).num_bytes
+    kept = heap.lease((1000, 10), torch.float32)
+    with pytest.raises(HeapExhausted) as caught:
+        heap.lease((512, 1024), torch.bfloat16, name="too much")
+    for part in (
+        "lease 'too much' [512, 1024] torch.bfloat16 needs 1048576 bytes",
+        f"largest free range has {capacity - 40448}",  # 40000 rounded up
+        f"40448 of {capacity} bytes are leased",
+        "high-water mark 40448",
+        f"num_bytes (now {NUM_BYTES})",
+    ):
+        assert part in str(caught.value)
+    assert heap.leased_bytes == 40448
+    kept.release()
+    everything = heap.lease((capacity,), torch.uint8)
+    assert everything.offset + capacity == NUM_BYTES
+    with pytest.raises(HeapExhausted):
+        heap.lease((1,), torch.uint8)
+
+
+def test_empty_leases(heap: SymmetricHeap):
+    first, second = heap.lease((0, 8), torch.float32), heap.lease((8, 0), torch.float32)
+    assert first.tensor.shape == (0, 8)
+    assert first.offset != second.offset  # both count, so that equal calls give equal offsets
+    assert heap.owns(first.tensor)
+
+
+def test_owns(heap: SymmetricHeap):
+    lease = heap.lease((16, 16), torch.float32)
+    assert heap.owns(lease.tensor)
+    assert heap.owns(lease.tensor[3:5, 1:])
+    assert not heap.owns(torch.empty(16, 16))
+    assert not heap.owns(torch.empty(16, 16, device="meta"))
+    control_block = heap.peers.views[0][: heap._layout.num_bytes]
+    assert not heap.owns(control_block)
+    assert heap.offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
+    with pytest.raises(StaleLease):  # half of it is past the end of the lease
+        heap.offset_of(heap.peers.views[0][lease.offset + 512 : lease.offset + 1536])
+
+
+def test_statistics_count_leases(heap: SymmetricHeap):
+    before = heap.statistics.num_leases
+    heap.lease((8,), torch.float32).release()
+    heap.lease((8,), torch.float32).release()
+    assert heap.statistics.num_leases == before + 2
+
+
+# -- construction and end ---------------------------------------------------------------------------------------------
+
+
+def test_group_of_one_needs_no_process_group(heap: SymmetricHeap):
+    assert (heap.rank, heap.num_ranks, heap.device, heap.backend) == (0, 1, torch.device("cpu"), "host")
+    assert round_trip(heap)
+    assert not dist.is_initialized()
+
+
+def test_auto_says_what_it_picked_and_why():
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU: with one, auto picks nvshmem")
+    with SymmetricHeap(num_bytes=NUM_BYTES) as heap:
+        assert heap.backend == "host"
+        assert heap.backend_reason == "auto: torch sees no CUDA device"
+
+
+def test_use_after_close():
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
+    lease = heap.lease((4,), torch.float32)
+    plan = make_plan(torch.zeros(1, 1, dtype=torch.int64), num_experts=1, heap=heap)
+    heap.close()
+    heap.close()
+    assert not heap.owns(lease.tensor)
+    x = torch.ones(1, 8)
+    for use in (
+        lambda: heap.lease((4,), torch.float32),
+        lambda: heap.barrier(control.PHASE_START),
+        lambda: make_plan(torch.zeros(1, 1, dtype=torch.int64), num_experts=1, heap=heap),
+        lambda: dispatch_tokens(x, plan),
+        lambda: combine_tokens(x, plan),
+        heap.check,
+    ):
+        with pytest.raises(HeapClosed, match="has been closed"):
+            use()
+    lease.release()  # giving back to a closed heap is no error
+
+
+def test_an_exception_ends_the_heap_without_its_peers():
+    with contextlib.suppress(ZeroDivisionError), SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        raise ZeroDivisionError
+    with pytest.raises(HeapClosed):
+        heap.check()
+
+
+def construct(rank: int, num_ranks: int, culprits: list[int], good: dict, bad: dict) -> tuple[str, str]:
+    """What constructing a heap raises if the ranks of `culprits` give `bad` arguments; then a good one must work."""
+    result = outcome(SymmetricHeap, **{**good, **(bad if rank in culprits else {})})
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        assert round_trip(heap)
+    return result
+
+
+GOOD = {"num_bytes": NUM_BYTES, "backend": "host", "timeout_s": 5.0}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("bad", "error", "parts"),
+    [
+        ({"num_bytes": 1000}, ArgumentError, ["num_bytes (1000)", "at least"]),
+        ({"num_bytes": 0}, ArgumentError, ["num_bytes (0)", "at least"]),
+        ({"backend": "mpi"}, ArgumentError, ["backend ('mpi')", "'auto', 'host' or 'nvshmem'"]),
+        ({"timeout_s": 0.0}, ArgumentError, ["timeout_s (0.0)", "greater than 0"]),
+        ({"timeout_s": float("nan")}, ArgumentError, ["timeout_s (nan)", "greater than 0"]),
+        ({"num_bytes": "1 GiB"}, ArgumentError, ["num_bytes ('1 GiB')"]),
+        ({"num_bytes": float(NUM_BYTES)}, ArgumentError, [f"num_bytes ({float(NUM_BYTES)})"]),
+        ({"timeout_s": "soon"}, ArgumentError, ["timeout_s ('soon')"]),
+        ({"backend": "nvshmem"}, BackendUnavailable, ["no CUDA device"]),
+    ],
+    ids=str,
+)
+def test_bad_construction_fails_on_every_rank(cluster, num_ranks: int, bad: dict, error: type, parts: list[str]):
+    if "nvshmem" in bad.values() and torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU: with one, nvshmem may work")
+    for culprits in [[rank] for rank in range(num_ranks)] + [list(range(num_ranks))]:
+        for name, text in cluster(num_ranks).run(construct, culprits, GOOD, bad, timeout_s=20):
+            assert name == error.__name__
+            assert f"on rank {culprits[0]}: " in text
+            assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"), [({"num_bytes": NUM_BYTES + 4096}, "num_bytes"), ({"timeout_s": 7.5}, "timeout_s")], ids=str
+)
+def test_ranks_that_disagree_fail_everywhere(cluster, bad: dict, field: str):
+    for culprit in range(3):
+        values = [(bad if rank == culprit else GOOD)[field] for rank in range(3)]
+        for name, text in cluster(3).run(construct, [culprit], GOOD, bad, timeout_s=20):
+            assert (name, text) == ("ConfigMismatch", f"{field} differs between ranks: {values}")
+
+
+def construct_where_a_peer_cannot_open(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """A rank of another pid namespace, and one that does not find its peer's descriptor."""
+    results = []
+    original = os.stat, os.open
+
+    class Elsewhere:
+        st_ino = 12345
+
+    def stat_elsewhere(path, *args, **kwargs):
+        return Elsewhere() if path == "/proc/self/ns/pid" else original[0](path, *args, **kwargs)
+
+    def open_nothing(path, *args, **kwargs):
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    for name, fake in (("stat", stat_elsewhere), ("open", open_nothing)):
+        if rank == 1:
+            setattr(host.os, name, fake)
+        try:
+            results.append(outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host"))
+        finally:
+            host.os.stat, host.os.open = original
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        assert round_trip(heap)
+    return results
+
+
+def test_unreachable_arenas_fail_on_every_rank(cluster):
+    for elsewhere, unopened in cluster(3).run(construct_where_a_peer_cannot_open):
+        assert elsewhere[0] == unopened[0] == BackendUnavailable.__name__
+        assert "pid namespace 12345" in elsewhere[1]
+        assert "one container" in elsewhere[1]
+        assert "on rank 1: cannot open the arena of rank 0" in unopened[1]
+
+
+def arena_facts(rank: int, num_ranks: int) -> list[tuple[int, int, int]]:
+    """(mode, links, owner is us) of every arena that this rank has mapped."""
+    facts = []
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "memfd:symmoe" in line:
+                start, end = line.split()[0].split("-")
+                info = os.stat(f"/proc/self/map_files/{start}-{end}")
+                facts.append((stat.S_IMODE(info.st_mode), info.st_nlink, int(info.st_uid == os.geteuid())))
+        heap.barrier(control.PHASE_START)
+    gc.collect()
+    assert "memfd:symmoe" not in Path("/proc/self/maps").read_text() or heap is not None
+    return facts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_arenas_are_private_and_have_no_name(cluster, shared_memory_before, num_ranks: int):
+    for facts in cluster(num_ranks).run(arena_facts):
+        assert len(facts) == num_ranks
+        assert all(fact == (0o600, 0, 1) for fact in facts)
+    assert not left_in_shared_memory(shared_memory_before)
+
+
+def open_and_close(rank: int, num_ranks: int, times: int) -> tuple[int, int, int]:
+    """File descriptors before and after many heaps, and arenas that are still mapped."""
+    before = len(os.listdir("/proc/self/fd"))
+    for seed in range(times):
+        with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+            assert round_trip(heap, seed)
+        del heap
+    gc.collect()
+    return before, len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:symmoe")
+
+
+def test_heaps_leave_no_descriptors_and_no_mappings(cluster):
+    for before, after, mapped in cluster(2).run(open_and_close, 20):
+        assert after == before
+        assert mapped == 0
+
+
+# -- peers and groups -------------------------------------------------------------------------------------------------
+
+
+def check_peers(rank: int, num_ranks: int) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cpu", num_bytes=NUM_BYTES) as heap, poisoned_lease(heap, (num_ranks, 4), torch.int32, name="a") as a:
+        heap.barrier(control.PHASE_START)
+        for peer in range(num_ranks):
+            a.peer(peer)[rank] = 100 * rank + peer  # each rank writes its row everywhere
+        heap.barrier(control.PHASE_START)
+        want = [[100 * source + rank] * 4 for source in range(num_ranks)]
+        findings.equal("what peers wrote", a.tensor.tolist(), want)
+        for peer in range(num_ranks):
+            want = [[100 * source + peer] * 4 for source in range(num_ranks)]
+            findings.equal(f"what rank {peer} holds", a.peer(peer).tolist(), want)
+        # what a barrier publishes arrives, in many rounds with ranks that dawdle
+        generator = random.Random(rank)
+        for turn in range(200):
+            if generator.random() < 0.05:
+                time.sleep(0.002)
+            got = heap.barrier(control.PHASE_START, publish=(turn, 1000 * rank + turn)[: 1 + turn % 2])
+            first = [turn] * num_ranks
+            second = [1000 * r + turn if turn % 2 else 0 for r in range(num_ranks)]
+            findings.equal("published", got.tolist(), [[u, v, 0] for u, v in zip(first, second, strict=True)])
+        heap.barrier(control.PHASE_START)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_peers_see_each_other(cluster, num_ranks: int):
+    assert [text for texts in cluster(num_ranks).run(check_peers) for text in texts] == []
+
+
+def check_offsets(rank: int, num_ranks: int) -> bool:
+    """Leases at other offsets on every rank: peers are told, nothing is assumed."""
+    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
+        with heap.lease((1000 * rank + 1,), torch.uint8, name="only here, so large"):
+            first = round_trip(heap)
+            with heap.lease((512 * (num_ranks - rank),), torch.uint8, name="and here"):
+                second = round_trip(heap, seed=50)
+        return first and second and heap.leased_bytes == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_may_lease_in_different_ways(cluster, num_ranks: int):
+    assert cluster(num_ranks).run(check_offsets) == [True] * num_ranks
+
+
+def check_groups(rank: int, num_ranks: int) -> list[str]:
+    """Two interleaved groups at once, {0, 2} and {1, 3}, and one over the world between their calls."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    alone = [dist.new_group([r]) for r in range(num_ranks)]
+    group = groups[rank % 2]
+    with (
+        SymmetricHeap(group, num_bytes=NUM_BYTES, backend="host") as pair,
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as world,
+        SymmetricHeap(alone[rank], num_bytes=NUM_BYTES, backend="host") as single,
+    ):
+        findings.equal("rank in the pair", (pair.rank, pair.num_ranks), (rank // 2, 2))
+        findings.equal("rank in the world", (world.rank, world.num_ranks), (rank, 4))
+        findings.equal("rank alone", (single.rank, single.num_ranks), (0, 1))
+        with poisoned_lease(pair, (64,), torch.uint8, name="untouched") as lease:
+            for turn in range(30):
+                if turn % 3 == rank % 2:  # one pair is ahead of the other now and then
+                    time.sleep(0.001)
+                findings.check(round_trip(pair, 1000 * (rank % 2) + 10 * turn), f"pair, turn {turn}")
+                findings.check(round_trip(single, turn), f"alone, turn {turn}")
+                if turn % 5 == 0:
+                    findings.check(round_trip(world, 7 * turn), f"world, turn {turn}")
+            findings.check(is_poison(lease.tensor), "another group wrote into this heap")
+        # a plan knows its heap: the lease of another heap is refused
+        ids = torch.zeros(2, 1, dtype=torch.int64)
+        plan = make_plan(ids, num_experts=2, heap=pair)
+        with world.lease((plan.row_capacity, 8), torch.float32) as wrong:
+            kind, text = outcome(dispatch_tokens, torch.ones(2, 8), plan, out=wrong.tensor)
+            findings.equal("error", kind, "ArgumentError")
+            findings.check("out is not on this symmetric heap" in text, text)
+        # one pair fails, the other does not notice
+        bad = torch.full((1, 1), 99 if rank in (0, 2) else 0)
+        kind, text = outcome(make_plan, bad, num_experts=2, heap=pair)
+        findings.equal("error of the pair", kind, "ExpertIdError" if rank in (0, 2) else "")
+        findings.check(round_trip(pair), "pair, afterwards")
+    for g in [*groups, *alone]:
+        if g is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(g)
+    return findings.texts
+
+
+def test_disjoint_groups_at_once(cluster):
+    assert [text for texts in cluster(4).run(check_groups) for text in texts] == []
+
+
+# -- a peer that does not come ----------------------------------------------------------------------------------------
+
+
+def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
+    """The last rank stays away from `call`; what the others see, and how long everything takes."""
+    missing = num_ranks - 1
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=timeout_s)
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    x = torch.ones(2, 8)
+    facts: dict = {}
+    plan = None
+    if call != "make_plan":
+        plan = make_plan(ids, num_experts=num_ranks, heap=heap)
+    if call == "combine_tokens":
+        dispatch_tokens(x, plan)
+    dist.barrier()
+    if rank != missing:
+        start = time.monotonic()
+        try:
+            if call == "make_plan":
+                make_plan(ids, num_experts=num_ranks, heap=heap)
+            elif call == "dispatch_tokens":
+                dispatch_tokens(x, plan)
+            else:
+                combine_tokens(torch.ones(plan.num_rows or 1, 8)[: plan.num_rows], plan)
+        except PeerTimeout as error:
+            facts = {"rank": error.rank, "phase": error.phase, "late": error.expected - error.seen, "text": str(error)}
+        facts["took_s"] = time.monotonic() - start
+        facts["next"] = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
+        facts["lease"] = outcome(heap.lease, (1,), torch.uint8)[0]
+    dist.barrier()
+    if rank == missing:
+        # Late, it is not let through to a peer that has given up.
+        start = time.monotonic()
+        facts["next"] = outcome(lambda: [round_trip(heap) for _ in range(3)])
+        facts["took_s"] = time.monotonic() - start
+    start = time.monotonic()
+    heap.close()
+    facts["closed"] = outcome(heap.check)[0]
+    facts["close_s"] = time.monotonic() - start
+    dist.barrier()
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:  # a new heap works at once
+        facts["works"] = round_trip(heap)
+    return facts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [
+        ("make_plan", "plan: counts"),
+        ("dispatch_tokens", "dispatch: ready"),
+        ("combine_tokens", "combine: ready"),
+    ],
+)
+def test_a_peer_that_does_not_come(cluster, num_ranks: int, call: str, phase: str):
+    *waiting, missing = cluster(num_ranks).run(leave_out, call, 0.5)
+    for facts in waiting:
+        assert (facts["rank"], facts["phase"], facts["late"]) == (num_ranks - 1, phase, 2)  # same half, two epochs ago
+        wanted = f"rank {num_ranks - 1} did not reach '{phase}' within timeout_s=0.5: expected epoch"
+        assert facts["text"].startswith(wanted)
+        assert 0.45 < facts["took_s"] < 2.0
+        assert facts["next"][0] == facts["lease"] == HeapPoisoned.__name__
+        assert wanted in facts["next"][1]
+    assert missing["next"][0] == PeerTimeout.__name__
+    assert missing["took_s"] < 2.0
+    for facts in [*waiting, missing]:
+        assert facts["close_s"] < 0.2
+        assert facts["closed"] == HeapClosed.__name__
+        assert facts["works"]
+
+
+def dawdle(rank: int, num_ranks: int, calls: int, timeout_s: float) -> bool:
+    """Stalls below the timeout are no faults."""
+    generator = random.Random(rank)
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=timeout_s) as heap:
+        for turn in range(calls):
+            if generator.random() < 0.05:
+                time.sleep(generator.random() * timeout_s / 2)
+            if not round_trip(heap, turn):
+                return False
+    return True
+
+
+def test_slow_peers_are_waited_for(cluster):
+    assert cluster(3).run(dawdle, 60, 2.0) == [True] * 3
+
+
+# -- sudden death -----------------------------------------------------------------------------------------------------
+
+
+def churn(rank: int, num_ranks: int, victim: int, delay_s: float, folder: str) -> None:
+    """Makes and uses heaps until the victim is killed; survivors write down what they saw."""
+    if rank == victim:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for seed in range(10_000):
+        phase = "construction"
+        start = time.monotonic()
+        try:
+            heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=1.0)
+            phase = "use"
+            for turn in range(20):
+                start = time.monotonic()
+                assert round_trip(heap, 100 * seed + turn)
+            phase = "close"
+            start = time.monotonic()
+            heap.close()
+        except (SymmoeError, RuntimeError) as error:  # RuntimeError: gloo lost its peer
+            facts = {"phase": phase, "error": type(error).__name__, "took_s": time.monotonic() - start}
+            if isinstance(error, PeerTimeout):
+                facts["rank"] = error.rank
+                heap.close()
+            Path(folder, f"rank-{rank}.json").write_text(json.dumps(facts))
+            return
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path, shared_memory_before, attempt: int):
+    generator = random.Random(attempt)
+    num_ranks = 3
+    victim, delay_s = generator.randrange(num_ranks), generator.uniform(0.0, 0.4)
+    ranks = Cluster(num_ranks)
+    try:
+        with pytest.raises(RankFailure) as caught:
+            ranks.run(churn, victim, delay_s, str(tmp_path), timeout_s=30)
+        assert str(caught.value) == f"rank {victim}: died with exit code -9"  # and nobody else
+    finally:
+        ranks.close()
+    for rank in set(range(num_ranks)) - {victim}:
+        facts = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        if facts["phase"] == "use":
+            assert facts["error"] == "PeerTimeout"
+            assert 0.9 < facts["took_s"] < 3.0
+        else:
+            assert facts["took_s"] < 10.0
+    assert not left_in_shared_memory(shared_memory_before)
+    assert not [path for path in Path("/dev/shm").glob("*symmoe*")]

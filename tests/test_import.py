@@ -1,0 +1,120 @@
+"""What importing the package does not do, and which part may import which."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "symmoe"
+MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
+
+# Parts in the one direction of imports: a part may import itself and parts of a smaller number.
+LEVELS = {"errors": 0, "kernels": 1, "symm_mem": 2, "dispatch": 3, "combine": 3, "moe": 4}
+MAY_READ_ENVIRONMENT = {"symmoe/symm_mem/nvshmem.py", "symmoe/symm_mem/host.py"}
+
+
+def part_of(module: str) -> str:
+    """The part that a dotted module name belongs to; "" for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports_of(path: Path) -> list[str]:
+    """Dotted names of everything a file imports, wherever in the file; `from a import b` counts as a.b as well."""
+    found = []
+    for node in ast.walk(ast.parse((PACKAGE.parent / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_cheap_and_has_no_side_effects():
+    heavy = ("torch", "triton", "nvshmem", "cuda", "numpy")
+    out = run(
+        "import sys, threading, time\n"
+        "start = time.perf_counter()\n"
+        "import symmoe\n"
+        "took = time.perf_counter() - start\n"
+        f"print([name for name in {heavy} if name in sys.modules], threading.active_count(), took < 1.0)\n"
+    )
+    assert out == "[] 1 True"
+
+
+def test_everything_public_is_there_without_triton_or_nvshmem():
+    out = run(
+        "import os, sys\n"
+        "before = dict(os.environ)\n"
+        "import torch, symmoe\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('triton', 'nvshmem', 'cuda'):\n"
+        "            raise ImportError(name + ' is not to be imported here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "assert 'triton' not in sys.modules\n"
+        "for name in symmoe.__all__:\n"
+        "    assert getattr(symmoe, name).__name__ == name, name\n"
+        "with symmoe.SymmetricHeap(num_bytes=1 << 20, backend='host') as heap:\n"
+        "    plan = symmoe.make_plan(torch.tensor([[0, 1]]), num_experts=2, heap=heap)\n"
+        "    rows, _ = symmoe.dispatch_tokens(torch.ones(1, 8), plan)\n"
+        "    assert symmoe.combine_tokens(rows, plan).tolist() == [[2.0] * 8]\n"
+        "    del rows\n"
+        "assert os.environ == before\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "print('ok')\n"
+    )
+    assert out == "ok"
+
+
+def test_unknown_names_are_refused():
+    import symmoe
+
+    with pytest.raises(AttributeError, match="no attribute 'SymetricHeap'"):
+        _ = symmoe.SymetricHeap
+    assert set(symmoe.__all__) <= set(dir(symmoe))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_imports_go_one_way(path: Path):
+    own = LEVELS.get(path.parts[1].removesuffix(".py"))
+    if own is None:
+        assert path == Path("symmoe/__init__.py")  # names the parts, imports them lazily
+        return
+    for module in imports_of(path):
+        part = part_of(module) if module.startswith("symmoe") else ""
+        assert LEVELS.get(part, 0) <= own, f"{path} imports {module}"
+        if own == LEVELS["dispatch"] and path.parts[1] == "dispatch" and part == "combine":
+            # The backward of dispatch is combine and the other way round: these two know each other's trips only.
+            assert path.name == "tokens.py"
+            assert module.startswith("symmoe.combine.collect")
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if "twin" in p.parts], ids=str)
+def test_twins_import_no_device_code(path: Path):
+    for module in imports_of(path):
+        assert not module.startswith(("symmoe.kernels.gpu", "triton", "nvshmem", "cuda")), module
+        assert module.split(".")[0] in {"torch", "numpy", "symmoe", *sys.stdlib_module_names}, module
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_only_the_backends_read_the_environment(path: Path):
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(ast.parse((PACKAGE.parent / path).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    reads = names & {"environ", "getenv", "environb", "putenv"}
+    assert not reads or str(path) in MAY_READ_ENVIRONMENT

@@ -1,0 +1,101 @@
+"""What functions that run on ranks share: a poisoned heap, and findings that are collected instead of raised."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.lease import Lease
+
+POISON = 0xFF
+GPU_TIMEOUT_S = 120.0  # first calls compile kernels
+
+
+@contextlib.contextmanager
+def open_heap(device: str, *, num_bytes: int = 8 << 20, timeout_s: float = 30.0, **kwargs) -> Iterator[SymmetricHeap]:
+    """A heap on `device`; every torch.empty of this rank is filled with NaN or huge indices as long as it is open."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    backend = "nvshmem" if device == "cuda" else "host"
+    timeout_s = GPU_TIMEOUT_S if device == "cuda" else timeout_s
+    try:
+        with SymmetricHeap(num_bytes=num_bytes, backend=backend, timeout_s=timeout_s, **kwargs) as heap:
+            yield heap
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def free_bytes(heap: SymmetricHeap) -> int:
+    """Size of the largest lease that fits now."""
+    return heap._arena.largest_free_bytes
+
+
+def poison(heap: SymmetricHeap) -> None:
+    """Fills the largest free range of this rank's arena with 0xFF."""
+    with heap.lease((free_bytes(heap),), torch.uint8, name="poison") as lease:
+        lease.tensor.fill_(POISON)
+
+
+def poisoned_lease(heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dtype, *, name: str) -> Lease:
+    """A lease of nothing but 0xFF bytes."""
+    lease = heap.lease(shape, dtype, name=name)
+    if lease.tensor.numel():
+        lease.tensor.view(torch.uint8).fill_(POISON)
+    return lease
+
+
+def is_poison(tensor: torch.Tensor) -> bool:
+    """Whether nobody has written into a poisoned tensor."""
+    return tensor.numel() == 0 or bool((tensor.contiguous().view(torch.uint8) == POISON).all())
+
+
+class Findings:
+    """What is wrong, as text. A rank that raised would leave its peers waiting, so ranks collect and go on."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.where = ""
+
+    def check(self, ok: bool, text: str) -> None:
+        """Notes `text` unless `ok`."""
+        if not ok:
+            self.texts.append(f"{self.where}: {text}")
+
+    def equal(self, name: str, got: object, want: object) -> None:
+        """Notes a value that is not the wanted one. Tensors, arrays and lists of integers compare as integers."""
+        if isinstance(got, torch.Tensor):
+            got = got.detach().cpu().numpy()
+        if isinstance(want, torch.Tensor):
+            want = want.detach().cpu().numpy()
+        if isinstance(got, np.ndarray) or isinstance(want, np.ndarray):
+            got, want = np.asarray(got), np.asarray(want)
+            if got.size == want.size == 0:
+                self.check(got.shape == want.shape, f"{name} has shape {got.shape}, want {want.shape}")
+                return
+            if got.shape != want.shape:
+                self.check(False, f"{name} has shape {got.shape}, want {want.shape}")
+                return
+            places = np.argwhere(got != want)
+            if len(places):
+                first = tuple(int(i) for i in places[0])
+                self.check(False, f"{name}{list(first)} is {got[first]}, want {want[first]} ({len(places)} differ)")
+            return
+        self.check(got == want, f"{name} is {got!r}, want {want!r}")
+
+    def close(self, name: str, got: torch.Tensor, want: torch.Tensor, *, rtol: float, atol: float) -> None:
+        """Notes a tensor that is further than the tolerance from the wanted one."""
+        got, want = got.detach().cpu().double(), want.detach().cpu().double()
+        if got.shape != want.shape:
+            self.check(False, f"{name} has shape {tuple(got.shape)}, want {tuple(want.shape)}")
+        elif not torch.allclose(got, want, rtol=rtol, atol=atol):
+            worst = (got - want).abs().max()
+            self.check(False, f"{name} is off by up to {worst:.3g} (largest wanted {want.abs().max():.3g})")
+
+
+def on_device(tensor: torch.Tensor, heap: SymmetricHeap) -> torch.Tensor:
+    """`tensor` on the heap's device."""
+    return tensor.to(heap.device)
