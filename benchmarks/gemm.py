@@ -57,25 +57,19 @@ SWIGLU_SWEEP = [
     replace(FUSED_WIDE, block_n=64, num_warps=4, programs_per_sm=2),
 ]
 DSWIGLU_SWEEP = [
-    replace(SQUARE, parts=8),
-    replace(SQUARE, parts=8, flatten=True),
-    replace(SQUARE, parts=8, group_m=16),
-    replace(SQUARE, parts=8, programs_per_sm=1, num_stages=5, max_registers=None),
-    replace(SQUARE, parts=4, programs_per_sm=1, num_stages=5, max_registers=None, flatten=True),
-    replace(SQUARE, parts=4, programs_per_sm=1, num_stages=4, max_registers=None, prefetch=True),
-    replace(SQUARE, parts=8, programs_per_sm=1, num_stages=4, max_registers=None, prefetch=True),
     replace(WIDE, parts=8),
     replace(WIDE, parts=8, flatten=True),
+    replace(WIDE, parts=8, flatten=True, group_m=16),
+    replace(SQUARE, parts=8),
+    replace(SQUARE, parts=8, programs_per_sm=1, num_stages=5, max_registers=None),
 ]
 WGRAD_SWEEP = [
     WIDE,
-    replace(WIDE, ragged=True),
-    replace(WIDE, ragged=True, flatten=True),
-    replace(WIDE, ragged=True, num_stages=4),
-    replace(WIDE, ragged=True, group_m=16),
-    replace(WIDE, ragged=True, block_m=256, block_n=128),
+    replace(WIDE, flatten=True),
     replace(WIDE, num_stages=4),
-    replace(SQUARE, ragged=True),
+    replace(WIDE, group_m=16),
+    replace(WIDE, block_m=256, block_n=128),
+    SQUARE,
 ]
 
 
@@ -252,7 +246,7 @@ def label(config: gemm.TileConfig) -> str:
     text = f"{config.block_m}x{config.block_n}x{config.block_k} s{config.num_stages} w{config.num_warps}"
     text += f" g{config.group_m} p{config.programs_per_sm}"
     text += f" parts{config.parts}" if config.parts > 1 else ""
-    text += "".join(f" {name}" for name in ("flatten", "ragged", "prefetch") if getattr(config, name))
+    text += "".join(f" {name}" for name in ("flatten",) if getattr(config, name))
     return text
 
 

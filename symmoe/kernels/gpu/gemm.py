@@ -36,8 +36,6 @@ class TileConfig:
     the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.
     flatten: fuse the tile loop and the contraction loop, so that the next tile's loads start before this one's stores.
     parts: the epilogue handles the tile in this many column parts, to need fewer registers at a time.
-    prefetch: grouped_gemm_dswiglu reads h before the contraction instead of after it.
-    ragged: wgrad's TMA reads end at the group's end in hardware; without it the last block is read by pointers.
     max_registers: limit per thread, for programs_per_sm > 1 (65536 registers per SM).
     """
 
@@ -50,8 +48,6 @@ class TileConfig:
     programs_per_sm: int = 1
     flatten: bool = False
     parts: int = 1
-    prefetch: bool = False
-    ragged: bool = False
     max_registers: int | None = None
 
 
@@ -60,8 +56,8 @@ FP32_CONFIG = TileConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_w
 
 # 16-bit tiles by output features: the widest tile that the output fills.
 GEMM_CONFIGS = (
-    (256, TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8)),
-    (128, TileConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8)),
+    (256, TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True)),
+    (128, TileConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, flatten=True)),
     (0, TileConfig(block_m=128, block_n=64, block_k=64, num_stages=4, num_warps=4)),
 )
 
@@ -213,28 +209,19 @@ def load_k_rows(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    RAGGED: tl.constexpr,
-    CHECK: tl.constexpr,
 ):
-    """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past end if RAGGED or CHECK.
+    """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past its end.
 
-    desc None: read by pointers, from rows source int32[BLOCK_K] of the tensor.
+    By a ragged TMA descriptor, whose reads end at the group's end in hardware; desc None: by pointers, from rows
+    source int32[BLOCK_K] of the tensor.
     """
     if desc is not None:
-        if RAGGED:
-            tile = load_ragged(desc, start, end - start, [position - start, first_column])
-        else:
-            tile = desc.load([position, first_column])
+        tile = load_ragged(desc, start, end - start, [position - start, first_column])
     else:
         row = position + tl.arange(0, BLOCK_K)
         column = first_column + tl.arange(0, BLOCK)
         pointers = pointer + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        if CHECK:
-            tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0)
-        elif WIDTH % BLOCK == 0:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0)
     return tile
 
 
@@ -251,10 +238,10 @@ def source_rows(index, position, end, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["dout_index", "rows_index", "row_start"])
 def grouped_gemm_wgrad_kernel(
-    dout_desc,  # [N, O], block [BLOCK_K, BLOCK_M], or its ragged form; None when gathering
+    dout_desc,  # [N, O], ragged, block [BLOCK_K, BLOCK_M]; None when gathering
     dout,
     dout_index,  # int32[N] or None
-    rows_desc,  # [N, C], block [BLOCK_K, BLOCK_N], or its ragged form; None when gathering
+    rows_desc,  # [N, C], ragged, block [BLOCK_K, BLOCK_N]; None when gathering
     rows,
     rows_index,  # int32[N] or None
     row_start,
@@ -267,7 +254,6 @@ def grouped_gemm_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
-    RAGGED: tl.constexpr,
 ):
     NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
@@ -279,26 +265,18 @@ def grouped_gemm_wgrad_kernel(
         n = n_tile * BLOCK_N
         start = tl.load(row_start + group)
         end = tl.load(row_start + group + 1)
-        stop = end if RAGGED else start + (end - start) // BLOCK_K * BLOCK_K
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Indices are loaded one step ahead: the pipeliner would halve its depth for loads that wait for loads.
         next_i = source_rows(dout_index, start, end, BLOCK_K)
         next_j = source_rows(rows_index, start, end, BLOCK_K)
-        for k in tl.range(start, stop, BLOCK_K):
+        for k in tl.range(start, end, BLOCK_K):
             i = next_i
             j = next_j
             next_i = source_rows(dout_index, k + BLOCK_K, end, BLOCK_K)
             next_j = source_rows(rows_index, k + BLOCK_K, end, BLOCK_K)
-            a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K, RAGGED, RAGGED)
-            b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K, RAGGED, RAGGED)
+            a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K)
+            b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
-        if not RAGGED:
-            if stop < end:
-                i = next_i
-                j = next_j
-                a = load_k_rows(None, dout, i, stop, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K, False, True)
-                b = load_k_rows(None, rows, j, stop, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K, False, True)
-                acc = tl.dot(a.T, b, acc, input_precision="ieee")
         out_row = m + tl.arange(0, BLOCK_M)
         column = n + tl.arange(0, BLOCK_N)
         out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
@@ -404,10 +382,10 @@ def grouped_gemm_wgrad(
     num_tiles = num_groups * triton.cdiv(out_rows, config.block_m) * triton.cdiv(out_width, config.block_n)
     with torch.cuda.device_of(out):
         grouped_gemm_wgrad_kernel[launch_grid(config, num_tiles, num_sms, out.device)](
-            rows_descriptor(dout, dout_index, [config.block_k, config.block_m], ragged=config.ragged),
+            rows_descriptor(dout, dout_index, [config.block_k, config.block_m], ragged=True),
             dout,
             dout_index,
-            rows_descriptor(rows, rows_index, [config.block_k, config.block_n], ragged=config.ragged),
+            rows_descriptor(rows, rows_index, [config.block_k, config.block_n], ragged=True),
             rows,
             rows_index,
             row_start,
@@ -420,7 +398,6 @@ def grouped_gemm_wgrad(
             BLOCK_K=config.block_k,
             GROUP_M=config.group_m,
             FLATTEN=config.flatten,
-            RAGGED=config.ragged,
             num_stages=config.num_stages,
             num_warps=config.num_warps,
             maxnreg=config.max_registers,

@@ -28,22 +28,17 @@ from symmoe.kernels.gpu.gemm import (
     tile_mask,
 )
 
-SWIGLU_CONFIG = TileConfig(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8)
+# Column parts keep few registers busy in the epilogue: 650 against 630 TFLOP/s on an H200 (docs/performance.md).
+SWIGLU_CONFIG = TileConfig(block_m=128, block_n=128, block_k=64, num_stages=3, num_warps=8, parts=4)
 SWIGLU_FP32_CONFIG = TileConfig(block_m=64, block_n=32, block_k=16, num_stages=3, num_warps=8)
 
-# The width of these tiles must not depend on the dtype: dswiglu_partials_shape does not know it.
-# Two programs per SM: one multiplies while the other is in its long epilogue (five tiles read or written).
-DSWIGLU_CONFIG = TileConfig(
-    block_m=128,
-    block_n=128,
-    block_k=64,
-    num_stages=3,
-    num_warps=8,
-    programs_per_sm=2,
-    parts=8,
-    max_registers=128,
+# 16-bit tiles by FFN width: the widest tile that the output fills.
+DSWIGLU_CONFIGS = (
+    (256, TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=8, flatten=True)),
+    (0, TileConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=8)),
 )
 DSWIGLU_FP32_CONFIG = TileConfig(block_m=32, block_n=128, block_k=16, num_stages=3, num_warps=8)
+PARTIAL_COLUMNS = 128  # of the narrowest tile of dswiglu: the workspace's shape must not depend on the dtype
 
 SUM_BLOCK = 256
 
@@ -55,13 +50,14 @@ def swiglu_config(ffn: int, dtype: torch.dtype) -> TileConfig:
 
 def dswiglu_config(ffn: int, dtype: torch.dtype) -> TileConfig:
     """Tiles of grouped_gemm_dswiglu, from the FFN width."""
-    return DSWIGLU_FP32_CONFIG if dtype == torch.float32 else DSWIGLU_CONFIG
+    if dtype == torch.float32:
+        return DSWIGLU_FP32_CONFIG
+    return next(config for least, config in DSWIGLU_CONFIGS if ffn >= least)
 
 
-def dswiglu_partials_shape(num_rows: int, ffn: int, *, config: TileConfig | None = None) -> tuple[int, int]:
-    """Shape (column tiles, num_rows) of grouped_gemm_dswiglu's fp32 workspace."""
-    config = config or DSWIGLU_CONFIG
-    return triton.cdiv(ffn, config.block_n), num_rows
+def dswiglu_partials_shape(num_rows: int, ffn: int) -> tuple[int, int]:
+    """Shape (column tiles, num_rows) of grouped_gemm_dswiglu's fp32 workspace, enough for every dtype."""
+    return triton.cdiv(ffn, PARTIAL_COLUMNS), num_rows
 
 
 @triton.jit
@@ -176,16 +172,6 @@ def load_h(h, row, end, first_column, FFN: tl.constexpr, BLOCK: tl.constexpr, TI
 
 
 @triton.jit
-def load_h_parts(h, row, end, first_column, FFN: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr):
-    """load_h of each column part."""
-    PART: tl.constexpr = TILE // PARTS
-    parts = (load_h(h, row, end, first_column, FFN, PART, TILE),)
-    for i in tl.static_range(1, PARTS):
-        parts = parts + (load_h(h, row, end, first_column + i * PART, FFN, PART, TILE),)  # noqa: RUF005
-    return parts
-
-
-@triton.jit
 def store_dswiglu(
     da,
     h_part,
@@ -241,7 +227,6 @@ def grouped_gemm_dswiglu_kernel(
     GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
     PARTS: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     NUM_N_TILES: tl.constexpr = (FFN + BLOCK_N - 1) // BLOCK_N
     prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M)
@@ -253,8 +238,6 @@ def grouped_gemm_dswiglu_kernel(
         pointers = None
         if row_index is not None:
             pointers = gather_pointers(dout, row_index, row, end, DOUT_WIDTH, BLOCK_K)
-        if PREFETCH:
-            h_parts = load_h_parts(h, row, end, first_column, FFN, BLOCK_N, PARTS)
         da = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, DOUT_WIDTH, BLOCK_K):
             x = load_rows(dout_desc, pointers, first_row, k, DOUT_WIDTH, BLOCK_K)
@@ -266,10 +249,7 @@ def grouped_gemm_dswiglu_kernel(
         partial = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for i in tl.static_range(PARTS):
             column = first_column + i * PART
-            if PREFETCH:
-                h_part = h_parts[i]
-            else:
-                h_part = load_h(h, row, end, column, FFN, PART, BLOCK_N)
+            h_part = load_h(h, row, end, column, FFN, PART, BLOCK_N)
             partial += store_dswiglu(da_parts[i], h_part, prob, dh, a, row, end, column, FFN, PART, BLOCK_N)
         tl.store(partials + n_tile.to(tl.int64) * num_rows + row, partial, mask=row < end)
 
@@ -359,7 +339,7 @@ def grouped_gemm_dswiglu(
     """Gradient through the second GEMM and SwiGLU: dh, dprob, and the forward's a once more.
 
     dout [N, O], or [P, O] with row_index int32[N]; weight [G, O, I]; h, dh [N, 2I]; a [N, I]; row_probs, dprob
-    fp32[N]; dprob_partials fp32 of dswiglu_partials_shape(N, I), a workspace.
+    fp32[N]; dprob_partials fp32 of dswiglu_partials_shape(N, I), a workspace of which the first tiles are used.
     """
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
@@ -391,7 +371,6 @@ def grouped_gemm_dswiglu(
             GROUP_M=config.group_m,
             FLATTEN=config.flatten,
             PARTS=config.parts,
-            PREFETCH=config.prefetch,
             num_stages=config.num_stages,
             num_warps=config.num_warps,
             maxnreg=config.max_registers,

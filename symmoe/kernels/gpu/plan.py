@@ -50,6 +50,7 @@ _VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_M
 COUNT_EXPERTS = 128  # experts that count_slots compares a token with at a time: [32, 128] counters are 32 registers
 SEND_COLUMNS = 32  # columns of one program of send_counts: 128 contiguous bytes per row
 SEND_BLOCKS = 128  # blocks of tokens that it scans at a time
+PACKED_ENTRIES = 2048  # entries [block, rank] of block_tokens that assign_packed_rows adds up at a time
 ASSIGN_SLOTS = 256  # slots that assign_rows places at a time, each compared with the block's 32 tokens
 
 
@@ -668,6 +669,6 @@ def assign_packed_rows(
             TOP_K=top_k,
             NUM_RANKS=num_ranks,
             RANK_LANES=rank_lanes,
-            BLOCK_ROWS=max(1, 2048 // rank_lanes),
+            BLOCK_ROWS=max(1, PACKED_ENTRIES // rank_lanes),
             num_warps=4,
         )

@@ -149,7 +149,10 @@ def barrier_kernel(
             tl.store(answer + word, tl.where(good, value, -1), mask=is_peer)
         if first_late < LANES:
             tl.store(counters + ABORTED, 1)
-            last = tl.sum(tl.where(peer == first_late, seen, 0), axis=0) >> 1
+            # The peer's last epoch may stand in the other half.
+            other = mine + (1 - 2 * (epoch & 1)) * (NUM_RANKS * MAIL_WORDS * 8)
+            before = tl.load(other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True)
+            last = tl.sum(tl.where(peer == first_late, tl.maximum(seen, before), 0), axis=0) >> 1
             write_record(status, STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
         elif first_faulted < LANES:
             write_record(status, STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch, 0)

@@ -302,9 +302,9 @@ def index_rows(
 @triton.jit
 def primary_row(packed_to_row, packed, is_packed, TOP_K: tl.constexpr):
     """Per packed row: the token's first row (-1 for none), and how many rows it has."""
-    primary = tl.where(is_packed, -1, -1)
-    num_rows = tl.where(is_packed, 0, 0)
-    for k in range(TOP_K):
+    primary = tl.full(packed.shape, -1, tl.int32)
+    num_rows = tl.full(packed.shape, 0, tl.int32)
+    for k in tl.static_range(TOP_K):
         row = tl.load(packed_to_row + packed * TOP_K + k, mask=is_packed, other=-1)
         primary = tl.where((row >= 0) & (primary < 0), row, primary)
         num_rows += (row >= 0).to(tl.int32)
@@ -377,13 +377,16 @@ def pre_reduce_kernel(
         target = rows + primary.to(tl.int64)[:, None] * WIDTH + column
         total = tl.load(target, mask=mask, other=0.0).to(tl.float32)
         for first in range(0, TOP_K, UNROLL):
+            masks, values = (), ()
             for step in tl.static_range(UNROLL):
                 k = first + step
                 row = tl.load(packed_to_row + packed * TOP_K + k, mask=several & (k < TOP_K), other=-1)
-                adds = ((row >= 0) & (row != primary))[:, None] & is_column
                 source = rows + row.to(tl.int64)[:, None] * WIDTH + column
-                value = tl.load(source, mask=adds, other=0.0).to(tl.float32)
-                total = tl.where(adds, total + value, total)  # adding 0.0 would turn -0.0 into 0.0
+                masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
+                values += (tl.load(source, mask=masks[step], other=0.0),)
+            for step in tl.static_range(UNROLL):
+                # Not an addition of 0.0 where there is no row: it would turn -0.0 into 0.0.
+                total = tl.where(masks[step], total + values[step].to(tl.float32), total)
         tl.store(target, total.to(rows.dtype.element_ty), mask=mask)
 
 

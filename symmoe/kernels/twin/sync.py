@@ -47,12 +47,13 @@ def barrier(
         slot = _mailbox(peers, rank)[half, peers.rank]
         slot[1 : 1 + control.NUM_PUBLISHED] = words
         slot[0] = 2 * epoch + int(fault)  # last: whoever sees it sees the words and all payload before it
-    mail = _mailbox(peers, peers.rank)[half]
+    mailbox = _mailbox(peers, peers.rank)
+    mail = mailbox[half]
     deadline = time.monotonic_ns() + timeout_ns
     for rank in range(peers.num_ranks):
         if not _wait(mail, rank, 2 * epoch, deadline):
             counters[control.ABORTED] = 1
-            _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, int(mail[rank, 0]) >> 1)
+            _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, int(mailbox[:, rank, 0].max()) >> 1)
             return
     faulted = [rank for rank in range(peers.num_ranks) if mail[rank, 0] == 2 * epoch + 1]
     if faulted:
