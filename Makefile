@@ -37,8 +37,8 @@ train: setup
 lint: setup
 	$(PY) -m ruff check symmoe tests examples benchmarks
 
-test: setup
-	$(PY) -m ruff check symmoe tests examples benchmarks
+# An interpreter that is used as it is need not have ruff.
+test: setup $(if $(INSTALLED),lint)
 	$(PY) -m pytest tests $(ARGS)
 
 clean:

@@ -49,7 +49,7 @@ CASES = {
     "one rank": Case(tokens=(37,), num_experts=5, top_k=3),
     "two ranks": Case(tokens=(40, 33), num_experts=8, top_k=2, epoch=7, hidden=24),
     "wide rows": Case(tokens=(40, 21), num_experts=8, top_k=3, hidden=1536, num_ctas=2),
-    "wide rows, masked": Case(tokens=(9, 30), num_experts=10, top_k=9, hidden=1000, ids="sparse", dtype=torch.float32),
+    "wide rows, masked": Case(tokens=(5, 13), num_experts=10, top_k=9, hidden=1000, ids="sparse", dtype=torch.float32),
     "bf16": Case(tokens=(40, 33), num_experts=8, top_k=1, hidden=24, dtype=torch.bfloat16, seed=1),
     "three ranks, odd": Case(tokens=(70, 0, 31), num_experts=12, top_k=3, id_dtype=torch.int32, hidden=20),
     "four ranks": Case(tokens=(64, 1, 32, 7), num_experts=16, top_k=4, dtype=torch.float32, hidden=260, num_ctas=3),
@@ -70,6 +70,10 @@ CASES = {
     "drops nothing": Case(tokens=(33, 20), num_experts=4, top_k=2, capacity=106, drop=True),
     "drops, leftovers": Case(tokens=(40, 30, 20), num_experts=21, top_k=4, capacity=52, drop=True, ids="skewed"),
     "ranks disagree": Case(tokens=(10, 10, 10), num_experts=6, top_k=2, other_top_k=1, capacity=500),
+    "several errors": Case(tokens=(40, 35, 3), num_experts=6, top_k=2, ids="bad", other_top_k=2, capacity=5),
+    "errors and a fault": Case(
+        tokens=(40, 35), num_experts=6, top_k=2, ids="bad", other_top_k=0, capacity=5, plan_fails=True
+    ),
     "a rank faults in the plan": Case(tokens=(10, 20), num_experts=6, top_k=2, plan_fails=True, capacity=500),
     "the trip fails": Case(tokens=(10, 40), num_experts=6, top_k=2, trip_fails=True, dtype=torch.bfloat16),
     "no probs": Case(tokens=(40, 20), num_experts=6, top_k=4, with_probs=False),

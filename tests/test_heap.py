@@ -24,7 +24,6 @@ from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,
-    ConfigMismatch,
     HeapClosed,
     HeapExhausted,
     HeapPoisoned,
@@ -328,8 +327,6 @@ def arena_facts(rank: int, num_ranks: int) -> list[tuple[int, int, int]]:
                 info = os.stat(f"/proc/self/map_files/{start}-{end}")
                 facts.append((stat.S_IMODE(info.st_mode), info.st_nlink, int(info.st_uid == os.geteuid())))
         heap.barrier(control.PHASE_START)
-    gc.collect()
-    assert "memfd:symmoe" not in Path("/proc/self/maps").read_text() or heap is not None
     return facts
 
 
@@ -364,7 +361,10 @@ def test_heaps_leave_no_descriptors_and_no_mappings(cluster):
 def check_peers(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
-    with open_heap("cpu", num_bytes=NUM_BYTES) as heap, poisoned_lease(heap, (num_ranks, 4), torch.int32, name="a") as a:
+    with (
+        open_heap("cpu", num_bytes=NUM_BYTES) as heap,
+        poisoned_lease(heap, (num_ranks, 4), torch.int32, name="a") as a,
+    ):
         heap.barrier(control.PHASE_START)
         for peer in range(num_ranks):
             a.peer(peer)[rank] = 100 * rank + peer  # each rank writes its row everywhere
@@ -460,24 +460,22 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
     """The last rank stays away from `call`; what the others see, and how long everything takes."""
     missing = num_ranks - 1
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=timeout_s)
-    ids = torch.zeros(2, 1, dtype=torch.int64)
-    x = torch.ones(2, 8)
-    facts: dict = {}
+    ids, x = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 8)
+    calls = {
+        "make_plan": lambda plan: make_plan(ids, num_experts=num_ranks, heap=heap),
+        "dispatch_tokens": lambda plan: dispatch_tokens(x, plan) and plan,
+        "combine_tokens": lambda plan: combine_tokens(torch.ones(plan.row_capacity, 8), plan),
+    }
+    names = list(calls)
     plan = None
-    if call != "make_plan":
-        plan = make_plan(ids, num_experts=num_ranks, heap=heap)
-    if call == "combine_tokens":
-        dispatch_tokens(x, plan)
+    for name in names[: names.index(call)]:
+        plan = calls[name](plan)
     dist.barrier()
+    facts: dict = {}
+    start = time.monotonic()
     if rank != missing:
-        start = time.monotonic()
         try:
-            if call == "make_plan":
-                make_plan(ids, num_experts=num_ranks, heap=heap)
-            elif call == "dispatch_tokens":
-                dispatch_tokens(x, plan)
-            else:
-                combine_tokens(torch.ones(plan.num_rows or 1, 8)[: plan.num_rows], plan)
+            calls[call](plan)
         except PeerTimeout as error:
             facts = {"rank": error.rank, "phase": error.phase, "late": error.expected - error.seen, "text": str(error)}
         facts["took_s"] = time.monotonic() - start
@@ -485,9 +483,13 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
         facts["lease"] = outcome(heap.lease, (1,), torch.uint8)[0]
     dist.barrier()
     if rank == missing:
-        # Late, it is not let through to a peer that has given up.
+        # It comes late: at the latest in the next barrier it finds that its peers have given up.
+        def rest(plan=plan):
+            for name in names[names.index(call) :]:
+                plan = calls[name](plan)
+
         start = time.monotonic()
-        facts["next"] = outcome(lambda: [round_trip(heap) for _ in range(3)])
+        facts["next"] = outcome(rest)
         facts["took_s"] = time.monotonic() - start
     start = time.monotonic()
     heap.close()
@@ -578,15 +580,16 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path, shared_memory_befor
     try:
         with pytest.raises(RankFailure) as caught:
             ranks.run(churn, victim, delay_s, str(tmp_path), timeout_s=30)
-        assert str(caught.value) == f"rank {victim}: died with exit code -9"  # and nobody else
+        assert str(caught.value).startswith(f"rank {victim}: died with exit code")
+        assert "\n" not in str(caught.value)  # and nobody else
     finally:
         ranks.close()
     for rank in set(range(num_ranks)) - {victim}:
         facts = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         if facts["phase"] == "use":
-            assert facts["error"] == "PeerTimeout"
+            assert (facts["error"], facts["rank"]) == ("PeerTimeout", victim)
             assert 0.9 < facts["took_s"] < 3.0
         else:
             assert facts["took_s"] < 10.0
     assert not left_in_shared_memory(shared_memory_before)
-    assert not [path for path in Path("/dev/shm").glob("*symmoe*")]
+    assert not list(Path("/dev/shm").glob("*symmoe*"))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 REALISTIC = {
     "qwen3-30b, two ranks": Case(
-        tokens=(4096, 1000), num_experts=128, top_k=8, hidden=2048, dtype=torch.bfloat16, ids="skewed"
+        tokens=(5000, 1000), num_experts=128, top_k=8, hidden=2048, dtype=torch.bfloat16, ids="skewed"
     ),
     "four ranks": Case(
         tokens=(1024, 1023, 0, 1500), num_experts=128, top_k=8, hidden=2048, dtype=torch.bfloat16, ids="sparse"

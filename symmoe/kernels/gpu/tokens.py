@@ -300,14 +300,16 @@ def index_rows(
 
 
 @triton.jit
-def primary_row(packed_to_row, packed, is_packed, TOP_K: tl.constexpr):
+def primary_row(packed_to_row, packed, is_packed, TOP_K: tl.constexpr, UNROLL: tl.constexpr):
     """Per packed row: the token's first row (-1 for none), and how many rows it has."""
     primary = tl.full(packed.shape, -1, tl.int32)
     num_rows = tl.full(packed.shape, 0, tl.int32)
-    for k in tl.static_range(TOP_K):
-        row = tl.load(packed_to_row + packed * TOP_K + k, mask=is_packed, other=-1)
-        primary = tl.where((row >= 0) & (primary < 0), row, primary)
-        num_rows += (row >= 0).to(tl.int32)
+    for first in range(0, TOP_K, UNROLL):
+        for step in tl.static_range(UNROLL):
+            k = first + step
+            row = tl.load(packed_to_row + packed * TOP_K + k, mask=is_packed & (k < TOP_K), other=-1)
+            primary = tl.where((row >= 0) & (primary < 0), row, primary)
+            num_rows += (row >= 0).to(tl.int32)
     return primary, num_rows
 
 
@@ -320,13 +322,14 @@ def fan_out_kernel(
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     num = tl.load(num_packed)
     for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
         packed = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        primary, num_rows = primary_row(packed_to_row, packed, packed < num, TOP_K)
+        primary, num_rows = primary_row(packed_to_row, packed, packed < num, TOP_K, UNROLL)
         several = num_rows > 1
         source = rows + primary.to(tl.int64)[:, None] * WIDTH + column
         values = tl.load(source, mask=several[:, None] & is_column)
@@ -351,6 +354,7 @@ def fan_out(
             packed_to_row,
             num_packed,
             TOP_K=top_k,
+            UNROLL=min(UNROLL, triton.next_power_of_2(top_k)),
             **meta,
         )
 
@@ -371,7 +375,7 @@ def pre_reduce_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
         packed = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        primary, num_rows = primary_row(packed_to_row, packed, packed < num, TOP_K)
+        primary, num_rows = primary_row(packed_to_row, packed, packed < num, TOP_K, UNROLL)
         several = num_rows > 1
         mask = several[:, None] & is_column
         target = rows + primary.to(tl.int64)[:, None] * WIDTH + column

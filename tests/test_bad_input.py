@@ -1,0 +1,524 @@
+"""Wrong arguments: the same typed error on every rank in the same call, and the next correct call is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from worker import Findings, free_bytes, open_heap
+
+from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+
+T, K, H = 6, 2, 16
+NUM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One mistake: what the culprits pass, and the error that every rank must raise.
+
+    Attributes:
+        change: from (heap, the correct keyword arguments) to the wrong ones.
+        error: name of the class.
+        parts: what the text must contain; `{rank}` stands for the first culprit.
+        base: keyword arguments that all ranks pass on top of the usual ones.
+    """
+
+    name: str
+    change: Callable[[SymmetricHeap, dict[str, Any]], dict[str, Any]]
+    error: str
+    parts: tuple[str, ...]
+    base: tuple[tuple[str, Any], ...] = ()
+
+
+def given(**values: Any) -> Callable[[SymmetricHeap, dict], dict]:
+    return lambda heap, good: {**good, **values}
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[SymmetricHeap, dict], dict]:
+    return lambda heap, good: {**good, name: change(good[name])}
+
+
+def on_heap(name: str, make: Callable[[SymmetricHeap, dict], torch.Tensor]) -> Callable[[SymmetricHeap, dict], dict]:
+    return lambda heap, good: {**good, name: make(heap, good)}
+
+
+# -- make_plan --------------------------------------------------------------------------------------------------------
+
+STATIC = (("capacity", 60), ("max_tokens", 9))
+
+
+def with_id(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.clone()
+        ids[3, 1] = value
+        ids[5, 0] = value  # the first one is named
+        return ids
+
+    return change
+
+
+def plan_mistakes(num_experts: int) -> Iterator[Bad]:
+    def argument(name: str, change: Callable, *parts: str, base: tuple = ()) -> Bad:
+        return Bad(name, change, "ArgumentError", parts, base)
+
+    yield argument("list", changed("topk_idx", lambda ids: ids.tolist()), "topk_idx (list)", "[T, K]")
+    yield argument("flat", changed("topk_idx", lambda ids: ids.flatten()), f"topk_idx ([{T * K}])", "[T, K]")
+    yield argument("float", changed("topk_idx", lambda ids: ids.float()), "topk_idx", "torch.float32", "torch.int64")
+    yield argument("short", changed("topk_idx", lambda ids: ids.short()), "topk_idx", "torch.int16", "torch.int32")
+    yield argument("meta", changed("topk_idx", lambda ids: ids.to("meta")), "topk_idx is on meta", "heap is on cpu")
+    yield argument("K = 0", changed("topk_idx", lambda ids: ids[:, :0]), "topk_idx has K = 0", "[1, 32]")
+    yield argument("K = 33", changed("topk_idx", lambda ids: ids[:, :1].expand(-1, 33)), "K = 33", "[1, 32]")
+    yield argument("no experts", given(num_experts=0), "num_experts (0)", "[1, 1024]")
+    yield argument("many experts", given(num_experts=1200), "num_experts (1200)", "[1, 1024]")
+    yield argument("text for experts", given(num_experts="8"), "num_experts ('8')", "int")
+    yield argument("overflow", given(overflow="ignore"), "overflow ('ignore')", "'raise' or 'drop'")
+    yield argument("overflow list", given(overflow=["drop"]), "overflow (['drop'])", "'raise' or 'drop'")
+    yield argument("dtype", given(dtype=torch.float64), "dtype (torch.float64)", "torch.bfloat16")
+    yield argument("hidden", given(hidden=0), "hidden (0)", "at least 1")
+    yield argument("hidden text", given(hidden="16"), "hidden ('16')", "int")
+    yield argument("capacity 0", given(capacity=0), "capacity (0)", "at least 1", base=STATIC)
+    yield argument("capacity -1", given(capacity=-1), "capacity (-1)", "at least 1", base=STATIC)
+    yield argument("capacity 2.5", given(capacity=2.5), "capacity (2.5)", "int", base=STATIC)
+    yield argument("few tokens", given(max_tokens=T - 1), f"max_tokens ({T - 1})", f"({T})", base=STATIC)
+    yield argument("max_tokens text", given(max_tokens="9"), "max_tokens ('9')", "int", base=STATIC)
+    yield argument("max_tokens alone", given(max_tokens=9), "max_tokens (9)", "capacity is None")
+    yield argument("drop alone", given(overflow="drop"), "overflow ('drop')", "capacity is None")
+    for base in ((), STATIC):
+        for value, shown in ((num_experts, num_experts), (-2, -2), (2**40, 2**31 - 1), (-(2**40), -(2**31))):
+            text = f"topk_idx on rank {{rank}}, flat position {3 * K + 1}: {shown} is neither -1 nor in"
+            parts = (text, f"[0, {num_experts})")
+            yield Bad(f"id {value} {base}", changed("topk_idx", with_id(value)), "ExpertIdError", parts, base)
+
+
+def plan_mismatches(num_experts: int) -> Iterator[tuple[Bad, str, str, str]]:
+    """(mistake, field, the usual value, the culprit's) of what only a comparison between ranks can find."""
+    agreed = (*STATIC, ("hidden", H), ("dtype", torch.float32))
+
+    def mismatch(field: str, change: Callable, base: tuple = agreed) -> Bad:
+        return Bad(f"{field} {base}", change, "ConfigMismatch", (), base)
+
+    yield mismatch("top_k", changed("topk_idx", lambda ids: ids[:, :1]), ()), "top_k", str(K), "1"
+    yield mismatch("top_k", changed("topk_idx", lambda ids: ids[:, :1])), "top_k", str(K), "1"
+    yield mismatch("E", given(num_experts=2 * num_experts)), "num_experts", str(num_experts), str(2 * num_experts)
+    yield mismatch("E", given(num_experts=2 * num_experts), ()), "num_experts", str(num_experts), str(2 * num_experts)
+    yield mismatch("capacity", given(capacity=61)), "capacity", "60", "61"
+    yield mismatch("capacity", given(capacity=None, max_tokens=None)), "capacity", "60", "none"
+    yield mismatch("overflow", given(overflow="drop")), "overflow", "'raise'", "'drop'"
+    yield mismatch("max_tokens", given(max_tokens=10)), "max_tokens", "9", "10"
+    yield mismatch("max_tokens", given(max_tokens=None)), "max_tokens", "9", str(T)
+    yield mismatch("hidden", given(hidden=2 * H)), "hidden", str(H), str(2 * H)
+    yield mismatch("hidden", given(hidden=None)), "hidden", str(H), "none"
+    yield mismatch("dtype", given(dtype=torch.float16)), "dtype", "torch.float32", "torch.float16"
+    yield mismatch("dtype", given(dtype=None)), "dtype", "torch.float32", "none"
+
+
+# -- dispatch_tokens and combine_tokens -------------------------------------------------------------------------------
+
+
+def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
+    """Mistakes in the rows that travel, `x` or `expert_out`."""
+
+    def argument(what: str, change: Callable, *parts: str) -> Bad:
+        return Bad(f"{name} {what}", change, "ArgumentError", parts)
+
+    yield argument("None", given(**{name: None}), f"{name} (NoneType)", "2 dimensions")
+    yield argument("flat", changed(name, lambda x: x.flatten()), f"{name} ([", "2 dimensions")
+    yield argument("rows", changed(name, lambda x: torch.cat([x, x, x[:1]])), f"{name} has", num_rows_text)
+    yield argument("int", changed(name, lambda x: x.int()), f"{name} has dtype torch.int32", "torch.bfloat16")
+    yield argument("double", changed(name, lambda x: x.double()), f"{name} has dtype torch.float64", "torch.float16")
+    yield argument("meta", changed(name, lambda x: x.to("meta")), f"{name} is on meta", "heap is on cpu")
+    yield argument("order", given(order="fast"), "order ('fast')", "'rank'", "'slot'")
+
+
+def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
+    """Mistakes in a buffer for results, `out` or `grad_out`, that belongs on the heap."""
+
+    def argument(what: str, make: Callable, *parts: str) -> Bad:
+        return Bad(f"{name} {what}", on_heap(name, make), "ArgumentError", parts)
+
+    def shape(good: dict) -> tuple[int, int]:
+        return tuple(good[name].shape)
+
+    def lease(heap: SymmetricHeap, good: dict, size: tuple[int, ...], dtype: torch.dtype = torch.float32):
+        found = heap.lease(size, dtype)
+        good.setdefault("_leases", []).append(found)  # alive until the call is over
+        return found.tensor
+
+    yield argument("list", lambda heap, good: [1.0], f"{name} (list)", "tensor")
+    yield argument("rows", lambda heap, good: lease(heap, good, (shape(good)[0] + 1, H)), f"{name} has shape", "must be")
+    yield argument("hidden", lambda heap, good: lease(heap, good, (shape(good)[0], H + 1)), f"{H + 1}]", f", {H}]")
+    half = torch.bfloat16
+    yield argument("dtype", lambda heap, good: lease(heap, good, shape(good), half), f"{name} has dtype {half}", "float32")
+    yield argument("meta", lambda heap, good: torch.empty(shape(good), device="meta"), f"{name} is on meta", "on cpu")
+    wide = (slice(None), slice(None, None, 2))
+    strided = lambda heap, good: lease(heap, good, (shape(good)[0], 2 * H))[wide]  # noqa: E731
+    yield argument("strided", strided, f"{name} has strides [{2 * H}, 2]", "contiguous")
+    yield argument(
+        "gradient", lambda heap, good: lease(heap, good, shape(good)).requires_grad_(), f"{name} requires a gradient"
+    )
+    odd = lambda heap, good: lease(heap, good, (shape(good)[0] * H + 1,))[1:].view(shape(good))  # noqa: E731
+    yield argument("address", odd, f"{name} starts at address", "aligned to 16")
+    yield argument("elsewhere", lambda heap, good: torch.empty(shape(good)), f"{name} is not on this symmetric heap")
+
+    def overlapping(heap: SymmetricHeap, good: dict) -> dict:
+        most = max(shape(good)[0], good[like].shape[0])
+        memory = lease(heap, good, (most, H))
+        rows = memory[: good[like].shape[0]]
+        rows.copy_(good[like])
+        return {**good, like: rows, name: memory[: shape(good)[0]]}
+
+    yield Bad(f"{name} overlaps", overlapping, "ArgumentError", (f"{name} [", "overlaps an input of shape ["))
+
+    def released(heap: SymmetricHeap, good: dict) -> torch.Tensor:
+        found = heap.lease(shape(good), torch.float32)
+        tensor = found.tensor
+        found.release()
+        return tensor
+
+    if name == "out":  # a released grad_out would be found in backward
+        yield Bad(f"{name} released", on_heap(name, released), "StaleLease", ("belongs to no live lease",))
+
+
+def dispatch_mistakes() -> Iterator[Bad]:
+    yield from rows_mistakes("x", f"this plan needs {T}")
+    yield from buffer_mistakes("out", "x")
+
+    def argument(what: str, change: Callable, *parts: str) -> Bad:
+        return Bad(f"probs {what}", change, "ArgumentError", parts)
+
+    yield argument("list", changed("probs", lambda p: p.tolist()), "probs (list)", "tensor")
+    yield argument("shape", changed("probs", lambda p: p[:, :1]), f"probs has shape [{T}, 1]", f"[{T}, {K}]")
+    yield argument("double", changed("probs", lambda p: p.double()), "probs is torch.float64", "torch.float32")
+    yield argument("half", changed("probs", lambda p: p.bfloat16()), "probs is torch.bfloat16", "torch.float32")
+    yield argument("meta", changed("probs", lambda p: p.to("meta")), "probs is torch.float32 on meta", "on cpu")
+
+
+def combine_mistakes() -> Iterator[Bad]:
+    yield from rows_mistakes("expert_out", "this plan needs")
+    yield from buffer_mistakes("grad_out", "expert_out")
+
+    def released(heap: SymmetricHeap, good: dict) -> torch.Tensor:
+        found = heap.lease(tuple(good["expert_out"].shape), torch.float32)
+        tensor = found.tensor
+        found.release()
+        return tensor
+
+    yield Bad("expert_out released", on_heap("expert_out", released), "StaleLease", ("belongs to no live lease",))
+
+
+# -- the calls, on every rank -----------------------------------------------------------------------------------------
+
+
+def routing(heap: SymmetricHeap, seed: int) -> torch.Tensor:
+    """[T, K]: every rank has rows, from every rank."""
+    generator = torch.Generator().manual_seed(seed + heap.rank)
+    num_experts = 2 * heap.num_ranks
+    return torch.stack([torch.randperm(num_experts, generator=generator)[:K] for _ in range(T)])
+
+
+def round_trip(heap: SymmetricHeap, seed: int) -> bool:
+    """The next correct call, and whether it is exact."""
+    generator = torch.Generator().manual_seed(1000 * seed + heap.rank)
+    x = torch.randint(-99, 99, (T, H), generator=generator).float()
+    probs = torch.rand((T, K), generator=generator)
+    plan = make_plan(routing(heap, seed), num_experts=2 * heap.num_ranks, heap=heap)
+    rows, row_probs = dispatch_tokens(x, plan, probs=probs)
+    y = combine_tokens(rows * row_probs[:, None], plan, order="slot")
+    plan.release()
+    want = torch.zeros(T, H)
+    for k in range(K):
+        want += x * probs[:, k : k + 1]
+    return torch.equal(y, want)
+
+
+class Stage:
+    """One public call with correct arguments that mistakes start from."""
+
+    def __init__(self, name: str, heap: SymmetricHeap, base: tuple = ()) -> None:
+        self.name, self.heap = name, heap
+        self.plan: Plan | None = None
+        num_experts = 2 * heap.num_ranks
+        ids = routing(heap, 5)
+        generator = torch.Generator().manual_seed(heap.rank)
+        x, probs = torch.randn((T, H), generator=generator), torch.rand((T, K), generator=generator)
+        if name == "make_plan":
+            self.good = {"topk_idx": ids, "num_experts": num_experts, "heap": heap, **dict(base)}
+            return
+        self.plan = plan = make_plan(ids, num_experts=num_experts, heap=heap)
+        if name == "dispatch_tokens":
+            out = plan.lease_rows(H, torch.float32, name="out")
+            self.good = {"x": x, "plan": plan, "probs": probs, "out": out, "order": "rank"}
+            return
+        dispatch_tokens(x, plan, probs=probs)
+        grad_out = plan.lease_rows(H, torch.float32, name="grad_out")[: plan.num_rows]
+        expert_out = torch.ones(plan.num_rows, H)
+        self.good = {"expert_out": expert_out, "plan": plan, "order": "rank", "grad_out": grad_out}
+
+    def call(self, arguments: dict) -> tuple[str, str]:
+        """(class, text) of the error."""
+        function = {"make_plan": make_plan, "dispatch_tokens": dispatch_tokens, "combine_tokens": combine_tokens}
+        arguments = {name: value for name, value in arguments.items() if name != "_leases"}
+        try:
+            function[self.name](**arguments)
+        except Exception as error:  # noqa: BLE001 - the class is what is tested
+            return type(error).__name__, str(error)
+        return "nothing", ""
+
+    def close(self) -> None:
+        if self.plan is not None:
+            self.plan.release()
+
+
+MISTAKES = {"dispatch_tokens": dispatch_mistakes, "combine_tokens": combine_mistakes}
+
+
+def check_mistakes(rank: int, num_ranks: int, stage_name: str) -> list[str]:
+    findings = Findings()
+    sets = [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        make = MISTAKES.get(stage_name)
+        mistakes = list(make() if make else plan_mistakes(2 * num_ranks))
+        for turn, (culprits, bad) in enumerate((c, b) for c in sets for b in mistakes):
+            findings.where = f"{stage_name}, {bad.name} on ranks {culprits}, seen by rank {rank} of {num_ranks}"
+            stage = Stage(stage_name, heap, bad.base)
+            wrong = bad.change(heap, dict(stage.good)) if rank in culprits else stage.good
+            name, text = stage.call(wrong)
+            findings.equal("error", (name, "" if name == bad.error else text), (bad.error, ""))
+            for part in bad.parts:
+                findings.check(part.format(rank=culprits[0]) in text, f"{part!r} is not in {text!r}")
+            if rank not in culprits and bad.error != "ExpertIdError":
+                findings.check(text.startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {text!r}")
+            stage.close()
+            del wrong, stage
+            findings.equal("leased bytes after the error", heap.leased_bytes, 0)
+            findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+def check_mismatches(rank: int, num_ranks: int) -> list[str]:
+    findings = Findings()
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        for culprit in range(num_ranks):
+            for turn, (bad, field, usual, other) in enumerate(plan_mismatches(2 * num_ranks)):
+                findings.where = f"{bad.name}: {other} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+                stage = Stage("make_plan", heap, bad.base)
+                found = stage.call(bad.change(heap, dict(stage.good)) if rank == culprit else stage.good)
+                zero, first, its = (other, 1, usual) if culprit == 0 else (usual, culprit, other)
+                text = f"{field} differs: rank 0 has {zero}, rank {first} has {its}"
+                findings.equal("error", found, ("ConfigMismatch", text))
+                findings.equal("leased bytes after the error", heap.leased_bytes, 0)
+                findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+def check_order_of_errors(rank: int, num_ranks: int) -> list[str]:
+    """Several things are wrong at once: every rank names the same one. And one fault follows the other at once."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        num_experts, ids = 2 * num_ranks, routing(heap, 1)
+        bad_id = with_id(num_experts + rank)(ids)
+        for turn in range(40):
+            # Rank 0 fails in its arguments, all others have ids out of range.
+            stage = Stage("make_plan", heap)
+            wrong = {**stage.good, "overflow": f"turn {turn}"} if rank == 0 else {**stage.good, "topk_idx": bad_id}
+            name, text = stage.call(wrong)
+            findings.equal(f"class in turn {turn}", name, "ArgumentError")
+            findings.check(f"overflow ('turn {turn}')" in text, f"turn {turn}: {text!r}")
+        findings.check(round_trip(heap, 3), "the next correct call is wrong")
+        stage = Stage("make_plan", heap)
+        stage.good["topk_idx"] = bad_id if rank else ids
+        found = stage.call(stage.good)
+        text = f"topk_idx on rank 1, flat position {3 * K + 1}: {num_experts + 1} is neither -1 nor in [0, {num_experts})"
+        findings.equal("error", found, ("ExpertIdError", text))
+    return findings.texts
+
+
+def check_misuse(rank: int, num_ranks: int) -> list[str]:
+    """Calls in a wrong order, and more rows than the capacity."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        num_experts = 2 * num_ranks
+        plan = make_plan(routing(heap, 1), num_experts=num_experts, heap=heap)
+        try:
+            combine_tokens(torch.ones(plan.num_rows, H), plan)
+        except Exception as error:  # noqa: BLE001 - the class is what is tested
+            findings.equal("combine before dispatch", type(error).__name__, "StalePlan")
+            findings.check("dispatch_tokens comes before combine_tokens" in str(error), str(error))
+        else:
+            findings.check(False, "combine before dispatch raised nothing")
+        findings.check(round_trip(heap, 1), "the next correct call is wrong")
+        last = torch.full((T, K), num_experts - 1)
+        for capacity in (1, T * K * num_ranks - 1):
+            stage = Stage("make_plan", heap, (("capacity", capacity),))
+            wanted = f"rank {num_ranks - 1} is routed {T * K * num_ranks} rows, more than capacity ({capacity})"
+            findings.equal("overflow", stage.call({**stage.good, "topk_idx": last}), ("CapacityError", wanted))
+            findings.check(round_trip(heap, capacity), "the next correct call is wrong")
+    return findings.texts
+
+
+# -- a heap that is too small -----------------------------------------------------------------------------------------
+
+
+def exhaust(heap: SymmetricHeap, left: int) -> list:
+    """Leases that leave ranges of at most `left` bytes."""
+    taken = []
+    while free_bytes(heap) > left:
+        taken.append(heap.lease((free_bytes(heap) - left,), torch.uint8, name="everything"))
+    return taken
+
+
+def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
+    """One rank, or all, have no memory left: HeapExhausted everywhere, in every call that leases."""
+    findings = Findings()
+    sets = [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K)
+        layer = MoELayer(config, heap)
+        for turn, culprits in enumerate(sets):
+            for call in ("dispatch_tokens", "combine_tokens", "layer", "backward of dispatch", "backward of the layer"):
+                # What is left is too little at once, or too little for the second lease of the call.
+                for left in (0, 512, 1024):
+                    findings.where = f"{call} with {left} bytes left on {culprits}, rank {rank} of {num_ranks}"
+                    _check_exhausted(heap, layer, call, left if rank in culprits else None, culprits, findings)
+                    findings.equal("leased bytes", heap.leased_bytes, 0)
+                    findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+def _check_exhausted(
+    heap: SymmetricHeap, layer: MoELayer, call: str, left: int | None, culprits: list[int], findings: Findings
+) -> None:
+    x = torch.randn(T, H, requires_grad=True)
+    plan = make_plan(routing(heap, 2), num_experts=2 * heap.num_ranks, heap=heap)
+    probs = torch.rand((T, K), requires_grad=True)
+    if call == "dispatch_tokens":
+        step = lambda: dispatch_tokens(x, plan, probs=probs)  # noqa: E731
+    elif call == "combine_tokens":
+        dispatch_tokens(x.detach(), plan)
+        plan.release()
+        step = lambda: combine_tokens(torch.ones(plan.num_rows, H), plan)  # noqa: E731
+    elif call == "layer":
+        step = lambda: layer(x)  # noqa: E731
+    elif call == "backward of dispatch":
+        rows, row_probs = dispatch_tokens(x, plan, probs=probs)
+        loss = (rows * row_probs[:, None]).sum()
+        step = loss.backward
+    else:
+        loss = layer(x)[0].sum()
+        step = loss.backward
+    taken = [] if left is None else exhaust(heap, left)
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - the class is what is tested
+        findings.equal("error", type(error).__name__, "HeapExhausted")
+        parts = ("lease '", " needs ", "high-water mark", f"num_bytes (now {NUM_BYTES})")
+        findings.check(all(part in str(error) for part in parts), str(error))
+        if left is None:
+            findings.check(str(error).startswith(f"on rank {culprits[0]}: "), str(error))
+    else:
+        enough = left is None or left > 0
+        findings.check(enough and call == "backward of dispatch", "raised nothing")
+    for lease in taken:
+        lease.release()
+    plan.release()
+
+
+# -- MoELayer ---------------------------------------------------------------------------------------------------------
+
+
+def layer_mistakes() -> Iterator[tuple[str, Callable[[torch.Tensor], Any], tuple[str, ...]]]:
+    yield "list", lambda x: x.tolist(), ("x (list)", f"hidden ({H})")
+    yield "width", lambda x: x[:, :-1], (f"x ([{T}, {H - 1}])", f"hidden ({H})")
+    yield "scalar", lambda x: x.sum(), ("x ([])", f"hidden ({H})")
+    yield "int", lambda x: x.int(), ("x has dtype torch.int32", "torch.bfloat16")
+    yield "double", lambda x: x.double(), ("x has dtype torch.float64", "torch.float32")
+    yield "meta", lambda x: x.to("meta"), ("x is on meta", "heap is on cpu")
+
+
+def check_layer_mistakes(rank: int, num_ranks: int) -> list[str]:
+    findings = Findings()
+    sets = [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
+    usual = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K}
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        torch.manual_seed(0)
+        layer = MoELayer(MoEConfig(**usual), heap)
+        x = torch.randn(T, H)
+        want, _ = layer(x)
+        want = want.detach().clone()
+
+        def call(layer: MoELayer, x: Any) -> tuple[str, str]:
+            try:
+                layer(x)
+            except Exception as error:  # noqa: BLE001 - the class is what is tested
+                return type(error).__name__, str(error)
+            return "nothing", ""
+
+        for culprits in sets:
+            for what, change, parts in layer_mistakes():
+                findings.where = f"x {what} on {culprits}, seen by rank {rank} of {num_ranks}"
+                name, text = call(layer, change(x) if rank in culprits else x)
+                findings.equal("error", name, "ArgumentError")
+                findings.check(all(part in text for part in parts), f"{parts} not in {text!r}")
+                findings.check(rank in culprits or f"on rank {culprits[0]}: " in text, text)
+                findings.equal("y of the next correct call", layer(x)[0], want)
+        for culprit in range(num_ranks if num_ranks > 1 else 0):
+            for field, value in (("hidden", 2 * H), ("top_k", 1), ("num_experts", 4 * num_ranks), ("capacity", 99)):
+                findings.where = f"{field}={value} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+                config = MoEConfig(**{**usual, **({field: value} if rank == culprit else {})})
+                name, text = call(MoELayer(config, heap), torch.randn(T, config.hidden))
+                findings.equal("error", name, "ConfigMismatch")
+                findings.check(f"{field} differs: rank 0 has " in text, text)
+                findings.check(str(value) in text and str(usual.get(field, "none")) in text, text)
+                findings.equal("y of the next correct call", layer(x)[0], want)
+            findings.where = f"dtype on rank {culprit}, seen by rank {rank} of {num_ranks}"
+            name, text = call(layer, x.bfloat16() if rank == culprit else x)
+            findings.equal("error", name, "ConfigMismatch")
+            findings.check("dtype differs" in text and "torch.bfloat16" in text and "torch.float32" in text, text)
+            findings.equal("y of the next correct call", layer(x)[0], want)
+        if num_ranks > 1:  # not collective: the configuration is the same everywhere
+            odd = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks + 1, top_k=K)
+            with pytest.raises(ValueError, match=rf"num_experts \({odd.num_experts}\).*number of ranks \({num_ranks}\)"):
+                MoELayer(odd, heap)
+        findings.equal("leased bytes", heap.leased_bytes, 0)
+    return findings.texts
+
+
+def flat(results: list[list[str]]) -> list[str]:
+    return [text for texts in results for text in texts]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("stage", ["make_plan", "dispatch_tokens", "combine_tokens"])
+def test_wrong_arguments(cluster, stage: str, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_mistakes, stage)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_disagree(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_mismatches)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_faults_in_a_row_and_at_once(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_order_of_errors)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_wrong_order_and_overflow(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_misuse)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_heap_that_is_too_small(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_exhaustion)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_wrong_arguments_of_the_layer(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_layer_mistakes)) == []
