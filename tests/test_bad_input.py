@@ -10,7 +10,8 @@ import pytest
 import torch
 from worker import Findings, free_bytes, open_heap
 
-from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.errors import ArgumentError
 
 T, K, H = 6, 2, 16
 NUM_BYTES = 1 << 20
@@ -149,13 +150,14 @@ def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
         return found.tensor
 
     yield argument("list", lambda heap, good: [1.0], f"{name} (list)", "tensor")
-    yield argument("rows", lambda heap, good: lease(heap, good, (shape(good)[0] + 1, H)), f"{name} has shape", "must be")
-    yield argument("hidden", lambda heap, good: lease(heap, good, (shape(good)[0], H + 1)), f"{H + 1}]", f", {H}]")
-    half = torch.bfloat16
-    yield argument("dtype", lambda heap, good: lease(heap, good, shape(good), half), f"{name} has dtype {half}", "float32")
+    rows = lambda heap, good: lease(heap, good, (shape(good)[0] + 1, H))  # noqa: E731
+    yield argument("rows", rows, f"{name} has shape", "must be")
+    wide = lambda heap, good: lease(heap, good, (shape(good)[0], H + 1))  # noqa: E731
+    yield argument("hidden", wide, f"{name} has shape", f", {H + 1}]", f", {H}]")
+    half = lambda heap, good: lease(heap, good, shape(good), torch.bfloat16)  # noqa: E731
+    yield argument("dtype", half, f"{name} has dtype torch.bfloat16", "torch.float32")
     yield argument("meta", lambda heap, good: torch.empty(shape(good), device="meta"), f"{name} is on meta", "on cpu")
-    wide = (slice(None), slice(None, None, 2))
-    strided = lambda heap, good: lease(heap, good, (shape(good)[0], 2 * H))[wide]  # noqa: E731
+    strided = lambda heap, good: lease(heap, good, (shape(good)[0], 2 * H))[:, ::2]  # noqa: E731
     yield argument("strided", strided, f"{name} has strides [{2 * H}, 2]", "contiguous")
     yield argument(
         "gradient", lambda heap, good: lease(heap, good, shape(good)).requires_grad_(), f"{name} requires a gradient"
@@ -241,6 +243,7 @@ class Stage:
     def __init__(self, name: str, heap: SymmetricHeap, base: tuple = ()) -> None:
         self.name, self.heap = name, heap
         self.plan: Plan | None = None
+        self.leases: list[Lease] = []
         num_experts = 2 * heap.num_ranks
         ids = routing(heap, 5)
         generator = torch.Generator().manual_seed(heap.rank)
@@ -250,11 +253,11 @@ class Stage:
             return
         self.plan = plan = make_plan(ids, num_experts=num_experts, heap=heap)
         if name == "dispatch_tokens":
-            out = plan.lease_rows(H, torch.float32, name="out")
+            out = self._lease(plan.row_capacity)
             self.good = {"x": x, "plan": plan, "probs": probs, "out": out, "order": "rank"}
             return
         dispatch_tokens(x, plan, probs=probs)
-        grad_out = plan.lease_rows(H, torch.float32, name="grad_out")[: plan.num_rows]
+        grad_out = self._lease(plan.row_capacity)[: plan.num_rows]
         expert_out = torch.ones(plan.num_rows, H)
         self.good = {"expert_out": expert_out, "plan": plan, "order": "rank", "grad_out": grad_out}
 
@@ -268,7 +271,13 @@ class Stage:
             return type(error).__name__, str(error)
         return "nothing", ""
 
+    def _lease(self, num_rows: int) -> torch.Tensor:
+        self.leases.append(self.heap.lease((num_rows, H), torch.float32))
+        return self.leases[-1].tensor
+
     def close(self) -> None:
+        for lease in self.leases:
+            lease.release()
         if self.plan is not None:
             self.plan.release()
 
@@ -333,7 +342,8 @@ def check_order_of_errors(rank: int, num_ranks: int) -> list[str]:
         stage = Stage("make_plan", heap)
         stage.good["topk_idx"] = bad_id if rank else ids
         found = stage.call(stage.good)
-        text = f"topk_idx on rank 1, flat position {3 * K + 1}: {num_experts + 1} is neither -1 nor in [0, {num_experts})"
+        place, limits = f"topk_idx on rank 1, flat position {3 * K + 1}", f"[0, {num_experts})"
+        text = f"{place}: {num_experts + 1} is neither -1 nor in {limits}"
         findings.equal("error", found, ("ExpertIdError", text))
     return findings.texts
 
@@ -365,68 +375,77 @@ def check_misuse(rank: int, num_ranks: int) -> list[str]:
 # -- a heap that is too small -----------------------------------------------------------------------------------------
 
 
-def exhaust(heap: SymmetricHeap, left: int) -> list:
-    """Leases that leave ranges of at most `left` bytes."""
+LEASING_CALLS = ("dispatch_tokens", "combine_tokens", "layer", "backward of dispatch", "backward of the layer")
+
+
+def exhaust(heap: SymmetricHeap, left: int) -> list[Lease]:
+    """Leases that leave one free range of `left` bytes."""
+    last = heap.lease((left,), torch.uint8) if left else None
     taken = []
-    while free_bytes(heap) > left:
-        taken.append(heap.lease((free_bytes(heap) - left,), torch.uint8, name="everything"))
+    while free_bytes(heap):
+        taken.append(heap.lease((free_bytes(heap),), torch.uint8, name="everything"))
+    if last is not None:
+        last.release()
     return taken
 
 
 def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
-    """One rank, or all, have no memory left: HeapExhausted everywhere, in every call that leases."""
+    """One rank, or all, have no memory left: HeapExhausted everywhere, whichever lease of the call fails."""
     findings = Findings()
     sets = [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
-        config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K)
-        layer = MoELayer(config, heap)
+        layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K), heap)
         for turn, culprits in enumerate(sets):
-            for call in ("dispatch_tokens", "combine_tokens", "layer", "backward of dispatch", "backward of the layer"):
-                # What is left is too little at once, or too little for the second lease of the call.
-                for left in (0, 512, 1024):
+            for call in LEASING_CALLS:
+                for left in range(0, 1 << 14, 512):
                     findings.where = f"{call} with {left} bytes left on {culprits}, rank {rank} of {num_ranks}"
-                    _check_exhausted(heap, layer, call, left if rank in culprits else None, culprits, findings)
+                    raised = _raises(heap, layer, call, left if rank in culprits else None, culprits, findings)
                     findings.equal("leased bytes", heap.leased_bytes, 0)
                     findings.check(round_trip(heap, turn), "the next correct call is wrong")
+                    if not raised:
+                        break
+                findings.check(0 < left < (1 << 14) - 512, "the memory was always or never enough")
     return findings.texts
 
 
-def _check_exhausted(
+def _raises(
     heap: SymmetricHeap, layer: MoELayer, call: str, left: int | None, culprits: list[int], findings: Findings
-) -> None:
+) -> bool:
+    """Whether the call raises, which must be HeapExhausted."""
     x = torch.randn(T, H, requires_grad=True)
-    plan = make_plan(routing(heap, 2), num_experts=2 * heap.num_ranks, heap=heap)
     probs = torch.rand((T, K), requires_grad=True)
-    if call == "dispatch_tokens":
-        step = lambda: dispatch_tokens(x, plan, probs=probs)  # noqa: E731
-    elif call == "combine_tokens":
+    plan = make_plan(routing(heap, 2), num_experts=2 * heap.num_ranks, heap=heap)
+    if call == "combine_tokens":
         dispatch_tokens(x.detach(), plan)
         plan.release()
-        step = lambda: combine_tokens(torch.ones(plan.num_rows, H), plan)  # noqa: E731
-    elif call == "layer":
-        step = lambda: layer(x)  # noqa: E731
+        expert_out = torch.ones(plan.num_rows, H)
     elif call == "backward of dispatch":
         rows, row_probs = dispatch_tokens(x, plan, probs=probs)
         loss = (rows * row_probs[:, None]).sum()
-        step = loss.backward
-    else:
+    elif call == "backward of the layer":
         loss = layer(x)[0].sum()
-        step = loss.backward
     taken = [] if left is None else exhaust(heap, left)
+    raised = False
     try:
-        step()
+        if call == "dispatch_tokens":
+            dispatch_tokens(x, plan, probs=probs)
+        elif call == "combine_tokens":
+            combine_tokens(expert_out, plan)
+        elif call == "layer":
+            layer(x)[0].sum().backward()
+        else:
+            loss.backward()
     except Exception as error:  # noqa: BLE001 - the class is what is tested
+        raised = True
         findings.equal("error", type(error).__name__, "HeapExhausted")
         parts = ("lease '", " needs ", "high-water mark", f"num_bytes (now {NUM_BYTES})")
         findings.check(all(part in str(error) for part in parts), str(error))
         if left is None:
             findings.check(str(error).startswith(f"on rank {culprits[0]}: "), str(error))
-    else:
-        enough = left is None or left > 0
-        findings.check(enough and call == "backward of dispatch", "raised nothing")
     for lease in taken:
         lease.release()
     plan.release()
+    return raised
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
@@ -483,7 +502,8 @@ def check_layer_mistakes(rank: int, num_ranks: int) -> list[str]:
             findings.equal("y of the next correct call", layer(x)[0], want)
         if num_ranks > 1:  # not collective: the configuration is the same everywhere
             odd = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks + 1, top_k=K)
-            with pytest.raises(ValueError, match=rf"num_experts \({odd.num_experts}\).*number of ranks \({num_ranks}\)"):
+            text = rf"num_experts \({odd.num_experts}\).*number of ranks \({num_ranks}\)"
+            with pytest.raises(ArgumentError, match=text):
                 MoELayer(odd, heap)
         findings.equal("leased bytes", heap.leased_bytes, 0)
     return findings.texts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import oracle
 import pytest
@@ -44,8 +46,47 @@ def check_combine(rank: int, num_ranks: int, numbers: list[int], device: str) ->
                 _check_sums(heap, case, case.shape(device), findings)
             except Exception as error:
                 raise AssertionError(findings.where) from error
-            findings.equal("leased bytes after the case", heap.leased_bytes, 0)
+            findings.equal("leased bytes after the sums", heap.leased_bytes, 0)
+            for order in ORDERS:
+                _check_backward(heap, case, case.shape(device), order, findings)
+            findings.equal("leased bytes after the backward pass", heap.leased_bytes, 0)
     return findings.texts
+
+
+def _check_backward(
+    heap: SymmetricHeap, case: routings.Case, hidden: int, order: str, findings: Findings
+) -> None:
+    """The backward of dispatch is combine, the backward of combine is dispatch: bit for bit, in the order asked for."""
+    rank = heap.rank
+    ready = dispatched(heap, case, hidden)
+    if ready is None:
+        return
+    x, probs, plan, layout = ready
+    num_rows = len(layout.rows[rank])
+    d_rows = case.random_rows(case.generator(350 + rank), plan.row_capacity, hidden)
+    d_bits = [oracle.bits_of(t) for t in oracle.gather(d_rows[:num_rows])]
+    if order == "rank":
+        reduced = [oracle.reduce_primary(layout, r, bits, case.dtype) for r, bits in enumerate(d_bits)]
+        want = oracle.sum_ranks(layout, rank, reduced, case.dtype)
+    else:
+        want = oracle.sum_slots(layout, rank, d_bits, case.dtype)
+    d_probs = torch.arange(plan.row_capacity).float() + 1000.0 * rank
+    rows, row_probs = dispatch_tokens(x.requires_grad_(), plan, probs=probs.requires_grad_(), order=order)
+    n = rows.shape[0]
+    torch.autograd.backward([rows, row_probs], [on_device(d_rows[:n], heap), on_device(d_probs[:n], heap)])
+    same = oracle.same_numbers(oracle.bits_of(x.grad), want, case.dtype)
+    findings.check(same, f"dx of dispatch_tokens, order={order}, differs from the oracle")
+    to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
+    want = np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32)
+    findings.equal(f"dprobs of dispatch_tokens, order={order}", probs.grad, want)
+
+    dy = case.encoded_rows(rank, x.shape[0], hidden)
+    want = oracle.expert_major(layout, rank, [oracle.bits_of(t) for t in oracle.gather(dy)])
+    expert_out = torch.zeros((n, hidden), dtype=case.dtype, device=heap.device, requires_grad=True)
+    combine_tokens(expert_out, plan, order=order).backward(on_device(dy, heap))
+    got = oracle.bits_of(expert_out.grad[:num_rows])
+    findings.check((got == want).all(), f"the gradient of expert_out, order={order}, differs from the oracle")
+    plan.release()
 
 
 def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
@@ -80,10 +121,13 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
             findings.check(is_poison(rows[num_rows:]), f"order={order} wrote the tail")
             findings.equal("staging copies in place", heap.statistics.num_staging_copies, copies)
             findings.equal(f"version bumped by order={order}", rows._version > version, order == "rank")
-        # an ordinary tensor, of the visible size and of the whole capacity, and one that is not contiguous
+        # an ordinary tensor, of the visible size and of the whole capacity, and strided ones, elsewhere and on the heap
         visible = whole if plan.num_rows is None else whole[:num_rows]
         strided = torch.stack([visible, visible], -1)[..., 1]
-        for ordinary in (visible, whole, strided):
+        wide = heap.lease((visible.shape[0], 2 * hidden), case.dtype, name="twice as wide")
+        narrow = wide.tensor[:, hidden:]
+        narrow.copy_(visible)
+        for ordinary in (visible, whole, strided, narrow):
             before = oracle.bits_of(ordinary).copy()
             staged = combine_tokens(ordinary, plan, order=order)
             same = oracle.same_numbers(oracle.bits_of(staged), oracle.bits_of(y), case.dtype)
@@ -91,6 +135,8 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
             findings.check((oracle.bits_of(ordinary) == before).all(), "an ordinary tensor was overwritten")
             copies += ordinary.numel() > 0  # there is nothing to copy of an empty tensor
         findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
+        del ordinary, narrow
+        wide.release()
     _check_values(plan, layout, rank, findings)
 
 
@@ -175,7 +221,7 @@ def _check_gradients(heap: SymmetricHeap, case: routings.Case, order: str, findi
         starts = plan.row_start.tolist()
         per_expert = [
             (rows[a:b] @ mine[g].T) * row_probs[a:b, None]
-            for g, (a, b) in enumerate(zip(starts, starts[1:], strict=False))
+            for g, (a, b) in enumerate(pairwise(starts))
         ]
         tail = rows.new_zeros(rows.shape[0] - starts[-1], hidden)
         expert_out = torch.cat([*per_expert, tail])

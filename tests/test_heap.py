@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import stat
 import threading
@@ -177,6 +178,10 @@ def test_owns(heap: SymmetricHeap):
     assert heap.owns(lease.tensor[3:5, 1:])
     assert not heap.owns(torch.empty(16, 16))
     assert not heap.owns(torch.empty(16, 16, device="meta"))
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as other, other.lease((16, 16), torch.float32) as foreign:
+        # One of the two arenas lies above the other.
+        assert not heap.owns(foreign.tensor)
+        assert not other.owns(lease.tensor)
     control_block = heap.peers.views[0][: heap._layout.num_bytes]
     assert not heap.owns(control_block)
     assert heap.offset_of(lease.tensor[3:]) == lease.offset + 3 * 64
@@ -480,6 +485,10 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
             facts = {"rank": error.rank, "phase": error.phase, "late": error.expected - error.seen, "text": str(error)}
         facts["took_s"] = time.monotonic() - start
         facts["next"] = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
+        # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
+        start = time.monotonic()
+        facts["offsets"] = heap._launch_barrier(control.PHASE_START, (), fault=False).tolist()
+        facts["aborted_s"] = time.monotonic() - start
         facts["lease"] = outcome(heap.lease, (1,), torch.uint8)[0]
     dist.barrier()
     if rank == missing:
@@ -513,12 +522,14 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
 def test_a_peer_that_does_not_come(cluster, num_ranks: int, call: str, phase: str):
     *waiting, missing = cluster(num_ranks).run(leave_out, call, 0.5)
     for facts in waiting:
-        assert (facts["rank"], facts["phase"], facts["late"]) == (num_ranks - 1, phase, 2)  # same half, two epochs ago
+        assert (facts["rank"], facts["phase"], facts["late"]) == (num_ranks - 1, phase, 1)
         wanted = f"rank {num_ranks - 1} did not reach '{phase}' within timeout_s=0.5: expected epoch"
         assert facts["text"].startswith(wanted)
         assert 0.45 < facts["took_s"] < 2.0
         assert facts["next"][0] == facts["lease"] == HeapPoisoned.__name__
         assert wanted in facts["next"][1]
+        assert facts["offsets"] == [[-1] * control.NUM_PUBLISHED] * num_ranks
+        assert facts["aborted_s"] < 0.1
     assert missing["next"][0] == PeerTimeout.__name__
     assert missing["took_s"] < 2.0
     for facts in [*waiting, missing]:
@@ -568,7 +579,9 @@ def churn(rank: int, num_ranks: int, victim: int, delay_s: float, folder: str) -
                 facts["rank"] = error.rank
                 heap.close()
             Path(folder, f"rank-{rank}.json").write_text(json.dumps(facts))
-            return
+            if isinstance(error, PeerTimeout):
+                return
+            os._exit(7)  # as a job would: a rank that lost its process group and lived on would keep gloo waiting
 
 
 @pytest.mark.parametrize("attempt", range(5))
@@ -580,10 +593,9 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path, shared_memory_befor
     try:
         with pytest.raises(RankFailure) as caught:
             ranks.run(churn, victim, delay_s, str(tmp_path), timeout_s=30)
-        assert str(caught.value).startswith(f"rank {victim}: died with exit code")
-        assert "\n" not in str(caught.value)  # and nobody else
     finally:
         ranks.close()
+    assert re.fullmatch(r"(rank \d: died with exit code (-9|7|None)\n?)+", str(caught.value))  # nobody hangs
     for rank in set(range(num_ranks)) - {victim}:
         facts = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         if facts["phase"] == "use":

@@ -60,6 +60,7 @@ def _collect(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     ops, heap = kernels.for_device(rows.device), plan.heap
     packed_to_row, _ = plan.received_index()
+    offset = heap.offset_of(rows, phases=PHASES)  # before anything is written there
     if order == "rank":
         ops.pre_reduce(rows, packed_to_row, plan.num_packed)
         # Autograd must refuse a later use of what stood in the primary rows.
@@ -69,7 +70,7 @@ def _collect(
         sources = (plan.slot_to_rank, plan.slot_to_row)
     out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     if row_values is None:
-        received = heap.barrier(PHASES[0], publish=(heap.offset_of(rows),))
+        received = heap.barrier(PHASES[0], publish=(offset,))
         ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
         heap.barrier(PHASES[1])
         return out, None
@@ -78,7 +79,7 @@ def _collect(
     shape = (plan.packed_row_capacity, plan.top_k)
     with heap.lease(shape, torch.float32, name="values to collect", phases=PHASES) as packed_values:
         ops.gather_values(row_values, packed_to_row, plan.num_packed, packed_values.tensor)
-        received = heap.barrier(PHASES[0], publish=(heap.offset_of(rows), packed_values.offset))
+        received = heap.barrier(PHASES[0], publish=(offset, packed_values.offset))
         ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
         ops.pull_values(
             plan.slot_to_rank, plan.token_to_packed_row, heap.peers, received, values, column=READY_VALUES

@@ -140,7 +140,7 @@ def make_plan(
         PeerTimeout: a rank did not come.
     """
     heap.check()
-    error = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, dtype)
+    error = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
     if error is not None:
         heap.fail(error, (control.PHASE_PLAN,))
     topk_idx = topk_idx.detach().contiguous()
@@ -246,6 +246,7 @@ def _find_problem(
     capacity: int | None,
     overflow: str,
     max_tokens: int | None,
+    hidden: int | None,
     dtype: torch.dtype | None,
 ) -> ArgumentError | None:
     """What is wrong with this rank's arguments, found without looking at device memory."""
@@ -258,12 +259,18 @@ def _find_problem(
         return ArgumentError(f"topk_idx is on {topk_idx.device}; the heap is on {heap.device}")
     if not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
         return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
+    integers = {"num_experts": num_experts, "capacity": capacity, "max_tokens": max_tokens, "hidden": hidden}
+    for name, value in integers.items():
+        if not isinstance(value, int) and (value is not None or name == "num_experts"):
+            return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
     if not 1 <= num_experts <= control.MAX_EXPERTS:
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:
         return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
-    if overflow not in _OVERFLOW:
+    if overflow not in tuple(_OVERFLOW):
         return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
+    if hidden is not None and hidden < 1:
+        return ArgumentError(f"hidden ({hidden}) must be at least 1")
     if dtype is not None and dtype not in control.DTYPES:
         return ArgumentError(f"dtype ({dtype}) must be one of {', '.join(map(str, control.DTYPES))}")
     if capacity is None and (max_tokens is not None or overflow != "raise"):

@@ -45,7 +45,7 @@ def _send(
 ) -> torch.Tensor | None:
     ops, heap = kernels.for_device(x.device), plan.heap
     if plan.packed_to_row is not None and probs is None:  # a later dispatch of the plan: the index is here already
-        received = heap.barrier(PHASES[0], publish=(heap.offset_of(buffer),))
+        received = heap.barrier(PHASES[0], publish=(heap.offset_of(buffer, phases=PHASES),))
         ops.push_rows(x, token_to_row, heap.peers, received, column=READY_ROWS)
         heap.barrier(PHASES[1])
         return None
@@ -55,7 +55,7 @@ def _send(
         heap.lease(shape, torch.int32, name="received slots", phases=PHASES) as wire_slots,
         heap.lease(shape, torch.float32, name="received probs", phases=PHASES) as wire_probs,
     ):
-        offsets = (heap.offset_of(buffer), wire_slots.offset, wire_probs.offset)
+        offsets = (heap.offset_of(buffer, phases=PHASES), wire_slots.offset, wire_probs.offset)
         received = heap.barrier(PHASES[0], publish=offsets)
         ops.push_rows(x, token_to_row, heap.peers, received, column=READY_ROWS)
         ops.push_slots(

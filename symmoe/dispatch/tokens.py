@@ -110,6 +110,8 @@ def _problem(
     if order not in ORDERS:
         return ArgumentError(f"order ({order!r}) must be one of {ORDERS}")
     if probs is not None:
+        if not isinstance(probs, torch.Tensor):
+            return ArgumentError(f"probs ({type(probs).__name__}) must be a tensor")
         if tuple(probs.shape) != (plan.num_tokens, plan.top_k):
             return ArgumentError(f"probs has shape {list(probs.shape)}; it must be {[plan.num_tokens, plan.top_k]}")
         if probs.dtype != torch.float32 or probs.device != x.device:

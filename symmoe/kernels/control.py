@@ -4,7 +4,7 @@ Twins and device code share these numbers; nothing here touches memory.
 
     counters      int64[8]                       local: barrier epoch, abort flag
     mailbox       int64[2][R][MAIL_WORDS]        slot [epoch & 1][s] is written by rank s alone
-    fault inbox   uint8[R][FAULT_BYTES]          row s is written by rank s alone
+    fault inbox   uint8[2][R][INBOX_BYTES]       slot [.][s] is written by rank s alone, in turn
     count table   int32[2][R][row_words]         half [epoch of the plan's barrier & 1], row s written by rank s alone
 """
 
@@ -25,6 +25,9 @@ NUM_COUNTERS = 8
 # a mailbox slot: 2 * epoch + fault, then published words; 64 bytes, so that two writers never share a cache line
 MAIL_WORDS = 8
 NUM_PUBLISHED = 3
+
+# a slot of the fault inbox: the epoch of the faulted barrier (8 bytes), the error, padding to 64 bytes
+INBOX_BYTES = 64 + FAULT_BYTES
 
 # a row of the count table: a header, slots per expert, tokens per destination rank
 HEADER_WORDS = 16
@@ -112,7 +115,7 @@ class ControlLayout:
     def __post_init__(self) -> None:
         mailbox = 512
         fault_inbox = mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
-        count_table = fault_inbox + self.num_ranks * FAULT_BYTES
+        count_table = fault_inbox + 2 * self.num_ranks * INBOX_BYTES
         end = count_table + 2 * self.num_ranks * self.row_words * 4
         for name, value in (
             ("mailbox", mailbox),

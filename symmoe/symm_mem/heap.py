@@ -6,6 +6,7 @@ import logging
 import math
 import struct
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,7 @@ class SymmetricHeap:
         self.status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._status_words = self.status.numpy()
         self._arena = Arena(self._layout.num_bytes, num_bytes)
+        self._num_faults = 0
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
         if self.device.type == "cuda":
@@ -144,14 +146,12 @@ class SymmetricHeap:
         span = self._arena.take(num_bytes)
         if span is None:
             arena = self._arena
-            error = HeapExhausted(
+            problem = (
                 f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
                 f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
                 f"high-water mark {arena.high_water_bytes}; give the heap more num_bytes (now {self.num_bytes})"
             )
-            if phases:
-                self.fail(error, phases)
-            raise error
+            self.fail(HeapExhausted(problem), phases)
         self.statistics.num_leases += 1
         lease = Lease(self, name, shape, dtype, span, self.statistics.num_leases)
         self._live[lease.offset] = lease.num_bytes
@@ -167,8 +167,11 @@ class SymmetricHeap:
         end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
         return start + self._layout.num_bytes <= tensor.data_ptr() and end <= start + self.num_bytes
 
-    def offset_of(self, tensor: torch.Tensor) -> int:
+    def offset_of(self, tensor: torch.Tensor, *, phases: tuple[int, ...] = ()) -> int:
         """Byte offset in the arena of a tensor that lies in a live lease. Local.
+
+        Args:
+            phases: as in :meth:`lease`.
 
         Raises:
             StaleLease: the heap owns the memory, but no live lease holds it.
@@ -178,7 +181,8 @@ class SymmetricHeap:
         offset = tensor.data_ptr() - self._backend.bases[self.rank]
         end = offset + tensor.numel() * tensor.element_size()
         if not any(start <= offset and end <= start + size for start, size in self._live.items()):
-            raise StaleLease(f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live lease")
+            problem = f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live lease"
+            self.fail(StaleLease(problem), phases)
         return offset
 
     @property
@@ -238,16 +242,28 @@ class SymmetricHeap:
         event.synchronize()
         return copy
 
-    def fail(self, error: SymmoeError, phases: tuple[int, ...]) -> None:
+    def fail(self, error: SymmoeError, phases: tuple[int, ...]) -> NoReturn:
         """Takes this rank's part in a call whose arguments are wrong here, so that every rank raises `error`.
 
         Collective in the sense that the peers are in the call that consists of the barriers `phases`; moves no
-        payload. Synchronises. Always raises `error`.
+        payload. Synchronises. Always raises `error`; without `phases` it does nothing else.
         """
-        payload = torch.frombuffer(bytearray(encode(error)), dtype=torch.uint8)
-        inbox = self._layout.fault_inbox + self.rank * FAULT_BYTES
+        try:
+            if phases:
+                self._launch_fault(error, phases)
+            raise error
+        finally:
+            # A local name would keep the traceback in a cycle, and with it the leases of the frames it passed.
+            del error
+
+    def _launch_fault(self, error: SymmoeError, phases: tuple[int, ...]) -> None:
+        counters = self.peers.region(self.rank, self._layout.counters, (control.NUM_COUNTERS,), torch.int64)
+        epoch = int(counters[control.BARRIER_EPOCH]) + 1
+        payload = torch.frombuffer(bytearray(epoch.to_bytes(8, "little") + encode(error)), dtype=torch.uint8)
+        # Two slots in turn: a peer may still have to read the last fault, but has read the one before.
+        self._num_faults += 1
         for rank in range(self.num_ranks):
-            self.peers.region(rank, inbox, (FAULT_BYTES,), torch.uint8).copy_(payload)
+            self._inbox(rank, sender=self.rank)[self._num_faults & 1, : payload.numel()].copy_(payload)
         if self.device.type == "cpu":
             phases = phases[:1]  # on CPUs the peers raise at the first barrier; GPU hosts have enqueued all of them
         for index, phase in enumerate(phases):
@@ -256,7 +272,6 @@ class SymmetricHeap:
         if self._status_words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
             raise self._take_status() from error
         self._status_words[control.STATUS_KIND] = control.STATUS_OK  # the fault on record is this rank's own
-        raise error
 
     def _launch_barrier(self, phase: int, publish: tuple[int, ...], *, fault: bool) -> torch.Tensor:
         received = torch.empty((self.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
@@ -287,12 +302,19 @@ class SymmetricHeap:
                 words[control.STATUS_SEEN],
                 words[control.STATUS_WHERE],
             )
-        return self._peer_error(words[control.STATUS_PEER])
+        return self._peer_error(words[control.STATUS_PEER], words[control.STATUS_EPOCH])
 
-    def _peer_error(self, rank: int) -> SymmoeError:
-        inbox = self._layout.fault_inbox + rank * FAULT_BYTES
-        payload = self.peers.region(self.rank, inbox, (FAULT_BYTES,), torch.uint8)
-        return decode(bytes(payload.cpu().numpy().tobytes()), rank=rank)
+    def _peer_error(self, rank: int, epoch: int) -> SymmoeError:
+        for slot in self._inbox(self.rank, sender=rank).cpu():
+            payload = slot.numpy().tobytes()
+            if int.from_bytes(payload[:8], "little") == epoch:
+                return decode(payload[8 : 8 + FAULT_BYTES], rank=rank)
+        return SymmoeError(f"rank {rank} failed in epoch {epoch}, and has failed again since")
+
+    def _inbox(self, rank: int, *, sender: int) -> torch.Tensor:
+        """uint8 [2, INBOX_BYTES]: where `sender` puts its faults for `rank`."""
+        shape = (2, self.num_ranks, control.INBOX_BYTES)
+        return self.peers.region(rank, self._layout.fault_inbox, shape, torch.uint8)[:, sender]
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,194 @@
+"""`order="slot"`: the same bits on any number of ranks and for any cut of the tokens. Both orders: from run to run."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from worker import open_heap
+
+from symmoe import make_plan
+from symmoe.moe.fused import expert_parallel_mlp
+
+NUM_EXPERTS = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch: T tokens of all ranks together."""
+
+    name: str
+    num_tokens: int
+    hidden: int
+    ffn: int
+    top_k: int
+    skew: float  # 0 is uniform; the larger, the more tokens go to few experts
+    static: bool
+
+    def make(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Tokens, routing, weights and gradient of the output, all of the group's."""
+        rng = np.random.default_rng([5, self.num_tokens, self.hidden])
+        weights = 1 / (1 + np.arange(NUM_EXPERTS)) ** self.skew
+        ids = np.stack(
+            [
+                rng.choice(NUM_EXPERTS, self.top_k, replace=False, p=weights / weights.sum())
+                for _ in range(self.num_tokens)
+            ]
+        )
+        ids[rng.random(ids.shape) < 0.1] = -1
+        ids[3] = -1
+        ids[7] = ids[7, 0]  # one expert in all slots
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return torch.from_numpy(rng.standard_normal(shape) * scale).to(dtype)
+
+        return {
+            "topk_idx": torch.from_numpy(ids),
+            "probs": torch.from_numpy(rng.random(ids.shape, dtype=np.float32)),
+            "x": normal(self.num_tokens, self.hidden),
+            "dy": normal(self.num_tokens, self.hidden),
+            "w1": normal(NUM_EXPERTS, 2 * self.ffn, self.hidden, scale=self.hidden**-0.5),
+            "w2": normal(NUM_EXPERTS, self.hidden, self.ffn, scale=self.ffn**-0.5),
+        }
+
+
+BATCHES = (
+    Batch("small", 48, 24, 20, 3, 0.0, False),
+    Batch("skewed", 61, 40, 33, 4, 1.5, False),
+    Batch("static", 48, 16, 48, 2, 0.7, True),
+    Batch("large", 301, 64, 96, 2, 0.5, False),
+)
+GPU_BATCHES = (
+    Batch("small", 48, 64, 96, 3, 0.0, False),
+    Batch("skewed", 301, 128, 64, 4, 1.5, False),
+    Batch("static", 160, 256, 192, 2, 0.7, True),
+)
+PER_TOKEN, PER_EXPERT = ("y", "dx", "dprobs"), ("dw1", "dw2")
+
+
+def cuts_of(num_tokens: int, num_ranks: int) -> list[list[int]]:
+    """Numbers of tokens per rank: as even as possible, uneven, and with ranks that have none."""
+    even = [num_tokens // num_ranks + (rank < num_tokens % num_ranks) for rank in range(num_ranks)]
+    if num_ranks == 1:
+        return [even]
+    uneven = [1 + 2 * rank for rank in range(num_ranks - 1)]
+    uneven.append(num_tokens - sum(uneven))
+    return [even, uneven, [0] * (num_ranks - 1) + [num_tokens], [num_tokens] + [0] * (num_ranks - 1)]
+
+
+def run_layer(
+    rank: int,
+    num_ranks: int,
+    batch: Batch,
+    cuts: list[list[int]],
+    dtype: torch.dtype,
+    device: str,
+    order: str,
+    lag_s: float,
+) -> list[dict[str, np.ndarray]]:
+    """Forward and backward of this rank's part, once per cut. Results as bit patterns."""
+    results = []
+    generator = random.Random(rank)
+    whole = batch.make(dtype)
+    with open_heap(device, num_bytes=16 << 20) as heap:
+        for cut in cuts:
+            tokens = slice(sum(cut[:rank]), sum(cut[: rank + 1]))
+            experts = slice(rank * NUM_EXPERTS // num_ranks, (rank + 1) * NUM_EXPERTS // num_ranks)
+            mine = {
+                name: tensor[experts if name in ("w1", "w2") else tokens].to(heap.device, copy=True)
+                for name, tensor in whole.items()
+            }
+            for name in ("x", "probs", "w1", "w2"):
+                mine[name].requires_grad_()
+            limits = {"capacity": batch.num_tokens * batch.top_k, "max_tokens": max(cut)} if batch.static else {}
+            plan = make_plan(mine["topk_idx"], num_experts=NUM_EXPERTS, heap=heap, **limits)
+            time.sleep(lag_s * generator.random())
+            y = expert_parallel_mlp(mine["x"], mine["probs"], mine["w1"], mine["w2"], plan, order=order)
+            time.sleep(lag_s * generator.random())
+            y.backward(mine["dy"])
+            found = {"y": y, "dx": mine["x"].grad, "dprobs": mine["probs"].grad}
+            found |= {"dw1": mine["w1"].grad, "dw2": mine["w2"].grad}
+            results.append({name: bits(tensor) for name, tensor in found.items()})
+    return results
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    as_int = torch.int16 if tensor.element_size() == 2 else torch.int32
+    return tensor.detach().cpu().contiguous().view(as_int).numpy()
+
+
+def joined(ranks: list[list[dict[str, np.ndarray]]]) -> list[dict[str, np.ndarray]]:
+    """Per cut, the tokens and experts of all ranks in order."""
+    return [
+        {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        for parts in zip(*ranks, strict=True)
+    ]
+
+
+def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], what: str) -> None:
+    for name in (*PER_TOKEN, *PER_EXPERT):
+        assert got[name].shape == want[name].shape
+        differ = int((got[name] != want[name]).sum())
+        assert differ == 0, f"{what}: {differ} of {want[name].size} elements of {name} differ"
+
+
+def check(cluster, batch: Batch, sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    def run(num_ranks: int, cuts: list[list[int]]) -> list[dict[str, np.ndarray]]:
+        ranks = cluster(num_ranks, device).run(run_layer, batch, cuts, dtype, device, "slot", 0.0)
+        return joined(ranks)
+
+    (want,) = run(1, cuts_of(batch.num_tokens, 1))
+    for name in (*PER_TOKEN, *PER_EXPERT):
+        assert np.count_nonzero(want[name]) > 0.5 * want[name].size  # there is something to compare
+    for num_ranks in sizes:
+        cuts = cuts_of(batch.num_tokens, num_ranks)
+        for cut, got in zip(cuts, run(num_ranks, cuts), strict=True):
+            assert_same_bits(got, want, f"{num_ranks} ranks with {cut} tokens")
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+def test_slot_order_does_not_depend_on_the_ranks(cluster, batch: Batch):
+    check(cluster, batch, (2, 4), torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("batch", GPU_BATCHES, ids=lambda batch: batch.name)
+def test_slot_order_does_not_depend_on_the_ranks_on_gpus(cluster, batch: Batch, dtype: torch.dtype):
+    check(cluster, batch, (2,), dtype, "cuda")
+
+
+def check_repeatable(cluster, batch: Batch, num_ranks: int, dtype: torch.dtype, device: str, order: str) -> None:
+    """The same call again, in the same heap, in another heap, and with ranks that lag behind one another."""
+    cut = cuts_of(batch.num_tokens, num_ranks)[0]
+    ranks = cluster(num_ranks, device)
+    want, again = joined(ranks.run(run_layer, batch, [cut, cut], dtype, device, order, 0.0))
+    assert_same_bits(again, want, "in the same heap")
+    (lagging,) = joined(ranks.run(run_layer, batch, [cut], dtype, device, order, 0.01))
+    assert_same_bits(lagging, want, "with ranks that lag")
+
+
+@pytest.mark.parametrize("order", ["rank", "slot"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_runs_repeat_bit_for_bit(cluster, num_ranks: int, order: str):
+    check_repeatable(cluster, BATCHES[1], num_ranks, torch.float32, "cpu", order)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["rank", "slot"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_runs_repeat_bit_for_bit_on_gpus(cluster, num_ranks: int, order: str):
+    check_repeatable(cluster, GPU_BATCHES[1], num_ranks, torch.bfloat16, "cuda", order)
+
+
+def test_the_order_of_sums_matters_here(cluster):
+    """With 4 experts per token the two orders round differently: what is compared above is not exact by accident."""
+    cut = cuts_of(BATCHES[1].num_tokens, 2)[0]
+    found = {}
+    for order in ("rank", "slot"):
+        (found[order],) = joined(cluster(2).run(run_layer, BATCHES[1], [cut], torch.float32, "cpu", order, 0.0))
+    assert (found["rank"]["y"] != found["slot"]["y"]).any()
