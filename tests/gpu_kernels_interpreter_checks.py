@@ -83,7 +83,7 @@ def run_barrier(barrier, epoch, sent, fault=False, aborted=0, pending=control.ST
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
     status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
-    barrier(peers, (2**41, 0, 5), received, status, phase=3, fault=fault, timeout_ns=10**6)
+    barrier(peers, (2**41, 0, 5), received, status, call=3, fault=fault, timeout_ns=10**6)
     return {"received": received, "status": status, **{f"arena {i}": view for i, view in enumerate(views)}}
 
 

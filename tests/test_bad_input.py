@@ -85,6 +85,7 @@ def plan_mistakes(num_experts: int) -> Iterator[Bad]:
     yield argument("capacity -1", given(capacity=-1), "capacity (-1)", "at least 1", base=STATIC)
     yield argument("capacity 2.5", given(capacity=2.5), "capacity (2.5)", "int", base=STATIC)
     yield argument("few tokens", given(max_tokens=T - 1), f"max_tokens ({T - 1})", f"({T})", base=STATIC)
+    yield argument("huge capacity", given(capacity=2**31), "capacity (2147483648)", "less than 2**31", base=STATIC)
     yield argument("max_tokens text", given(max_tokens="9"), "max_tokens ('9')", "int", base=STATIC)
     yield argument("max_tokens alone", given(max_tokens=9), "max_tokens (9)", "capacity is None")
     yield argument("drop alone", given(overflow="drop"), "overflow ('drop')", "capacity is None")
@@ -230,7 +231,6 @@ def round_trip(heap: SymmetricHeap, seed: int) -> bool:
     plan = make_plan(routing(heap, seed), num_experts=2 * heap.num_ranks, heap=heap)
     rows, row_probs = dispatch_tokens(x, plan, probs=probs)
     y = combine_tokens(rows * row_probs[:, None], plan, order="slot")
-    plan.release()
     want = torch.zeros(T, H)
     for k in range(K):
         want += x * probs[:, k : k + 1]
@@ -278,8 +278,6 @@ class Stage:
     def close(self) -> None:
         for lease in self.leases:
             lease.release()
-        if self.plan is not None:
-            self.plan.release()
 
 
 MISTAKES = {"dispatch_tokens": dispatch_mistakes, "combine_tokens": combine_mistakes}
@@ -321,6 +319,49 @@ def check_mismatches(rank: int, num_ranks: int) -> list[str]:
                 findings.equal("error", found, ("ConfigMismatch", text))
                 findings.equal("leased bytes after the error", heap.leased_bytes, 0)
                 findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+def check_call_mismatches(rank: int, num_ranks: int) -> list[str]:
+    """Ranks that call dispatch or combine with arguments that do not fit together, or make different calls."""
+    findings = Findings()
+    phases = {"dispatch_tokens": "dispatch: ready", "combine_tokens": "combine: ready"}
+    fp32, fp16 = torch.float32, torch.float16
+    changes = {
+        "dispatch_tokens": (
+            ("hidden", (H, 2 * H), lambda good: {**good, "x": good["x"].repeat(1, 2), "out": None}),
+            ("dtype", (fp32, fp16), lambda good: {**good, "x": good["x"].half(), "out": None}),
+            ("probs", ("with", "without"), lambda good: {**good, "probs": None}),
+        ),
+        "combine_tokens": (
+            ("hidden", (H, 2 * H), lambda good: {**good, "expert_out": torch.ones(good["plan"].num_rows, 2 * H)}),
+            ("dtype", (fp32, fp16), lambda good: {**good, "expert_out": good["expert_out"].half()}),
+            ("order", ("rank", "slot"), lambda good: {**good, "order": "slot"}),
+        ),
+    }
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        for culprit in range(num_ranks):
+            for call in changes:
+                for field, (usual, other), change in changes[call]:
+                    findings.where = f"{call}: {field} is {other} on rank {culprit}, seen by rank {rank} of {num_ranks}"
+                    stage = Stage(call, heap)
+                    stage.good.pop("grad_out", None)
+                    found = stage.call(change(stage.good) if rank == culprit else stage.good)
+                    zero, first, its = (other, 1, usual) if culprit == 0 else (usual, culprit, other)
+                    text = f"{field} differs at '{phases[call]}': rank 0 has {zero}, rank {first} has {its}"
+                    findings.equal("error", found, ("ConfigMismatch", text))
+                    stage.close()
+                    del stage
+                    findings.equal("leased bytes after the error", heap.leased_bytes, 0)
+                    findings.check(round_trip(heap, culprit), "the next correct call is wrong")
+            findings.where = f"rank {culprit} plans while others dispatch, seen by rank {rank} of {num_ranks}"
+            stages = {name: Stage(name, heap) for name in ("make_plan", "dispatch_tokens")}
+            stage = stages["make_plan" if rank == culprit else "dispatch_tokens"]
+            zero, other = ("plan: counts", "dispatch: ready") if culprit == 0 else ("dispatch: ready", "plan: counts")
+            text = f"ranks are in different calls: rank 0 at '{zero}', rank {culprit or 1} at '{other}'"
+            findings.equal("error", stage.call(stage.good), ("ConfigMismatch", text))
+            stages["dispatch_tokens"].close()
+            findings.check(round_trip(heap, culprit), "the next correct call is wrong")
     return findings.texts
 
 
@@ -417,7 +458,6 @@ def _raises(
     plan = make_plan(routing(heap, 2), num_experts=2 * heap.num_ranks, heap=heap)
     if call == "combine_tokens":
         dispatch_tokens(x.detach(), plan)
-        plan.release()
         expert_out = torch.ones(plan.num_rows, H)
     elif call == "backward of dispatch":
         rows, row_probs = dispatch_tokens(x, plan, probs=probs)
@@ -444,7 +484,6 @@ def _raises(
             findings.check(str(error).startswith(f"on rank {culprits[0]}: "), str(error))
     for lease in taken:
         lease.release()
-    plan.release()
     return raised
 
 
@@ -495,6 +534,13 @@ def check_layer_mistakes(rank: int, num_ranks: int) -> list[str]:
                 findings.check(f"{field} differs: rank 0 has " in text, text)
                 findings.check(str(value) in text and str(usual.get(field, "none")) in text, text)
                 findings.equal("y of the next correct call", layer(x)[0], want)
+            findings.where = f"order on rank {culprit}, seen by rank {rank} of {num_ranks}"
+            torch.manual_seed(0)
+            other = MoELayer(MoEConfig(**usual, order="slot" if rank == culprit else "rank"), heap)
+            name, text = call(other, x)
+            findings.equal("error", name, "ConfigMismatch")
+            findings.check("order differs at 'combine: ready': rank 0 has " in text, text)
+            findings.equal("y of the next correct call", layer(x)[0], want)
             findings.where = f"dtype on rank {culprit}, seen by rank {rank} of {num_ranks}"
             name, text = call(layer, x.bfloat16() if rank == culprit else x)
             findings.equal("error", name, "ConfigMismatch")
@@ -522,6 +568,11 @@ def test_wrong_arguments(cluster, stage: str, num_ranks: int):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_disagree(cluster, num_ranks: int):
     assert flat(cluster(num_ranks).run(check_mismatches)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_disagree_in_dispatch_and_combine(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_call_mismatches)) == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -32,7 +32,6 @@ def dispatched(
     probs = on_device(case.probs(rank, len(ids)), heap)
     plan = make_plan(on_device(ids, heap), **routing.arguments, heap=heap)
     dispatch_tokens(x, plan, probs=probs)
-    plan.release()
     return x, probs, plan, layout
 
 
@@ -74,6 +73,7 @@ def _check_backward(
     rows, row_probs = dispatch_tokens(x.requires_grad_(), plan, probs=probs.requires_grad_(), order=order)
     n = rows.shape[0]
     torch.autograd.backward([rows, row_probs], [on_device(d_rows[:n], heap), on_device(d_probs[:n], heap)])
+    findings.equal("leased bytes after backward, with the plan still there", heap.leased_bytes, 0)
     same = oracle.same_numbers(oracle.bits_of(x.grad), want, case.dtype)
     findings.check(same, f"dx of dispatch_tokens, order={order}, differs from the oracle")
     to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
@@ -86,7 +86,6 @@ def _check_backward(
     combine_tokens(expert_out, plan, order=order).backward(on_device(dy, heap))
     got = oracle.bits_of(expert_out.grad[:num_rows])
     findings.check((got == want).all(), f"the gradient of expert_out, order={order}, differs from the oracle")
-    plan.release()
 
 
 def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
@@ -127,13 +126,14 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
         wide = heap.lease((visible.shape[0], 2 * hidden), case.dtype, name="twice as wide")
         narrow = wide.tensor[:, hidden:]
         narrow.copy_(visible)
-        for ordinary in (visible, whole, strided, narrow):
+        for ordinary in (visible, narrow) if case.number % 2 else (whole, strided):
             before = oracle.bits_of(ordinary).copy()
             staged = combine_tokens(ordinary, plan, order=order)
             same = oracle.same_numbers(oracle.bits_of(staged), oracle.bits_of(y), case.dtype)
             findings.check(same, f"order={order} gives other bits when it has to stage")
             findings.check((oracle.bits_of(ordinary) == before).all(), "an ordinary tensor was overwritten")
-            copies += ordinary.numel() > 0  # there is nothing to copy of an empty tensor
+            # Nothing is copied of an empty tensor, nor of a single row on the heap.
+            copies += ordinary.numel() > 0 and not (heap.owns(ordinary) and ordinary.is_contiguous())
         findings.equal("staging copies", heap.statistics.num_staging_copies, copies)
         del ordinary, narrow
         wide.release()
@@ -172,7 +172,6 @@ def check_adjoint(rank: int, num_ranks: int, numbers: list[int], device: str) ->
                 dist.all_reduce(products)
                 findings.equal(f"<x, combine(g)>, order={order}", float(products[1]), float(products[0]))
             del rows
-            plan.release()
     return findings.texts
 
 
@@ -264,7 +263,6 @@ def check_stale_use(rank: int, num_ranks: int) -> list[str]:
             version = one.tensor._version
             other.tensor.zero_()
             findings.equal("version of a lease after a write to its neighbour", one.tensor._version, version)
-        plan.release()
     return findings.texts
 
 

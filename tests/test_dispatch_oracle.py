@@ -13,7 +13,7 @@ from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_l
 
 from symmoe import dispatch_tokens, make_plan
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import send_expert_major, send_packed
+from symmoe.dispatch.send import send_expert_major_gradient, send_packed, send_packed_gradient
 from symmoe.errors import CapacityError
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -74,11 +74,19 @@ def _check_case(heap: SymmetricHeap, case: routings.Case, findings: Findings, de
         findings.equal("row_probs", oracle.bits_of(row_probs[:num_rows]), want_probs)
         _check_index(plan, layout, rank, findings)
 
-        # once more over the same plan, whose index is here already: that of backward
+        # once more over the same plan, rows alone: the trip of backward
         buffer.tensor.view(torch.uint8).fill_(0xFF)
-        findings.check(send_expert_major(x.contiguous(), plan, buffer.tensor, None) is None, "probs out of nothing")
+        send_expert_major_gradient(x.contiguous(), plan, buffer.tensor)
         findings.equal("rows of the second trip", oracle.bits_of(buffer.tensor[:num_rows]), want_rows)
         findings.check(is_poison(buffer.tensor[num_rows:]), "the second trip wrote the tail of rows")
+
+    # without a buffer of the caller's and without probs
+    copies = heap.statistics.num_staging_copies
+    rows, row_probs = dispatch_tokens(x, plan)
+    findings.equal("row_probs without probs", row_probs, None)
+    findings.equal("rows in memory of their own", oracle.bits_of(rows[:num_rows]), want_rows)
+    findings.check(rows.numel() == 0 or not heap.owns(rows), "rows lie in a lease that nobody holds")
+    findings.equal("staging copies", heap.statistics.num_staging_copies, copies + 1)
 
     # packed, over a plan of its own
     plan = make_plan(topk_idx, **routing.arguments, heap=heap)
@@ -96,6 +104,13 @@ def _check_case(heap: SymmetricHeap, case: routings.Case, findings: Findings, de
         _check_index(plan, layout, rank, findings)
         index = plan.row_to_packed_row[:num_rows].cpu().numpy()
         findings.equal("gathered rows", got[index], want_rows)
+        buffer.tensor.view(torch.uint8).fill_(0xFF)
+        send_packed_gradient(x.contiguous(), plan, buffer.tensor)
+        used = [place for place, owner in enumerate(layout.packed[rank]) if owner is not None]
+        again = oracle.bits_of(buffer.tensor)
+        findings.equal("packed rows of the second trip", again[used], got[used])
+        unused = [place for place in range(plan.packed_row_capacity) if place not in used]
+        findings.check(is_poison(buffer.tensor[unused]), "the second trip wrote packed rows that are nobody's")
 
 
 def _check_overflow(

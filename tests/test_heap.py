@@ -56,7 +56,6 @@ def round_trip(heap: SymmetricHeap, seed: int = 0) -> bool:
     plan = make_plan(ids, num_experts=num_experts, heap=heap)
     rows, _ = dispatch_tokens(x, plan)
     y = combine_tokens(rows, plan, order="slot")
-    plan.release()
     return torch.equal(y, 2 * x)
 
 
@@ -142,6 +141,13 @@ def test_dropping_the_last_reference_releases(heap: SymmetricHeap):
     del other
     gc.collect()
     assert heap.leased_bytes == 0
+
+
+def test_tensor_of_a_dropped_lease_is_stale(heap: SymmetricHeap):
+    tensor = heap.lease((8,), torch.float32).tensor
+    gc.collect()
+    with pytest.raises(StaleLease, match="belongs to no live lease"):
+        heap.offset_of(tensor)
 
 
 def test_exhaustion_names_the_lease_and_the_sizes(heap: SymmetricHeap):
@@ -325,6 +331,7 @@ def test_unreachable_arenas_fail_on_every_rank(cluster):
 def arena_facts(rank: int, num_ranks: int) -> list[tuple[int, int, int]]:
     """(mode, links, owner is us) of every arena that this rank has mapped."""
     facts = []
+    gc.collect()  # of earlier tests that ended in errors
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
         for line in Path("/proc/self/maps").read_text().splitlines():
             if "memfd:symmoe" in line:
@@ -487,7 +494,7 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
         facts["next"] = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
         # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
         start = time.monotonic()
-        facts["offsets"] = heap._launch_barrier(control.PHASE_START, (), fault=False).tolist()
+        facts["offsets"] = heap._launch_barrier(control.pack_call(phase=control.PHASE_START), (), fault=False).tolist()
         facts["aborted_s"] = time.monotonic() - start
         facts["lease"] = outcome(heap.lease, (1,), torch.uint8)[0]
     dist.barrier()
@@ -536,6 +543,36 @@ def test_a_peer_that_does_not_come(cluster, num_ranks: int, call: str, phase: st
         assert facts["close_s"] < 0.2
         assert facts["closed"] == HeapClosed.__name__
         assert facts["works"]
+
+
+def leave_early(rank: int, num_ranks: int) -> dict:
+    """The last rank ends its heap without its peers; they close."""
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=0.5)
+    assert round_trip(heap)
+    facts: dict = {}
+    if rank == num_ranks - 1:
+        with contextlib.suppress(ZeroDivisionError), heap:
+            raise ZeroDivisionError
+    else:
+        start = time.monotonic()
+        facts["close"] = outcome(heap.close)
+        facts["took_s"] = time.monotonic() - start
+        facts["again"] = outcome(heap.close)
+        facts["use"] = outcome(heap.check)[0]
+    dist.barrier()
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        assert round_trip(heap)
+    return facts
+
+
+def test_close_does_not_wait_for_ever(cluster):
+    *closing, _ = cluster(3).run(leave_early)
+    for facts in closing:
+        assert facts["close"][0] == PeerTimeout.__name__
+        assert facts["close"][1].startswith("rank 2 did not reach 'close' within timeout_s=0.5")
+        assert 0.45 < facts["took_s"] < 2.0
+        assert facts["again"] == ("", "")
+        assert facts["use"] == HeapClosed.__name__
 
 
 def dawdle(rank: int, num_ranks: int, calls: int, timeout_s: float) -> bool:

@@ -15,9 +15,8 @@ from symmoe import kernels
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 
-ORDERS = ("rank", "slot")
 READY_ROWS, READY_VALUES = range(2)  # what a rank publishes: where its rows are, and its per-row values
-PHASES = (control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE)
+PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
 @contextmanager
@@ -28,7 +27,7 @@ def on_heap(rows: torch.Tensor, plan: Plan, *, name: str) -> Iterator[torch.Tens
         yield rows
         return
     heap.statistics.num_staging_copies += 1
-    with heap.lease((plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phases=PHASES) as lease:
+    with heap.lease((plan.row_capacity, rows.shape[1]), rows.dtype, name=name, phase=PHASE) as lease:
         lease.tensor[: rows.shape[0]].copy_(rows)
         yield lease.tensor
 
@@ -60,7 +59,13 @@ def _collect(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     ops, heap = kernels.for_device(rows.device), plan.heap
     packed_to_row, _ = plan.received_index()
-    offset = heap.offset_of(rows, phases=PHASES)  # before anything is written there
+    agreed = {
+        "hidden": rows.shape[1],
+        "dtype": control.DTYPES.index(rows.dtype),
+        "order": control.ORDERS.index(order),
+        "probs": int(row_values is not None),
+    }
+    offset = heap.offset_of(rows, phase=PHASE)  # before anything is written there
     if order == "rank":
         ops.pre_reduce(rows, packed_to_row, plan.num_packed)
         # Autograd must refuse a later use of what stood in the primary rows.
@@ -70,19 +75,19 @@ def _collect(
         sources = (plan.slot_to_rank, plan.slot_to_row)
     out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     if row_values is None:
-        received = heap.barrier(PHASES[0], publish=(offset,))
+        received = heap.barrier(PHASE, publish=(offset,), **agreed)
         ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
-        heap.barrier(PHASES[1])
+        heap.barrier(control.PHASE_COMBINE_DONE, **agreed)
         return out, None
 
     values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
     shape = (plan.packed_row_capacity, plan.top_k)
-    with heap.lease(shape, torch.float32, name="values to collect", phases=PHASES) as packed_values:
+    with heap.lease(shape, torch.float32, name="values to collect", phase=PHASE) as packed_values:
         ops.gather_values(row_values, packed_to_row, plan.num_packed, packed_values.tensor)
-        received = heap.barrier(PHASES[0], publish=(offset, packed_values.offset))
+        received = heap.barrier(PHASE, publish=(offset, packed_values.offset), **agreed)
         ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
         ops.pull_values(
             plan.slot_to_rank, plan.token_to_packed_row, heap.peers, received, values, column=READY_VALUES
         )
-        heap.barrier(PHASES[1])
+        heap.barrier(control.PHASE_COMBINE_DONE, **agreed)
     return out, values

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from symmoe.combine.collect import ORDERS, PHASES, collect_rows, on_heap
+from symmoe.combine.collect import PHASE, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import PHASES as SEND_PHASES
-from symmoe.dispatch.send import send_expert_major
-from symmoe.dispatch.tokens import rows_problem
+from symmoe.dispatch.send import send_expert_major_gradient
+from symmoe.dispatch.tokens import receive_gradient, rows_problem
 from symmoe.errors import ArgumentError, StalePlan
+from symmoe.kernels import control
 from symmoe.symm_mem.buffers import buffer_problem
 
 
@@ -28,22 +28,26 @@ def combine_tokens(
         plan: of the dispatch.
         order: "rank": each expert rank sums a token's rows first, then ranks are summed; least traffic. "slot": the
             K rows are summed in k order; bitwise independent of the number of ranks.
-        grad_out: buffer on the heap, of the shape of `expert_out`, that gets its gradient. None: a lease that lives
-            as long as the plan, or until the backward pass is through.
+        grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what
+            they held. None: the gradient is copied out of a transient lease into memory of its own (counted).
 
     Returns:
         [T, H].
 
     Raises:
-        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call).
+        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
+            heap, or in heap.synchronize).
+        ConfigMismatch: ranks disagree on H, dtype or order; likewise.
         StalePlan: nothing has been dispatched with the plan.
         PeerTimeout: a rank did not come.
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
     error = _problem(expert_out, plan, order, grad_out)
     if error is not None:
-        heap.fail(error, PHASES)
+        heap.fail(error, PHASE)
     return _Combine.apply(expert_out, plan, order, grad_out)
 
 
@@ -62,19 +66,21 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: torch.Tensor):
         plan: Plan = ctx.plan
-        rows = ctx.grad_out
-        if rows is None:
-            rows = plan.lease_rows(dy.shape[1], dy.dtype, name="output gradients", phases=SEND_PHASES)
-            rows = rows[: ctx.num_rows]
-        send_expert_major(dy.contiguous(), plan, rows, None)
-        return rows, None, None, None
+        if ctx.grad_out is None:
+            d_rows = receive_gradient(dy.contiguous(), plan)
+        else:
+            send_expert_major_gradient(dy.contiguous(), plan, ctx.grad_out)
+            d_rows = ctx.grad_out
+        if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
+            d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
+        return d_rows, None, None, None
 
 
 def _problem(
     expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
 ) -> ArgumentError | StalePlan | None:
-    if order not in ORDERS:
-        return ArgumentError(f"order ({order!r}) must be one of {ORDERS}")
+    if order not in control.ORDERS:
+        return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
     if plan.packed_to_row is None:
         return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows

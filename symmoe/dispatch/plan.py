@@ -5,7 +5,7 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +13,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.lease import Lease
-from symmoe.symm_mem.records import plan_error
+from symmoe.symm_mem.records import reported_error
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP}
@@ -25,7 +24,7 @@ class Plan:
     """What :func:`make_plan` returns. Tensors are on the heap's device; -1 in a map means "none".
 
     Attributes:
-        heap: the symmetric heap it was made on; every use must be on this heap.
+        heap: the symmetric heap it was made on.
         num_tokens, top_k, num_experts: T, K, E.
         row_capacity: rows that a buffer for this plan needs on every rank: the largest N of the group (exact
             capacity) or the capacity given (static).
@@ -40,7 +39,6 @@ class Plan:
         num_dropped: int32 [1], slots of the whole EP group that were dropped.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is undefined.
-        leases: buffers made for callers that brought none of their own.
     """
 
     heap: SymmetricHeap
@@ -64,21 +62,6 @@ class Plan:
     packed_limit: torch.Tensor
     packed_to_row: torch.Tensor | None = None
     row_to_packed_row: torch.Tensor | None = None
-    leases: list[Lease] = field(default_factory=list)
-
-    def lease_rows(self, hidden: int, dtype: torch.dtype, *, name: str, phases: tuple[int, ...]) -> torch.Tensor:
-        """A row buffer [row_capacity, hidden] on the heap that lives until :meth:`release`, or as long as the plan.
-
-        `phases` as in :meth:`SymmetricHeap.lease`.
-        """
-        lease = self.heap.lease((self.row_capacity, hidden), dtype, name=name, phases=phases)
-        self.leases.append(lease)
-        return lease.tensor
-
-    def release(self) -> None:
-        """Gives back every buffer that the plan has leased for its caller. Local; may be called twice."""
-        while self.leases:
-            self.leases.pop().release()
 
     @property
     def num_packed(self) -> torch.Tensor:
@@ -113,8 +96,7 @@ def make_plan(
 ) -> Plan:
     """Plans one layer call. Collective over the heap's group.
 
-    With exact capacity (`capacity=None`) the host waits once for one small read; with static capacity it never waits,
-    and the call can be captured in a CUDA graph.
+    With exact capacity (`capacity=None`) the host waits once for one small read; with static capacity it never waits.
 
     Args:
         topk_idx: int32 or int64 [T, K] on the heap's device; expert ids in [0, num_experts), or -1 for no expert. An
@@ -123,8 +105,8 @@ def make_plan(
         heap: the EP group's heap.
         capacity: None (exact), or the rows each rank can take.
         overflow: static capacity only. "raise": if any rank would get more rows, nothing moves and every rank raises
-            CapacityError (on GPUs at its next call on the heap). "drop": the last tokens of the fullest experts lose
-            those slots.
+            CapacityError (on GPUs at its next call on the heap, or in heap.synchronize). "drop": the last tokens of
+            the fullest experts lose those slots.
         max_tokens: static capacity only: the largest T of any rank, which bounds the packed rows. None: this
             rank's T, which then must be the same on all ranks.
         hidden, dtype: of the rows the plan will carry. Given here, ranks that disagree raise in this call.
@@ -142,7 +124,7 @@ def make_plan(
     heap.check()
     error = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
     if error is not None:
-        heap.fail(error, (control.PHASE_PLAN,))
+        heap.fail(error, control.PHASE_PLAN)
     topk_idx = topk_idx.detach().contiguous()
     num_tokens, top_k = topk_idx.shape
     num_ranks, device = heap.num_ranks, heap.device
@@ -208,14 +190,14 @@ def make_plan(
         words = heap.read_back(report).tolist()
         if words[control.SUM_ERROR] != control.PLAN_OK:
             heap.check()  # a fault of a peer is on record
-            raise plan_error(*words[: control.SUM_WHERE + 1])
+            raise reported_error(*words[: control.SUM_WHERE + 1])
         num_rows = words[control.SUM_NUM_ROWS]
         row_capacity, packed_capacity = max(1, words[control.SUM_MAX_ROWS]), max(1, words[control.SUM_MAX_PACKED])
     else:
         if device.type == "cpu":
             heap.check()
         num_rows = None
-        row_capacity, packed_capacity = limit, min(limit, num_ranks * token_limit)
+        row_capacity, packed_capacity = limit, max(1, min(limit, num_ranks * token_limit))
     return Plan(
         heap=heap,
         num_tokens=num_tokens,
@@ -261,8 +243,12 @@ def _find_problem(
         return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
     integers = {"num_experts": num_experts, "capacity": capacity, "max_tokens": max_tokens, "hidden": hidden}
     for name, value in integers.items():
-        if not isinstance(value, int) and (value is not None or name == "num_experts"):
+        if value is None and name != "num_experts":
+            continue
+        if not isinstance(value, int):
             return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
+        if value >= 2**31:
+            return ArgumentError(f"{name} ({value}) must be less than 2**31")
     if not 1 <= num_experts <= control.MAX_EXPERTS:
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:

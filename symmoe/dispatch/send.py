@@ -1,8 +1,10 @@
 """The dispatch trip without autograd: rows of tokens travel to the ranks of their experts.
 
 Two layouts of the receive buffer, H hidden:
-* packed [P, H]: one row per (token, rank); GEMMs gather from it through `plan.row_to_packed_row`.
+* packed [P, H]: one row per (token, rank); readers gather from it through `plan.row_to_packed_row`.
 * expert-major [N, H]: the token lands in its primary row and the receiver copies it to the secondary rows.
+
+Forward sends rows and slots (which rows a token has here, and their probs); backward sends rows alone.
 """
 
 from __future__ import annotations
@@ -14,50 +16,69 @@ from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 
 READY_ROWS, READY_SLOTS, READY_PROBS = range(3)  # what a rank publishes: where it wants each of these
-PHASES = (control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE)
+PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
 
 
 def send_packed(x: torch.Tensor, plan: Plan, packed: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor | None:
-    """x [T, H] to every rank's `packed` [P_cap, H] (on the heap). Collective; does not synchronise the host.
+    """Rows and slots of x [T, H] to every rank's `packed` [P_cap, H] (on the heap), in forward.
+
+    Collective; does not synchronise the host. Sets the plan's `packed_to_row` and `row_to_packed_row`.
 
     Returns:
         row_probs: fp32 [N_cap], or None without probs.
     """
-    return _send(x, plan.token_to_packed_row, plan, packed, probs)
+    return _send_with_slots(x, plan.token_to_packed_row, plan, packed, probs)
 
 
 def send_expert_major(
     x: torch.Tensor, plan: Plan, rows: torch.Tensor, probs: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """x [T, H] to every rank's `rows` [N_cap, H] (on the heap). Collective; does not synchronise the host.
-
-    Returns:
-        row_probs: fp32 [N_cap], or None without probs.
-    """
-    row_probs = _send(x, plan.token_to_primary_row, plan, rows, probs)
-    packed_to_row, _ = plan.received_index()
-    kernels.for_device(x.device).fan_out(rows, packed_to_row, plan.num_packed)
+    """As :func:`send_packed`, to every rank's `rows` [N_cap, H] in expert-major order."""
+    row_probs = _send_with_slots(x, plan.token_to_primary_row, plan, rows, probs)
+    _fan_out(rows, plan)
     return row_probs
 
 
-def _send(
+def send_packed_gradient(dy: torch.Tensor, plan: Plan, packed: torch.Tensor) -> None:
+    """dy [T, H] to every rank's `packed` [P_cap, H], in backward. Collective; does not synchronise the host."""
+    _send_rows(dy, plan.token_to_packed_row, plan, packed)
+
+
+def send_expert_major_gradient(dy: torch.Tensor, plan: Plan, rows: torch.Tensor) -> None:
+    """As :func:`send_packed_gradient`, to every rank's `rows` [N_cap, H] in expert-major order."""
+    _send_rows(dy, plan.token_to_primary_row, plan, rows)
+    _fan_out(rows, plan)
+
+
+def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
+    packed_to_row, _ = plan.received_index()
+    kernels.for_device(rows.device).fan_out(rows, packed_to_row, plan.num_packed)
+
+
+def _agreed(x: torch.Tensor, probs: torch.Tensor | None) -> dict[str, int]:
+    """What all ranks must bring alike, or their rows would not fit each other's buffers."""
+    return {"hidden": x.shape[1], "dtype": control.DTYPES.index(x.dtype), "probs": int(probs is not None)}
+
+
+def _send_rows(x: torch.Tensor, token_to_row: torch.Tensor, plan: Plan, buffer: torch.Tensor) -> None:
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, _agreed(x, None)
+    ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed)
+    ops.push_rows(x, token_to_row, heap.peers, ready, column=READY_ROWS)
+    heap.barrier(control.PHASE_DISPATCH_DONE, **agreed)
+
+
+def _send_with_slots(
     x: torch.Tensor, token_to_row: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None
 ) -> torch.Tensor | None:
-    ops, heap = kernels.for_device(x.device), plan.heap
-    if plan.packed_to_row is not None and probs is None:  # a later dispatch of the plan: the index is here already
-        received = heap.barrier(PHASES[0], publish=(heap.offset_of(buffer, phases=PHASES),))
-        ops.push_rows(x, token_to_row, heap.peers, received, column=READY_ROWS)
-        heap.barrier(PHASES[1])
-        return None
-
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, _agreed(x, probs)
     shape = (plan.packed_row_capacity, plan.top_k)
     with (
-        heap.lease(shape, torch.int32, name="received slots", phases=PHASES) as wire_slots,
-        heap.lease(shape, torch.float32, name="received probs", phases=PHASES) as wire_probs,
+        heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as wire_slots,
+        heap.lease(shape, torch.float32, name="received probs", phase=PHASE) as wire_probs,
     ):
-        offsets = (heap.offset_of(buffer, phases=PHASES), wire_slots.offset, wire_probs.offset)
-        received = heap.barrier(PHASES[0], publish=offsets)
-        ops.push_rows(x, token_to_row, heap.peers, received, column=READY_ROWS)
+        offsets = (heap.offset_of(buffer, phase=PHASE), wire_slots.offset, wire_probs.offset)
+        ready = heap.barrier(PHASE, publish=offsets, **agreed)
+        ops.push_rows(x, token_to_row, heap.peers, ready, column=READY_ROWS)
         ops.push_slots(
             plan.slot_to_row,
             plan.slot_to_rank,
@@ -67,13 +88,14 @@ def _send(
             plan.packed_start,
             plan.packed_limit,
             heap.peers,
-            received,
+            ready,
             row_column=READY_SLOTS,
             prob_column=READY_PROBS,
         )
-        arrived = heap.barrier(PHASES[1])
+        arrived = heap.barrier(control.PHASE_DISPATCH_DONE, **agreed)
         packed_to_row = torch.empty(shape, dtype=torch.int32, device=x.device)
-        row_to_packed_row = torch.empty(plan.row_capacity, dtype=torch.int32, device=x.device)
+        # Zeros, not garbage, in the tail: whoever gathers by it stays inside the buffer.
+        row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32, device=x.device)
         row_probs = None
         if probs is not None:
             row_probs = torch.empty(plan.row_capacity, dtype=torch.float32, device=x.device)
@@ -81,7 +103,7 @@ def _send(
             wire_slots.tensor,
             None if probs is None else wire_probs.tensor,
             plan.num_packed,
-            received,
+            ready,
             arrived,
             packed_to_row,
             row_to_packed_row,

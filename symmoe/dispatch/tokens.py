@@ -5,12 +5,15 @@ For experts of any kind that take rows sorted by expert. MoELayer uses the packe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from symmoe.combine.collect import ORDERS, collect_rows, collect_rows_and_values, on_heap
+from symmoe.combine.collect import collect_rows, collect_rows_and_values, on_heap
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import PHASES, send_expert_major
+from symmoe.dispatch.send import PHASE, send_expert_major, send_packed, send_packed_gradient
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.buffers import buffer_problem
@@ -33,23 +36,29 @@ def dispatch_tokens(
         x: [T, H] fp32, fp16 or bf16, T as in the plan; H * itemsize must be a multiple of 16 on GPUs.
         plan: from make_plan.
         probs: fp32 [T, K], the weight of each slot; travels along and gets its gradient back.
-        out: [plan.row_capacity, H] on the heap for the rows. None: a lease that lives as long as the plan, or until
-            the backward pass is through.
-        order: in which the backward pass sums a token's gradients (see combine_tokens).
+        out: [plan.row_capacity, H] on the heap for the rows, which land there. None: the rows are copied out of a
+            transient lease into memory of their own (counted in `heap.statistics`).
+        order: in which the backward pass sums a token's gradients (see combine_tokens). With "rank", backward
+            overwrites a gradient of the rows that lies on the heap: a buffer given as `grad_input_out` or `grad_out`
+            further up is consumed.
 
     Returns:
         rows [N, H] with exact capacity, [capacity, H] with an undefined tail with static capacity; and row_probs
         fp32 [N] or [capacity], or None without probs.
 
     Raises:
-        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call).
+        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
+            heap, or in heap.synchronize).
+        ConfigMismatch: ranks disagree on H, dtype, or whether there are probs; likewise.
         PeerTimeout: a rank did not come.
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
     error = rows_problem("x", x, plan, num_rows=plan.num_tokens) or _problem(x, plan, probs, out, order)
     if error is not None:
-        heap.fail(error, PHASES)
+        heap.fail(error, PHASE)
     rows, row_probs = _Dispatch.apply(x, probs, plan, out, order)
     return rows, row_probs
 
@@ -66,12 +75,14 @@ class _Dispatch(torch.autograd.Function):
         out: torch.Tensor | None,
         order: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = out
-        if rows is None:
-            rows = plan.lease_rows(x.shape[1], x.dtype, name="dispatched rows", phases=PHASES)
-        row_probs = send_expert_major(x.contiguous(), plan, rows, None if probs is None else probs.contiguous())
         ctx.plan, ctx.order = plan, order
-        return plan.rows_of(rows).detach(), None if row_probs is None else plan.rows_of(row_probs).detach()
+        x, probs = x.contiguous(), None if probs is None else probs.contiguous()
+        if out is None:
+            rows, row_probs = _send_and_unpack(x, plan, probs)
+        else:
+            row_probs = send_expert_major(x, plan, out, probs)
+            rows = plan.rows_of(out).detach()
+        return rows, None if row_probs is None else plan.rows_of(row_probs).detach()
 
     @staticmethod
     @once_differentiable
@@ -82,8 +93,37 @@ class _Dispatch(torch.autograd.Function):
                 dx, d_probs = collect_rows_and_values(rows, d_row_probs.contiguous(), plan, order=ctx.order)
             else:
                 dx, d_probs = collect_rows(rows, plan, order=ctx.order), None
-        plan.release()
         return dx, d_probs, None, None, None
+
+
+def _send_and_unpack(
+    x: torch.Tensor, plan: Plan, probs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    with packed_lease(x, plan) as packed:
+        row_probs = send_packed(x, plan, packed, probs)
+        return unpack_rows(packed, plan), row_probs
+
+
+def receive_gradient(dy: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The gradient of the rows [N_cap, H] in memory of their own, from the gradient of the tokens. Collective."""
+    with packed_lease(dy, plan) as packed:
+        send_packed_gradient(dy, plan, packed)
+        return unpack_rows(packed, plan)
+
+
+@contextmanager
+def packed_lease(x: torch.Tensor, plan: Plan) -> Iterator[torch.Tensor]:
+    """A transient receive buffer for a caller that brought none: what arrives in it has to be copied out."""
+    plan.heap.statistics.num_staging_copies += 1
+    shape = (plan.packed_row_capacity, x.shape[1])
+    with plan.heap.lease(shape, x.dtype, name="packed rows", phase=PHASE) as packed:
+        yield packed.tensor
+
+
+def unpack_rows(packed: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Each row's packed row: [P_cap, H] to [N, H] with exact capacity, [N_cap, H] with static capacity."""
+    _, row_to_packed_row = plan.received_index()
+    return packed.index_select(0, plan.rows_of(row_to_packed_row))
 
 
 def rows_problem(name: str, rows: object, plan: Plan, *, num_rows: int) -> ArgumentError | None:
@@ -107,8 +147,8 @@ def rows_problem(name: str, rows: object, plan: Plan, *, num_rows: int) -> Argum
 def _problem(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
 ) -> ArgumentError | None:
-    if order not in ORDERS:
-        return ArgumentError(f"order ({order!r}) must be one of {ORDERS}")
+    if order not in control.ORDERS:
+        return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
     if probs is not None:
         if not isinstance(probs, torch.Tensor):
             return ArgumentError(f"probs ({type(probs).__name__}) must be a tensor")

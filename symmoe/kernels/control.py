@@ -2,7 +2,7 @@
 
 Twins and device code share these numbers; nothing here touches memory.
 
-    counters      int64[8]                       local: barrier epoch, abort flag
+    counters      int64[8]                       local: barrier epoch, aborted, faulted
     mailbox       int64[2][R][MAIL_WORDS]        slot [epoch & 1][s] is written by rank s alone
     fault inbox   uint8[2][R][INBOX_BYTES]       slot [.][s] is written by rank s alone, in turn
     count table   int32[2][R][row_words]         half [epoch of the plan's barrier & 1], row s written by rank s alone
@@ -18,13 +18,16 @@ from symmoe.errors import FAULT_BYTES
 
 MAX_EXPERTS = 1024  # bounds the count table: 2 * R rows of about 4 KiB
 
-# counters
-BARRIER_EPOCH, ABORTED = 0, 1
+# Counters. A barrier that has timed out sets ABORTED for good. A barrier that sees a fault, and a plan that finds an
+# error for the host, set FAULTED: until the host has raised the error, barriers return at once and count no epoch, so
+# all ranks go on from the same one, however far their hosts had run ahead.
+BARRIER_EPOCH, ABORTED, FAULTED = 0, 1, 2
 NUM_COUNTERS = 8
 
-# a mailbox slot: 2 * epoch + fault, then published words; 64 bytes, so that two writers never share a cache line
+# a mailbox slot: 2 * epoch + fault, published words, the call; 64 bytes, so that two writers never share a cache line
 MAIL_WORDS = 8
 NUM_PUBLISHED = 3
+MAIL_CALL = 1 + NUM_PUBLISHED
 
 # a slot of the fault inbox: the epoch of the faulted barrier (8 bytes), the error, padding to 64 bytes
 INBOX_BYTES = 64 + FAULT_BYTES
@@ -58,15 +61,19 @@ AGREED_FIELDS = {
 # the dtypes of rows; the header holds the index
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+# the orders of combine's sums; a call holds the index
+ORDERS = ("rank", "slot")
+
 # overflow policy, as it stands in the header
 OVERFLOW_RAISE, OVERFLOW_DROP = 0, 1
 
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
 STATUS_WORDS = 8
 STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH, STATUS_WHERE = range(7)
-STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN = 0, 1, 2, 3
+STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH = range(5)
 # A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
-# WHERE = SUM_WHERE.
+# WHERE = SUM_WHERE. Of kind STATUS_MISMATCH: PEER is the first rank whose call differs from rank 0's, EXPECTED rank 0's
+# call, SEEN that rank's.
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
@@ -99,6 +106,27 @@ PHASES = (
 )
 PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBINE_READY, PHASE_COMBINE_DONE = range(6)
 PHASE_CLOSE = 6
+
+# What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
+CALL_FIELDS = {"phase": 8, "order": 4, "probs": 4, "dtype": 8, "hidden": 32}
+
+
+def pack_call(**fields: int) -> int:
+    """The call a barrier belongs to as one integer; fields that are not given are 0."""
+    call, shift = 0, 0
+    for name, width in CALL_FIELDS.items():
+        call |= fields.get(name, 0) << shift
+        shift += width
+    return call
+
+
+def unpack_call(call: int) -> dict[str, int]:
+    """The fields of :func:`pack_call`."""
+    fields, shift = {}, 0
+    for name, width in CALL_FIELDS.items():
+        fields[name] = call >> shift & (1 << width) - 1
+        shift += width
+    return fields
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from symmoe.combine.collect import PHASES as COLLECT
+from symmoe.combine.collect import PHASE as COLLECT
 from symmoe.combine.collect import collect_rows, collect_rows_and_values
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import PHASES as SEND
-from symmoe.dispatch.send import send_packed
+from symmoe.dispatch.send import PHASE as SEND
+from symmoe.dispatch.send import send_packed, send_packed_gradient
 from symmoe.moe.grouped_mlp import experts_backward, experts_forward
 
 
@@ -55,9 +55,9 @@ class _ExpertParallelMLP(torch.autograd.Function):
         order: str,
     ) -> torch.Tensor:
         heap, hidden = plan.heap, x.shape[1]
-        packed = heap.lease((plan.packed_row_capacity, hidden), x.dtype, name="packed rows", phases=SEND)
+        packed = heap.lease((plan.packed_row_capacity, hidden), x.dtype, name="packed rows", phase=SEND)
         row_probs = send_packed(x.contiguous(), plan, packed.tensor, probs.contiguous())
-        with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phases=COLLECT) as out:
+        with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
             h = experts_forward(
                 packed.tensor,
                 plan.row_start,
@@ -65,7 +65,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
                 w1,
                 w2,
                 out.tensor,
-                num_rows=plan.row_capacity if plan.num_rows is None else plan.num_rows,
+                num_rows=plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows),
                 row_index=plan.row_to_packed_row,
             )
             y = collect_rows(out.tensor, plan, order=order)
@@ -84,10 +84,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
         heap, hidden = plan.heap, dy.shape[1]
         packed_shape, shape = (plan.packed_row_capacity, hidden), (plan.row_capacity, hidden)
         with (
-            heap.lease(packed_shape, dy.dtype, name="packed output gradients", phases=SEND) as d_packed,
-            heap.lease(shape, dy.dtype, name="input gradients", phases=SEND) as d_rows,
+            heap.lease(packed_shape, dy.dtype, name="packed output gradients", phase=SEND) as d_packed,
+            heap.lease(shape, dy.dtype, name="input gradients", phase=SEND) as d_rows,
         ):
-            send_packed(dy.contiguous(), plan, d_packed.tensor, None)
+            send_packed_gradient(dy.contiguous(), plan, d_packed.tensor)
             d_row_probs, dw1, dw2 = experts_backward(
                 d_packed.tensor,
                 packed,

@@ -18,6 +18,8 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.buffers import buffer_problem
 
+_GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
+
 
 def experts_forward(
     rows: torch.Tensor,
@@ -93,7 +95,7 @@ class GroupedMLP(nn.Module):
 
     Args:
         num_groups: G, experts on this rank.
-        hidden, ffn: H, I. On GPUs both must be multiples of 16 bytes of `dtype`.
+        hidden, ffn: H, I. On GPUs both must be multiples of 8.
 
     Attributes:
         w1: [G, 2I, H]; the first I rows of a group make the gate, the last I the up projection.
@@ -114,6 +116,10 @@ class GroupedMLP(nn.Module):
         for name, value in (("num_groups", num_groups), ("hidden", hidden), ("ffn", ffn)):
             if value < 1:
                 raise ArgumentError(f"{name} ({value}) must be at least 1")
+        if torch.device("cpu" if device is None else device).type == "cuda":
+            for name, value in (("hidden", hidden), ("ffn", ffn)):
+                if value % _GPU_MULTIPLE:
+                    raise ArgumentError(f"{name} ({value}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
         self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
         self.w1 = nn.Parameter(torch.empty((num_groups, 2 * ffn, hidden), dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty((num_groups, hidden, ffn), dtype=dtype, device=device))
@@ -155,7 +161,7 @@ class GroupedMLP(nn.Module):
         on_device = torch.as_tensor(splits, device=rows.device)
         row_start = torch.zeros(self.num_groups + 1, dtype=torch.int32, device=rows.device)
         # Splits on the device cannot be checked without waiting for them: kernels must stay inside the buffers.
-        row_start[1:] = on_device.cumsum(0).clamp(max=rows.shape[0])
+        row_start[1:] = on_device.clamp(min=0).cumsum(0).clamp(max=rows.shape[0])
         return _GroupedMLP.apply(rows, row_probs, self.w1, self.w2, row_start, out, grad_input_out)
 
     def _problem(
@@ -166,18 +172,21 @@ class GroupedMLP(nn.Module):
         out: torch.Tensor | None,
         grad_input_out: torch.Tensor | None,
     ) -> ArgumentError | None:
+        for name, tensor in (("rows", rows), ("row_probs", row_probs)):
+            if not isinstance(tensor, torch.Tensor):
+                return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
         if rows.dim() != 2 or rows.shape[1] != self.hidden:
             return ArgumentError(f"rows has shape {list(rows.shape)}; it must be [N, {self.hidden}]")
         if rows.dtype != self.w1.dtype or rows.dtype not in control.DTYPES or rows.device != self.w1.device:
             return ArgumentError(
                 f"rows is {rows.dtype} on {rows.device}; the weights are {self.w1.dtype} on {self.w1.device}"
             )
-        if tuple(row_probs.shape) != (rows.shape[0],) or row_probs.dtype != torch.float32:
-            return ArgumentError(
-                f"row_probs is {row_probs.dtype} {list(row_probs.shape)}; it must be torch.float32 [{rows.shape[0]}]"
-            )
-        if len(splits) != self.num_groups:
-            return ArgumentError(f"splits has {len(splits)} entries; num_groups is {self.num_groups}")
+        if (row_probs.dtype, tuple(row_probs.shape), row_probs.device) != (torch.float32, rows.shape[:1], rows.device):
+            given = f"{row_probs.dtype} {list(row_probs.shape)} on {row_probs.device}"
+            return ArgumentError(f"row_probs is {given}; it must be torch.float32 [{rows.shape[0]}] on {rows.device}")
+        shape = tuple(splits.shape) if isinstance(splits, torch.Tensor) else (len(splits),)
+        if shape != (self.num_groups,):
+            return ArgumentError(f"splits has shape {list(shape)}; it must be [{self.num_groups}] (num_groups)")
         if isinstance(splits, torch.Tensor) and splits.dtype not in (torch.int32, torch.int64):
             return ArgumentError(f"splits has dtype {splits.dtype}; it must be torch.int32 or torch.int64")
         if not isinstance(splits, torch.Tensor) or splits.device.type == "cpu":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from symmoe.dispatch.plan import make_plan
+from symmoe.dispatch.plan import MAX_TOP_K, make_plan
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe import balance
@@ -64,6 +64,9 @@ class MoELayer(nn.Module):
             raise ArgumentError(
                 f"num_experts ({config.num_experts}) must be divisible by the number of ranks ({heap.num_ranks})"
             )
+        for name, limit in (("num_experts", control.MAX_EXPERTS), ("top_k", MAX_TOP_K)):
+            if getattr(config, name) > limit:
+                raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
         self.router = Router(config, device=device)
@@ -87,10 +90,10 @@ class MoELayer(nn.Module):
         self.heap.check()
         error = self._problem(x)
         if error is not None:
-            self.heap.fail(error, (control.PHASE_PLAN,))
+            self.heap.fail(error, control.PHASE_PLAN)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         tokens = x.reshape(-1, config.hidden).to(dtype)
-        routed = self.router(tokens)
+        routed = self.router(x.reshape(-1, config.hidden))  # not `tokens`: autocast would round what it sees
         plan = make_plan(
             routed.topk_idx,
             num_experts=config.num_experts,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from symmoe.errors import FAULT_BYTES, SymmoeError, decode, encode
+
 
 class Bootstrap:
-    """The EP group as plain bytes. Every method but :meth:`rank_of` is collective over the group.
+    """The EP group as plain bytes. Every method is collective over the group, and waits as long as the group does.
 
     `group=None` without an initialised process group is a group of one.
     """
@@ -29,6 +31,13 @@ class Bootstrap:
         theirs = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(theirs, mine, group=self._group)
         return [bytes(t.cpu().numpy().tobytes()) for t in theirs]
+
+    def agree(self, problem: SymmoeError | None) -> None:
+        """Raises the first rank's problem on every rank; returns if nobody has one."""
+        mine = b"" if problem is None else encode(problem)
+        for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
+            if payload.strip(b"\0"):
+                raise decode(payload, rank=rank)
 
     def barrier(self) -> None:
         """Every rank has arrived."""

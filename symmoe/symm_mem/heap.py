@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
+from collections import deque
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -32,7 +33,7 @@ from symmoe.symm_mem import host, nvshmem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.lease import Lease
-from symmoe.symm_mem.records import plan_error, timeout_error
+from symmoe.symm_mem.records import mismatch_error, plan_error, timeout_error
 
 logger = logging.getLogger("symmoe")
 
@@ -47,7 +48,8 @@ class HeapStatistics:
 
     Attributes:
         num_leases: leases made.
-        num_staging_copies: combine calls whose input was not on the heap and had to be copied there (the slow path).
+        num_staging_copies: times rows were copied to or from the heap because the caller brought no buffer on it (the
+            slow path of dispatch_tokens and combine_tokens; MoELayer never takes it).
     """
 
     num_leases: int = 0
@@ -88,7 +90,7 @@ class SymmetricHeap:
         timeout_s: float = 30.0,
     ) -> None:
         self._closed = True  # until everything below has worked
-        self._poison: PeerTimeout | None = None
+        self._poison: list[int] | None = None  # the record of a timeout; an exception would keep frames alive
         self._bootstrap = Bootstrap(group)
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
         self._layout = ControlLayout(self.num_ranks)
@@ -96,7 +98,8 @@ class SymmetricHeap:
         self.num_bytes = num_bytes
         self.backend, self.backend_reason = _pick_backend(backend)
         self.statistics = HeapStatistics()
-        self._agree(self._find_problem())
+        self._bootstrap.agree(self._find_problem())
+        self._agree_on_configuration()
         logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
 
         backend_class = host.HostBackend if self.backend == "host" else nvshmem.NvshmemBackend
@@ -114,6 +117,7 @@ class SymmetricHeap:
         self._status_words = self.status.numpy()
         self._arena = Arena(self._layout.num_bytes, num_bytes)
         self._num_faults = 0
+        self._dropped: deque[tuple[int, int]] = deque()  # spans; the one thing that another thread may touch
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
         if self.device.type == "cuda":
@@ -125,15 +129,15 @@ class SymmetricHeap:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def lease(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease", phases: tuple[int, ...] = ()
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease", phase: int | None = None
     ) -> Lease:
         """Memory for a contiguous tensor. Local; does not synchronise; contents are undefined.
 
         Leases that peers shall reach through :meth:`Lease.peer` must be made in the same order on all ranks.
 
         Args:
-            phases: the barriers of the collective call that the lease is for, if the peers are about to enter them: a
-                rank that has no room then fails the call on every rank (see :meth:`fail`).
+            phase: the next barrier of the collective call that the lease is for, if the peers are about to enter it:
+                a rank that has no room then fails the call on every rank (see :meth:`fail`).
 
         Raises:
             HeapExhausted: no free range is large enough.
@@ -143,6 +147,7 @@ class SymmetricHeap:
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
+        self._take_back_dropped()
         span = self._arena.take(num_bytes)
         if span is None:
             arena = self._arena
@@ -151,7 +156,7 @@ class SymmetricHeap:
                 f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
                 f"high-water mark {arena.high_water_bytes}; give the heap more num_bytes (now {self.num_bytes})"
             )
-            self.fail(HeapExhausted(problem), phases)
+            self.fail(HeapExhausted(problem), phase)
         self.statistics.num_leases += 1
         lease = Lease(self, name, shape, dtype, span, self.statistics.num_leases)
         self._live[lease.offset] = lease.num_bytes
@@ -167,22 +172,24 @@ class SymmetricHeap:
         end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
         return start + self._layout.num_bytes <= tensor.data_ptr() and end <= start + self.num_bytes
 
-    def offset_of(self, tensor: torch.Tensor, *, phases: tuple[int, ...] = ()) -> int:
+    def offset_of(self, tensor: torch.Tensor, *, phase: int | None = None) -> int:
         """Byte offset in the arena of a tensor that lies in a live lease. Local.
 
         Args:
-            phases: as in :meth:`lease`.
+            phase: as in :meth:`lease`.
 
         Raises:
             StaleLease: the heap owns the memory, but no live lease holds it.
         """
         if tensor.numel() == 0:
             return self._layout.num_bytes
+        self._take_back_dropped()
+        self._take_back_dropped()
         offset = tensor.data_ptr() - self._backend.bases[self.rank]
         end = offset + tensor.numel() * tensor.element_size()
         if not any(start <= offset and end <= start + size for start, size in self._live.items()):
             problem = f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live lease"
-            self.fail(StaleLease(problem), phases)
+            self.fail(StaleLease(problem), phase)
         return offset
 
     @property
@@ -193,11 +200,19 @@ class SymmetricHeap:
     @property
     def leased_bytes(self) -> int:
         """Bytes that are leased now."""
+        self._take_back_dropped()
         return self._arena.used_bytes
 
     def _take_back(self, lease: Lease) -> None:
         self._live.pop(lease.offset, None)
         self._arena.give_back(*lease.span)
+
+    def _take_back_dropped(self) -> None:
+        """Takes back the spans of leases that were dropped without release; see Lease.__del__."""
+        while self._dropped:
+            span = self._dropped.popleft()
+            self._live.pop(span[0], None)
+            self._arena.give_back(*span)
 
     # -- barrier and faults ---------------------------------------------------------------------------------------
 
@@ -212,24 +227,34 @@ class SymmetricHeap:
         if self._closed:
             raise HeapClosed("the symmetric heap has been closed")
         if self._poison is not None:
-            raise HeapPoisoned(f"an earlier call failed: {self._poison}") from self._poison
+            raise HeapPoisoned(f"an earlier call failed: {timeout_error(self._poison, self.timeout_s)}")
         if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
             raise self._take_status()
 
-    def barrier(self, phase: int, *, publish: tuple[int, ...] = ()) -> torch.Tensor:
+    def barrier(self, phase: int, *, publish: tuple[int, ...] = (), **agreed: int) -> torch.Tensor:
         """Waits (on the device) for every rank, bounded by `timeout_s`. Collective; does not synchronise the host.
 
         Args:
             phase: one of control.PHASE_*; error texts show its name.
             publish: up to control.NUM_PUBLISHED integers for the peers.
+            agreed: fields of control.CALL_FIELDS that must be equal on all ranks, like the phase itself.
 
         Returns:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
         """
-        received = self._launch_barrier(phase, publish, fault=False)
+        received = self._launch_barrier(control.pack_call(phase=phase, **agreed), publish, fault=False)
         if self.device.type == "cpu":
             self.check()
         return received
+
+    def synchronize(self) -> None:
+        """Waits for this rank's stream and raises what has been reported. Local.
+
+        On GPUs this is how an error of a peer's `dispatch_tokens`, `combine_tokens` or static-capacity plan is raised
+        in the call it belongs to, instead of at this rank's next call on the heap.
+        """
+        self._synchronize()
+        self.check()
 
     def read_back(self, tensor: torch.Tensor) -> torch.Tensor:
         """A CPU copy of a small device tensor. Waits for this rank's stream up to here, and for nothing else."""
@@ -242,38 +267,35 @@ class SymmetricHeap:
         event.synchronize()
         return copy
 
-    def fail(self, error: SymmoeError, phases: tuple[int, ...]) -> NoReturn:
-        """Takes this rank's part in a call whose arguments are wrong here, so that every rank raises `error`.
+    def fail(self, error: SymmoeError, phase: int | None) -> NoReturn:
+        """Fails the collective call whose next barrier is `phase`: every rank raises `error`. Always raises.
 
-        Collective in the sense that the peers are in the call that consists of the barriers `phases`; moves no
-        payload. Synchronises. Always raises `error`; without `phases` it does nothing else.
+        Synchronises; moves no payload. If several ranks fail the call, all raise the error of the first of them.
+        Without a phase it raises `error` here and does nothing else.
         """
         try:
-            if phases:
-                self._launch_fault(error, phases)
+            if phase is not None:
+                error = self._launch_fault(error, phase)
             raise error
         finally:
             # A local name would keep the traceback in a cycle, and with it the leases of the frames it passed.
             del error
 
-    def _launch_fault(self, error: SymmoeError, phases: tuple[int, ...]) -> None:
-        counters = self.peers.region(self.rank, self._layout.counters, (control.NUM_COUNTERS,), torch.int64)
-        epoch = int(counters[control.BARRIER_EPOCH]) + 1
+    def _launch_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
+        """Tells the peers, and returns what every rank raises."""
+        epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
         payload = torch.frombuffer(bytearray(epoch.to_bytes(8, "little") + encode(error)), dtype=torch.uint8)
         # Two slots in turn: a peer may still have to read the last fault, but has read the one before.
         self._num_faults += 1
         for rank in range(self.num_ranks):
             self._inbox(rank, sender=self.rank)[self._num_faults & 1, : payload.numel()].copy_(payload)
-        if self.device.type == "cpu":
-            phases = phases[:1]  # on CPUs the peers raise at the first barrier; GPU hosts have enqueued all of them
-        for index, phase in enumerate(phases):
-            self._launch_barrier(phase, (), fault=index == 0)
+        self._launch_barrier(control.pack_call(phase=phase), (), fault=True)
         self._synchronize()
-        if self._status_words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
-            raise self._take_status() from error
-        self._status_words[control.STATUS_KIND] = control.STATUS_OK  # the fault on record is this rank's own
+        first = int(self._status_words[control.STATUS_PEER])
+        raised = self._take_status()
+        return error if first == self.rank and not isinstance(raised, PeerTimeout) else raised
 
-    def _launch_barrier(self, phase: int, publish: tuple[int, ...], *, fault: bool) -> torch.Tensor:
+    def _launch_barrier(self, call: int, publish: tuple[int, ...], *, fault: bool) -> torch.Tensor:
         received = torch.empty((self.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
         self._kernels.barrier(
@@ -281,28 +303,30 @@ class SymmetricHeap:
             words,
             received,
             self.status,
-            phase=phase,
+            call=call,
             fault=fault,
             timeout_ns=int(self.timeout_s * 1e9),
         )
         return received
 
     def _take_status(self) -> SymmoeError:
+        """The error on record. All but a timeout are over with it: the next barrier counts again."""
         words = [int(word) for word in self._status_words]
         kind = words[control.STATUS_KIND]
         if kind == control.STATUS_TIMEOUT:
-            self._poison = timeout_error(words, self.timeout_s)
-            return self._poison
+            self._poison = words
+            return timeout_error(words, self.timeout_s)
+        self._synchronize()  # barriers of the failed call that are on their way must still find the flag
+        self._counters[control.FAULTED] = 0
         self._status_words[control.STATUS_KIND] = control.STATUS_OK
-        if kind == control.STATUS_PLAN:
-            return plan_error(
-                words[control.STATUS_EPOCH],
-                words[control.STATUS_PEER],
-                words[control.STATUS_EXPECTED],
-                words[control.STATUS_SEEN],
-                words[control.STATUS_WHERE],
-            )
-        return self._peer_error(words[control.STATUS_PEER], words[control.STATUS_EPOCH])
+        if kind == control.STATUS_FAULT:
+            return self._peer_error(words[control.STATUS_PEER], words[control.STATUS_EPOCH])
+        return plan_error(words) if kind == control.STATUS_PLAN else mismatch_error(words)
+
+    @property
+    def _counters(self) -> torch.Tensor:
+        """int64 [NUM_COUNTERS], this rank's."""
+        return self.peers.region(self.rank, self._layout.counters, (control.NUM_COUNTERS,), torch.int64)
 
     def _peer_error(self, rank: int, epoch: int) -> SymmoeError:
         for slot in self._inbox(self.rank, sender=rank).cpu():
@@ -319,20 +343,36 @@ class SymmetricHeap:
     # -- lifetime -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the heap: collective, idempotent, synchronises. After a timeout it is local and frees what it can.
+        """Ends the heap: collective, idempotent, synchronises. Waits for the peers at most `timeout_s`.
 
-        Tensors over the arena must not be used afterwards.
+        After a timeout, its own included, it is local and frees what it can. Tensors over the arena must not be used
+        afterwards.
+
+        Raises:
+            PeerTimeout: a peer did not come to close.
         """
         if self._closed:
             return
+        error = None
         self._synchronize()
-        if self._poison is not None or self._status_words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
-            self._closed = True
-            self._backend.abandon()
-            return
-        self._bootstrap.barrier()
+        if self._poison is None and self._status_words[control.STATUS_KIND] != control.STATUS_OK:
+            error = self._take_status()  # nobody has raised it yet; unless it is a timeout, the peers are there
+        if self._poison is None:
+            self._launch_barrier(control.pack_call(phase=control.PHASE_CLOSE), (), fault=False)
+            self._synchronize()
+        together = self._poison is None and self._status_words[control.STATUS_KIND] == control.STATUS_OK
+        if self._poison is None and not together:
+            error = self._take_status()
         self._closed = True
-        self._backend.close()
+        if together:
+            self._backend.close()
+        else:
+            self._backend.abandon()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # as in `fail`
 
     def __enter__(self) -> SymmetricHeap:
         return self
@@ -343,6 +383,10 @@ class SymmetricHeap:
         elif not self._closed:  # the peers may be anywhere: no collective on the way out
             self._closed = True
             self._backend.abandon()
+
+    def __deepcopy__(self, memo: dict) -> SymmetricHeap:
+        """A copy of a model shares the heap, as it shares the process group."""
+        return self
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -359,12 +403,8 @@ class SymmetricHeap:
         missing = host.preflight() if self.backend == "host" else nvshmem.preflight(self.num_bytes)
         return BackendUnavailable(missing) if missing else None
 
-    def _agree(self, problem: SymmoeError | None) -> None:
-        """Raises on every rank if any rank has a problem or ranks disagree. Collective."""
-        mine = encode(problem) if problem is not None else b""
-        for rank, payload in enumerate(self._bootstrap.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
-            if payload.strip(b"\0"):
-                raise decode(payload, rank=rank)
+    def _agree_on_configuration(self) -> None:
+        """Raises on every rank if ranks disagree. Collective."""
         mine = _FINGERPRINT.pack(_PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), self.timeout_s)
         gathered = [
             _FINGERPRINT.unpack(f) for f in self._bootstrap.all_gather_bytes(mine, num_bytes=_FINGERPRINT.size)
@@ -378,7 +418,7 @@ class SymmetricHeap:
     def _warm_up(self) -> None:
         """Compiles the barrier on every rank before any wait is bounded by the clock."""
         for _ in range(2):  # both halves of the mailbox
-            self._launch_barrier(control.PHASE_START, (), fault=False)
+            self._launch_barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
         self._synchronize()
         self.check()
 

@@ -36,31 +36,35 @@ class HostBackend:
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         self.device = torch.device("cpu")
-        fd = os.memfd_create("symmoe", os.MFD_CLOEXEC)
-        opened = [fd]
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        files: list[int] = []
         try:
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, num_bytes)
-            namespace = os.stat("/proc/self/ns/pid").st_ino
-            ticket = _TICKET.pack(os.getpid(), fd, os.fstat(fd).st_ino, namespace, os.geteuid())
+            problem, ticket = None, b""
+            try:
+                files.append(_create(num_bytes))
+                inode = os.fstat(files[0]).st_ino
+                ticket = _TICKET.pack(os.getpid(), files[0], inode, namespace, os.geteuid())
+            except OSError as error:
+                problem = BackendUnavailable(f"cannot make an arena of {num_bytes} bytes: {error}")
+            bootstrap.agree(problem)
             tickets = [_TICKET.unpack(t) for t in bootstrap.all_gather_bytes(ticket, num_bytes=_TICKET.size)]
-            problem = ""
             try:
                 for rank, peer in enumerate(tickets):
                     if rank != bootstrap.rank:
-                        opened.append(_open_peer(rank, peer, namespace))
+                        files.append(_open_peer(rank, peer, namespace))
+                own, *others = files
+                others.insert(bootstrap.rank, own)
+                self._maps = [mmap.mmap(file, num_bytes, mmap.MAP_SHARED) for file in others]
             except BackendUnavailable as error:
-                problem = str(error)
-            # Nobody may close its descriptor before every peer has opened it, and all fail together.
-            for rank, text in enumerate(bootstrap.all_gather_bytes(problem.encode()[:512], num_bytes=512)):
-                if text.strip(b"\0"):
-                    raise BackendUnavailable(f"on rank {rank}: {text.rstrip(bytes(1)).decode(errors='replace')}")
-            own, *others = opened
-            others.insert(bootstrap.rank, own)
-            self._maps = [mmap.mmap(f, num_bytes, mmap.MAP_SHARED) for f in others]
+                problem = error
+            except OSError as error:
+                problem = BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}")
+            # Nobody closes its descriptor before every peer has opened it, and all fail together.
+            bootstrap.agree(problem)
         finally:
-            for f in opened:
-                os.close(f)
+            problem = None  # its traceback refers to this frame: a cycle that would keep the arenas mapped
+            for file in files:
+                os.close(file)
         self.bases = [self.arena_tensor(rank).data_ptr() for rank in range(bootstrap.num_ranks)]
 
     def arena_tensor(self, rank: int) -> torch.Tensor:
@@ -74,6 +78,18 @@ class HostBackend:
     def abandon(self) -> None:
         """As :meth:`close`: nothing of this backend needs the peers."""
         self.close()
+
+
+def _create(num_bytes: int) -> int:
+    """A new anonymous file of `num_bytes`, readable and writable by this user alone."""
+    file = os.memfd_create("symmoe", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(file, 0o600)
+        os.ftruncate(file, num_bytes)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 def _open_peer(rank: int, ticket: tuple[int, ...], namespace: int) -> int:

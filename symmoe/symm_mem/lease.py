@@ -22,8 +22,9 @@ class Lease:
         num_bytes: size of the tensor.
         generation: how many leases the heap had made before this one.
 
-    A lease that nobody refers to any more is released. Releasing is local and does not synchronise: later kernels on
-    the same stream may reuse the memory, and peers write into it only after a barrier that this rank's stream reaches.
+    A lease that nobody refers to any more is released, so keep the lease as long as its tensor. Releasing is local and
+    does not synchronise: later kernels on the same stream may reuse the memory, and peers write into it only after a
+    barrier that this rank's stream reaches.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class Lease:
             self.release()
 
     def __del__(self) -> None:
+        # The garbage collector may run this in any thread and in the middle of the arena's own work: only note it.
         if getattr(self, "_heap", None) is not None:
-            self.release()
+            self._heap._dropped.append(self.span)
 
     def _over(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
         arena = heap._backend.arena_tensor(rank)

@@ -40,7 +40,10 @@ def preflight(num_bytes: int) -> str:
     import nvshmem.core as core
 
     if core.init_status() >= core.InitStatus.STATUS_IS_INITIALIZED:
-        return "NVSHMEM is already initialised in this process: close the other heap first"
+        return (
+            "NVSHMEM is in use in this process: by an open heap, which must be closed first, or by one that ended in "
+            "an error, whose memory goes with the process"
+        )
     free_bytes, _ = torch.cuda.mem_get_info()
     if free_bytes < num_bytes:
         return f"num_bytes ({num_bytes}) is more than the GPU's free memory ({free_bytes} bytes)"
@@ -83,14 +86,17 @@ class NvshmemBackend:
             )
         finally:
             os.umask(old_umask)
+        problem = None
         if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
-            # The binding reports success for a half-done start; the first allocation would end the process.
-            raise BackendUnavailable("NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why")
+            # The binding reports success for a half-done start; an allocation would then end the process.
+            problem = BackendUnavailable("NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why")
+        bootstrap.agree(problem)
         self._address = bindings.malloc(num_bytes)
         self.bases = [bindings.ptr(self._address, rank) for rank in range(bootstrap.num_ranks)]
         missing = [rank for rank, base in enumerate(self.bases) if base == 0]
         if missing:
-            raise BackendUnavailable(f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed")
+            problem = BackendUnavailable(f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed")
+        bootstrap.agree(problem)
         from symmoe.symm_mem.address import AddressRange
 
         self._ranges = [AddressRange(base, num_bytes, self.device) for base in self.bases]
@@ -121,15 +127,13 @@ class NvshmemBackend:
             raise BackendUnavailable("the ranks of the group are on different machines; one NVLink domain is supported")
         if len(set(uuids)) < len(uuids):
             raise BackendUnavailable("two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)")
+        problem = None
         if _same_view_of_devices(bootstrap):
             indices = [int.from_bytes(p[96:98], "little") for p in peers]
             blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
-            problem = f"GPU {index} cannot address GPUs {blocked}".encode() if blocked else b""
-        else:
-            problem = b""
-        for rank, text in enumerate(bootstrap.all_gather_bytes(problem, num_bytes=128)):
-            if text.strip(b"\0"):
-                raise BackendUnavailable(f"on rank {rank}: {text.rstrip(bytes(1)).decode()}")
+            if blocked:
+                problem = BackendUnavailable(f"GPU {index} cannot address GPUs {blocked}")
+        bootstrap.agree(problem)
 
 
 def _same_view_of_devices(bootstrap: Bootstrap) -> bool:

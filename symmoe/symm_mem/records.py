@@ -17,8 +17,36 @@ def timeout_error(words: list[int], timeout_s: float) -> PeerTimeout:
     )
 
 
-def plan_error(code: int, rank: int, limit: int, value: int, where: int) -> SymmoeError:
+def plan_error(words: list[int]) -> SymmoeError:
+    """The error of a status record of kind STATUS_PLAN."""
+    return reported_error(
+        words[control.STATUS_EPOCH],
+        words[control.STATUS_PEER],
+        words[control.STATUS_EXPECTED],
+        words[control.STATUS_SEEN],
+        words[control.STATUS_WHERE],
+    )
+
+
+def mismatch_error(words: list[int]) -> ConfigMismatch:
+    """The error of a status record of kind STATUS_MISMATCH."""
+    peer = words[control.STATUS_PEER]
+    zero = control.unpack_call(words[control.STATUS_EXPECTED])
+    other = control.unpack_call(words[control.STATUS_SEEN])
+    here = control.PHASES[zero["phase"]]
+    if zero["phase"] != other["phase"]:
+        there = control.PHASES[other["phase"]]
+        return ConfigMismatch(f"ranks are in different calls: rank 0 at '{here}', rank {peer} at '{there}'")
+    field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
+    names = {"dtype": control.DTYPES, "order": control.ORDERS, "probs": ("without", "with")}.get(field)
+    shown = [names[call[field]] if names else call[field] for call in (zero, other)]
+    return ConfigMismatch(f"{field} differs at '{here}': rank 0 has {shown[0]}, rank {peer} has {shown[1]}")
+
+
+def reported_error(code: int, rank: int, limit: int, value: int, where: int) -> SymmoeError:
     """The error of a plan, from the first words of `lay_out`'s report; the same on every rank."""
+    if code == control.PLAN_FAULT:
+        return SymmoeError("the plan failed on another rank")
     if code == control.PLAN_MISMATCH:
         field = control.AGREED_FIELDS[where]
         zero, mine = _shown(where, limit), _shown(where, value)

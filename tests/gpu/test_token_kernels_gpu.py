@@ -89,7 +89,7 @@ class Ranks:
             words,
             self.received[rank],
             self.status[rank],
-            phase=control.PHASE_DISPATCH_DONE,
+            call=control.PHASE_DISPATCH_DONE,
             fault=fault,
             timeout_ns=int(timeout_s * 1e9),
         )
@@ -188,7 +188,7 @@ def test_layer_call_in_a_graph(gpu):
 
     def barrier(words):
         received = torch.empty((1, control.NUM_PUBLISHED), dtype=torch.int64, device=DEVICE)
-        gpu.barrier(peers, words, received, status, phase=1, fault=False, timeout_ns=10**9)
+        gpu.barrier(peers, words, received, status, call=1, fault=False, timeout_ns=10**9)
         return received
 
     def call():

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.kernels.gpu.sync import barrier_epoch, write_record
+from symmoe.kernels.gpu.sync import FAULTED, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
 NO_SLOT = tl.constexpr(2**31 - 1)
@@ -428,6 +428,8 @@ def lay_out_kernel(
     tl.store(report + word, summary)
     if RECORD_ERRORS:
         if (error != PLAN_OK) & (error != PLAN_FAULT):
+            counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
+            tl.store(counters + FAULTED, 1)  # on every rank: no trip of this plan moves anything
             write_record(status, STATUS_PLAN, PHASE_PLAN, error_rank, limit, value, error, where)
 
 

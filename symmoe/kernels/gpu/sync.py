@@ -14,8 +14,10 @@ from symmoe.kernels.control import Peers
 # Triton kernels may read global numbers only as constexpr.
 BARRIER_EPOCH = tl.constexpr(control.BARRIER_EPOCH)
 ABORTED = tl.constexpr(control.ABORTED)
+FAULTED = tl.constexpr(control.FAULTED)
 MAIL_WORDS = tl.constexpr(control.MAIL_WORDS)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
+MAIL_CALL = tl.constexpr(control.MAIL_CALL)
 STATUS_KIND = tl.constexpr(control.STATUS_KIND)
 STATUS_PHASE = tl.constexpr(control.STATUS_PHASE)
 STATUS_PEER = tl.constexpr(control.STATUS_PEER)
@@ -26,6 +28,7 @@ STATUS_WHERE = tl.constexpr(control.STATUS_WHERE)
 STATUS_OK = tl.constexpr(control.STATUS_OK)
 STATUS_TIMEOUT = tl.constexpr(control.STATUS_TIMEOUT)
 STATUS_FAULT = tl.constexpr(control.STATUS_FAULT)
+STATUS_MISMATCH = tl.constexpr(control.STATUS_MISMATCH)
 
 
 @triton.jit
@@ -91,7 +94,7 @@ def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
 
 @triton.jit(
     # Nothing may make this kernel compile again: a rank that compiles keeps its peers waiting.
-    do_not_specialize=["status", "word_0", "word_1", "word_2", "phase", "fault", "timeout_ns"],
+    do_not_specialize=["status", "word_0", "word_1", "word_2", "call", "fault", "timeout_ns"],
     do_not_specialize_on_alignment=["bases", "received"],
 )
 def barrier_kernel(
@@ -101,7 +104,7 @@ def barrier_kernel(
     word_0: tl.int64,
     word_1: tl.int64,
     word_2: tl.int64,
-    phase: tl.int32,
+    call: tl.int64,
     fault: tl.int32,
     timeout_ns: tl.int64,
     RANK: tl.constexpr,
@@ -115,20 +118,21 @@ def barrier_kernel(
     own = tl.load(bases + RANK)
     counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + BARRIER_EPOCH) + 1
-    aborted = tl.load(counters + ABORTED)
-    tl.debug_barrier()  # every thread has read the epoch before one of them moves it
-    tl.store(counters + BARRIER_EPOCH, epoch)
+    stopped = tl.load(counters + ABORTED) | tl.load(counters + FAULTED)
+    tl.debug_barrier()  # every thread has read the counters before one of them moves them
     answer = received + peer * NUM_PUBLISHED
-    if aborted != 0:
+    if stopped != 0:
         for word in tl.static_range(NUM_PUBLISHED):
             tl.store(answer + word, tl.full((LANES,), -1, tl.int64), mask=is_peer)
     else:
+        tl.store(counters + BARRIER_EPOCH, epoch)
         half = MAILBOX + (epoch & 1) * (NUM_RANKS * MAIL_WORDS * 8)
         theirs = tl.load(bases + peer, mask=is_peer, other=0) + half + RANK * MAIL_WORDS * 8
         slot = theirs.to(tl.pointer_type(tl.int64))
         tl.store(slot + 1, word_0, mask=is_peer)
         tl.store(slot + 2, word_1, mask=is_peer)
         tl.store(slot + 3, word_2, mask=is_peer)
+        tl.store(slot + MAIL_CALL, call, mask=is_peer)
         tl.debug_barrier()
         # The release covers the words (the barrier above) and the payload of all earlier kernels of this stream: a
         # kernel's end orders its stores before this kernel, and a release at system scope is cumulative.
@@ -141,12 +145,16 @@ def barrier_kernel(
         faulted = is_peer & (seen == 2 * epoch + 1)
         first_late = tl.min(tl.where(late, peer, LANES), axis=0)
         first_faulted = tl.min(tl.where(faulted, peer, LANES), axis=0)
-        good = (first_late == LANES) & (first_faulted == LANES)
         mail = mine.to(tl.pointer_type(tl.int64))
+        calls = tl.load(mail + MAIL_CALL, mask=is_peer, other=0, volatile=True)
+        first_call = tl.sum(tl.where(peer == 0, calls, 0), axis=0)
+        first_other = tl.min(tl.where(is_peer & (calls != first_call), peer, LANES), axis=0)
+        good = (first_late == LANES) & (first_faulted == LANES) & (first_other == LANES)
         for word in tl.static_range(NUM_PUBLISHED):
             # volatile: read here, after the wait, and from memory
             value = tl.load(mail + 1 + word, mask=is_peer, other=-1, volatile=True)
             tl.store(answer + word, tl.where(good, value, -1), mask=is_peer)
+        phase = call & 0xFF
         if first_late < LANES:
             tl.store(counters + ABORTED, 1)
             # The peer's last epoch may stand in the other half.
@@ -155,7 +163,12 @@ def barrier_kernel(
             last = tl.sum(tl.where(peer == first_late, tl.maximum(seen, before), 0), axis=0) >> 1
             write_record(status, STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
         elif first_faulted < LANES:
+            tl.store(counters + FAULTED, 1)
             write_record(status, STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch, 0)
+        elif first_other < LANES:
+            tl.store(counters + FAULTED, 1)
+            theirs_call = tl.sum(tl.where(peer == first_other, calls, 0), axis=0)
+            write_record(status, STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
 
 
 def barrier(
@@ -164,7 +177,7 @@ def barrier(
     received: torch.Tensor,
     status: torch.Tensor,
     *,
-    phase: int,
+    call: int,
     fault: bool,
     timeout_ns: int,
 ) -> None:
@@ -178,7 +191,7 @@ def barrier(
             received,
             status.data_ptr(),
             *words,
-            phase,
+            call,
             int(fault),
             timeout_ns,
             RANK=peers.rank,

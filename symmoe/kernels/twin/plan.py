@@ -143,6 +143,8 @@ def lay_out(
     report[control.SUM_MAX_PACKED] = regions.sum(0).max()
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
     if record_errors and failed and error[0] != control.PLAN_FAULT:
+        counters = peers.region(rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+        counters[control.FAULTED] = 1  # on every rank: no trip of this plan moves anything
         _record_error(status, error)
 
 

@@ -21,7 +21,7 @@ def barrier(
     received: torch.Tensor,
     status: torch.Tensor,
     *,
-    phase: int,
+    call: int,
     fault: bool,
     timeout_ns: int,
 ) -> None:
@@ -30,36 +30,47 @@ def barrier(
     Args:
         peers: the group's arenas.
         words: NUM_PUBLISHED integers (arena offsets) for the peers.
-        received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if any rank faulted or did not come.
+        received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted, did
+            not come or is in another call, or an earlier failure has not been raised yet.
         status: int64[STATUS_WORDS] that the host reads; gets a record if something went wrong and none is pending.
-        phase: index into control.PHASES.
+        call: control.pack_call of what the ranks must agree on.
         fault: this rank's arguments are wrong, nobody shall move payload.
         timeout_ns: bound of the wait.
     """
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
+    received.fill_(-1)
+    if counters[control.ABORTED] or counters[control.FAULTED]:
+        return
     epoch = int(counters[control.BARRIER_EPOCH]) + 1
     counters[control.BARRIER_EPOCH] = epoch
-    received.fill_(-1)
-    if counters[control.ABORTED]:
-        return
     half = epoch & 1
     for rank in range(peers.num_ranks):
         slot = _mailbox(peers, rank)[half, peers.rank]
         slot[1 : 1 + control.NUM_PUBLISHED] = words
+        slot[control.MAIL_CALL] = call
         slot[0] = 2 * epoch + int(fault)  # last: whoever sees it sees the words and all payload before it
     mailbox = _mailbox(peers, peers.rank)
     mail = mailbox[half]
     deadline = time.monotonic_ns() + timeout_ns
+    phase = call & 0xFF
     for rank in range(peers.num_ranks):
         if not _wait(mail, rank, 2 * epoch, deadline):
             counters[control.ABORTED] = 1
-            _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, int(mailbox[:, rank, 0].max()) >> 1)
+            seen = int(mailbox[:, rank, 0].max()) >> 1
+            _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
             return
-    faulted = [rank for rank in range(peers.num_ranks) if mail[rank, 0] == 2 * epoch + 1]
-    if faulted:
-        _record(status, control.STATUS_FAULT, phase, faulted[0], epoch, epoch)
-        return
-    received.copy_(torch.from_numpy(mail[:, 1 : 1 + control.NUM_PUBLISHED].copy()))
+    faulted = (mail[:, 0] == 2 * epoch + 1).nonzero()[0]
+    calls = mail[:, control.MAIL_CALL]
+    others = (calls != calls[0]).nonzero()[0]
+    if faulted.size:
+        counters[control.FAULTED] = 1
+        _record(status, control.STATUS_FAULT, phase, int(faulted[0]), epoch, epoch, epoch)
+    elif others.size:
+        counters[control.FAULTED] = 1
+        other = int(others[0])
+        _record(status, control.STATUS_MISMATCH, phase, other, int(calls[0]), int(calls[other]), epoch)
+    else:
+        received.copy_(torch.from_numpy(mail[:, 1 : 1 + control.NUM_PUBLISHED].copy()))
 
 
 def _wait(mail: np.ndarray, rank: int, value: int, deadline_ns: int) -> bool:
@@ -75,11 +86,13 @@ def _wait(mail: np.ndarray, rank: int, value: int, deadline_ns: int) -> bool:
     return True
 
 
-def _record(status: torch.Tensor, kind: int, phase: int, peer: int, epoch: int, seen: int) -> None:
+def _record(
+    status: torch.Tensor, kind: int, phase: int, peer: int, expected: int, seen: int, epoch: int
+) -> None:
     if int(status[control.STATUS_KIND]) == control.STATUS_OK:
         status[control.STATUS_PHASE] = phase
         status[control.STATUS_PEER] = peer
-        status[control.STATUS_EXPECTED] = epoch
+        status[control.STATUS_EXPECTED] = expected
         status[control.STATUS_SEEN] = seen
         status[control.STATUS_EPOCH] = epoch
         status[control.STATUS_KIND] = kind
