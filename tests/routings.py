@@ -6,7 +6,7 @@ Run one again with `SYMMOE_CASE=17 pytest tests/test_dispatch_oracle.py` (severa
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -214,6 +214,16 @@ def _make_cases() -> list[Case]:
 
 
 CASES = _make_cases()
+
+
+def case_on(number: int, device: str) -> Case:
+    """Case `number`. On GPUs with few different K, e and dtypes, because kernels are compiled for each of them."""
+    case = CASES[number]
+    if device == "cpu":
+        return case
+    top_k, experts_per_rank = (2, 4) if case.top_k < 5 else (5, 3)
+    dtype = torch.float32 if case.dtype == torch.float32 else torch.bfloat16
+    return replace(case, top_k=top_k, experts_per_rank=experts_per_rank, dtype=dtype)
 
 
 def chosen() -> list[int]:

@@ -39,7 +39,7 @@ def check_combine(rank: int, num_ranks: int, numbers: list[int], device: str) ->
     findings = Findings()
     with open_heap(device) as heap:
         for number in numbers:
-            case = routings.CASES[number]
+            case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}"
             try:
                 _check_sums(heap, case, case.shape(device), findings)
@@ -157,7 +157,7 @@ def check_adjoint(rank: int, num_ranks: int, numbers: list[int], device: str) ->
     findings = Findings()
     with open_heap(device) as heap:
         for number in numbers:
-            case = routings.CASES[number]
+            case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}"
             hidden, routing = case.shape(device), case.routing(num_ranks)
             ids = torch.from_numpy(routing.topk_idx[rank])
@@ -180,7 +180,7 @@ def check_gradients(rank: int, num_ranks: int, numbers: list[int], device: str) 
     findings = Findings()
     with open_heap(device) as heap:
         for number in numbers:
-            case = routings.CASES[number]
+            case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}"
             for order in ORDERS:
                 _check_gradients(heap, case, order, findings)

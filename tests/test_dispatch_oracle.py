@@ -22,9 +22,9 @@ def check_dispatch(rank: int, num_ranks: int, numbers: list[int], device: str) -
     findings = Findings()
     with open_heap(device) as heap:
         for number in numbers:
-            findings.where = f"rank {rank} of {num_ranks}, {routings.CASES[number]}"
+            findings.where = f"rank {rank} of {num_ranks}, {routings.case_on(number, device)}"
             try:
-                _check_case(heap, routings.CASES[number], findings, device)
+                _check_case(heap, routings.case_on(number, device), findings, device)
             except Exception as error:
                 raise AssertionError(findings.where) from error
             findings.equal("leased bytes after the case", heap.leased_bytes, 0)
@@ -84,6 +84,7 @@ def _check_case(heap: SymmetricHeap, case: routings.Case, findings: Findings, de
     copies = heap.statistics.num_staging_copies
     rows, row_probs = dispatch_tokens(x, plan)
     findings.equal("row_probs without probs", row_probs, None)
+    findings.equal("number of rows", rows.shape[0], plan.row_capacity if routing.capacity is not None else num_rows)
     findings.equal("rows in memory of their own", oracle.bits_of(rows[:num_rows]), want_rows)
     findings.check(rows.numel() == 0 or not heap.owns(rows), "rows lie in a lease that nobody holds")
     findings.equal("staging copies", heap.statistics.num_staging_copies, copies + 1)

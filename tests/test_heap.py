@@ -575,6 +575,34 @@ def test_close_does_not_wait_for_ever(cluster):
         assert facts["use"] == HeapClosed.__name__
 
 
+def run_ahead(rank: int, num_ranks: int) -> list[str]:
+    """One rank fails a call whose barriers, and those of the next calls, its peers have launched without a look at
+    the status, as the hosts of GPUs do: the fault is raised once, and all go on from the same epoch."""
+    findings = Findings()
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=5.0) as heap:
+        for turn in range(4 * num_ranks):
+            findings.where = f"rank {rank} of {num_ranks}, turn {turn}"
+            if rank == turn % num_ranks:
+                found = outcome(heap.fail, ArgumentError(f"turn {turn}"), control.PHASE_DISPATCH_READY)
+                findings.equal("error", found, ("ArgumentError", f"turn {turn}"))
+            else:
+                phases = [control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE, control.PHASE_COMBINE_READY]
+                for phase in phases[: 1 + turn % 3]:
+                    words = heap._launch_barrier(control.pack_call(phase=phase), (512,), fault=False)
+                    findings.check(bool((words == -1).all()), f"offsets in a failed call: {words.tolist()}")
+                culprit = turn % num_ranks
+                findings.equal("error", outcome(heap.check), ("ArgumentError", f"on rank {culprit}: turn {turn}"))
+            findings.equal("error afterwards", outcome(heap.check), ("", ""))
+            if turn % 2:
+                findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_fault_stops_what_is_on_its_way(cluster, num_ranks: int):
+    assert [text for texts in cluster(num_ranks).run(run_ahead) for text in texts] == []
+
+
 def dawdle(rank: int, num_ranks: int, calls: int, timeout_s: float) -> bool:
     """Stalls below the timeout are no faults."""
     generator = random.Random(rank)

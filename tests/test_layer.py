@@ -177,7 +177,7 @@ def check_mlp(rank: int, num_ranks: int, numbers: list[int], device: str, dtype:
     findings = Findings()
     with open_heap(device) as heap:
         for number in numbers:
-            case = routings.CASES[number]
+            case = routings.case_on(number, device)
             poison(heap)
             for order in ("rank", "slot"):
                 findings.where = f"rank {rank} of {num_ranks}, {case}, order={order}, {dtype}"
@@ -256,7 +256,7 @@ def check_public_parts(rank: int, num_ranks: int, device: str, dtype: torch.dtyp
     hidden, ffn = shapes(device)
     with open_heap(device) as heap:
         for number in few_cases(1):
-            case = routings.CASES[number]
+            case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}"
             routing = case.routing(num_ranks)
             ids = torch.from_numpy(routing.topk_idx[rank])
