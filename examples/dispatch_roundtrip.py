@@ -27,22 +27,21 @@ def main() -> None:
     experts = symmoe.GroupedMLP(EXPERTS // heap.num_ranks, HIDDEN, FFN, dtype=dtype, device=device)
 
     plan = symmoe.make_plan(topk_idx, num_experts=EXPERTS, heap=heap)
-    rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs)
 
-    # The experts write their output and, in backward, their input gradient where combine reads them: no copy.
-    with (
-        heap.lease(rows.shape, dtype, name="expert output") as out,
-        heap.lease(rows.shape, dtype, name="input gradient") as grad_input,
-    ):
-        expert_out = experts(rows, plan.splits, row_probs, out=out.tensor, grad_input_out=grad_input.tensor)
-        y = symmoe.combine_tokens(expert_out, plan)
-        y.float().square().mean().backward()
+    # Everything that crosses the wire lies in leases, where peers write and read it: nothing is copied.
+    names = ("rows", "expert output", "output gradient", "input gradient")
+    leases = [heap.lease((plan.row_capacity, HIDDEN), dtype, name=name) for name in names]
+    rows_out, out, grad_out, grad_input_out = (lease.tensor for lease in leases)
+    n = plan.num_rows
+    rows, row_probs = symmoe.dispatch_tokens(x, plan, probs=probs, out=rows_out)
+    expert_out = experts(rows, plan.splits, row_probs, out=out[:n], grad_input_out=grad_input_out[:n])
+    y = symmoe.combine_tokens(expert_out, plan, grad_out=grad_out[:n])
+    y.float().square().mean().backward()
 
     print(
-        f"rank {heap.rank} of {heap.num_ranks} on {heap.backend}: {TOKENS} tokens became {plan.num_rows} rows, "
+        f"rank {heap.rank} of {heap.num_ranks} on {heap.backend}: {TOKENS} tokens became {n} rows, "
         f"|y| = {y.float().norm():.3f}, |dx| = {x.grad.float().norm():.3e}, copies {heap.statistics.num_staging_copies}"
     )
-    del plan, rows
     heap.close()
     dist.destroy_process_group()
 

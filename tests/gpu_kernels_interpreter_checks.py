@@ -50,6 +50,8 @@ def no_clock():
     return 0
 
 
+CALL = control.pack_call(phase=3, hidden=2048)
+
 # What the peers of rank 1 have sent when it enters its barrier: their word 0 in epochs relative to its own.
 BARRIERS = {
     "all there": {"sent": (0, None, 0)},
@@ -59,14 +61,18 @@ BARRIERS = {
     "own fault": {"sent": (0, None, 0), "fault": True},
     "two faults": {"sent": ("fault", None, "fault"), "fault": True},
     "a fault and one missing": {"sent": ("fault", None, -2)},
+    "another call": {"sent": (0, None, "call")},
+    "all in another call": {"sent": ("call", None, "call")},
+    "a fault and another call": {"sent": ("call", None, "fault")},
     "aborted before": {"sent": (0, None, 0), "aborted": 1},
+    "faulted before": {"sent": (0, None, 0), "faulted": 1},
     "a record pending": {"sent": (-2, None, 0), "pending": control.STATUS_PLAN},
     "one rank": {"sent": (None,), "rank": 0},
     "four ranks": {"sent": (0, None, 0, 0)},
 }
 
 
-def run_barrier(barrier, epoch, sent, fault=False, aborted=0, pending=control.STATUS_OK, rank=1):
+def run_barrier(barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending=control.STATUS_OK, rank=1):
     """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record."""
     num_ranks = len(sent)
     layout = ControlLayout(num_ranks)
@@ -74,16 +80,18 @@ def run_barrier(barrier, epoch, sent, fault=False, aborted=0, pending=control.ST
     bases = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
     peers = Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
     counters = peers.region(rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
-    counters[control.BARRIER_EPOCH], counters[control.ABORTED] = epoch - 1, aborted
+    counters[control.BARRIER_EPOCH], counters[control.ABORTED], counters[control.FAULTED] = epoch - 1, aborted, faulted
     mail = peers.region(rank, layout.mailbox, (2, num_ranks, control.MAIL_WORDS), torch.int64)
     for peer, state in enumerate(sent):
         if state is not None:
-            word = 2 * epoch + 1 if state == "fault" else 2 * (epoch + state)
-            mail[epoch & 1, peer, :4] = torch.tensor([word, 100 + peer, 2**40 + peer, -peer])
+            behind = state if isinstance(state, int) else 0
+            word = 2 * (epoch + behind) + int(state == "fault")
+            call = CALL + 2**30 if state == "call" else CALL
+            mail[epoch & 1, peer, :5] = torch.tensor([word, 100 + peer, 2**40 + peer, -peer, call])
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
     status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
-    barrier(peers, (2**41, 0, 5), received, status, call=3, fault=fault, timeout_ns=10**6)
+    barrier(peers, (2**41, 0, 5), received, status, call=CALL, fault=fault, timeout_ns=10**6)
     return {"received": received, "status": status, **{f"arena {i}": view for i, view in enumerate(views)}}
 
 

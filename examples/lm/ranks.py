@@ -75,7 +75,8 @@ def open_ranks(device_type: str) -> Iterator[Ranks]:
 def _make_deterministic() -> None:
     """Makes a GPU run repeat bit for bit: by default attention's backward adds in the order of arrival."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no deterministic form; flash attention's has
+    # Not `warn_only`: flash attention's backward takes its deterministic form only if it must.
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no deterministic form
     # Would fill every new tensor, to expose reads of uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -16,6 +16,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 
 READY_ROWS, READY_VALUES = range(2)  # what a rank publishes: where its rows are, and its per-row values
+ROW_ALIGNMENT_BYTES = 16  # of the kernels' accesses
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
@@ -23,7 +24,7 @@ PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 def on_heap(rows: torch.Tensor, plan: Plan, *, name: str) -> Iterator[torch.Tensor]:
     """`rows` [., H] itself where peers can read it in place, else a copy in a lease (counted: it is the slow path)."""
     heap = plan.heap
-    if heap.owns(rows) and rows.is_contiguous():
+    if heap.owns(rows) and rows.is_contiguous() and rows.data_ptr() % ROW_ALIGNMENT_BYTES == 0:
         yield rows
         return
     heap.statistics.num_staging_copies += 1

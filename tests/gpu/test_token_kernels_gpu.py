@@ -83,21 +83,22 @@ class Ranks:
         offset = self.peers[rank].layout.counters
         return self.peers[rank].region(rank, offset, (control.NUM_COUNTERS,), torch.int64)
 
-    def enter(self, rank, words=(0, 0, 0), *, fault=False, timeout_s=10.0):
+    def enter(self, rank, words=(0, 0, 0), *, fault=False, timeout_s=10.0, call=control.PHASE_DISPATCH_DONE):
         self.gpu.barrier(
             self.peers[rank],
             words,
             self.received[rank],
             self.status[rank],
-            call=control.PHASE_DISPATCH_DONE,
+            call=call,
             fault=fault,
             timeout_ns=int(timeout_s * 1e9),
         )
 
-    def enter_all(self, words, faults=()):
+    def enter_all(self, words, faults=(), calls=None):
+        calls = [control.PHASE_DISPATCH_DONE] * self.num_ranks if calls is None else calls
         for rank, stream in enumerate(self.streams):
             with torch.cuda.stream(stream):
-                self.enter(rank, words[rank], fault=rank in faults)
+                self.enter(rank, words[rank], fault=rank in faults, call=calls[rank])
         torch.cuda.synchronize()
 
 
@@ -120,9 +121,28 @@ def test_barrier_fault(gpu):
     for rank in range(3):
         assert (ranks.received[rank] == -1).all()
         assert ranks.status[rank].tolist() == [control.STATUS_FAULT, control.PHASE_DISPATCH_DONE, 1, 2, 2, 2, 0, 0]
+        assert ranks.counters(rank).tolist()[:3] == [2, 0, 1]
+    ranks.enter(0, (4, 5, 6))  # returns at once and counts no epoch until the host has raised the error
+    torch.cuda.synchronize()
+    assert (ranks.received[0] == -1).all()
+    assert ranks.counters(0).tolist()[:3] == [2, 0, 1]
+    for rank in range(3):
+        ranks.counters(rank)[control.FAULTED] = 0
+    torch.cuda.synchronize()
     ranks.enter_all([(4, 5, 6)] * 3)  # a fault is not the end
     assert ranks.received[0].tolist() == [[4, 5, 6]] * 3
+    assert ranks.counters(0).tolist()[:3] == [3, 0, 0]
     assert ranks.status[0][control.STATUS_EPOCH] == 2  # the first record stays until the host takes it
+
+
+def test_barrier_of_ranks_in_different_calls(gpu):
+    ranks = Ranks(gpu, 3)
+    ranks.enter_all([(1, 2, 3)] * 3, calls=[control.pack_call(phase=2, hidden=h) for h in (64, 64, 128)])
+    here, there = control.pack_call(phase=2, hidden=64), control.pack_call(phase=2, hidden=128)
+    for rank in range(3):
+        assert (ranks.received[rank] == -1).all()
+        assert ranks.status[rank].tolist() == [control.STATUS_MISMATCH, 2, 2, here, there, 1, 0, 0]
+        assert ranks.counters(rank).tolist()[:3] == [1, 0, 1]
 
 
 def test_barrier_timeout(gpu):
@@ -144,7 +164,7 @@ def test_barrier_timeout(gpu):
     torch.cuda.synchronize()
     assert time.perf_counter() - start < 1.0
     assert (ranks.received[0] == -1).all()
-    assert ranks.counters(0).tolist()[:2] == [3, 1]
+    assert ranks.counters(0).tolist()[:2] == [2, 1]
     assert ranks.status[0].tolist() == record
     assert torch.ones(1000, device=DEVICE).sum().item() == 1000  # the context is alive
 
