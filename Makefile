@@ -27,8 +27,7 @@ setup: $(INSTALLED)
 
 $(VENV)/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet --editable '.[dev,examples]'
+	$(PY) -m pip install --quiet torch==2.13.0 --editable '.[dev,examples]'
 	touch $@
 
 train: setup

@@ -5,13 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("triton")
+from interpreter import interpreter
 
 CHECKS = Path(__file__).with_name("gemm_interpreter_checks.py")
 
 
+@interpreter
 def test_kernels_match_twins():
     """In a process of its own: the interpreter has to be chosen before triton is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -10,14 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from interpreter import interpreter
 from simulated_ranks import CASES
-
-pytest.importorskip("triton")
 
 CHECKS = Path(__file__).with_name("gpu_kernels_interpreter_checks.py")
 
 
+@interpreter
 def test_kernels_match_twins():
     """In a process of its own: the interpreter has to be chosen before triton is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
