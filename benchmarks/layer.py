@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -285,9 +286,7 @@ def machine() -> dict:
 
 
 def nvshmem_version() -> str:
-    import nvshmem.core
-
-    return str(nvshmem.core.get_version())
+    return f"{version('nvidia-nvshmem-cu13')}, nvshmem4py {version('nvshmem4py-cu13')}"
 
 
 def _parse() -> argparse.Namespace:
