@@ -303,13 +303,13 @@ def test_autograd_refuses_rows_that_combine_overwrote(cluster, num_ranks: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_sums_are_the_oracle_bit_for_bit_on_gpus(cluster, num_ranks: int):
     assert flat(cluster(num_ranks, "cuda").run(check_combine, routings.chosen(), "cuda", timeout_s=280)) == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_gradients_with_foreign_experts_on_gpus(cluster, num_ranks: int):
     numbers = with_gradients()[:16]
     assert flat(cluster(num_ranks, "cuda").run(check_gradients, numbers, "cuda", timeout_s=280)) == []

@@ -170,7 +170,7 @@ def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_dispatch_is_the_oracle_byte_for_byte_on_gpus(cluster, num_ranks: int):
     results = cluster(num_ranks, "cuda").run(check_dispatch, routings.chosen(), "cuda", timeout_s=280)
     assert [text for texts in results for text in texts] == []

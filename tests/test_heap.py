@@ -670,3 +670,27 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path, shared_memory_befor
             assert facts["took_s"] < 10.0
     assert not left_in_shared_memory(shared_memory_before)
     assert not list(Path("/dev/shm").glob("*symmoe*"))
+
+
+def check_pairs_on_gpus(rank: int, num_ranks: int) -> list[str]:
+    """Two disjoint EP groups of two, interleaved, each with an NVSHMEM of its own, at once."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with SymmetricHeap(groups[rank % 2], num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
+        findings.equal("backend", heap.backend, "nvshmem")
+        findings.equal("rank in the pair", (heap.rank, heap.num_ranks), (rank // 2, 2))
+        for turn in range(10):
+            findings.check(round_trip(heap, 1000 * (rank % 2) + turn), f"turn {turn}")
+        bad = torch.full((1, 1), 99 if rank in (0, 2) else 0, device=heap.device)
+        kind, _ = outcome(make_plan, bad, num_experts=2, heap=heap)
+        findings.equal("error of the pair", kind, "ExpertIdError" if rank in (0, 2) else "")
+        findings.check(round_trip(heap), "afterwards")
+    with SymmetricHeap(num_bytes=NUM_BYTES, timeout_s=60.0) as heap:  # and again, all together
+        findings.check(round_trip(heap), "the world, afterwards")
+    return findings.texts
+
+
+@pytest.mark.gpu
+def test_disjoint_groups_at_once_on_gpus(cluster):
+    assert [text for texts in cluster(4, "cuda").run(check_pairs_on_gpus) for text in texts] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,17 @@ def test_only_the_backends_read_the_environment(path: Path):
     }
     reads = names & {"environ", "getenv", "environb", "putenv"}
     assert not reads or str(path) in MAY_READ_ENVIRONMENT
+
+
+def test_every_kernel_stands_twice_with_one_signature():
+    """A twin has the name and the parameters of its kernel; the kernel's launcher may take tuning keywords besides."""
+    pytest.importorskip("triton")
+    from symmoe.kernels import gpu, twin
+
+    assert sorted(gpu.__all__) == sorted(twin.__all__)
+    assert len(twin.__all__) >= 19
+    tuning = {"config", "num_sms", "num_ctas"}
+    for name in twin.__all__:
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (twin, gpu))
+        assert list(ours) == [parameter for parameter in theirs if parameter not in tuning], name
+        assert all(theirs[p].default is None for p in tuning & set(theirs)), name
