@@ -44,7 +44,7 @@ class StaleLease(SymmoeError):
 
 
 class StalePlan(SymmoeError):
-    """A plan was used with another heap, or in an order it does not allow."""
+    """A plan was used in an order it does not allow: combined before anything was dispatched with it."""
 
 
 class BackendUnavailable(SymmoeError):

@@ -10,6 +10,7 @@ Twins and device code share these numbers; nothing here touches memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -185,7 +186,5 @@ class Peers:
 
     def region(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """`shape` elements of `dtype` at byte `offset` of rank `rank`'s arena, as a view."""
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = dtype.itemsize * math.prod(shape)
         return self.views[rank][offset : offset + num_bytes].view(dtype).view(shape)

@@ -72,8 +72,8 @@ def clip_grad_norm(
     """
     group = group or _default_group()
     dense, experts = _trainable(model)
-    dense_square = _square_norm(dense)
-    expert_square = _square_norm(experts).to(dense_square.device)
+    device = next(model.parameters()).device  # the norm of no gradients at all would come out on the CPU
+    dense_square, expert_square = _square_norm(dense).to(device), _square_norm(experts).to(device)
     if group is not None:
         dist.all_reduce(expert_square, group=group)
         # That sum met every expert once per replica.

@@ -39,9 +39,9 @@ class RouterOutput:
 class Router(nn.Module):
     """Linear scores, then top-k over (optionally) the best groups of experts.
 
-    Selection uses scores + `expert_bias`; the probs come from the scores alone. Everything is computed in
-    fp32, also under autocast. Equal scores go to the lower expert id, on every device and however many
-    tokens share the call.
+    Selection uses scores + `expert_bias`; the probs come from the scores alone. Everything is computed in fp32, also
+    under autocast (with tf32 products if torch is told to allow them). Equal scores go to the lower expert id, on every
+    device and however many tokens share the call.
 
     Parameters stay fp32 when a model is cast (`model.to(torch.bfloat16)`).
 

@@ -144,9 +144,7 @@ class SymmetricHeap:
         """
         self.check()
         shape = tuple(int(size) for size in shape)
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = dtype.itemsize * math.prod(shape)
         self._take_back_dropped()
         span = self._arena.take(num_bytes)
         if span is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,9 +41,7 @@ class Lease:
         self.shape = shape
         self.dtype = dtype
         self.offset, self._size = span
-        self.num_bytes = dtype.itemsize
-        for size in shape:
-            self.num_bytes *= size
+        self.num_bytes = dtype.itemsize * math.prod(shape)
         self.generation = generation
         self._heap: SymmetricHeap | None = heap
         self._tensor: torch.Tensor | None = self._over(heap, heap.rank)
