@@ -151,7 +151,10 @@ def build_ops(shape: str) -> dict[str, Op]:
         act.backward(packed[index[spans[g]].long()].float() @ w2[g].float())
         return [hidden.grad, act.detach(), prob.grad]
 
-    rows_of = lambda *tensors: lambda g: [t[spans[g]] for t in tensors]  # noqa: E731
+
+    def rows_of(*tensors: torch.Tensor) -> Callable[[int], list[torch.Tensor]]:
+        return lambda g: [t[spans[g]] for t in tensors]
+
     two_fc1, two_fc2 = 4 * N * H * I, 2 * N * H * I
     bf16 = torch.bfloat16
     fc1_config = gemm_swiglu.swiglu_config(I, bf16)

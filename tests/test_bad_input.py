@@ -151,19 +151,34 @@ def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
         return found.tensor
 
     yield argument("list", lambda heap, good: [1.0], f"{name} (list)", "tensor")
-    rows = lambda heap, good: lease(heap, good, (shape(good)[0] + 1, H))  # noqa: E731
+
+    def rows(heap, good):
+        return lease(heap, good, (shape(good)[0] + 1, H))
+
     yield argument("rows", rows, f"{name} has shape", "must be")
-    wide = lambda heap, good: lease(heap, good, (shape(good)[0], H + 1))  # noqa: E731
+
+    def wide(heap, good):
+        return lease(heap, good, (shape(good)[0], H + 1))
+
     yield argument("hidden", wide, f"{name} has shape", f", {H + 1}]", f", {H}]")
-    half = lambda heap, good: lease(heap, good, shape(good), torch.bfloat16)  # noqa: E731
+
+    def half(heap, good):
+        return lease(heap, good, shape(good), torch.bfloat16)
+
     yield argument("dtype", half, f"{name} has dtype torch.bfloat16", "torch.float32")
     yield argument("meta", lambda heap, good: torch.empty(shape(good), device="meta"), f"{name} is on meta", "on cpu")
-    strided = lambda heap, good: lease(heap, good, (shape(good)[0], 2 * H))[:, ::2]  # noqa: E731
+
+    def strided(heap, good):
+        return lease(heap, good, (shape(good)[0], 2 * H))[:, ::2]
+
     yield argument("strided", strided, f"{name} has strides [{2 * H}, 2]", "contiguous")
     yield argument(
         "gradient", lambda heap, good: lease(heap, good, shape(good)).requires_grad_(), f"{name} requires a gradient"
     )
-    odd = lambda heap, good: lease(heap, good, (shape(good)[0] * H + 1,))[1:].view(shape(good))  # noqa: E731
+
+    def odd(heap, good):
+        return lease(heap, good, (shape(good)[0] * H + 1,))[1:].view(shape(good))
+
     yield argument("address", odd, f"{name} starts at address", "aligned to 16")
     yield argument("elsewhere", lambda heap, good: torch.empty(shape(good)), f"{name} is not on this symmetric heap")
 

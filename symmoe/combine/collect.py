@@ -16,7 +16,6 @@ from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 
 READY_ROWS, READY_VALUES = range(2)  # what a rank publishes: where its rows are, and its per-row values
-ROW_ALIGNMENT_BYTES = 16  # of the kernels' accesses
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
@@ -24,7 +23,7 @@ PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 def on_heap(rows: torch.Tensor, plan: Plan, *, name: str) -> Iterator[torch.Tensor]:
     """`rows` [., H] itself where peers can read it in place, else a copy in a lease (counted: it is the slow path)."""
     heap = plan.heap
-    if heap.owns(rows) and rows.is_contiguous() and rows.data_ptr() % ROW_ALIGNMENT_BYTES == 0:
+    if heap.owns(rows) and rows.is_contiguous() and rows.data_ptr() % control.ACCESS_BYTES == 0:
         yield rows
         return
     heap.statistics.num_staging_copies += 1
@@ -42,29 +41,32 @@ def collect_rows(rows: torch.Tensor, plan: Plan, *, order: str) -> torch.Tensor:
     Returns:
         [T, H].
     """
-    out, _ = _collect(rows, None, plan, order)
-    return out
+    return _collect(rows, plan, order, None)[0]
 
 
 def collect_rows_and_values(
     rows: torch.Tensor, row_values: torch.Tensor, plan: Plan, *, order: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`collect_rows`, and brings one fp32 value per row home: [N_cap] to [T, K], 0 for slots without a row."""
-    out, values = _collect(rows, row_values, plan, order)
-    assert values is not None
-    return out, values
+    packed_to_row, _ = plan.received_index()
+    shape = (plan.packed_row_capacity, plan.top_k)
+    with plan.heap.lease(shape, torch.float32, name="values to collect", phase=PHASE) as packed_values:
+        ops = kernels.for_device(rows.device)
+        ops.gather_values(row_values, packed_to_row, plan.num_packed, packed_values.tensor)
+        return _collect(rows, plan, order, packed_values.offset)
 
 
 def _collect(
-    rows: torch.Tensor, row_values: torch.Tensor | None, plan: Plan, order: str
+    rows: torch.Tensor, plan: Plan, order: str, values_offset: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One trip: the sums, and the values that the ranks have gathered at `values_offset`, if any."""
     ops, heap = kernels.for_device(rows.device), plan.heap
     packed_to_row, _ = plan.received_index()
     agreed = {
         "hidden": rows.shape[1],
         "dtype": control.DTYPES.index(rows.dtype),
         "order": control.ORDERS.index(order),
-        "probs": int(row_values is not None),
+        "probs": int(values_offset is not None),
     }
     offset = heap.offset_of(rows, phase=PHASE)  # before anything is written there
     if order == "rank":
@@ -75,20 +77,13 @@ def _collect(
     else:
         sources = (plan.slot_to_rank, plan.slot_to_row)
     out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
-    if row_values is None:
-        received = heap.barrier(PHASE, publish=(offset,), **agreed)
-        ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
-        heap.barrier(control.PHASE_COMBINE_DONE, **agreed)
-        return out, None
-
-    values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
-    shape = (plan.packed_row_capacity, plan.top_k)
-    with heap.lease(shape, torch.float32, name="values to collect", phase=PHASE) as packed_values:
-        ops.gather_values(row_values, packed_to_row, plan.num_packed, packed_values.tensor)
-        received = heap.barrier(PHASE, publish=(offset, packed_values.offset), **agreed)
-        ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
+    values = None
+    received = heap.barrier(PHASE, publish=(offset, values_offset or 0), **agreed)
+    ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
+    if values_offset is not None:
+        values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
         ops.pull_values(
             plan.slot_to_rank, plan.token_to_packed_row, heap.peers, received, values, column=READY_VALUES
         )
-        heap.barrier(control.PHASE_COMBINE_DONE, **agreed)
+    heap.barrier(control.PHASE_COMBINE_DONE, **agreed)
     return out, values

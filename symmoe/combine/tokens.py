@@ -81,8 +81,8 @@ def _problem(
 ) -> ArgumentError | StalePlan | None:
     if order not in control.ORDERS:
         return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
-    if plan.packed_to_row is None:
-        return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
+    if plan.not_dispatched is not None:
+        return plan.not_dispatched
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows
     whole = isinstance(expert_out, torch.Tensor) and expert_out.dim() and expert_out.shape[0] == plan.row_capacity
     error = rows_problem("expert_out", expert_out, plan, num_rows=plan.row_capacity if whole else least)

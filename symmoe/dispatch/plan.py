@@ -72,6 +72,13 @@ class Plan:
         """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
         return buffer if self.num_rows is None else buffer[: self.num_rows]
 
+    @property
+    def not_dispatched(self) -> StalePlan | None:
+        """The error of combining with this plan now, or None if something has been dispatched with it."""
+        if self.packed_to_row is not None:
+            return None
+        return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
+
     def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
 
@@ -79,7 +86,7 @@ class Plan:
             StalePlan: nothing has been dispatched with this plan yet.
         """
         if self.packed_to_row is None or self.row_to_packed_row is None:
-            raise StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
+            raise self.not_dispatched
         return self.packed_to_row, self.row_to_packed_row
 
 

@@ -16,7 +16,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import PHASE, send_expert_major, send_packed, send_packed_gradient
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.symm_mem.buffers import buffer_problem
+from symmoe.symm_mem.buffers import buffer_problem, dtype_problem
 
 
 def dispatch_tokens(
@@ -133,13 +133,14 @@ def rows_problem(name: str, rows: object, plan: Plan, *, num_rows: int) -> Argum
         return ArgumentError(f"{name} ({given}) must be a tensor with 2 dimensions")
     if rows.shape[0] != num_rows:
         return ArgumentError(f"{name} has {rows.shape[0]} rows; this plan needs {num_rows}")
-    if rows.dtype not in control.DTYPES:
-        return ArgumentError(f"{name} has dtype {rows.dtype}; it must be one of {', '.join(map(str, control.DTYPES))}")
+    if (error := dtype_problem(name, rows.dtype)) is not None:
+        return error
     if rows.device != plan.heap.device:
         return ArgumentError(f"{name} is on {rows.device}; the heap is on {plan.heap.device}")
-    if rows.device.type == "cuda" and rows.shape[1] * rows.element_size() % 16:
+    if rows.device.type == "cuda" and rows.shape[1] * rows.element_size() % control.ACCESS_BYTES:
         return ArgumentError(
-            f"{name} has rows of {rows.shape[1]} x {rows.element_size()} bytes; on GPUs a row must be a multiple of 16"
+            f"{name} has rows of {rows.shape[1]} x {rows.element_size()} bytes; on GPUs a row must be a multiple of "
+            f"{control.ACCESS_BYTES}"
         )
     return None
 

@@ -59,6 +59,9 @@ AGREED_FIELDS = {
     HEAD_DTYPE: "dtype",
 }
 
+# Kernels move rows in accesses of this size: buffers are aligned to it, and on GPUs rows are a multiple of it long.
+ACCESS_BYTES = 16
+
 # the dtypes of rows; the header holds the index
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -15,6 +15,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.fused import expert_parallel_mlp
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.router import Router, RouterOutput
+from symmoe.symm_mem.buffers import dtype_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
@@ -25,14 +26,17 @@ class MoEMetrics:
     Attributes:
         aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0.
         expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
-        imbalance: fp32 scalar, largest over mean load.
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
     """
 
     aux_loss: torch.Tensor
     expert_load: torch.Tensor
-    imbalance: torch.Tensor
     num_dropped: torch.Tensor
+
+    @property
+    def imbalance(self) -> torch.Tensor:
+        """fp32 scalar, largest over mean load; computed when it is asked for."""
+        return balance.imbalance(self.expert_load)
 
 
 class MoELayer(nn.Module):
@@ -109,7 +113,6 @@ class MoELayer(nn.Module):
         metrics = MoEMetrics(
             aux_loss=self._aux_loss(routed, plan.expert_load),
             expert_load=plan.expert_load,
-            imbalance=balance.imbalance(plan.expert_load),
             num_dropped=plan.num_dropped,
         )
         return y.view(x.shape), metrics
@@ -136,8 +139,8 @@ class MoELayer(nn.Module):
         if not isinstance(x, torch.Tensor) or x.dim() < 1 or x.shape[-1] != self.config.hidden:
             given = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             return ArgumentError(f"x ({given}) must be a tensor whose last dimension is hidden ({self.config.hidden})")
-        if x.dtype not in control.DTYPES:
-            return ArgumentError(f"x has dtype {x.dtype}; it must be one of {', '.join(map(str, control.DTYPES))}")
+        if (error := dtype_problem("x", x.dtype)) is not None:
+            return error
         if x.device != self.heap.device:
             return ArgumentError(f"x is on {x.device}; the heap is on {self.heap.device}")
         return None

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 
-_ALIGNMENT_BYTES = 16  # of vector accesses; TMA stores need no more
+
+def dtype_problem(name: str, dtype: torch.dtype) -> ArgumentError | None:
+    """What is wrong with `dtype` for rows that travel, or None."""
+    if dtype in control.DTYPES:
+        return None
+    return ArgumentError(f"{name} has dtype {dtype}; it must be one of {', '.join(map(str, control.DTYPES))}")
 
 
 def buffer_problem(
@@ -40,8 +46,9 @@ def buffer_problem(
         return ArgumentError(f"{name} has strides {list(buffer.stride())}; it must be contiguous")
     if buffer.requires_grad:
         return ArgumentError(f"{name} requires a gradient; a buffer for results must not")
-    if buffer.data_ptr() % _ALIGNMENT_BYTES:
-        return ArgumentError(f"{name} starts at address {buffer.data_ptr()}; it must be aligned to {_ALIGNMENT_BYTES}")
+    if buffer.data_ptr() % control.ACCESS_BYTES:
+        start = buffer.data_ptr()
+        return ArgumentError(f"{name} starts at address {start}; it must be aligned to {control.ACCESS_BYTES}")
     if heap is not None and not heap.owns(buffer):
         return ArgumentError(f"{name} is not on this symmetric heap; make it with heap.lease")
     start, end = _span(buffer)

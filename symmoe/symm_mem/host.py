@@ -32,8 +32,6 @@ def preflight() -> str:
 class HostBackend:
     """Arenas in shared memory. The constructor is collective over the group."""
 
-    name = "host"
-
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         self.device = torch.device("cpu")
         namespace = os.stat("/proc/self/ns/pid").st_ino

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from symmoe.errors import BackendUnavailable
+from symmoe.symm_mem.address import AddressRange
 from symmoe.symm_mem.bootstrap import Bootstrap
 
 _UNIQUE_ID_BYTES = 128
@@ -52,8 +53,6 @@ def preflight(num_bytes: int) -> str:
 
 class NvshmemBackend:
     """Arenas in GPU memory. The constructor is collective over the group and synchronises the device."""
-
-    name = "nvshmem"
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         import nvshmem.bindings as bindings
@@ -97,8 +96,6 @@ class NvshmemBackend:
         if missing:
             problem = BackendUnavailable(f"NVSHMEM gives no direct address for ranks {missing}: peer access is needed")
         bootstrap.agree(problem)
-        from symmoe.symm_mem.address import AddressRange
-
         self._ranges = [AddressRange(base, num_bytes, self.device) for base in self.bases]
 
     def arena_tensor(self, rank: int) -> torch.Tensor:
