@@ -151,7 +151,6 @@ def build_ops(shape: str) -> dict[str, Op]:
         act.backward(packed[index[spans[g]].long()].float() @ w2[g].float())
         return [hidden.grad, act.detach(), prob.grad]
 
-
     def rows_of(*tensors: torch.Tensor) -> Callable[[int], list[torch.Tensor]]:
         return lambda g: [t[spans[g]] for t in tensors]
 
