@@ -28,7 +28,7 @@ import symmoe
 from symmoe.combine.collect import collect_rows
 from symmoe.dispatch.send import send_packed
 from symmoe.moe.fused import expert_parallel_mlp
-from symmoe.moe.grouped_mlp import experts_backward, experts_forward
+from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
 
 # name: hidden, ffn, experts, top_k (the "deepseek-like" layer has a quarter of DeepSeek-V3's experts)
 PRESETS = {
@@ -67,8 +67,7 @@ class Case:
     dy: torch.Tensor
     probs: torch.Tensor
     topk_idx: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
+    experts: symmoe.GroupedMLP
     num_experts: int
     repetitions: int
 
@@ -79,7 +78,7 @@ class Case:
     @property
     def flops(self) -> int:
         """Of a forward pass; backward has twice as many."""
-        return 6 * self.topk_idx.numel() * self.x.shape[1] * self.w2.shape[2]
+        return 6 * self.topk_idx.numel() * self.x.shape[1] * self.experts.ffn
 
     def plan(self, capacity: int | None = None) -> symmoe.Plan:
         return symmoe.make_plan(self.topk_idx, num_experts=self.num_experts, heap=self.heap, capacity=capacity)
@@ -113,8 +112,7 @@ def make_case(preset: str, heap: symmoe.SymmetricHeap, args: argparse.Namespace)
         dy=torch.randn(args.tokens, hidden, **made),
         probs=(probs / probs.sum(1, keepdim=True)).requires_grad_(),
         topk_idx=topk_idx.int(),
-        w1=(torch.randn(num_local, 2 * ffn, hidden, **made) * hidden**-0.5).requires_grad_(),
-        w2=(torch.randn(num_local, hidden, ffn, **made) * ffn**-0.5).requires_grad_(),
+        experts=symmoe.GroupedMLP(num_local, hidden, ffn, **made),
         num_experts=num_experts,
         repetitions=args.repetitions,
     )
@@ -161,18 +159,25 @@ def bench_trips(case: Case, plan: symmoe.Plan, packed: torch.Tensor, rows: torch
 def bench_gemms(case: Case, plan: symmoe.Plan, packed: torch.Tensor, out: torch.Tensor) -> list[dict]:
     """The layer's own GEMMs on the same splits with no communication."""
     row_probs = send_packed(case.x.detach(), plan, packed, case.probs.detach())
-    w1, w2, index = case.w1.detach(), case.w2.detach(), plan.row_to_packed_row
-    d_rows = torch.empty_like(out)
+    fc1, fc2 = case.experts.fc1, case.experts.fc2
+    weights = ExpertWeights(
+        fc1.weight.detach(), None, fc2.weight.detach(), None, case.experts.activation.activation
+    )
+    rows = ExpertRows(packed, plan.row_start, row_probs, None, plan.row_to_packed_row)
+    d_rows, dw1, dw2 = torch.empty_like(out), torch.empty_like(fc1.weight), torch.empty_like(fc2.weight)
 
     def forward() -> torch.Tensor:
-        return experts_forward(packed, plan.row_start, row_probs, w1, w2, out, num_rows=plan.num_rows, row_index=index)
+        return experts_forward(rows, weights, out, num_rows=plan.num_rows)
 
     h = forward()
 
     def backward() -> None:
-        experts_backward(packed, packed, plan.row_start, row_probs, h, w1, w2, d_rows, row_index=index)
+        step = ExpertsBackward(rows, weights, h, packed)
+        step.input_gradient(d_rows)
+        step.w2_gradient(dw2, False)
+        step.w1_gradient(dw1, False)
 
-    flops = 6 * plan.num_rows * w2.shape[1] * w2.shape[2]
+    flops = 6 * plan.num_rows * case.experts.hidden * case.experts.ffn
     forward_ms, backward_ms = timed(forward, case.repetitions), timed(backward, case.repetitions)
     return [
         case.record("gemm", "forward", forward_ms, tflops=tflops(flops, forward_ms)),
@@ -200,9 +205,9 @@ def step(case: Case, capacity: int | None) -> list[torch.cuda.Event]:
     """One forward and one backward pass, with events before, between and after; the host does not wait for them."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     events[0].record()
-    y = expert_parallel_mlp(case.x, case.probs, case.w1, case.w2, case.plan(capacity))
+    y = expert_parallel_mlp(case.x, case.probs, case.experts, case.plan(capacity))
     events[1].record()
-    torch.autograd.grad(y, (case.x, case.probs, case.w1, case.w2), case.dy)
+    torch.autograd.grad(y, (case.x, case.probs, *case.experts.parameters()), case.dy)
     events[2].record()
     return events
 

@@ -12,45 +12,83 @@ if TYPE_CHECKING:
     from symmoe.combine.tokens import combine_tokens
     from symmoe.dispatch.plan import Plan, make_plan
     from symmoe.dispatch.tokens import dispatch_tokens
+    from symmoe.moe.activations import (
+        ScaledActivation,
+        ScaledClampedSwiGLU,
+        ScaledSReLU,
+        ScaledSwiGLU,
+        deinterleave_gate_up,
+        interleave_gate_up,
+    )
     from symmoe.moe.config import MoEConfig
     from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
+    from symmoe.moe.grouped_linear import GroupedLinear
     from symmoe.moe.grouped_mlp import GroupedMLP
     from symmoe.moe.layer import MoELayer, MoEMetrics
+    from symmoe.moe.memory import MemoryPlan, plan_memory
+    from symmoe.moe.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
     from symmoe.moe.router import Router
+    from symmoe.moe.sequential import Sequential
     from symmoe.symm_mem.heap import SymmetricHeap
     from symmoe.symm_mem.lease import Lease
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "GroupedLinear": "symmoe.moe.grouped_linear",
     "GroupedMLP": "symmoe.moe.grouped_mlp",
     "Lease": "symmoe.symm_mem.lease",
+    "MemoryPlan": "symmoe.moe.memory",
     "MoEConfig": "symmoe.moe.config",
     "MoELayer": "symmoe.moe.layer",
     "MoEMetrics": "symmoe.moe.layer",
     "Plan": "symmoe.dispatch.plan",
     "Router": "symmoe.moe.router",
+    "ScaledActivation": "symmoe.moe.activations",
+    "ScaledClampedSwiGLU": "symmoe.moe.activations",
+    "ScaledSReLU": "symmoe.moe.activations",
+    "ScaledSwiGLU": "symmoe.moe.activations",
+    "Sequential": "symmoe.moe.sequential",
     "SymmetricHeap": "symmoe.symm_mem.heap",
     "clip_grad_norm": "symmoe.moe.gradients",
     "combine_tokens": "symmoe.combine.tokens",
+    "copy_data_ptrs_to_device": "symmoe.moe.pointers",
+    "copy_host_to_device": "symmoe.moe.pointers",
+    "deinterleave_gate_up": "symmoe.moe.activations",
     "dispatch_tokens": "symmoe.dispatch.tokens",
+    "interleave_gate_up": "symmoe.moe.activations",
     "make_plan": "symmoe.dispatch.plan",
+    "pack_weight_ptrs": "symmoe.moe.pointers",
+    "plan_memory": "symmoe.moe.memory",
     "reduce_gradients": "symmoe.moe.gradients",
 }
 
 __all__ = [
+    "GroupedLinear",
     "GroupedMLP",
     "Lease",
+    "MemoryPlan",
     "MoEConfig",
     "MoELayer",
     "MoEMetrics",
     "Plan",
     "Router",
+    "ScaledActivation",
+    "ScaledClampedSwiGLU",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
+    "Sequential",
     "SymmetricHeap",
     "clip_grad_norm",
     "combine_tokens",
+    "copy_data_ptrs_to_device",
+    "copy_host_to_device",
+    "deinterleave_gate_up",
     "dispatch_tokens",
+    "interleave_gate_up",
     "make_plan",
+    "pack_weight_ptrs",
+    "plan_memory",
     "reduce_gradients",
 ]
 

@@ -10,10 +10,13 @@ import time
 from dataclasses import replace
 
 import torch
+from triton.tools.ragged_tma import create_ragged_descriptor
 
-from symmoe.kernels.gpu import gemm, gemm_swiglu
+from symmoe.kernels.gpu import bias, gemm, splits
+from symmoe.kernels.table import TensorTable
+from symmoe.kernels.twin import bias as twin_bias
 from symmoe.kernels.twin import gemm as twin_gemm
-from symmoe.kernels.twin import gemm_swiglu as twin_gemm_swiglu
+from symmoe.kernels.twin import splits as twin_splits
 
 HIDDEN, FFN, NUM_PACKED, CAPACITY = 24, 40, 13, 64
 SPLITS = [[19, 0, 1, 32, 0], [0, 0, 0, 0, 0], [0, 16, 0, 0, 47], [64, 0, 0, 0, 0]]
@@ -35,6 +38,10 @@ def blank(*shape, dtype):
     return torch.full(shape, -77.0, dtype=dtype)
 
 
+def row_starts(sizes):
+    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+
+
 def index(num_rows):
     """Packed rows of num_rows rows; the tail's entries are out of range on purpose."""
     entries = torch.randint(0, NUM_PACKED, (CAPACITY,), dtype=torch.int32)
@@ -42,8 +49,13 @@ def index(num_rows):
     return entries
 
 
+def table_of(matrices):
+    """The matrices of a packed tensor, or of a view that leaves gaps between them, as a table."""
+    return TensorTable(torch.tensor([m.data_ptr() for m in matrices]), tuple(matrices.shape), matrices.dtype)
+
+
 def check(name, call, twin_call, outputs, dtype):
-    """Runs the kernel and its twin on copies of the same blank outputs and compares every element of both."""
+    """Runs the kernel and its twin on copies of the same outputs and compares every element; returns the kernel's."""
     got = [out.clone() for out in outputs]
     expected = [out.clone() for out in outputs]
     call(*got)
@@ -52,102 +64,196 @@ def check(name, call, twin_call, outputs, dtype):
         torch.testing.assert_close(
             g, e, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 4, msg=lambda text, n=name: f"{n}: {text}"
         )
+    return got
 
 
-def check_gemms(splits, dtype, flatten):
-    num_groups, num_rows = len(splits), sum(splits)
-    row_start = torch.tensor([0, *itertools.accumulate(splits)], dtype=torch.int32)
-    row_index = index(num_rows)
-    rows = random(CAPACITY, HIDDEN, dtype=dtype, nan_from=num_rows)
-    packed = random(NUM_PACKED, HIDDEN, dtype=dtype)
-    dout = random(CAPACITY, FFN, dtype=dtype, nan_from=num_rows)
-    packed_dout = random(NUM_PACKED, FFN, dtype=dtype)
-    weight = random(num_groups, FFN, HIDDEN, dtype=dtype)
-    config = replace(CONFIG, flatten=flatten)
-    options = {"num_sms": NUM_SMS, "config": config}
+def assert_same(name, tensors, others):
+    for tensor, other in zip(tensors, others, strict=True):
+        assert torch.equal(tensor, other), name
 
-    for source, idx in ((rows, None), (packed, row_index)):
-        check(
-            f"grouped_gemm {splits} {dtype} gather={idx is not None}",
-            lambda out, s=source, i=idx: gemm.grouped_gemm(s, weight, row_start, out, row_index=i, **options),
-            lambda out, s=source, i=idx: twin_gemm.grouped_gemm(s, weight, row_start, out, row_index=i),
-            [blank(CAPACITY, FFN, dtype=dtype)],
-            dtype,
+
+class Problem:
+    """Inputs of all functions: tail rows are NaN."""
+
+    def __init__(self, sizes, dtype):
+        self.num_groups, self.num_rows = len(sizes), sum(sizes)
+        self.row_start, self.row_index = row_starts(sizes), index(self.num_rows)
+        self.rows = random(CAPACITY, HIDDEN, dtype=dtype, nan_from=self.num_rows)
+        self.packed = random(NUM_PACKED, HIDDEN, dtype=dtype)
+        self.dout = random(CAPACITY, FFN, dtype=dtype, nan_from=self.num_rows)
+        self.packed_dout = random(NUM_PACKED, FFN, dtype=dtype)
+        self.weight = random(self.num_groups, FFN, HIDDEN, dtype=dtype)
+        self.bias = random(self.num_groups, FFN, dtype=dtype)
+        self.scale = random(CAPACITY, dtype=torch.float32, nan_from=self.num_rows)
+
+
+def check_gemm(p, sizes, dtype, options):
+    biases = ({}, {"bias": p.bias, "zero_tail": True}, {"bias": p.bias, "bias_scale": p.scale})
+    for (source, idx), extra in itertools.product(((p.rows, None), (p.packed, p.row_index)), biases):
+        arguments = {"row_index": idx, **extra}
+        name = f"grouped_gemm {sizes} {dtype} gather={idx is not None} {list(extra)}"
+
+        def call(out, weight=p.weight, s=source, a=arguments):
+            gemm.grouped_gemm(s, weight, p.row_start, out, **a, **options)
+
+        def twin(out, s=source, a=arguments):
+            twin_gemm.grouped_gemm(s, p.weight, p.row_start, out, **a)
+
+        packed = check(name, call, twin, [blank(CAPACITY, FFN, dtype=dtype)], dtype)
+        if extra.get("zero_tail"):
+            assert not packed[0][p.num_rows :].any(), name
+        if idx is None or extra:  # the loads of a table are the same with and without a bias
+            out = blank(CAPACITY, FFN, dtype=dtype)
+            call(out, table_of(p.weight))
+            assert_same(f"{name} table", [out], packed)
+
+
+def check_dgrad(p, sizes, dtype, options):
+    for zero_tail in (False, True):
+        name = f"grouped_gemm_dgrad {sizes} {dtype} zero_tail={zero_tail}"
+
+        def call(out, weight=p.weight, z=zero_tail):
+            gemm.grouped_gemm_dgrad(p.dout, weight, p.row_start, out, zero_tail=z, **options)
+
+        def twin(out, z=zero_tail):
+            twin_gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_start, out, zero_tail=z)
+
+        packed = check(name, call, twin, [blank(CAPACITY, HIDDEN, dtype=dtype)], dtype)
+    out = blank(CAPACITY, HIDDEN, dtype=dtype)
+    call(out, table_of(p.weight))
+    assert_same(f"{name} table", [out], packed)
+
+
+def check_wgrad(p, sizes, dtype, options):
+    sources = ((p.dout, p.rows, None, None), (p.packed_dout, p.rows, p.row_index, None),
+               (p.dout, p.packed, None, p.row_index))  # fmt: skip
+    modes = ((False, dtype), (True, dtype), (True, torch.float32), (False, torch.float32))
+    for number, ((d, r, i, j), (accumulate, out_dtype)) in enumerate(itertools.product(sources, modes)):
+        name = f"grouped_gemm_wgrad {sizes} {dtype} {i is not None} {j is not None} {accumulate} {out_dtype}"
+        arguments = {"dout_index": i, "rows_index": j, "accumulate": accumulate}
+
+        def call(out, d=d, r=r, a=arguments):
+            gemm.grouped_gemm_wgrad(d, r, p.row_start, out, **a, **options)
+
+        def twin(out, d=d, r=r, a=arguments):
+            twin_gemm.grouped_gemm_wgrad(d, r, p.row_start, out, **a)
+
+        before = random(p.num_groups, FFN, HIDDEN, dtype=out_dtype)
+        if accumulate:
+            before[torch.tensor(sizes) == 0] = torch.nan  # left alone
+        got = [before.clone()]
+        expected = before.clone()
+        call(got[0])
+        twin(expected)
+        torch.testing.assert_close(
+            got[0], expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 4, equal_nan=True, msg=name
         )
+        if number % 3 == 0:  # every mode and every source once
+            out = before.clone()
+            call(table_of(out))
+            assert torch.equal(out.nan_to_num(7), got[0].nan_to_num(7)), f"{name} table"
+
+
+def check_bias(p, sizes, dtype):
+    sources = ((p.dout, None), (p.packed_dout, p.row_index))
+    for (dout, i), scale, accumulate in itertools.product(sources, (None, p.scale), (False, True)):
+        name = f"bias {sizes} {dtype} gather={i is not None} {scale is not None} {accumulate}"
+        if not accumulate:
+            check(
+                f"grad of {name}",
+                lambda out, d=dout, i=i, s=scale: bias.grouped_bias_grad(d, p.row_start, out, dout_index=i, scale=s),
+                lambda out, d=dout, i=i, s=scale: twin_bias.grouped_bias_grad(
+                    d, p.row_start, out, dout_index=i, scale=s
+                ),
+                [blank(p.num_groups, FFN, dtype=dtype)],
+                dtype,
+            )
+        if scale is None:
+            check(
+                f"dot of {name}",
+                lambda out, d=dout, i=i, a=accumulate: bias.grouped_bias_dot(
+                    d, p.bias, p.row_start, out, dout_index=i, accumulate=a
+                ),
+                lambda out, d=dout, i=i, a=accumulate: twin_bias.grouped_bias_dot(
+                    d, p.bias, p.row_start, out, dout_index=i, accumulate=a
+                ),
+                [blank(CAPACITY, dtype=torch.float32)],
+                dtype,
+            )
+
+
+def check_many_groups():
+    """More groups than rows, and more than a power of two."""
+    sizes = [1, 0, 0, 2] * 17
+    p = Problem(sizes, torch.float32)
+    options = {"num_sms": NUM_SMS, "config": replace(CONFIG, block_n=64, block_k=32)}
     check(
-        f"grouped_gemm_dgrad {splits} {dtype}",
-        lambda out: gemm.grouped_gemm_dgrad(dout, weight, row_start, out, **options),
-        lambda out: twin_gemm.grouped_gemm_dgrad(dout, weight, row_start, out),
-        [blank(CAPACITY, HIDDEN, dtype=dtype)],
-        dtype,
+        "grouped_gemm with 68 groups",
+        lambda out: gemm.grouped_gemm(p.rows, p.weight, p.row_start, out, zero_tail=True, **options),
+        lambda out: twin_gemm.grouped_gemm(p.rows, p.weight, p.row_start, out, zero_tail=True),
+        [blank(CAPACITY, FFN, dtype=torch.float32)],
+        torch.float32,
     )
-    sources = (
-        (dout, rows, None, None),
-        (packed_dout, rows, row_index, None),
-        (dout, packed, None, row_index),
-    )
-    for d, r, i, j in sources:
-        check(
-            f"grouped_gemm_wgrad {splits} {dtype} {i is not None} {j is not None}",
-            lambda out, d=d, r=r, i=i, j=j: gemm.grouped_gemm_wgrad(
-                d, r, row_start, out, dout_index=i, rows_index=j, num_sms=NUM_SMS, config=config
-            ),
-            lambda out, d=d, r=r, i=i, j=j: twin_gemm.grouped_gemm_wgrad(
-                d, r, row_start, out, dout_index=i, rows_index=j
-            ),
-            [blank(num_groups, FFN, HIDDEN, dtype=dtype)],
-            dtype,
-        )
+    check_bias(p, "68 groups", torch.float32)
 
 
-def check_swiglu(splits, dtype, flatten, parts):
-    num_groups, num_rows = len(splits), sum(splits)
-    row_start = torch.tensor([0, *itertools.accumulate(splits)], dtype=torch.int32)
-    row_index = index(num_rows)
-    rows = random(CAPACITY, HIDDEN, dtype=dtype, nan_from=num_rows)
-    packed = random(NUM_PACKED, HIDDEN, dtype=dtype)
-    weight1 = random(num_groups, 2 * FFN, HIDDEN, dtype=dtype) / HIDDEN**0.5
-    weight2 = random(num_groups, HIDDEN, FFN, dtype=dtype)
-    probs = random(CAPACITY, dtype=torch.float32, nan_from=num_rows)
-    h = random(CAPACITY, 2 * FFN, dtype=dtype, nan_from=num_rows)
-    config = replace(CONFIG, flatten=flatten, parts=parts)
-    options = {"num_sms": NUM_SMS, "config": config}
-    partials = blank(-(-FFN // config.block_n), CAPACITY, dtype=torch.float32)  # tiles are narrower than real ones
+def check_no_rows():
+    """Nothing to launch, but zeros for a gradient that is not added to something."""
+    row_start, dout, rows = row_starts([0, 0]), torch.empty(0, FFN), torch.empty(0, HIDDEN)
+    for accumulate in (False, True):
+        out = torch.ones(2, 60, HIDDEN)
+        for target in (out[:, :FFN].clone(), table_of(out[:, :FFN])):
+            gemm.grouped_gemm_wgrad(dout, rows, row_start, target, accumulate=accumulate)
+            written = target if isinstance(target, torch.Tensor) else out[:, :FFN]
+            assert torch.equal(written, torch.full_like(written, float(accumulate))), accumulate
+        assert (out[:, FFN:] == 1).all()
+    gemm.grouped_gemm(rows, torch.ones(2, FFN, HIDDEN), row_start, dout, zero_tail=True)
+    bias.grouped_bias_dot(dout, torch.ones(2, FFN), row_start, torch.empty(0))
+    dbias = torch.ones(2, FFN)
+    bias.grouped_bias_grad(dout, row_start, dbias)
+    assert not dbias.any()
 
-    for source, idx in ((rows, None), (packed, row_index)):
-        forward = (source, weight1, row_start, probs)
-        check(
-            f"grouped_gemm_swiglu {splits} {dtype} gather={idx is not None}",
-            lambda h, a, f=forward, i=idx: gemm_swiglu.grouped_gemm_swiglu(*f, h, a, row_index=i, **options),
-            lambda h, a, f=forward, i=idx: twin_gemm_swiglu.grouped_gemm_swiglu(*f, h, a, row_index=i),
-            [blank(CAPACITY, 2 * FFN, dtype=dtype), blank(CAPACITY, FFN, dtype=dtype)],
-            dtype,
-        )
-        backward = (source, weight2, row_start, h, probs)
-        check(
-            f"grouped_gemm_dswiglu {splits} {dtype} gather={idx is not None}",
-            lambda *outs, b=backward, i=idx: gemm_swiglu.grouped_gemm_dswiglu(
-                *b, *outs, partials, row_index=i, **options
-            ),
-            lambda *outs, b=backward, i=idx: twin_gemm_swiglu.grouped_gemm_dswiglu(*b, *outs, partials, row_index=i),
-            [
-                blank(CAPACITY, 2 * FFN, dtype=dtype),
-                blank(CAPACITY, FFN, dtype=dtype),
-                blank(CAPACITY, dtype=torch.float32),
-            ],
-            dtype,
-        )
+
+def check_splits():
+    cases = [([3, 0, 4], 10), ([3, 0, 4], 5), ([-3, 2, -(2**31), 4], 10), ([2**31 - 1] * 5, 9), ([6], 8),
+             ([1, 2**31 - 1, 1], 2**31 - 1), ([1] * 70, 64), ([3], 0)]  # fmt: skip
+    cases = [(torch.tensor(sizes, dtype=dtype), n) for sizes, n in cases for dtype in (torch.int32, torch.int64)]
+    cases.append((torch.tensor([-(2**63), 5, 2**63 - 1, 2**63 - 1]), 100))
+    for sizes, num_rows in cases:
+        got, expected = torch.full((2, sizes.shape[0] + 1), -1, dtype=torch.int32)
+        splits.splits_to_row_start(sizes, got, num_rows)
+        twin_splits.splits_to_row_start(sizes, expected, num_rows)
+        assert torch.equal(got, expected), (sizes, num_rows, got)
+
+
+def check_ragged_descriptor():
+    """The descriptor that is made by hand is Triton's."""
+    for shape, block in (((7, 24), [16, 8]), ((300, 2048), [64, 128])):
+        rows = torch.empty(shape)
+        ours, theirs = gemm.ragged_descriptor(rows, block), create_ragged_descriptor(rows, block)
+        for name in ("shape", "strides", "block_shape", "padding"):
+            assert list(getattr(ours, name)) == list(getattr(theirs, name)), name
+
+
+def timed(name, check_it, *args):
+    started = time.perf_counter()
+    check_it(*args)
+    print(f"{name}: ok, {time.perf_counter() - started:.1f} s", flush=True)
 
 
 def main():
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    for i, splits in enumerate(SPLITS):
+    for i, sizes in enumerate(SPLITS):
         dtype = (torch.float32, torch.float16)[i % 2]
-        started = time.perf_counter()
-        check_gemms(splits, dtype, flatten=i % 2 == 0)
-        check_swiglu(splits, dtype, flatten=i % 2 == 1, parts=(1, 2, 4)[i % 3])
-        print(f"{splits} {dtype}: ok, {time.perf_counter() - started:.1f} s", flush=True)
+        options = {"num_sms": NUM_SMS, "config": replace(CONFIG, flatten=i % 2 == 0)}
+        p = Problem(sizes, dtype)
+        for check_it in (check_gemm, check_dgrad, check_wgrad):
+            timed(f"{check_it.__name__} {sizes} {dtype}", check_it, p, sizes, dtype, options)
+        timed(f"check_bias {sizes} {dtype}", check_bias, p, sizes, dtype)
+    for check_it in (check_many_groups, check_no_rows, check_splits, check_ragged_descriptor):
+        timed(check_it.__name__, check_it)
+    print("all is well")
 
 
 if __name__ == "__main__":

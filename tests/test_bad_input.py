@@ -189,7 +189,7 @@ def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
         rows.copy_(good[like])
         return {**good, like: rows, name: memory[: shape(good)[0]]}
 
-    yield Bad(f"{name} overlaps", overlapping, "ArgumentError", (f"{name} [", "overlaps an input of shape ["))
+    yield Bad(f"{name} overlaps", overlapping, "ArgumentError", (f"{name} [", "overlaps a tensor of shape ["))
 
     def released(heap: SymmetricHeap, good: dict) -> torch.Tensor:
         found = heap.lease(shape(good), torch.float32)
@@ -198,7 +198,7 @@ def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
         return tensor
 
     if name == "out":  # a released grad_out would be found in backward
-        yield Bad(f"{name} released", on_heap(name, released), "StaleLease", ("belongs to no live lease",))
+        yield Bad(f"{name} released", on_heap(name, released), "StaleLease", ("which was released",))
 
 
 def dispatch_mistakes() -> Iterator[Bad]:
@@ -225,7 +225,7 @@ def combine_mistakes() -> Iterator[Bad]:
         found.release()
         return tensor
 
-    yield Bad("expert_out released", on_heap("expert_out", released), "StaleLease", ("belongs to no live lease",))
+    yield Bad("expert_out released", on_heap("expert_out", released), "StaleLease", ("which was released",))
 
 
 # -- the calls, on every rank -----------------------------------------------------------------------------------------

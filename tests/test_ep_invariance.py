@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from worker import open_heap
+from worker import experts_of, open_heap
 
 from symmoe import make_plan
 from symmoe.moe.fused import expert_parallel_mlp
@@ -104,16 +104,17 @@ def run_layer(
                 name: tensor[experts if name in ("w1", "w2") else tokens].to(heap.device, copy=True)
                 for name, tensor in whole.items()
             }
-            for name in ("x", "probs", "w1", "w2"):
+            experts_here = experts_of(mine["w1"], mine["w2"])
+            for name in ("x", "probs"):
                 mine[name].requires_grad_()
             limits = {"capacity": batch.num_tokens * batch.top_k, "max_tokens": max(cut)} if batch.static else {}
             plan = make_plan(mine["topk_idx"], num_experts=NUM_EXPERTS, heap=heap, **limits)
             time.sleep(lag_s * generator.random())
-            y = expert_parallel_mlp(mine["x"], mine["probs"], mine["w1"], mine["w2"], plan, order=order)
+            y = expert_parallel_mlp(mine["x"], mine["probs"], experts_here, plan, order=order)
             time.sleep(lag_s * generator.random())
             y.backward(mine["dy"])
             found = {"y": y, "dx": mine["x"].grad, "dprobs": mine["probs"].grad}
-            found |= {"dw1": mine["w1"].grad, "dw2": mine["w2"].grad}
+            found |= {"dw1": experts_here.fc1.weight.grad, "dw2": experts_here.fc2.weight.grad}
             results.append({name: bits(tensor) for name, tensor in found.items()})
     return results
 

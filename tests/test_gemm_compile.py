@@ -1,33 +1,48 @@
 """Compiles every GEMM kernel for sm_90 without a GPU, with the arguments its launcher would pass.
 
-What is checked is what the generated code must have to be fast: WGMMA, TMA, wide stores, and registers that do not
-spill. The tensors are meta tensors, so the shapes can be real ones.
+What is checked is what the generated code must have to be fast: WGMMA, TMA or 16-byte cp.async, wide stores, and
+registers that do not spill. The tensors are meta tensors, so the shapes can be real ones.
 """
 
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from symmoe.kernels.gpu import gemm, gemm_swiglu  # noqa: E402
+from symmoe.kernels.gpu import bias, gemm, splits  # noqa: E402
+from symmoe.kernels.table import TensorTable  # noqa: E402
 
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+TYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 MAX_SHARED = 227 * 1024  # bytes that one program can have on Hopper
-SHAPES = {"qwen3-30b": (32, 2048, 768, 65536), "mixtral-8x7b": (4, 4096, 14336, 16384)}  # G, H, I, N
+SHAPES = {  # G, H, W, N
+    "qwen3-30b": (32, 2048, 1536, 65536),
+    "mixtral-8x7b": (4, 4096, 28672, 16384),
+    "odd": (3, 1032, 1424, 999),  # widths that no tile divides, contractions that no step divides
+    "narrow": (65, 136, 72, 999),
+}
 KERNELS = {
     "grouped_gemm_kernel": gemm,
     "grouped_gemm_wgrad_kernel": gemm,
-    "grouped_gemm_swiglu_kernel": gemm_swiglu,
-    "grouped_gemm_dswiglu_kernel": gemm_swiglu,
-    "sum_partials_kernel": gemm_swiglu,
+    "zero_matrices_kernel": gemm,
+    "grouped_bias_grad_kernel": bias,
+    "grouped_bias_dot_kernel": bias,
+    "splits_to_row_start_kernel": splits,
 }
 
 
@@ -35,10 +50,10 @@ class Recorder:
     """Stands in for a kernel: keeps the arguments of its launch."""
 
     def __init__(self, kernel):
-        self.kernel, self.args, self.kwargs = kernel, None, None
+        self.kernel, self.args, self.kwargs = kernel.kernel, None, None
 
     def __getitem__(self, grid):
-        assert grid[0] > 0
+        assert all(size > 0 for size in grid)
         return self.launch
 
     def launch(self, *args, **kwargs):
@@ -86,37 +101,26 @@ def meta(*shape, dtype):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def launch(function, shape, dtype, gather):
-    """Calls one of the five functions the way the layer does."""
-    G, H, I, N = SHAPES[shape]
+def launch(function, shape, dtype, *, gather=False, table=False, biased=False, accumulate=False, out_dtype=None):
+    """Calls a GEMM of the first expert layer, [W, H] weights, the way the layer does."""
+    G, H, W, N = SHAPES[shape]
     rows_N = N // 2 if gather else N
     row_start = meta(G + 1, dtype=torch.int32)
     index = meta(N, dtype=torch.int32) if gather else None
-    probs, dprob = meta(N, dtype=torch.float32), meta(N, dtype=torch.float32)
-    x, weight1, weight2 = (
-        meta(rows_N, H, dtype=dtype),
-        meta(G, 2 * I, H, dtype=dtype),
-        meta(G, H, I, dtype=dtype),
-    )
-    h, dh, a, out = (meta(N, width, dtype=dtype) for width in (2 * I, 2 * I, I, H))
-    options = {"num_sms": 132}
-    if function == "fc1":
-        gemm_swiglu.grouped_gemm_swiglu(x, weight1, row_start, probs, h, a, row_index=index, **options)
-    elif function == "fc2":
-        gemm.grouped_gemm(a, weight2, row_start, out, **options)
-    elif function == "gemm":
-        gemm.grouped_gemm(x, weight1, row_start, h, row_index=index, **options)
-    elif function == "dfc2":
-        partials = meta(*gemm_swiglu.dswiglu_partials_shape(N, I), dtype=torch.float32)
-        gemm_swiglu.grouped_gemm_dswiglu(
-            x, weight2, row_start, h, probs, dh, a, dprob, partials, row_index=index, **options
+    x, h = meta(rows_N, H, dtype=dtype), meta(N, W, dtype=dtype)
+
+    def matrices(dtype):
+        return TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype) if table else meta(G, W, H, dtype=dtype)
+
+    if function == "gemm":
+        biases = {"bias": meta(G, W, dtype=dtype), "bias_scale": meta(N, dtype=torch.float32), "zero_tail": True}
+        gemm.grouped_gemm(x, matrices(dtype), row_start, h, row_index=index, num_sms=132, **(biases if biased else {}))
+    elif function == "dgrad":
+        gemm.grouped_gemm_dgrad(h, matrices(dtype), row_start, x, zero_tail=True, num_sms=132)
+    else:
+        gemm.grouped_gemm_wgrad(
+            h, x, row_start, matrices(out_dtype or dtype), rows_index=index, accumulate=accumulate, num_sms=132
         )
-    elif function == "dfc1":
-        gemm.grouped_gemm_dgrad(dh, weight1, row_start, out, **options)
-    elif function == "wgrad2":
-        gemm.grouped_gemm_wgrad(x, a, row_start, weight2, dout_index=index, **options)
-    elif function == "wgrad1":
-        gemm.grouped_gemm_wgrad(dh, x, row_start, weight1, rows_index=index, **options)
 
 
 def assemble(ptx, directory):
@@ -132,63 +136,127 @@ def assemble(ptx, directory):
     )
 
 
-MAIN = [
-    ("fc1", "grouped_gemm_swiglu_kernel", True),
-    ("fc1", "grouped_gemm_swiglu_kernel", False),
-    ("gemm", "grouped_gemm_kernel", True),
-    ("fc2", "grouped_gemm_kernel", False),
-    ("dfc2", "grouped_gemm_dswiglu_kernel", True),
-    ("dfc2", "grouped_gemm_dswiglu_kernel", False),
-    ("dfc1", "grouped_gemm_kernel", False),
-    ("wgrad2", "grouped_gemm_wgrad_kernel", True),
-    ("wgrad2", "grouped_gemm_wgrad_kernel", False),
-    ("wgrad1", "grouped_gemm_wgrad_kernel", True),
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("function", "kernel", "gather"), MAIN)
-def test_bf16_uses_wgmma_and_tma_and_does_not_spill(recorders, tmp_path, function, kernel, gather, shape):
-    launch(function, shape, torch.bfloat16, gather)
-    compiled = recorders[kernel].compile()
+def examine(recorder, directory, label=""):
+    """What a test wants to know of the code of a recorded launch."""
+    compiled = recorder.compile()
     ptx = compiled.asm["ptx"]
-    registers, spilled = assemble(ptx, tmp_path)
-    print(f"{function} {kernel} gather={gather} {shape}: {registers} registers, {spilled} bytes spilled, "
-          f"{compiled.metadata.shared} bytes shared")  # fmt: skip
-    assert "wgmma.mma_async" in ptx
-    assert "cp.async.bulk.tensor" in ptx
-    assert ("cp.async.cg" in ptx) == gather
-    assert "st.global.v4.b32" in ptx
-    assert compiled.metadata.shared <= MAX_SHARED
-    assert spilled == 0
+    registers, spilled = assemble(ptx, directory)
+    print(f"{label}: {registers} registers, {spilled} bytes spilled, {compiled.metadata.shared} bytes shared")
+    return SimpleNamespace(
+        ptx=ptx,
+        ttgir=compiled.asm["ttgir"],
+        spilled=spilled,
+        shared=compiled.metadata.shared,
+        wgmma="wgmma.mma_async" in ptx,
+        tma="cp.async.bulk.tensor" in ptx,
+        cp_async_16="cp.async.cg" in ptx,
+        cp_async_narrow="cp.async.ca" in ptx,
+        wide_stores="st.global.v4.b32" in ptx,
+    )
+
+
+KERNEL_OF = {"gemm": "grouped_gemm_kernel", "dgrad": "grouped_gemm_kernel", "wgrad": "grouped_gemm_wgrad_kernel"}
+GEMMS = [
+    ("gemm", {}),
+    ("gemm", {"gather": True}),
+    ("gemm", {"biased": True}),
+    ("gemm", {"gather": True, "biased": True}),
+    ("gemm", {"table": True}),
+    ("gemm", {"gather": True, "table": True, "biased": True}),
+    ("dgrad", {}),
+    ("dgrad", {"table": True}),
+    ("wgrad", {}),
+    ("wgrad", {"gather": True}),
+    ("wgrad", {"accumulate": True}),
+    ("wgrad", {"gather": True, "accumulate": True}),
+    ("wgrad", {"accumulate": True, "out_dtype": torch.float32}),
+    ("wgrad", {"gather": True, "accumulate": True, "out_dtype": torch.float32, "table": True}),
+    ("wgrad", {"out_dtype": torch.float32, "table": True}),
+]
+OTHER_DTYPES = [case for case in GEMMS if "out_dtype" not in case[1]]
+
+
+def name_of(value):
+    return "-".join(value) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b", "mixtral-8x7b"])
+@pytest.mark.parametrize(("function", "options"), GEMMS, ids=name_of)
+def test_bf16_is_fast_code(recorders, tmp_path, function, options, shape):
+    launch(function, shape, torch.bfloat16, **options)
+    code = examine(recorders[KERNEL_OF[function]], tmp_path, f"{function} {options} {shape}")
+    by_pointers = "gather" in options, "table" in options and function != "wgrad"
+    assert code.wgmma
+    assert code.tma == (not all(by_pointers))
+    assert code.cp_async_16 == any(by_pointers)
+    assert not code.cp_async_narrow
+    assert code.wide_stores
+    assert code.shared <= MAX_SHARED
+    assert code.spilled == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("function", "kernel", "gather"),
-    [case for case in MAIN if case[0] in ("fc1", "fc2", "dfc2", "dfc1", "wgrad1")],
-)
-def test_other_dtypes_compile(recorders, tmp_path, function, kernel, gather, dtype):
-    launch(function, "qwen3-30b", dtype, gather)
-    compiled = recorders[kernel].compile()
-    registers, spilled = assemble(compiled.asm["ptx"], tmp_path)
-    print(f"{function} {kernel} gather={gather} {dtype}: {registers} registers, {spilled} bytes spilled")
-    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+@pytest.mark.parametrize(("function", "options"), OTHER_DTYPES, ids=name_of)
+def test_other_dtypes(recorders, tmp_path, function, options, dtype):
+    launch(function, "qwen3-30b", dtype, **options)
+    code = examine(recorders[KERNEL_OF[function]], tmp_path, f"{function} {options} {dtype}")
     # FP32 must not be rounded to TF32 on the way.
-    assert ("wgmma.mma_async" in compiled.asm["ptx"]) == (dtype == torch.float16)
-    assert "tf32" not in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= MAX_SHARED
-    assert spilled == 0
+    assert code.wgmma == (dtype == torch.float16)
+    assert "tf32" not in code.ptx
+    assert code.shared <= MAX_SHARED
+    assert code.spilled == 0
 
 
-def test_partials_kernel_compiles(recorders):
-    launch("dfc2", "qwen3-30b", torch.bfloat16, True)
-    assert "atom" not in recorders["sum_partials_kernel"].compile().asm["ptx"]
+@pytest.mark.parametrize("shape", ["odd", "narrow"])
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [case for case in GEMMS if case[1] in ({}, {"gather": True}, {"table": True}, {"accumulate": True})],
+    ids=name_of,
+)
+def test_odd_widths(recorders, tmp_path, function, options, shape):
+    launch(function, shape, torch.bfloat16, **options)
+    code = examine(recorders[KERNEL_OF[function]], tmp_path, f"{function} {options} {shape}")
+    assert code.wgmma
+    assert not code.cp_async_narrow
+    assert code.spilled == 0
 
 
-@pytest.mark.parametrize(("function", "kernel", "gather"), MAIN[:2] + MAIN[4:6])
-def test_odd_widths_compile(recorders, monkeypatch, function, kernel, gather):
-    """Widths that no tile divides, and contractions that no step divides."""
-    monkeypatch.setitem(SHAPES, "odd", (3, 1032, 712, 999))
-    launch(function, "odd", torch.bfloat16, gather)
-    assert "wgmma.mma_async" in recorders[kernel].compile().asm["ptx"]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("gather", [False, True])
+def test_bias_gradients(recorders, tmp_path, gather, dtype):
+    """One pass over dout, in pieces of 16 bytes; sums without atomics."""
+    G, _, W, N = SHAPES["qwen3-30b"]
+    dout = meta(N, W, dtype=dtype)
+    index = meta(N, dtype=torch.int32) if gather else None
+    row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    biases = meta(G, W, dtype=dtype)
+    bias.grouped_bias_grad(dout, row_start, biases, dout_index=index, scale=scale)
+    bias.grouped_bias_dot(dout, biases, row_start, scale, dout_index=index, accumulate=True)
+    for kernel in ("grouped_bias_grad_kernel", "grouped_bias_dot_kernel"):
+        code = examine(recorders[kernel], tmp_path, f"{kernel} {gather} {dtype}")
+        assert code.cp_async_16 or "ld.global.v4.b32" in code.ptx
+        assert "atom." not in code.ptx
+        assert "red." not in code.ptx.replace("shared.", "")
+        assert code.spilled == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_zeros_of_a_table(recorders, tmp_path, dtype):
+    G, H, W, _ = SHAPES["odd"]
+    out = TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype)
+    empty = meta(0, H, dtype=dtype), meta(0, W, dtype=dtype)
+    gemm.grouped_gemm_wgrad(empty[1], empty[0], meta(G + 1, dtype=torch.int32), out)
+    assert recorders["grouped_gemm_wgrad_kernel"].args is None
+    code = examine(recorders["zero_matrices_kernel"], tmp_path)
+    assert code.wide_stores
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("num_groups", [1, 65])
+def test_splits(recorders, tmp_path, num_groups, dtype):
+    splits.splits_to_row_start(meta(num_groups, dtype=dtype), meta(num_groups + 1, dtype=torch.int32), 12345)
+    assert examine(recorders["splits_to_row_start_kernel"], tmp_path).spilled == 0
+
+
+def test_types_of_outputs_are_known_to_triton():
+    assert gemm.TRITON_DTYPES[torch.float32] is tl.float32

@@ -143,11 +143,22 @@ def test_dropping_the_last_reference_releases(heap: SymmetricHeap):
     assert heap.leased_bytes == 0
 
 
-def test_tensor_of_a_dropped_lease_is_stale(heap: SymmetricHeap):
+def test_a_tensor_holds_its_lease(heap: SymmetricHeap):
+    """As do its views and what autograd has saved of it."""
     tensor = heap.lease((8,), torch.float32).tensor
+    offset = heap.offset_of(tensor)
+    view = tensor.view(2, 4)[1:]
+    del tensor
     gc.collect()
-    with pytest.raises(StaleLease, match="belongs to no live lease"):
-        heap.offset_of(tensor)
+    assert heap.offset_of(view) == offset + 16
+    weight = torch.ones(1, 4, requires_grad=True)
+    y = weight * view
+    del view
+    gc.collect()
+    assert heap.leased_bytes == ALIGNMENT_BYTES
+    y.sum().backward()
+    gc.collect()
+    assert heap.leased_bytes == 0
 
 
 def test_exhaustion_names_the_lease_and_the_sizes(heap: SymmetricHeap):

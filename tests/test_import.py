@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "symmoe"
 MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
 
 # Parts in the one direction of imports: a part may import itself and parts of a smaller number.
-LEVELS = {"errors": 0, "kernels": 1, "symm_mem": 2, "dispatch": 3, "combine": 3, "moe": 4}
+LEVELS = {"errors": 0, "kernels": 1, "symm_mem": 2, "dispatch": 3, "combine": 3, "moe": 4, "cli": 5, "__main__": 6}
 MAY_READ_ENVIRONMENT = {"symmoe/symm_mem/nvshmem.py", "symmoe/symm_mem/host.py"}
 
 

@@ -180,7 +180,7 @@ def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]
         loss = loss + combine_tokens(mlp(rows, plan.splits, row_probs), plan).square().sum()
     for time_left in reversed(range(times)):
         loss.backward(retain_graph=time_left > 0)
-    return [mlp.w1.grad.clone() for mlp in experts]
+    return [mlp.fc1.weight.grad.clone() for mlp in experts]
 
 
 def check_one_plan_for_several_calls(rank: int, num_ranks: int) -> list[str]:
@@ -253,7 +253,7 @@ def test_leases_dropped_by_the_garbage_collector_never_overlap():
                     kept.append(lease)
                 else:
                     kept[turn % 16] = lease
-                spans = sorted(held.span for held in kept)
+                spans = sorted((held.offset, held.num_bytes) for held in kept)
                 assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
                 del lease
         finally:

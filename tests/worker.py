@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 
@@ -51,6 +52,15 @@ def poisoned_lease(heap: SymmetricHeap, shape: tuple[int, ...], dtype: torch.dty
 def is_poison(tensor: torch.Tensor) -> bool:
     """Whether nobody has written into a poisoned tensor."""
     return tensor.numel() == 0 or bool((tensor.contiguous().view(torch.uint8) == POISON).all())
+
+
+def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
+    """A GroupedMLP with these weights, [G, 2I, H] and [G, H, I]."""
+    experts = GroupedMLP(w1.shape[0], w1.shape[2], w2.shape[2], dtype=w1.dtype, device=w1.device)
+    with torch.no_grad():
+        experts.fc1.weight.copy_(w1)
+        experts.fc2.weight.copy_(w2)
+    return experts
 
 
 class Findings:

@@ -113,7 +113,7 @@ def init_parameters(model: LanguageModel, *, seed: int, ep_rank: int) -> None:
     num_writes = 2 * len(model.blocks)
     for name, parameter in model.named_parameters():
         std = 1 / math.sqrt(parameter.shape[-1])
-        if name.endswith(("attention.output.weight", "experts.w2")):
+        if name.endswith(("attention.output.weight", "experts.fc2.weight")):
             std /= math.sqrt(num_writes)
         if name == "head.weight":
             parameter.zero_()

@@ -78,12 +78,13 @@ def _collect(
         sources = (plan.slot_to_rank, plan.slot_to_row)
     out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     values = None
-    received = heap.barrier(PHASE, publish=(offset, values_offset or 0), **agreed)
-    ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
-    if values_offset is not None:
-        values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
-        ops.pull_values(
-            plan.slot_to_rank, plan.token_to_packed_row, heap.peers, received, values, column=READY_VALUES
-        )
-    heap.barrier(control.PHASE_COMBINE_DONE, **agreed)
+    with heap.one_call():
+        received = heap.barrier(PHASE, publish=(offset, values_offset or 0), **agreed)
+        ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
+        if values_offset is not None:
+            values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
+            ops.pull_values(
+                plan.slot_to_rank, plan.token_to_packed_row, heap.peers, received, values, column=READY_VALUES
+            )
+        heap.barrier(control.PHASE_COMBINE_DONE, **agreed)
     return out, values

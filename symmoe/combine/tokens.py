@@ -9,9 +9,9 @@ from symmoe.combine.collect import PHASE, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import send_expert_major_gradient
 from symmoe.dispatch.tokens import receive_gradient, rows_problem
-from symmoe.errors import ArgumentError, StalePlan
+from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.buffers import buffer_problem
+from symmoe.symm_mem.buffers import buffer_problem, stale_problem, wrote_into
 
 
 def combine_tokens(
@@ -70,15 +70,13 @@ class _Combine(torch.autograd.Function):
             d_rows = receive_gradient(dy.contiguous(), plan)
         else:
             send_expert_major_gradient(dy.contiguous(), plan, ctx.grad_out)
-            d_rows = ctx.grad_out
+            d_rows = wrote_into(ctx.grad_out)
         if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
             d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
         return d_rows, None, None, None
 
 
-def _problem(
-    expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
-) -> ArgumentError | StalePlan | None:
+def _problem(expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None) -> SymmoeError | None:
     if order not in control.ORDERS:
         return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
     if plan.not_dispatched is not None:
@@ -86,8 +84,15 @@ def _problem(
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows
     whole = isinstance(expert_out, torch.Tensor) and expert_out.dim() and expert_out.shape[0] == plan.row_capacity
     error = rows_problem("expert_out", expert_out, plan, num_rows=plan.row_capacity if whole else least)
+    error = error or stale_problem("expert_out", expert_out)
     if error is not None or grad_out is None:
         return error
     return buffer_problem(
-        "grad_out", grad_out, shape=tuple(expert_out.shape), like=expert_out, inputs=(expert_out,), heap=plan.heap
+        "grad_out",
+        grad_out,
+        shape=tuple(expert_out.shape),
+        dtype=expert_out.dtype,
+        device=expert_out.device,
+        inputs=(expert_out,),
+        heap=plan.heap,
     )

@@ -149,45 +149,46 @@ def make_plan(
     block_counts = int32(num_blocks, num_experts + num_ranks + 2)
     block_starts = int32(num_blocks, num_experts)
     header = _header(num_tokens, top_k, num_experts, limit, token_limit, overflow, hidden, dtype)
-    ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
-    ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
-    received = heap.barrier(control.PHASE_PLAN)
+    with heap.one_call():
+        ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
+        ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
+        received = heap.barrier(control.PHASE_PLAN)
 
-    splits, row_start = int32(experts_per_rank), int32(experts_per_rank + 1)
-    slot_start, slot_limit = int32(num_experts), int32(num_experts)
-    packed_start, packed_limit = int32(num_ranks), int32(num_ranks)
-    source_to_packed_start, expert_load = int32(num_ranks + 1), int32(num_experts)
-    report = int32(control.SUMMARY_WORDS)
-    ops.lay_out(
-        heap.peers,
-        received,
-        heap.status,
-        num_experts=num_experts,
-        capacity=limit,
-        drop=overflow == "drop",
-        record_errors=capacity is not None,
-        splits=splits,
-        row_start=row_start,
-        slot_start=slot_start,
-        slot_limit=slot_limit,
-        packed_start=packed_start,
-        packed_limit=packed_limit,
-        source_to_packed_start=source_to_packed_start,
-        expert_load=expert_load,
-        report=report,
-    )
-    slot_to_row, slot_to_rank = int32(num_tokens, top_k), int32(num_tokens, top_k)
-    block_tokens = int32(num_blocks, num_ranks)
-    ops.assign_rows(
-        topk_idx,
-        block_starts,
-        slot_start,
-        slot_limit,
-        slot_to_row,
-        slot_to_rank,
-        block_tokens,
-        experts_per_rank=experts_per_rank,
-    )
+        splits, row_start = int32(experts_per_rank), int32(experts_per_rank + 1)
+        slot_start, slot_limit = int32(num_experts), int32(num_experts)
+        packed_start, packed_limit = int32(num_ranks), int32(num_ranks)
+        source_to_packed_start, expert_load = int32(num_ranks + 1), int32(num_experts)
+        report = int32(control.SUMMARY_WORDS)
+        ops.lay_out(
+            heap.peers,
+            received,
+            heap.status,
+            num_experts=num_experts,
+            capacity=limit,
+            drop=overflow == "drop",
+            record_errors=capacity is not None,
+            splits=splits,
+            row_start=row_start,
+            slot_start=slot_start,
+            slot_limit=slot_limit,
+            packed_start=packed_start,
+            packed_limit=packed_limit,
+            source_to_packed_start=source_to_packed_start,
+            expert_load=expert_load,
+            report=report,
+        )
+        slot_to_row, slot_to_rank = int32(num_tokens, top_k), int32(num_tokens, top_k)
+        block_tokens = int32(num_blocks, num_ranks)
+        ops.assign_rows(
+            topk_idx,
+            block_starts,
+            slot_start,
+            slot_limit,
+            slot_to_row,
+            slot_to_rank,
+            block_tokens,
+            experts_per_rank=experts_per_rank,
+        )
     token_to_packed_row, token_to_primary_row = int32(num_tokens, num_ranks), int32(num_tokens, num_ranks)
     ops.assign_packed_rows(
         slot_to_row, slot_to_rank, block_tokens, packed_start, token_to_packed_row, token_to_primary_row
@@ -269,6 +270,8 @@ def _find_problem(
     if capacity is None and (max_tokens is not None or overflow != "raise"):
         given = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
         return ArgumentError(f"{given} needs a static capacity, and capacity is None")
+    if capacity is None and heap.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return ArgumentError("capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows")
     if capacity is not None and capacity < 1:
         return ArgumentError(f"capacity ({capacity}) must be at least 1 row")
     if max_tokens is not None and max_tokens < topk_idx.shape[0]:

@@ -62,9 +62,10 @@ def _agreed(x: torch.Tensor, probs: torch.Tensor | None) -> dict[str, int]:
 
 def _send_rows(x: torch.Tensor, token_to_row: torch.Tensor, plan: Plan, buffer: torch.Tensor) -> None:
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, _agreed(x, None)
-    ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed)
-    ops.push_rows(x, token_to_row, heap.peers, ready, column=READY_ROWS)
-    heap.barrier(control.PHASE_DISPATCH_DONE, **agreed)
+    with heap.one_call():
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed)
+        ops.push_rows(x, token_to_row, heap.peers, ready, column=READY_ROWS)
+        heap.barrier(control.PHASE_DISPATCH_DONE, **agreed)
 
 
 def _send_with_slots(
@@ -75,6 +76,7 @@ def _send_with_slots(
     with (
         heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as wire_slots,
         heap.lease(shape, torch.float32, name="received probs", phase=PHASE) as wire_probs,
+        heap.one_call(),
     ):
         offsets = (heap.offset_of(buffer, phase=PHASE), wire_slots.offset, wire_probs.offset)
         ready = heap.barrier(PHASE, publish=offsets, **agreed)

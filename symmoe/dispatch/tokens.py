@@ -16,7 +16,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import PHASE, send_expert_major, send_packed, send_packed_gradient
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.symm_mem.buffers import buffer_problem, dtype_problem
+from symmoe.symm_mem.buffers import buffer_problem, dtype_problem, wrote_into
 
 
 def dispatch_tokens(
@@ -81,7 +81,7 @@ class _Dispatch(torch.autograd.Function):
             rows, row_probs = _send_and_unpack(x, plan, probs)
         else:
             row_probs = send_expert_major(x, plan, out, probs)
-            rows = plan.rows_of(out).detach()
+            rows = plan.rows_of(wrote_into(out)).detach()
         return rows, None if row_probs is None else plan.rows_of(row_probs).detach()
 
     @staticmethod
@@ -159,4 +159,5 @@ def _problem(
             return ArgumentError(f"probs is {probs.dtype} on {probs.device}; it must be torch.float32 on {x.device}")
     if out is None:
         return None
-    return buffer_problem("out", out, shape=(plan.row_capacity, x.shape[1]), like=x, inputs=(x,), heap=plan.heap)
+    shape = (plan.row_capacity, x.shape[1])
+    return buffer_problem("out", out, shape=shape, dtype=x.dtype, device=x.device, inputs=(x,), heap=plan.heap)

@@ -9,7 +9,12 @@ from typing import Literal
 from symmoe.errors import ArgumentError
 
 # Fields that take one of a few words. The Literal annotations below say the same to a type checker.
-_CHOICES = {"overflow": ("raise", "drop"), "order": ("rank", "slot"), "score": ("softmax", "sigmoid")}
+_CHOICES = {
+    "overflow": ("raise", "drop"),
+    "order": ("rank", "slot"),
+    "score": ("softmax", "sigmoid"),
+    "stash": ("all", "rows", "hidden", "none"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +33,9 @@ class MoEConfig:
             call, which then needs the same number on every rank.
         order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of
             ranks.
+        stash: what forward keeps for backward. "all": the packed rows (on the heap) and FC1's output h; "rows":
+            backward computes h again; "hidden": only h, backward dispatches the tokens again; "none": it does both.
+            The results have the same bits.
         score: how logits become scores.
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
@@ -51,6 +59,7 @@ class MoEConfig:
     overflow: Literal["raise", "drop"] = "raise"
     max_tokens: int | None = None
     order: Literal["rank", "slot"] = "rank"
+    stash: Literal["all", "rows", "hidden", "none"] = "all"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     num_groups: int = 1

@@ -6,6 +6,8 @@ backward, FC1's input gradient goes into a lease that combine reads in place.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
@@ -14,91 +16,153 @@ from symmoe.combine.collect import collect_rows, collect_rows_and_values
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import PHASE as SEND
 from symmoe.dispatch.send import send_packed, send_packed_gradient
-from symmoe.moe.grouped_mlp import experts_backward, experts_forward
+from symmoe.kernels.table import TensorTable
+from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, first_layer, second_layer
+from symmoe.moe.grouped_mlp import GroupedMLP, mlp_tables
+
+PACKED = "packed rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Stash:
+    """What forward keeps for backward beside the tokens, the plan and the weights.
+
+    Attributes:
+        keeps_rows: the packed rows, in a lease; without them backward dispatches the tokens again.
+        keeps_h: FC1's output; without it backward computes it again.
+    """
+
+    keeps_rows: bool
+    keeps_h: bool
+
+
+STASHES = {
+    "all": Stash(True, True),
+    "rows": Stash(True, False),
+    "hidden": Stash(False, True),
+    "none": Stash(False, False),
+}
 
 
 def expert_parallel_mlp(
     x: torch.Tensor,
     probs: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    experts: GroupedMLP,
     plan: Plan,
     *,
     order: str = "rank",
+    stash: str = "all",
 ) -> torch.Tensor:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
 
     Backward is collective too and must be entered by all ranks in the same order.
 
     Args:
-        x: [T, H] on the heap's device.
+        x: [T, H] on the heap's device; the experts' weights are cast to its dtype.
         probs: fp32 [T, K].
-        w1, w2: [e, 2I, H] and [e, H, I] of this rank's experts, of the dtype of x.
+        experts: this rank's.
         plan: of this call's routing.
         order: of the sums in combine, "rank" or "slot".
+        stash: what is kept for backward, see MoEConfig.
 
     Returns:
         [T, H].
     """
-    return _ExpertParallelMLP.apply(x, probs, w1, w2, plan, order)
+    weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
+    weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
+    b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
+    call = _Call(experts=experts, tables=mlp_tables(weights1, weights2), plan=plan, order=order, stash=STASHES[stash])
+    return _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call hands to autograd beside the tensors it differentiates."""
+
+    experts: GroupedMLP
+    tables: tuple[TensorTable | None, TensorTable | None]
+    plan: Plan
+    order: str
+    stash: Stash
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of h."""
+        return self.plan.row_capacity if self.plan.num_rows is None else max(1, self.plan.num_rows)
+
+    def split(self, weights: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """The weights of fc1 and of fc2."""
+        num_first = len(self.experts.fc1.weight_parameters())
+        return weights[:num_first], weights[num_first:]
+
+    def operands(
+        self,
+        packed: torch.Tensor,
+        row_probs: torch.Tensor,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        weights: tuple[torch.Tensor, ...],
+    ) -> tuple[ExpertRows, ExpertWeights]:
+        """Inputs as the kernels take them."""
+        (w1, *_), (w2, *_) = self.split(weights)
+        plan = self.plan
+        return (
+            ExpertRows(packed, plan.row_start, row_probs, None if b2 is None else row_probs, plan.row_to_packed_row),
+            ExpertWeights(self.tables[0] or w1, b1, self.tables[1] or w2, b2, self.experts.activation.activation),
+        )
 
 
 class _ExpertParallelMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
+        call: _Call,
         x: torch.Tensor,
         probs: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        plan: Plan,
-        order: str,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        heap, hidden = plan.heap, x.shape[1]
-        packed = heap.lease((plan.packed_row_capacity, hidden), x.dtype, name="packed rows", phase=SEND)
-        row_probs = send_packed(x.contiguous(), plan, packed.tensor, probs.contiguous())
-        with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
-            h = experts_forward(
-                packed.tensor,
-                plan.row_start,
-                row_probs,
-                w1,
-                w2,
-                out.tensor,
-                num_rows=plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows),
-                row_index=plan.row_to_packed_row,
-            )
-            y = collect_rows(out.tensor, plan, order=order)
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(h, row_probs, w1, w2)
-            ctx.packed, ctx.plan, ctx.order = packed, plan, order
-        else:
+        plan, hidden = call.plan, x.shape[1]
+        heap, x = plan.heap, x.contiguous()
+        packed = heap.lease((plan.packed_row_capacity, hidden), x.dtype, name=PACKED, phase=SEND)
+        row_probs = send_packed(x, plan, packed.tensor, probs.contiguous())
+        rows, experts = call.operands(packed.tensor, row_probs, b1, b2, weights)
+        h, a = first_layer(rows, experts, num_rows=call.num_rows)
+        keeps, stash = any(ctx.needs_input_grad), call.stash
+        if keeps:
+            # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
+            kept = (None, packed.tensor) if stash.keeps_rows else (x, None)
+            ctx.save_for_backward(*kept, h if stash.keeps_h else None, row_probs, b1, b2, *weights)
+            ctx.call = call
+        if not (keeps and stash.keeps_rows):
             packed.release()
-        return y
+        with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
+            second_layer(a, rows, experts, out.tensor)
+            return collect_rows(out.tensor, plan, order=call.order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: torch.Tensor):
-        plan, packed = ctx.plan, ctx.packed.tensor  # a second backward finds the lease stale, on every rank
-        h, row_probs, w1, w2 = ctx.saved_tensors
+        call: _Call = ctx.call
+        x, packed, h, row_probs, b1, b2, *weights = ctx.saved_tensors
+        weights1, weights2 = call.split(tuple(weights))
+        plan, fc1, fc2 = call.plan, call.experts.fc1, call.experts.fc2
         heap, hidden = plan.heap, dy.shape[1]
         packed_shape, shape = (plan.packed_row_capacity, hidden), (plan.row_capacity, hidden)
-        with (
-            heap.lease(packed_shape, dy.dtype, name="packed output gradients", phase=SEND) as d_packed,
-            heap.lease(shape, dy.dtype, name="input gradients", phase=SEND) as d_rows,
-        ):
-            send_packed_gradient(dy.contiguous(), plan, d_packed.tensor)
-            d_row_probs, dw1, dw2 = experts_backward(
-                d_packed.tensor,
-                packed,
-                plan.row_start,
-                row_probs,
-                h,
-                w1,
-                w2,
-                d_rows.tensor,
-                row_index=plan.row_to_packed_row,
-            )
-            dx, d_probs = collect_rows_and_values(d_rows.tensor, d_row_probs, plan, order=ctx.order)
-        ctx.packed.release()
-        return dx, d_probs, dw1, dw2, None, None
+        if packed is None:
+            packed = heap.lease(packed_shape, dy.dtype, name=PACKED, phase=SEND).tensor
+            send_packed_gradient(x, plan, packed)  # the rows alone: who goes where is in the plan
+        rows, experts = call.operands(packed, row_probs, b1, b2, tuple(weights))
+        if h is None:
+            h, _ = first_layer(rows, experts, num_rows=call.num_rows)
+        d_packed = heap.lease(packed_shape, dy.dtype, name="packed output gradients", phase=SEND).tensor
+        send_packed_gradient(dy.contiguous(), plan, d_packed)
+        # Holds both leases, beyond this call if weight gradients are delayed.
+        step = ExpertsBackward(rows, experts, h, d_packed)
+        with heap.lease(shape, dy.dtype, name="input gradients", phase=SEND) as d_rows:
+            step.input_gradient(d_rows.tensor)
+            dw2 = fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=False)
+            dw1 = fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=False)
+            dx, d_probs = collect_rows_and_values(d_rows.tensor, step.d_scale, plan, order=call.order)
+        return None, dx, d_probs, step.db1, step.db2, *dw1, *dw2

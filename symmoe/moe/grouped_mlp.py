@@ -1,107 +1,52 @@
-"""Grouped expert MLP: FC1, SwiGLU times prob, FC2, for all experts of a rank at once.
+"""GroupedMLP: FC1, activation times scale, FC2, for all experts of a rank, through the fused kernels.
 
-H hidden, I ffn, G groups (experts of this rank), N rows sorted by group. The prob multiplies the activation before
-FC2, so that combining rows is a plain sum and FC2's output is not needed in backward.
+H hidden, I ffn, G groups (experts of this rank), N rows sorted by group. The scale (the router's prob) multiplies the
+activation before FC2, so that combining rows is a plain sum and FC2's output is not needed in backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from symmoe import kernels
 from symmoe.errors import ArgumentError
-from symmoe.kernels import control
-from symmoe.symm_mem.buffers import buffer_problem
-
-_GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
-
-
-def experts_forward(
-    rows: torch.Tensor,
-    row_start: torch.Tensor,
-    row_probs: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    num_rows: int,
-    row_index: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """out[i] = W2 (silu(gate) * up * prob) of row i, with [gate, up] = W1 row. No autograd, no synchronisation.
-
-    Args:
-        rows: [., H]; row i is `rows[row_index[i]]`, or `rows[i]` without an index.
-        row_start: int32 [G + 1].
-        row_probs: fp32 [N].
-        w1, w2: [G, 2I, H], [G, H, I].
-        out: [N, H], written up to row_start[G].
-        num_rows: rows the intermediates get, at least row_start[G].
-
-    Returns:
-        h [num_rows, 2I], all that backward needs beside the inputs.
-    """
-    ops, ffn = kernels.for_device(rows.device), w2.shape[2]
-    h = torch.empty((num_rows, 2 * ffn), dtype=rows.dtype, device=rows.device)
-    a = torch.empty((num_rows, ffn), dtype=rows.dtype, device=rows.device)
-    ops.grouped_gemm_swiglu(rows, w1, row_start, row_probs, h, a, row_index=row_index)
-    ops.grouped_gemm(a, w2, row_start, out)
-    return h
-
-
-def experts_backward(
-    d_out: torch.Tensor,
-    rows: torch.Tensor,
-    row_start: torch.Tensor,
-    row_probs: torch.Tensor,
-    h: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    d_rows: torch.Tensor,
-    *,
-    row_index: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of :func:`experts_forward`. No autograd, no synchronisation.
-
-    Args:
-        d_out, rows: [., H]; row i is at `row_index[i]` of both, or at i without an index.
-        d_rows: [N, H], gets the gradient of row i (not summed over rows that share a packed row).
-
-    Returns:
-        d_row_probs fp32 [num_rows], dw1 [G, 2I, H], dw2 [G, H, I].
-    """
-    ops = kernels.for_device(rows.device)
-    num_rows, ffn = h.shape[0], w2.shape[2]
-    dh = torch.empty_like(h)
-    a = torch.empty((num_rows, ffn), dtype=h.dtype, device=h.device)
-    d_row_probs = torch.empty(num_rows, dtype=torch.float32, device=h.device)
-    partials = torch.empty(ops.dswiglu_partials_shape(num_rows, ffn), dtype=torch.float32, device=h.device)
-    ops.grouped_gemm_dswiglu(
-        d_out, w2, row_start, h, row_probs, dh, a, d_row_probs, partials, row_index=row_index
-    )
-    ops.grouped_gemm_dgrad(dh, w1, row_start, d_rows)
-    dw1, dw2 = torch.empty_like(w1), torch.empty_like(w2)
-    ops.grouped_gemm_wgrad(d_out, a, row_start, dw2, dout_index=row_index)
-    ops.grouped_gemm_wgrad(dh, rows, row_start, dw1, rows_index=row_index)
-    return d_row_probs, dw1, dw2
+from symmoe.kernels.table import TensorTable
+from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU, scale_problem
+from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
+from symmoe.moe.grouped_linear import (
+    GroupedLinear,
+    gradient_buffer,
+    result_buffers_problem,
+    rows_problem,
+    weight_table,
+)
+from symmoe.moe.pointers import pack_weight_ptrs
+from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
+from symmoe.moe.weight_grad import packed_shape
+from symmoe.symm_mem.buffers import wrote_into
 
 
 class GroupedMLP(nn.Module):
-    """The experts of one rank: for group g, `W2[g] (silu(gate) * up * prob)` with `[gate, up] = W1[g] x`.
+    """The experts of one rank: for group g, `scale * (W2[g] act(W1[g] x + b1[g]) + b2[g])`.
 
     Args:
         num_groups: G, experts on this rank.
         hidden, ffn: H, I. On GPUs both must be multiples of 8.
+        activation: between the two layers; None is ScaledSwiGLU().
+        bias: whether both layers have one.
+        weights, accumulate_into_main_grad, delay_wgrad: as in GroupedLinear, for both layers.
 
     Attributes:
-        w1: [G, 2I, H]; the first I rows of a group make the gate, the last I the up projection.
-        w2: [G, H, I].
-        Both carry `is_expert = True`, by which reduce_gradients tells them from data-parallel parameters.
+        fc1: GroupedLinear H -> W (W = 2I for gated activations).
+        fc2: GroupedLinear I -> H.
     """
+
+    num_extra_inputs = 2  # Sequential passes the splits and the scale
 
     def __init__(
         self,
@@ -109,6 +54,11 @@ class GroupedMLP(nn.Module):
         hidden: int,
         ffn: int,
         *,
+        activation: ScaledActivation | None = None,
+        bias: bool = False,
+        weights: Literal["packed", "discrete"] = "packed",
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -116,119 +66,217 @@ class GroupedMLP(nn.Module):
         for name, value in (("num_groups", num_groups), ("hidden", hidden), ("ffn", ffn)):
             if value < 1:
                 raise ArgumentError(f"{name} ({value}) must be at least 1")
-        if torch.device("cpu" if device is None else device).type == "cuda":
-            for name, value in (("hidden", hidden), ("ffn", ffn)):
-                if value % _GPU_MULTIPLE:
-                    raise ArgumentError(f"{name} ({value}) must be a multiple of {_GPU_MULTIPLE} on GPUs")
         self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
-        self.w1 = nn.Parameter(torch.empty((num_groups, 2 * ffn, hidden), dtype=dtype, device=device))
-        self.w2 = nn.Parameter(torch.empty((num_groups, hidden, ffn), dtype=dtype, device=device))
-        self.w1.is_expert = self.w2.is_expert = True
-        self.reset_parameters()
+        self.activation = ScaledSwiGLU() if activation is None else activation
+        options = {
+            "bias": bias,
+            "weights": weights,
+            "accumulate_into_main_grad": accumulate_into_main_grad,
+            "delay_wgrad": delay_wgrad,
+            "dtype": dtype,
+            "device": device,
+        }
+        self.fc1 = GroupedLinear(num_groups, hidden, self.activation.activation.hidden_width(ffn), **options)
+        self.fc2 = GroupedLinear(num_groups, ffn, hidden, **options)
 
     def reset_parameters(self) -> None:
-        """Uniform weights of the bound of nn.Linear, 1 / sqrt(inputs)."""
-        nn.init.uniform_(self.w1, -1 / math.sqrt(self.hidden), 1 / math.sqrt(self.hidden))
-        nn.init.uniform_(self.w2, -1 / math.sqrt(self.ffn), 1 / math.sqrt(self.ffn))
+        """Uniform weights and biases with the bound of nn.Linear, 1 / sqrt(inputs)."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
 
     def forward(
         self,
         rows: torch.Tensor,
-        splits: torch.Tensor | Sequence[int],
+        splits: Splits,
         row_probs: torch.Tensor,
         *,
         out: torch.Tensor | None = None,
         grad_input_out: torch.Tensor | None = None,
+        is_first_microbatch: bool = False,
     ) -> torch.Tensor:
         """Applies expert g to the g-th run of rows. Not collective; device splits do not synchronise the host.
 
         Args:
-            rows: [N, H] sorted by group; rows past sum(splits) are a tail that is neither read nor written.
-            splits: int32 or int64 [G] on the device of the rows. A list or CPU tensor is copied there.
-            row_probs: fp32 [N], scale of each row.
-            out: [N, H] buffer for the result, e.g. of a heap lease.
-            grad_input_out: [N, H] buffer for the gradient of `rows`.
+            rows: [..., H] sorted by group; rows past sum(splits) are a tail that is never read.
+            splits: as in GroupedLinear.
+            row_probs: [...], scale of each row; computed with in fp32.
+            out: [..., H] buffer for the result, e.g. of a heap lease. Its tail stays as it is.
+            grad_input_out: [..., H] buffer for the gradient of `rows`; likewise.
+            is_first_microbatch: the weight gradients overwrite `main_grad`.
 
         Returns:
-            [N, H], in the memory of `out` if given. The tail is undefined.
+            [..., H], in the memory of `out` if given; the tail is zero otherwise.
 
         Raises:
-            ArgumentError: an argument is wrong.
+            ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
-        error = self._problem(rows, splits, row_probs, out, grad_input_out)
-        if error is not None:
-            raise error
-        on_device = torch.as_tensor(splits, device=rows.device)
-        row_start = torch.zeros(self.num_groups + 1, dtype=torch.int32, device=rows.device)
-        # Splits on the device cannot be checked without waiting for them: kernels must stay inside the buffers.
-        row_start[1:] = on_device.clamp(min=0).cumsum(0).clamp(max=rows.shape[0])
-        return _GroupedMLP.apply(rows, row_probs, self.w1, self.w2, row_start, out, grad_input_out)
+        return fused_mlp(
+            self.fc1,
+            self.activation,
+            self.fc2,
+            rows,
+            splits,
+            row_probs,
+            scale_bias=True,
+            out=out,
+            grad_input_out=grad_input_out,
+            is_first_microbatch=(is_first_microbatch, is_first_microbatch),
+        )
 
-    def _problem(
+    def backward_dw(self) -> None:
+        """GroupedLinear.backward_dw of both layers."""
+        self.fc2.backward_dw()
+        self.fc1.backward_dw()
+
+
+def fused_mlp(
+    fc1: GroupedLinear,
+    activation: ScaledActivation,
+    fc2: GroupedLinear,
+    x: torch.Tensor,
+    splits: Splits,
+    scale: torch.Tensor,
+    *,
+    scale_bias: bool,
+    out: torch.Tensor | None,
+    grad_input_out: torch.Tensor | None,
+    is_first_microbatch: tuple[bool, bool],
+) -> torch.Tensor:
+    """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between.
+
+    Args:
+        scale_bias: whether `scale` multiplies fc2's bias too.
+        is_first_microbatch: of fc1 and of fc2.
+        The rest: as in GroupedMLP.forward.
+    """
+    error = _problem(fc1, fc2, x, splits, scale, out, grad_input_out)
+    if error is not None:
+        raise error
+    x, weights1, b1 = fc1.operands(x)
+    _, weights2, b2 = fc2.operands(x)
+    tables = mlp_tables(weights1, weights2)
+    call = _Call(
+        fc1=fc1,
+        fc2=fc2,
+        activation=activation,
+        row_start=splits_to_row_start(splits, rows=x, num_rows=math.prod(x.shape[:-1])),
+        tables=tables,
+        scale_bias=scale_bias and b2 is not None,
+        out=out,
+        grad_input_out=grad_input_out,
+        overwrite_main_grad=is_first_microbatch,
+    )
+    return _FusedMLP.apply(call, x, scale.float(), b1, b2, *weights1, *weights2)
+
+
+def mlp_tables(
+    weights1: tuple[torch.Tensor, ...], weights2: tuple[torch.Tensor, ...]
+) -> tuple[TensorTable | None, TensorTable | None]:
+    """Address tables of the layers whose weights are discrete, for both in one launch."""
+    is_discrete1, is_discrete2 = weights1[0].dim() == 2, weights2[0].dim() == 2
+    if is_discrete1 and is_discrete2:
+        packed = pack_weight_ptrs(weights1, weights2)
+        return (
+            TensorTable(packed.fc1, packed_shape(weights1), weights1[0].dtype),
+            TensorTable(packed.fc2, packed_shape(weights2), weights2[0].dtype),
+        )
+    return (
+        weight_table(weights1) if is_discrete1 else None,
+        weight_table(weights2) if is_discrete2 else None,
+    )
+
+
+def _problem(
+    fc1: GroupedLinear,
+    fc2: GroupedLinear,
+    x: torch.Tensor,
+    splits: Splits,
+    scale: torch.Tensor,
+    out: torch.Tensor | None,
+    grad_input_out: torch.Tensor | None,
+) -> Exception | None:
+    error = rows_problem("rows", x, fc1)
+    if error is None:
+        num_rows = math.prod(x.shape[:-1])
+        error = splits_problem(splits, num_groups=fc1.num_groups, rows=x, num_rows=num_rows)
+    error = error or scale_problem("row_probs", scale, x)
+    return error or result_buffers_problem(x, fc2.out_features, out, grad_input_out, inputs=(x, scale))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call hands to autograd beside the tensors it differentiates."""
+
+    fc1: GroupedLinear
+    fc2: GroupedLinear
+    activation: ScaledActivation
+    row_start: torch.Tensor
+    tables: tuple[TensorTable | None, TensorTable | None]
+    scale_bias: bool
+    out: torch.Tensor | None
+    grad_input_out: torch.Tensor | None
+    overwrite_main_grad: tuple[bool, bool]
+
+    def split(self, weights: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """The weights of fc1 and of fc2."""
+        num_first = 1 if self.fc1.is_packed else self.fc1.num_groups
+        return weights[:num_first], weights[num_first:]
+
+    def operands(
         self,
-        rows: torch.Tensor,
-        splits: torch.Tensor | Sequence[int],
-        row_probs: torch.Tensor,
-        out: torch.Tensor | None,
-        grad_input_out: torch.Tensor | None,
-    ) -> ArgumentError | None:
-        for name, tensor in (("rows", rows), ("row_probs", row_probs)):
-            if not isinstance(tensor, torch.Tensor):
-                return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
-        if rows.dim() != 2 or rows.shape[1] != self.hidden:
-            return ArgumentError(f"rows has shape {list(rows.shape)}; it must be [N, {self.hidden}]")
-        if rows.dtype != self.w1.dtype or rows.dtype not in control.DTYPES or rows.device != self.w1.device:
-            return ArgumentError(
-                f"rows is {rows.dtype} on {rows.device}; the weights are {self.w1.dtype} on {self.w1.device}"
-            )
-        if (row_probs.dtype, tuple(row_probs.shape), row_probs.device) != (torch.float32, rows.shape[:1], rows.device):
-            given = f"{row_probs.dtype} {list(row_probs.shape)} on {row_probs.device}"
-            return ArgumentError(f"row_probs is {given}; it must be torch.float32 [{rows.shape[0]}] on {rows.device}")
-        shape = tuple(splits.shape) if isinstance(splits, torch.Tensor) else (len(splits),)
-        if shape != (self.num_groups,):
-            return ArgumentError(f"splits has shape {list(shape)}; it must be [{self.num_groups}] (num_groups)")
-        if isinstance(splits, torch.Tensor) and splits.dtype not in (torch.int32, torch.int64):
-            return ArgumentError(f"splits has dtype {splits.dtype}; it must be torch.int32 or torch.int64")
-        if not isinstance(splits, torch.Tensor) or splits.device.type == "cpu":
-            total = int(sum(int(n) for n in splits))
-            if total > rows.shape[0] or any(int(n) < 0 for n in splits):
-                given = [int(n) for n in splits]
-                return ArgumentError(f"splits ({given}) must be counts that add up to at most {rows.shape[0]} rows")
-        for name, buffer in (("out", out), ("grad_input_out", grad_input_out)):
-            error = None
-            if buffer is not None:
-                error = buffer_problem(name, buffer, shape=tuple(rows.shape), like=rows, inputs=(rows,))
-            if error is not None:
-                return error
-        return None
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        weights: tuple[torch.Tensor, ...],
+    ) -> tuple[ExpertRows, ExpertWeights]:
+        """Inputs as the kernels take them."""
+        (w1, *_), (w2, *_) = self.split(weights)
+        scale = scale.view(-1)
+        return (
+            ExpertRows(x.view(-1, x.shape[-1]), self.row_start, scale, scale if self.scale_bias else None),
+            ExpertWeights(self.tables[0] or w1, b1, self.tables[1] or w2, b2, self.activation.activation),
+        )
 
 
-class _GroupedMLP(torch.autograd.Function):
+class _FusedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        rows: torch.Tensor,
-        row_probs: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        row_start: torch.Tensor,
-        out: torch.Tensor | None,
-        grad_input_out: torch.Tensor | None,
+        call: _Call,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        rows, row_probs = rows.contiguous(), row_probs.contiguous()
-        result = torch.empty_like(rows) if out is None else out
-        h = experts_forward(rows, row_start, row_probs, w1, w2, result, num_rows=rows.shape[0])
-        ctx.save_for_backward(rows, row_probs, w1, w2, row_start, h)
-        ctx.grad_input_out = grad_input_out
+        x, scale = x.contiguous(), scale.contiguous()
+        hidden = call.fc2.out_features
+        y = x.new_empty((*x.shape[:-1], hidden)) if call.out is None else call.out
+        rows, experts = call.operands(x, scale, b1, b2, weights)
+        h = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=call.out is None)
+        ctx.save_for_backward(x, scale, b1, b2, h, *weights)
+        # Not save_for_backward: what the gradient's buffer holds until then is nobody's business. Held here, it is
+        # also what keeps autograd from taking the buffer itself for the `.grad` of a leaf.
+        ctx.call = call
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
-        return result if out is None else out.detach()
+        return y if call.out is None else wrote_into(y).detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_out: torch.Tensor):
-        rows, row_probs, w1, w2, row_start, h = ctx.saved_tensors
-        d_rows = torch.empty_like(rows) if ctx.grad_input_out is None else ctx.grad_input_out
-        d_row_probs, dw1, dw2 = experts_backward(
-            d_out.contiguous(), rows, row_start, row_probs, h, w1, w2, d_rows
-        )
-        return d_rows, d_row_probs, dw1, dw2, None, None, None
+    def backward(ctx: FunctionCtx, d_y: torch.Tensor):
+        x, scale, b1, b2, h, *weights = ctx.saved_tensors
+        call: _Call = ctx.call
+        weights1, weights2 = call.split(tuple(weights))
+        rows, experts = call.operands(x, scale, b1, b2, tuple(weights))
+        step = ExpertsBackward(rows, experts, h, d_y.contiguous().view(-1, d_y.shape[-1]))
+        d_x = None
+        if ctx.needs_input_grad[1]:
+            d_x = gradient_buffer(call.grad_input_out, x, d_y)
+            step.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=call.grad_input_out is None)
+            if call.grad_input_out is not None:
+                wrote_into(d_x)
+        first, second = call.overwrite_main_grad
+        d_w2 = call.fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=second)
+        d_w1 = call.fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=first)
+        return None, d_x, step.d_scale.view(scale.shape), step.db1, step.db2, *d_w1, *d_w2

@@ -11,6 +11,7 @@ from symmoe.dispatch.plan import MAX_TOP_K, make_plan
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe import balance
+from symmoe.moe.beside import join, start_beside
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.fused import expert_parallel_mlp
 from symmoe.moe.grouped_mlp import GroupedMLP
@@ -48,11 +49,16 @@ class MoELayer(nn.Module):
     Args:
         config: the same on all ranks.
         heap: the EP group's symmetric heap; several layers share one.
+        experts: this rank's E / R experts, e.g. with another activation or with biases; None makes a GroupedMLP with
+            SwiGLU.
+        shared_expert: a module that every token passes through, [..., H] to [..., H]; its output is added to the
+            experts'. On GPUs it runs on a stream of its own, while tokens travel and experts compute, forward and
+            backward. It is replicated, so its gradients are data-parallel.
         dtype: of the expert weights. The layer computes in the dtype of its input, or in autocast's.
         device: of the parameters; None is the heap's.
 
     Raises:
-        ArgumentError: the configuration does not fit the group.
+        ArgumentError: the configuration does not fit the group, or `experts` does not fit the configuration.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class MoELayer(nn.Module):
         config: MoEConfig,
         heap: SymmetricHeap,
         *,
+        experts: GroupedMLP | None = None,
+        shared_expert: nn.Module | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -75,7 +83,13 @@ class MoELayer(nn.Module):
         self.config, self.heap = config, heap
         self.router = Router(config, device=device)
         num_local = config.num_experts // heap.num_ranks
-        self.experts = GroupedMLP(num_local, config.hidden, config.ffn, dtype=dtype, device=device)
+        if experts is None:
+            experts = GroupedMLP(num_local, config.hidden, config.ffn, dtype=dtype, device=device)
+        for name, value in (("num_groups", num_local), ("hidden", config.hidden), ("ffn", config.ffn)):
+            if getattr(experts, name) != value:
+                raise ArgumentError(f"experts.{name} ({getattr(experts, name)}) must be {value}, as the config says")
+        self.experts = experts
+        self.shared_expert = shared_expert
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, MoEMetrics]:
         """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity (one
@@ -108,14 +122,20 @@ class MoELayer(nn.Module):
             hidden=config.hidden,
             dtype=dtype,
         )
-        w1, w2 = self.experts.w1.to(dtype), self.experts.w2.to(dtype)
-        y = expert_parallel_mlp(tokens, routed.probs, w1, w2, plan, order=config.order)
+        shared = None
+        if self.shared_expert is not None:
+            # Enqueued before the trips, whose waits it is to fill.
+            shared = start_beside(self.shared_expert, x, self.heap.side_stream)
+        y = expert_parallel_mlp(tokens, routed.probs, self.experts, plan, order=config.order, stash=config.stash)
+        y = y.view(x.shape)
+        if shared is not None:
+            y = y + join(shared, self.heap.side_stream)
         metrics = MoEMetrics(
             aux_loss=self._aux_loss(routed, plan.expert_load),
             expert_load=plan.expert_load,
             num_dropped=plan.num_dropped,
         )
-        return y.view(x.shape), metrics
+        return y, metrics
 
     def update_expert_bias(self, expert_load: torch.Tensor) -> None:
         """Moves the router's bias towards balance; call it once per optimizer step. Not collective.

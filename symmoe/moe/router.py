@@ -54,9 +54,7 @@ class Router(nn.Module):
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(
-            torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device)
-        )
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", bias if config.expert_bias else None)
         self.reset_parameters()

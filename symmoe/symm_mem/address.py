@@ -46,9 +46,7 @@ class AddressRange:
     def __init__(self, address: int, num_bytes: int, device: torch.device) -> None:
         self._shape = (ctypes.c_int64 * 1)(num_bytes)
         self._managed = _DLManagedTensor(
-            _DLTensor(
-                address, _DLDevice(_DL_CUDA, device.index), 1, _DLDataType(_DL_UINT, 8, 1), self._shape, None, 0
-            ),
+            _DLTensor(address, _DLDevice(_DL_CUDA, device.index), 1, _DLDataType(_DL_UINT, 8, 1), self._shape, None, 0),
             None,
             None,  # no deleter: there is nothing to free
         )

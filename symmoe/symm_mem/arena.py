@@ -32,9 +32,28 @@ class Arena:
                 return start, size
         return None
 
+    def take_or_grow(self, num_bytes: int, source: Arena) -> tuple[int, int] | None:
+        """As :meth:`take`; where that finds nothing, this arena first grows by what `source` can give."""
+        span = self.take(num_bytes)
+        if span is None and (more := source.take(num_bytes)) is not None:
+            self.capacity_bytes += more[1]
+            self._insert(*more)
+            span = self.take(num_bytes)
+        return span
+
     def give_back(self, offset: int, size: int) -> None:
         """Returns a range from :meth:`take`; neighbours merge."""
         self.used_bytes -= size
+        self._insert(offset, size)
+
+    def clear(self) -> list[tuple[int, int]]:
+        """Takes all that is free out of the arena, as (offset, size)."""
+        spans = [(start, end - start) for start, end in self._free]
+        self.capacity_bytes -= sum(size for _, size in spans)
+        self._free = []
+        return spans
+
+    def _insert(self, offset: int, size: int) -> None:
         insort(self._free, (offset, offset + size))
         merged = [self._free[0]]
         for start, end in self._free[1:]:

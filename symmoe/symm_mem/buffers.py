@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.lease import released_lease
 
 
 def dtype_problem(name: str, dtype: torch.dtype) -> ArgumentError | None:
@@ -16,52 +17,74 @@ def dtype_problem(name: str, dtype: torch.dtype) -> ArgumentError | None:
     return ArgumentError(f"{name} has dtype {dtype}; it must be one of {', '.join(map(str, control.DTYPES))}")
 
 
+def stale_problem(name: str, tensor: torch.Tensor) -> StaleLease | None:
+    """The error if `tensor` is memory of a lease that has been released, or None."""
+    lease = released_lease(tensor)
+    if lease is None:
+        return None
+    return StaleLease(f"{name} is memory of lease '{lease.name}' (generation {lease.generation}), which was released")
+
+
 def buffer_problem(
     name: str,
     buffer: object,
     *,
     shape: tuple[int, ...],
-    like: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
     inputs: tuple[torch.Tensor, ...] = (),
     heap: SymmetricHeap | None = None,
-) -> ArgumentError | None:
+) -> ArgumentError | StaleLease | None:
     """What keeps `buffer` from taking a result, or None. Looks at no device memory.
 
     Args:
         name: of the argument, for the text.
-        shape: the shape it must have.
-        like: gives dtype and device.
-        inputs: tensors it must not overlap.
+        shape, dtype, device: what it must have.
+        inputs: tensors it must not overlap: what is read or saved for backward, and other buffers.
         heap: given if peers will reach into the buffer, which then must lie on this heap.
     """
     if not isinstance(buffer, torch.Tensor):
         return ArgumentError(f"{name} ({type(buffer).__name__}) must be a tensor")
     if tuple(buffer.shape) != shape:
         return ArgumentError(f"{name} has shape {list(buffer.shape)}; it must be {list(shape)}")
-    if buffer.dtype != like.dtype:
-        return ArgumentError(f"{name} has dtype {buffer.dtype}; it must be {like.dtype}")
-    if buffer.device != like.device:
-        return ArgumentError(f"{name} is on {buffer.device}; it must be on {like.device}")
+    if buffer.dtype != dtype:
+        return ArgumentError(f"{name} has dtype {buffer.dtype}; it must be {dtype}")
+    if buffer.device != device:
+        return ArgumentError(f"{name} is on {buffer.device}; it must be on {device}")
     if not buffer.is_contiguous():
         return ArgumentError(f"{name} has strides {list(buffer.stride())}; it must be contiguous")
     if buffer.requires_grad:
         return ArgumentError(f"{name} requires a gradient; a buffer for results must not")
-    if buffer.data_ptr() % control.ACCESS_BYTES:
-        start = buffer.data_ptr()
+    start = buffer.data_ptr()
+    if start % control.ACCESS_BYTES:
         return ArgumentError(f"{name} starts at address {start}; it must be aligned to {control.ACCESS_BYTES}")
+    if (error := stale_problem(name, buffer)) is not None:
+        return error
     if heap is not None and not heap.owns(buffer):
         return ArgumentError(f"{name} is not on this symmetric heap; make it with heap.lease")
-    start, end = _span(buffer)
+    end = start + buffer.numel() * buffer.element_size()
     for tensor in inputs:
         other_start, other_end = _span(tensor)
         if tensor.device == buffer.device and start < other_end and other_start < end:
-            return ArgumentError(f"{name} {list(buffer.shape)} overlaps an input of shape {list(tensor.shape)}")
+            return ArgumentError(
+                f"{name} {list(buffer.shape)} overlaps a tensor of shape {list(tensor.shape)} that the call also uses"
+            )
     return None
+
+
+def wrote_into(buffer: torch.Tensor) -> torch.Tensor:
+    """Tells autograd that a kernel has written into `buffer`, so that it refuses what was saved of it before."""
+    if not buffer.is_inference():
+        torch.autograd.graph.increment_version(buffer)
+    return buffer
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses from the first to past the last element."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
     if tensor.numel() == 0:
-        return 0, 0
+        return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()

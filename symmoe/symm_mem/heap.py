@@ -6,6 +6,7 @@ import logging
 import math
 import struct
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -34,6 +35,7 @@ from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.records import mismatch_error, plan_error, timeout_error
+from symmoe.symm_mem.streams import capture_id, stream_order
 
 logger = logging.getLogger("symmoe")
 
@@ -60,7 +62,8 @@ class SymmetricHeap:
     """Symmetric memory over the ranks of an expert-parallel group.
 
     Construction is collective over `group` and synchronises the host. Every later collective call on a heap has to be
-    made by all its ranks in the same order, on one stream.
+    made by all its ranks in the same order. Calls on several CUDA streams run in the order in which the host makes
+    them. Calls can be captured in a CUDA graph: leases made there are the graph's until :meth:`release_graphs`.
 
     Args:
         group: the EP process group; None is the default group, or a group of one without an initialised one.
@@ -116,8 +119,11 @@ class SymmetricHeap:
         self.status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._status_words = self.status.numpy()
         self._arena = Arena(self._layout.num_bytes, num_bytes)
+        self._graph_arenas: dict[int, Arena] = {}  # what captured graphs use: no call outside may get it
+        self._streams = stream_order(self.device)
         self._num_faults = 0
-        self._dropped: deque[tuple[int, int]] = deque()  # spans; the one thing that another thread may touch
+        # Spans and whose they are; the one thing that another thread may touch.
+        self._dropped: deque[tuple[Arena, tuple[int, int]]] = deque()
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
         if self.device.type == "cuda":
@@ -146,9 +152,8 @@ class SymmetricHeap:
         shape = tuple(int(size) for size in shape)
         num_bytes = dtype.itemsize * math.prod(shape)
         self._take_back_dropped()
-        span = self._arena.take(num_bytes)
+        arena, span = self._take(num_bytes)
         if span is None:
-            arena = self._arena
             problem = (
                 f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
                 f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
@@ -156,7 +161,8 @@ class SymmetricHeap:
             )
             self.fail(HeapExhausted(problem), phase)
         self.statistics.num_leases += 1
-        lease = Lease(self, name, shape, dtype, span, self.statistics.num_leases)
+        self._streams.taken(span)
+        lease = Lease(self, name, shape, dtype, (arena, span), self.statistics.num_leases)
         self._live[lease.offset] = lease.num_bytes
         return lease
 
@@ -182,7 +188,6 @@ class SymmetricHeap:
         if tensor.numel() == 0:
             return self._layout.num_bytes
         self._take_back_dropped()
-        self._take_back_dropped()
         offset = tensor.data_ptr() - self._backend.bases[self.rank]
         end = offset + tensor.numel() * tensor.element_size()
         if not any(start <= offset and end <= start + size for start, size in self._live.items()):
@@ -201,16 +206,48 @@ class SymmetricHeap:
         self._take_back_dropped()
         return self._arena.used_bytes
 
-    def _take_back(self, lease: Lease) -> None:
-        self._live.pop(lease.offset, None)
-        self._arena.give_back(*lease.span)
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that captured CUDA graphs hold, leased in them or not."""
+        return sum(arena.capacity_bytes for arena in self._graph_arenas.values())
+
+    def release_graphs(self) -> None:
+        """Gives back the memory of every graph captured so far; none of them may be replayed any more. Local."""
+        graph_arenas = list(self._graph_arenas.values())
+        self._graph_arenas.clear()
+        for arena in graph_arenas:
+            for span in arena.clear():
+                self._give_back(self._arena, span)
+
+    def _take(self, num_bytes: int) -> tuple[Arena, tuple[int, int] | None]:
+        """A span, and the arena that it goes back to. The calls of a captured graph share spans among themselves."""
+        capture = capture_id(self.device)
+        if not capture:
+            return self._arena, self._arena.take(num_bytes)
+        arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
+        span = arena.take_or_grow(num_bytes, self._arena)
+        return (arena, span) if span is not None else (self._arena, None)
+
+    def _give_back(self, arena: Arena, span: tuple[int, int]) -> None:
+        self._live.pop(span[0], None)
+        self._streams.released(span)
+        if arena is not self._arena and arena not in self._graph_arenas.values():
+            arena = self._arena  # the graph has been released meanwhile
+        arena.give_back(*span)
 
     def _take_back_dropped(self) -> None:
-        """Takes back the spans of leases that were dropped without release; see Lease.__del__."""
+        """Takes back the spans of leases that were dropped without release; see lease.py."""
         while self._dropped:
-            span = self._dropped.popleft()
-            self._live.pop(span[0], None)
-            self._arena.give_back(*span)
+            self._give_back(*self._dropped.popleft())
+
+    @property
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """A CUDA stream for what callers want to run beside the heap's calls, always the same one; None on CPUs."""
+        return self._streams.side_stream
+
+    def one_call(self) -> AbstractContextManager[None]:
+        """Goes around the kernels of a collective call, which start after those of the last one (see streams.py)."""
+        return self._streams.one_call()
 
     # -- barrier and faults ---------------------------------------------------------------------------------------
 
@@ -269,10 +306,10 @@ class SymmetricHeap:
         """Fails the collective call whose next barrier is `phase`: every rank raises `error`. Always raises.
 
         Synchronises; moves no payload. If several ranks fail the call, all raise the error of the first of them.
-        Without a phase it raises `error` here and does nothing else.
+        Without a phase, and while a CUDA graph is captured, it raises `error` here and does nothing else.
         """
         try:
-            if phase is not None:
+            if phase is not None and not capture_id(self.device):
                 error = self._launch_fault(error, phase)
             raise error
         finally:
@@ -404,9 +441,7 @@ class SymmetricHeap:
     def _agree_on_configuration(self) -> None:
         """Raises on every rank if ranks disagree. Collective."""
         mine = _FINGERPRINT.pack(_PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), self.timeout_s)
-        gathered = [
-            _FINGERPRINT.unpack(f) for f in self._bootstrap.all_gather_bytes(mine, num_bytes=_FINGERPRINT.size)
-        ]
+        gathered = [_FINGERPRINT.unpack(f) for f in self._bootstrap.all_gather_bytes(mine, num_bytes=_FINGERPRINT.size)]
         for index, field in enumerate(("protocol version", "num_bytes", "backend", "timeout_s")):
             values = [fingerprint[index] for fingerprint in gathered]
             if len(set(values)) > 1:

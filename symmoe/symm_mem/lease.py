@@ -10,7 +10,42 @@ import torch
 from symmoe.errors import StaleLease
 
 if TYPE_CHECKING:
+    from symmoe.symm_mem.arena import Arena
     from symmoe.symm_mem.heap import SymmetricHeap
+
+
+class _Span:
+    """A lease's part of the arena; lives as long as the lease or any tensor over its memory.
+
+    Every tensor over the memory finds it through its storage, which views share.
+    """
+
+    def __init__(self, heap: SymmetricHeap, name: str, generation: int, place: tuple[Arena, tuple[int, int]]) -> None:
+        self.name = name
+        self.generation = generation
+        self._place = place  # the arena, and (offset, size) as it accounts for them
+        self._heap: SymmetricHeap | None = heap
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the memory has gone back to the arena, so that it may be somebody else's by now."""
+        return self._heap is None
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        heap, self._heap = self._heap, None
+        heap._give_back(*self._place)
+
+    def __del__(self) -> None:
+        # The garbage collector may run this in any thread and in the middle of the arena's own work: only note it.
+        if self._heap is not None:
+            self._heap._dropped.append(self._place)
+
+
+def released_lease(tensor: torch.Tensor) -> _Span | None:
+    """What has name and generation of the lease that `tensor` is memory of, if it has been released; else None."""
+    span = getattr(tensor.untyped_storage(), "_lease_span", None)
+    return span if span is not None and span.is_released else None
 
 
 class Lease:
@@ -23,9 +58,10 @@ class Lease:
         num_bytes: size of the tensor.
         generation: how many leases the heap had made before this one.
 
-    A lease that nobody refers to any more is released, so keep the lease as long as its tensor. Releasing is local and
-    does not synchronise: later kernels on the same stream may reuse the memory, and peers write into it only after a
-    barrier that this rank's stream reaches.
+    The memory goes back to the heap by :meth:`release`, or when neither the lease nor any tensor over it is left. So
+    autograd may save the tensor, checkpointing may throw it away, and a graph that is dropped leaks nothing.
+    Releasing is local and does not synchronise: later kernels on the same stream may reuse the memory, and peers write
+    into it only after a barrier that this rank's stream reaches.
     """
 
     def __init__(
@@ -34,17 +70,19 @@ class Lease:
         name: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        span: tuple[int, int],
+        place: tuple[Arena, tuple[int, int]],
         generation: int,
     ) -> None:
         self.name = name
         self.shape = shape
         self.dtype = dtype
-        self.offset, self._size = span
+        self.offset = place[1][0]
         self.num_bytes = dtype.itemsize * math.prod(shape)
         self.generation = generation
         self._heap: SymmetricHeap | None = heap
+        self._span = _Span(heap, name, generation, place)
         self._tensor: torch.Tensor | None = self._over(heap, heap.rank)
+        self._tensor.untyped_storage()._lease_span = self._span
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -66,13 +104,8 @@ class Lease:
         """Gives the memory back. Exactly once: a second call raises StaleLease. Local."""
         if self._heap is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
-        heap, self._heap, self._tensor = self._heap, None, None
-        heap._take_back(self)
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """(offset, size) as the arena accounts for it."""
-        return self.offset, self._size
+        self._heap, self._tensor = None, None
+        self._span.release()
 
     def __enter__(self) -> Lease:
         return self
@@ -80,11 +113,6 @@ class Lease:
     def __exit__(self, *exc: object) -> None:
         if self._heap is not None:
             self.release()
-
-    def __del__(self) -> None:
-        # The garbage collector may run this in any thread and in the middle of the arena's own work: only note it.
-        if getattr(self, "_heap", None) is not None:
-            self._heap._dropped.append(self.span)
 
     def _over(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
         arena = heap._backend.arena_tensor(rank)

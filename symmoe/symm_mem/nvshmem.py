@@ -137,5 +137,3 @@ def _same_view_of_devices(bootstrap: Bootstrap) -> bool:
     """Whether all ranks number the GPUs alike, so that a peer's index means something here. Collective."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
     return len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1
-
-

@@ -1,7 +1,6 @@
 """The GEMM kernels on a GPU against float64 and against the twins, which run on the same CUDA tensors."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,24 +8,29 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from symmoe.kernels.gpu import gemm, gemm_swiglu
+from symmoe.kernels.gpu import bias, gemm
+from symmoe.kernels.gpu.splits import splits_to_row_start
+from symmoe.kernels.table import TensorTable
+from symmoe.kernels.twin import bias as twin_bias
 from symmoe.kernels.twin import gemm as twin_gemm
-from symmoe.kernels.twin import gemm_swiglu as twin_gemm_swiglu
+from symmoe.kernels.twin import splits as twin_splits
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# H, I: tiles fit exactly; neither tiles nor contraction steps fit; smaller than a tile.
-WIDTHS = [(1024, 768), (1032, 712), (64, 48)]
+# H, O: tiles fit exactly; neither tiles nor contraction steps fit; smaller than a tile.
+WIDTHS = [(1024, 1536), (1032, 1424), (64, 48)]
 # As many groups everywhere, because every number of groups is compiled anew.
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9), (0, 0, 0, 0, 0, 0, 1500)]
 TAIL = 37
 SENTINEL = -77.0
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-5}
 
+of_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
 
 class Problem:
-    """Inputs of all five functions, results around 1; tail rows are NaN, tail indices out of range."""
+    """Inputs of all functions, results around 1; tail rows are NaN, tail indices out of range."""
 
     def __init__(self, splits, widths, dtype, seed=0):
         self.generator = torch.Generator(device="cuda").manual_seed(seed)
@@ -42,15 +46,14 @@ class Problem:
             0, self.num_packed, (self.capacity,), dtype=torch.int32, device="cuda", generator=self.generator
         )
         self.row_index[self.num_rows :] = 2**31 - 1
-        self.packed = self.normal(self.num_packed, self.hidden)
-        self.rows = self.with_tail(self.hidden)
-        self.weight1 = self.normal(self.num_groups, 2 * self.ffn, self.hidden, scale=self.hidden**-0.5)
-        self.weight2 = self.normal(self.num_groups, self.hidden, self.ffn, scale=self.hidden**-0.5)
-        self.h = self.with_tail(2 * self.ffn)
-        self.row_probs = self.with_tail().float()
+        self.packed, self.rows = self.normal(self.num_packed, self.hidden), self.with_tail(self.hidden)
+        self.packed_dout, self.dout = self.normal(self.num_packed, self.ffn), self.with_tail(self.ffn)
+        self.weight = self.normal(self.num_groups, self.ffn, self.hidden, scale=self.hidden**-0.5)
+        self.bias = self.normal(self.num_groups, self.ffn)
+        self.scale = self.with_tail().float()
 
-    def normal(self, *shape, scale=1.0):
-        return (torch.randn(*shape, device="cuda", generator=self.generator) * scale).to(self.dtype)
+    def normal(self, *shape, scale=1.0, dtype=None):
+        return (torch.randn(*shape, device="cuda", generator=self.generator) * scale).to(dtype or self.dtype)
 
     def with_tail(self, *shape):
         tensor = self.normal(self.capacity, *shape)
@@ -60,172 +63,239 @@ class Problem:
     def blank(self, *shape, dtype=None):
         return torch.full((self.capacity, *shape), SENTINEL, dtype=dtype or self.dtype, device="cuda")
 
-    def blank_weight(self, like):
-        return torch.full_like(like, torch.nan)
+    def source(self, gather):
+        """(rows tensor, index, the rows themselves in float64), contiguous or gathered."""
+        return self.choose(self.rows, self.packed, gather)
 
-    def sources(self):
-        """(rows tensor, index, the rows themselves in float64), contiguous and gathered."""
-        yield self.rows, None, self.rows.double()
-        gathered = torch.full((self.capacity, self.hidden), torch.nan, dtype=torch.float64, device="cuda")
-        gathered[: self.num_rows] = self.packed[self.row_index[: self.num_rows].long()].double()
-        yield self.packed, self.row_index, gathered
+    def dout_source(self, gather):
+        return self.choose(self.dout, self.packed_dout, gather)
 
-    def assert_near(self, out, expected, tolerance=None):
-        """Relative to the largest value; rounding of that value included."""
-        tolerance = TOLERANCE[self.dtype] if tolerance is None else tolerance
-        scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-        torch.testing.assert_close(out.double(), expected.double(), rtol=0, atol=tolerance * scale)
+    def choose(self, rows, packed, gather):
+        if not gather:
+            return rows, None, rows.double()
+        gathered = torch.full((self.capacity, packed.shape[1]), torch.nan, dtype=torch.float64, device="cuda")
+        gathered[: self.num_rows] = packed[self.row_index[: self.num_rows].long()].double()
+        return packed, self.row_index, gathered
 
-    def check_rows(self, out, per_group, tolerance=None):
-        """out's rows of group g are per_group(g, span), and its tail is untouched."""
+    def check_rows(self, out, per_group, tail=SENTINEL):
+        """out's rows of group g are per_group(g, span), and its tail is all `tail`."""
         for g, span in enumerate(self.spans):
             if span.start < span.stop:
-                self.assert_near(out[span], per_group(g, span), tolerance)
-        assert torch.equal(out[self.num_rows :], torch.full_like(out[self.num_rows :], SENTINEL))
+                assert_near(out[span], per_group(g, span))
+        assert torch.equal(out[self.num_rows :], torch.full_like(out[self.num_rows :], tail))
 
-    def check_twin(self, outs, twin_outs):
-        for out, twin_out in zip(outs, twin_outs, strict=True):
-            if out.shape[0] == self.capacity:
-                out, twin_out = out[: self.num_rows], twin_out[: self.num_rows]
-            self.assert_near(out, twin_out)
+    def check_twin(self, out, twin_out):
+        assert_near(out[: self.num_rows], twin_out[: self.num_rows])
 
 
-def activation(h, prob):
-    gate, up = h.chunk(2, dim=1)
-    return torch.nn.functional.silu(gate) * up * prob[:, None]
+def assert_near(out, expected):
+    """Relative to the largest value; rounding of that value included."""
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    torch.testing.assert_close(out.double(), expected.double(), rtol=0, atol=TOLERANCE[out.dtype] * scale)
 
 
-def run_swiglu(p, source, index, module=gemm_swiglu, **options):
-    h, a = p.blank(2 * p.ffn), p.blank(p.ffn)
-    module.grouped_gemm_swiglu(source, p.weight1, p.row_start, p.row_probs, h, a, row_index=index, **options)
-    return h, a
+class Scattered:
+    """Matrices of a packed tensor copied to where no two are neighbours, NaN between them."""
+
+    def __init__(self, packed):
+        num_groups, self.size = packed.shape[0], packed[0].numel()
+        gap = 16 // packed.dtype.itemsize
+        self.shape = packed.shape
+        self.memory = torch.full((num_groups, self.size + gap), torch.nan, dtype=packed.dtype, device="cuda")
+        self.memory[:, : self.size] = packed.flatten(1).flip(0)
+        step = (self.size + gap) * packed.dtype.itemsize
+        addresses = [self.memory.data_ptr() + (num_groups - 1 - g) * step for g in range(num_groups)]
+        self.table = TensorTable(torch.tensor(addresses, device="cuda"), tuple(packed.shape), packed.dtype)
+
+    def packed(self):
+        """The matrices as they are now; what lies between them must not have changed."""
+        assert self.memory[:, self.size :].isnan().all()
+        return self.memory[:, : self.size].flip(0).view(self.shape)
 
 
-def run_dswiglu(p, source, index, h, module=gemm_swiglu, **options):
-    dh, a, dprob = p.blank(2 * p.ffn), p.blank(p.ffn), p.blank(dtype=torch.float32)
-    shape = module.dswiglu_partials_shape(p.capacity, p.ffn)
-    if "config" in options:  # its tiles may be narrower than any that is chosen
-        shape = (-(-p.ffn // options["config"].block_n), p.capacity)
-    partials = torch.full(shape, torch.nan, device="cuda")
-    module.grouped_gemm_dswiglu(
-        source, p.weight2, p.row_start, h, p.row_probs, dh, a, dprob, partials, row_index=index, **options
-    )
-    return dh, a, dprob
+def biases(p, kind):
+    return {"none": {}, "bias": {"bias": p.bias}, "scaled": {"bias": p.bias, "bias_scale": p.scale}}[kind]
 
 
-def check_all(p, gemm_options=None, wgrad_options=None, swiglu_options=None, dswiglu_options=None):
-    """All five functions, contiguous and gathered, against float64 and the twins."""
-    gemm_options, wgrad_options = gemm_options or {}, wgrad_options or {}
-    swiglu_options, dswiglu_options = swiglu_options or {}, dswiglu_options or {}
-    for source, index, rows in p.sources():
-        out, twin_out = p.blank(2 * p.ffn), p.blank(2 * p.ffn)
-        gemm.grouped_gemm(source, p.weight1, p.row_start, out, row_index=index, **gemm_options)
-        p.check_rows(out, lambda g, span, rows=rows: rows[span] @ p.weight1[g].double().t())
-        twin_gemm.grouped_gemm(source, p.weight1, p.row_start, twin_out, row_index=index)
-        p.check_twin([out], [twin_out])
+def check_gemm(p, gather, table, biased, zero_tail, **options):
+    source, index, rows = p.source(gather)
+    arguments = {"row_index": index, "zero_tail": zero_tail, **biases(p, biased)}
+    scattered = Scattered(p.weight)
+    out, twin_out = p.blank(p.ffn), p.blank(p.ffn)
+    gemm.grouped_gemm(source, scattered.table if table else p.weight, p.row_start, out, **arguments, **options)
 
-        h, a = run_swiglu(p, source, index, **swiglu_options)
-        p.check_rows(h, lambda g, span, rows=rows: rows[span] @ p.weight1[g].double().t())
-        p.check_rows(a, lambda g, span, h=h: activation(h[span].double(), p.row_probs[span].double()))
-        p.check_twin([h, a], run_swiglu(p, source, index, twin_gemm_swiglu))
+    def expected(g, span):
+        addend = p.bias[g].double() * (p.scale[span].double()[:, None] if biased == "scaled" else 1.0)
+        return rows[span] @ p.weight[g].double().t() + (0.0 if biased == "none" else addend)
 
-        dh, a, dprob = run_dswiglu(p, source, index, p.h, **dswiglu_options)
+    p.check_rows(out, expected, 0.0 if zero_tail else SENTINEL)
+    twin_gemm.grouped_gemm(source, p.weight, p.row_start, twin_out, **arguments)
+    p.check_twin(out, twin_out)
+    if table:
+        packed_out = p.blank(p.ffn)
+        gemm.grouped_gemm(source, p.weight, p.row_start, packed_out, **arguments, **options)
+        assert torch.equal(out, packed_out)
+
+
+def check_dgrad(p, table, zero_tail, **options):
+    scattered = Scattered(p.weight)
+    out, twin_out = p.blank(p.hidden), p.blank(p.hidden)
+    weight = scattered.table if table else p.weight
+    gemm.grouped_gemm_dgrad(p.dout, weight, p.row_start, out, zero_tail=zero_tail, **options)
+    p.check_rows(out, lambda g, span: p.dout[span].double() @ p.weight[g].double(), tail=0.0 if zero_tail else SENTINEL)
+    twin_gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_start, twin_out, zero_tail=zero_tail)
+    p.check_twin(out, twin_out)
+    if table:
+        packed_out = p.blank(p.hidden)
+        gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_start, packed_out, zero_tail=zero_tail, **options)
+        assert torch.equal(out, packed_out)
+
+
+def check_wgrad(p, gather_dout, gather_rows, table, accumulate, out_dtype, **options):
+    dout, dout_index, dout_rows = p.dout_source(gather_dout)
+    source, index, rows = p.source(gather_rows)
+    before = p.normal(p.num_groups, p.ffn, p.hidden, dtype=out_dtype)
+    if accumulate:
+        before[p.row_start.diff() == 0] = torch.nan  # left alone
+    else:
+        before.fill_(torch.nan)
+    arguments = {"dout_index": dout_index, "rows_index": index, "accumulate": accumulate}
+    packed, scattered, twin_out = before.clone(), Scattered(before), before.clone()
+    gemm.grouped_gemm_wgrad(dout, source, p.row_start, packed, **arguments, **options)
+    if table:
+        gemm.grouped_gemm_wgrad(dout, source, p.row_start, scattered.table, **arguments, **options)
+        assert torch.equal(scattered.packed().nan_to_num(7), packed.nan_to_num(7))
+    twin_gemm.grouped_gemm_wgrad(dout, source, p.row_start, twin_out, **arguments)
+    for g, span in enumerate(p.spans):
+        if span.start < span.stop:
+            product = dout_rows[span].t() @ rows[span]
+            assert_near(packed[g], product + before[g].double() if accumulate else product)
+            assert_near(packed[g], twin_out[g])
+        else:
+            assert packed[g].isnan().all() if accumulate else not packed[g].any()
+
+
+def check_biases(p, gather, scaled, accumulate):
+    dout, index, dout_rows = p.dout_source(gather)
+    for out_dtype in {p.dtype, torch.float32}:
+        dbias, twin_dbias = torch.full((2, p.num_groups, p.ffn), torch.nan, dtype=out_dtype, device="cuda")
+        arguments = {"dout_index": index, "scale": p.scale if scaled else None}
+        bias.grouped_bias_grad(dout, p.row_start, dbias, **arguments)
+        twin_bias.grouped_bias_grad(dout, p.row_start, twin_dbias, **arguments)
+        assert_near(dbias, twin_dbias)
         for g, span in enumerate(p.spans):
-            h = p.h[span].double().requires_grad_()
-            prob = p.row_probs[span].double().requires_grad_()
-            act = activation(h, prob)
-            act.backward(rows[span] @ p.weight2[g].double())
-            p.assert_near(a[span], act.detach())
-            p.assert_near(dh[span], h.grad)
-            p.assert_near(dprob[span], prob.grad, tolerance=1e-5)
-        for out in (dh, a, dprob):
-            p.check_rows(out, lambda g, span, out=out: out[span])
-        p.check_twin([dh, a, dprob], run_dswiglu(p, source, index, p.h, twin_gemm_swiglu))
-
-        dw1, dw2 = p.blank_weight(p.weight1), p.blank_weight(p.weight2)
-        gemm.grouped_gemm_wgrad(p.h, source, p.row_start, dw1, rows_index=index, **wgrad_options)
-        a = p.h[:, : p.ffn].contiguous()
-        gemm.grouped_gemm_wgrad(source, a, p.row_start, dw2, dout_index=index, **wgrad_options)
-        for g, span in enumerate(p.spans):
-            p.assert_near(dw1[g], p.h[span].double().t() @ rows[span])
-            p.assert_near(dw2[g], rows[span].t() @ a[span].double())
-            if span.start == span.stop:
-                assert not dw1[g].any()
-        twin_dw1, twin_dw2 = p.blank_weight(p.weight1), p.blank_weight(p.weight2)
-        twin_gemm.grouped_gemm_wgrad(p.h, source, p.row_start, twin_dw1, rows_index=index)
-        twin_gemm.grouped_gemm_wgrad(source, a, p.row_start, twin_dw2, dout_index=index)
-        p.check_twin([dw1, dw2], [twin_dw1, twin_dw2])
-
-    dx, twin_dx = p.blank(p.hidden), p.blank(p.hidden)
-    gemm.grouped_gemm_dgrad(p.h, p.weight1, p.row_start, dx, **gemm_options)
-    p.check_rows(dx, lambda g, span: p.h[span].double() @ p.weight1[g].double())
-    twin_gemm.grouped_gemm_dgrad(p.h, p.weight1, p.row_start, twin_dx)
-    p.check_twin([dx], [twin_dx])
+            addends = dout_rows[span] * (p.scale[span].double()[:, None] if scaled else 1.0)
+            assert_near(dbias[g], addends.sum(dim=0))
+    dscale, twin_dscale = p.blank(dtype=torch.float32), p.blank(dtype=torch.float32)
+    bias.grouped_bias_dot(dout, p.bias, p.row_start, dscale, dout_index=index, accumulate=accumulate)
+    twin_bias.grouped_bias_dot(dout, p.bias, p.row_start, twin_dscale, dout_index=index, accumulate=accumulate)
+    p.check_twin(dscale, twin_dscale)
+    p.check_rows(dscale, lambda g, span: dout_rows[span] @ p.bias[g].double() + (SENTINEL if accumulate else 0.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# gather, table, bias, zero_tail
+GEMM_CASES = [(False, False, "none", False), (True, True, "scaled", True), (True, False, "bias", False),
+              (False, True, "none", True)]  # fmt: skip
+DGRAD_CASES = [(False, False), (True, True)]  # table, zero_tail
+# gather dout, gather rows, table, accumulate, whether out is fp32
+WGRAD_CASES = [(False, False, False, False, False), (True, False, True, True, True), (False, True, True, False, True),
+               (False, True, False, True, False), (True, True, False, False, False)]  # fmt: skip
+BIAS_CASES = [(False, False, False), (True, True, True)]  # gather, scaled, accumulate
+
+
+def check_all(p, **options):
+    """Every option of every function at least once."""
+    for case in GEMM_CASES:
+        check_gemm(p, *case, **options)
+    for case in DGRAD_CASES:
+        check_dgrad(p, *case, **options)
+    for *case, is_fp32 in WGRAD_CASES:
+        check_wgrad(p, *case, torch.float32 if is_fp32 else p.dtype, **options)
+
+
+@of_every_dtype
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_against_float64_and_twins(widths, dtype):
     for splits in SPLITS:
-        check_all(Problem(splits, widths, dtype))
+        p = Problem(splits, widths, dtype)
+        check_all(p)
+        for case in BIAS_CASES:
+            check_biases(p, *case)
+
+
+@of_every_dtype
+def test_every_combination_of_options(dtype):
+    """The products that the lists above leave out, on widths that nothing divides."""
+    p = Problem(SPLITS[0], WIDTHS[1], dtype)
+    both = (False, True)
+    for case in itertools.product(both, both, ("none", "bias", "scaled"), both):
+        check_gemm(p, *case)
+    for case in itertools.product(both, both):
+        check_dgrad(p, *case)
+    for case in itertools.product(both, both, both, both, {p.dtype, torch.float32}):
+        check_wgrad(p, *case)
+    for case in itertools.product(both, both, both):
+        check_biases(p, *case)
 
 
 BASE = {"block_m": 128, "block_k": 64, "num_stages": 3, "num_warps": 8}
 VARIANTS = {
-    "flatten": {"flatten": True, "block_n": 128, "parts": 4},
-    "wide": {"block_n": 256, "parts": 8},
-    "flatten parts": {"flatten": True, "block_n": 128, "parts": 8, "group_m": 16},
-    "two programs": {"programs_per_sm": 2, "block_n": 64, "parts": 2},
+    "flatten": {"flatten": True, "block_n": 128},
+    "wide": {"block_n": 256},
+    "flatten groups": {"flatten": True, "block_n": 128, "group_m": 16},
+    "two programs": {"programs_per_sm": 2, "block_n": 64},
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_tile_configs(variant):
     """What a sweep may choose must be right before it is fast."""
-    config = gemm.TileConfig(**BASE, **VARIANTS[variant])
-    options = {"config": config}
-    fused = {"config": replace(config, block_n=min(config.block_n, 128))}
-    check_all(Problem(SPLITS[0], WIDTHS[1], torch.bfloat16), options, options, fused, options)
+    check_all(Problem(SPLITS[0], WIDTHS[1], torch.bfloat16), config=gemm.TileConfig(**BASE, **VARIANTS[variant]))
 
 
-def all_results(p, num_sms=None):
-    """Every output of every function, gathered where there is a choice."""
+def test_many_groups():
+    """More groups than fit a power of two, most of them without rows."""
+    p = Problem((3, 0, 0, 130, 0) * 14, (64, 48), torch.bfloat16)
+    check_all(p)
+    for case in BIAS_CASES:
+        check_biases(p, *case)
+
+
+def all_results(p, num_sms=None, *, table=False):
+    """Every output of every function, gathered where there is a choice: ({name: rows}, {name: per group})."""
     options = {"num_sms": num_sms}
-    h, a = run_swiglu(p, p.packed, p.row_index, **options)
-    dh, a_again, dprob = run_dswiglu(p, p.packed, p.row_index, h, **options)
-    out, dx = p.blank(p.hidden), p.blank(p.hidden)
-    gemm.grouped_gemm(a, p.weight2, p.row_start, out, **options)
-    gemm.grouped_gemm_dgrad(dh, p.weight1, p.row_start, dx, **options)
-    dw1, dw2 = p.blank_weight(p.weight1), p.blank_weight(p.weight2)
-    gemm.grouped_gemm_wgrad(dh, p.packed, p.row_start, dw1, rows_index=p.row_index, **options)
-    gemm.grouped_gemm_wgrad(p.packed, a, p.row_start, dw2, dout_index=p.row_index, **options)
-    return {"h": h, "a": a, "dh": dh, "a_again": a_again, "dprob": dprob, "out": out, "dx": dx}, (dw1, dw2)
+    weight = Scattered(p.weight) if table else None
+    out, dx, dscale = p.blank(p.ffn), p.blank(p.hidden), p.blank(dtype=torch.float32)
+    operand = weight.table if table else p.weight
+    biased = {"bias": p.bias, "bias_scale": p.scale, "zero_tail": True}
+    gemm.grouped_gemm(p.packed, operand, p.row_start, out, row_index=p.row_index, **biased, **options)
+    gemm.grouped_gemm_dgrad(p.dout, operand, p.row_start, dx, **options)
+    dw = torch.full_like(p.weight, 0.5)
+    gemm.grouped_gemm_wgrad(p.dout, p.packed, p.row_start, dw, rows_index=p.row_index, accumulate=True, **options)
+    dw_fp32 = torch.empty_like(p.weight, dtype=torch.float32)
+    gemm.grouped_gemm_wgrad(p.dout, p.rows, p.row_start, dw_fp32, **options)
+    dbias = torch.empty_like(p.bias)
+    bias.grouped_bias_grad(p.dout, p.row_start, dbias, scale=p.scale)
+    bias.grouped_bias_dot(p.dout, p.bias, p.row_start, dscale)
+    return {"out": out, "dx": dx, "dscale": dscale}, {"dw": dw, "dw_fp32": dw_fp32, "dbias": dbias}
 
 
 def assert_same_bits(left, right):
-    for (rows, weights), (other_rows, other_weights) in [(left, right)]:
-        for name, tensor in rows.items():
-            assert torch.equal(tensor, other_rows[name]), name
-        for tensor, other in zip(weights, other_weights, strict=True):
-            assert torch.equal(tensor, other)
+    for tensors, others in zip(left, right, strict=True):
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, others[name]), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_repeated_runs_and_other_grids_give_the_same_bits(dtype):
+@of_every_dtype
+def test_repeated_runs_other_grids_and_tables_give_the_same_bits(dtype):
     p = Problem(SPLITS[0], WIDTHS[1], dtype)
     first = all_results(p)
     for num_sms in (None, None, 100, 1):
         assert_same_bits(first, all_results(p, num_sms))
+        assert_same_bits(first, all_results(p, num_sms, table=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_recomputed_activation_has_the_same_bits(dtype):
-    for widths in WIDTHS:
-        rows, _ = all_results(Problem(SPLITS[0], widths, dtype))
-        assert torch.equal(rows["a"], rows["a_again"])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@of_every_dtype
 @pytest.mark.parametrize("before", [1, 63, 128, 500])
 def test_an_experts_bits_do_not_depend_on_the_others(before, dtype):
     """777 rows alone, and the same rows behind, between and before others."""
@@ -240,23 +310,25 @@ def test_an_experts_bits_do_not_depend_on_the_others(before, dtype):
         p.packed = torch.cat([shared, p.packed])
         p.row_index[: p.num_rows] += size
         p.row_index[rows] -= size
-    among.row_probs[span] = alone.row_probs[:size]
-    among.weight1[1], among.weight2[1] = alone.weight1[0], alone.weight2[0]
-    alone_rows, alone_weights = all_results(alone)
-    among_rows, among_weights = all_results(among)
-    for name, tensor in alone_rows.items():
-        assert torch.equal(tensor[:size], among_rows[name][span]), name
-    for tensor, other in zip(alone_weights, among_weights, strict=True):
-        assert torch.equal(tensor[0], other[1])
+    for name in ("rows", "dout", "scale"):
+        getattr(among, name)[span] = getattr(alone, name)[:size]
+    among.weight[1], among.bias[1] = alone.weight[0], alone.bias[0]
+    alone_rows, alone_groups = all_results(alone)
+    for table in (False, True):
+        among_rows, among_groups = all_results(among, table=table)
+        for name, tensor in alone_rows.items():
+            assert torch.equal(tensor[:size], among_rows[name][span]), name
+        for name, tensor in alone_groups.items():
+            assert torch.equal(tensor[0], among_groups[name][1]), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@of_every_dtype
 def test_a_rows_bits_do_not_depend_on_its_place(dtype):
-    """Reversing the rows of a group reverses the results (weight gradients, sums over rows, left out)."""
+    """Reversing the rows of a group reverses the results (gradients of groups, sums over rows, left out)."""
     p = Problem((777,), WIDTHS[1], dtype)
     rows, _ = all_results(p)
-    p.row_index[:777] = p.row_index[:777].flip(0)
-    p.row_probs[:777] = p.row_probs[:777].flip(0)
+    for tensor in (p.row_index, p.dout, p.scale):
+        tensor[:777] = tensor[:777].flip(0)
     for name, tensor in all_results(p)[0].items():
         assert torch.equal(tensor[:777].flip(0), rows[name][:777]), name
 
@@ -266,65 +338,99 @@ def test_graph_replay_with_other_splits():
     first, second = (300, 0, 1, 777, 128, 0, 0), (0, 900, 300, 3, 0, 0, 3)
     assert sum(first) == sum(second)
     p = Problem(first, WIDTHS[0], torch.bfloat16)
-    all_results(p)  # compile outside of the capture
+    splits = torch.tensor(first, device="cuda")
+
+    def step():
+        splits_to_row_start(splits, p.row_start, p.capacity)
+        return all_results(p)
+
+    step()  # compile outside of the capture
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        all_results(p)
+        step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = all_results(p)
-    for splits in (first, second, first):
-        p.row_start.copy_(torch.tensor(list(itertools.accumulate(splits, initial=0)), dtype=torch.int32))
+        captured = step()
+    for sizes in (first, second, first):
+        splits.copy_(torch.tensor(sizes))
         graph.replay()
         torch.cuda.synchronize()
-        assert_same_bits(captured, all_results(p))
+        assert p.row_start.tolist() == list(itertools.accumulate(sizes, initial=0))
+        assert_same_bits(captured, step())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_splits(dtype):
+    cases = [([3, 0, 4], 10), ([3, 0, 4], 5), ([-3, 2, -(2**31), 4], 10), ([2**31 - 1] * 5, 9), ([6], 8),
+             ([1, 2**31 - 1, 1], 2**31 - 1), ([1] * 70, 64), ([1] * 70, 1), ([3], 0)]  # fmt: skip
+    for sizes, num_rows in cases:
+        got = torch.full((len(sizes) + 1,), -1, dtype=torch.int32, device="cuda")
+        expected = torch.full((len(sizes) + 1,), -1, dtype=torch.int32)
+        splits_to_row_start(torch.tensor(sizes, dtype=dtype, device="cuda"), got, num_rows)
+        twin_splits.splits_to_row_start(torch.tensor(sizes, dtype=dtype), expected, num_rows)
+        assert got.tolist() == expected.tolist(), (sizes, num_rows)
 
 
 def test_no_rows():
-    """A capacity of zero: nothing to launch but the zeros of the weight gradients."""
-    empty = {n: torch.empty(0, n, dtype=torch.bfloat16, device="cuda") for n in (64, 96, 192)}
+    """A capacity of zero: nothing to launch but the zeros of the gradients."""
+    dout, rows = (torch.empty(0, n, dtype=torch.bfloat16, device="cuda") for n in (192, 64))
     row_start = torch.zeros(4, dtype=torch.int32, device="cuda")
-    weight1 = torch.ones(3, 192, 64, dtype=torch.bfloat16, device="cuda")
-    weight2 = torch.ones(3, 64, 96, dtype=torch.bfloat16, device="cuda")
-    probs = torch.empty(0, device="cuda")
-    partials = torch.empty(gemm_swiglu.dswiglu_partials_shape(0, 96), device="cuda")
-    gemm_swiglu.grouped_gemm_swiglu(empty[64], weight1, row_start, probs, empty[192], empty[96])
-    gemm.grouped_gemm(empty[96], weight2, row_start, empty[64])
-    gemm.grouped_gemm_dgrad(empty[192], weight1, row_start, empty[64])
-    gemm_swiglu.grouped_gemm_dswiglu(
-        empty[64], weight2, row_start, empty[192], probs, empty[192], empty[96], probs, partials
-    )
-    gemm.grouped_gemm_wgrad(empty[192], empty[64], row_start, weight1)
-    assert not weight1.any()
+    weight = torch.ones(3, 192, 64, dtype=torch.bfloat16, device="cuda")
+    scattered = Scattered(weight)
+    gemm.grouped_gemm(rows, weight, row_start, dout, zero_tail=True)
+    gemm.grouped_gemm_dgrad(dout, weight, row_start, rows, zero_tail=True)
+    for out in (weight, scattered.table):
+        gemm.grouped_gemm_wgrad(dout, rows, row_start, out, accumulate=True)
+    assert (weight == 1).all()
+    assert (scattered.packed() == 1).all()
+    for out in (weight, scattered.table):
+        gemm.grouped_gemm_wgrad(dout, rows, row_start, out)
+    assert not weight.any()
+    assert not scattered.packed().any()
+    dbias = torch.ones(3, 192, dtype=torch.bfloat16, device="cuda")
+    bias.grouped_bias_dot(dout, dbias, row_start, torch.empty(0, device="cuda"))
+    bias.grouped_bias_grad(dout, row_start, dbias)
+    assert not dbias.any()
 
 
 def test_offsets_beyond_32_bits():
     """Outputs of more than 2^31 elements: the last rows, which a 32-bit offset would miss."""
-    num_rows, width, inner = 70_000, 32_768, 64
-    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
-        pytest.skip("needs 16 GiB")
+    num_rows, width, inner, tail = 70_000, 32_768, 64, 100
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB")
     generator = torch.Generator(device="cuda").manual_seed(0)
-    rows = torch.randn(num_rows, inner, device="cuda", generator=generator).bfloat16()
+    rows = torch.randn(num_rows + tail, inner, device="cuda", generator=generator).bfloat16()
     weight = torch.randn(2, width, inner, device="cuda", generator=generator).bfloat16()
     row_start = torch.tensor([0, 69_000, num_rows], dtype=torch.int32, device="cuda")
-    out = torch.empty(num_rows, width, dtype=torch.bfloat16, device="cuda")
-    gemm.grouped_gemm(rows, weight, row_start, out)
-    expected = rows[-500:].float() @ weight[1].float().t()
-    torch.testing.assert_close(out[-500:].float(), expected, rtol=1e-2, atol=5e-2)
+    out = torch.full((num_rows + tail, width), torch.nan, dtype=torch.bfloat16, device="cuda")
+    gemm.grouped_gemm(rows, weight, row_start, out, zero_tail=True)
+    last = slice(num_rows - 500, num_rows)
+    expected = rows[last].float() @ weight[1].float().t()
+    torch.testing.assert_close(out[last].float(), expected, rtol=1e-2, atol=5e-2)
+    assert not out[num_rows:].any()
     # The same rows read by a gather and by the transposed products.
-    index = torch.arange(num_rows, dtype=torch.int32, device="cuda")
-    narrow = torch.empty(num_rows, inner, dtype=torch.bfloat16, device="cuda")
+    index = torch.arange(num_rows + tail, dtype=torch.int32, device="cuda")
+    narrow = torch.empty(num_rows + tail, inner, dtype=torch.bfloat16, device="cuda")
     weight_t = weight.transpose(1, 2).contiguous()
     gemm.grouped_gemm(out, weight_t, row_start, narrow, row_index=index)
     again = torch.empty_like(narrow)
-    gemm.grouped_gemm_dgrad(out, weight, row_start, again)
-    expected = out[-500:].double() @ weight[1].double()
+    gemm.grouped_gemm_dgrad(out, Scattered(weight).table, row_start, again)
+    expected = out[last].double() @ weight[1].double()
     for got in (narrow, again):
-        error = (got[-500:].double() - expected).abs().max() / expected.abs().max()
+        error = (got[last].double() - expected).abs().max() / expected.abs().max()
         assert error < 1e-2
-    dw = torch.empty_like(weight)
-    gemm.grouped_gemm_wgrad(out, rows, row_start, dw, dout_index=index)
-    expected = out[69_000:].double().t() @ rows[69_000:].double()
-    assert (dw[1].double() - expected).abs().max() / expected.abs().max() < 1e-2
+    group = out[69_000:num_rows].double()
+    expected = group.t() @ rows[69_000:num_rows].double()
+    for dout_index in (index, None):
+        dw = torch.empty_like(weight)
+        gemm.grouped_gemm_wgrad(out, rows, row_start, dw, dout_index=dout_index)
+        assert (dw[1].double() - expected).abs().max() / expected.abs().max() < 1e-2
+    dbias, dscale = torch.empty(2, width, device="cuda"), torch.empty(num_rows + tail, device="cuda")
+    bias.grouped_bias_grad(out, row_start, dbias)
+    assert_near(dbias[1], group.sum(dim=0))
+    bias_of_groups = torch.ones(2, width, dtype=torch.bfloat16, device="cuda")
+    bias.grouped_bias_dot(out, bias_of_groups, row_start, dscale)
+    error = (dscale[69_000:num_rows].double() - group.sum(dim=1)).abs().max()
+    assert error < 1e-4 * group.abs().sum(dim=1).max()

@@ -3,9 +3,9 @@
     N rows in G groups; group g owns rows row_start[g]:row_start[g+1]; row_start int32[G+1] stays on the device.
     O, C output and contracted features of the forward GEMM; P packed rows that a row_index points into.
 
-    grouped_gemm        out[N,O] = rows[N,C] @ weight[G,O,C]^T
+    grouped_gemm        out[N,O] = rows[N,C] @ weight[G,O,C]^T + bias[G,O] * bias_scale[N]
     grouped_gemm_dgrad  out[N,C] = dout[N,O] @ weight[G,O,C]
-    grouped_gemm_wgrad  out[G,O,C] = dout_g^T @ rows_g
+    grouped_gemm_wgrad  out[G,O,C] (+)= dout_g^T @ rows_g
 
 Every launch has one program per SM; a program walks the output tiles with the stride of the grid. Which tile an
 output belongs to, the tile sizes and the order of the sums depend on the static dimensions and on the row's place
@@ -14,8 +14,13 @@ in its group, never on N, on where the group lies, or on the grid: results are b
 What lies beyond a group's end (the next group's rows, tail rows, NaN) is read but has no effect: rows are
 independent in the first two GEMMs, so masked stores are enough; wgrad sums over rows and reads zeros there.
 
-Preconditions, checked by the callers: contiguous tensors of one device and dtype (bf16, fp16, fp32), 16-byte aligned,
-all feature dimensions multiples of 16 bytes. No function synchronises, allocates device memory or reads row_start.
+Weights, and the outputs of wgrad, are packed tensors or tables of addresses (TensorTable). A packed weight is read by
+TMA. A table's matrices have no common base, and a descriptor each would have to be made on the host, which knows the
+addresses no better than the device: they are read by pointers, with cp.async, as gathered rows are.
+
+Preconditions, checked by the callers: contiguous tensors of one device and dtype (bf16, fp16, fp32; wgrad's out may
+be fp32 among 16-bit operands), 16-byte aligned, all feature dimensions multiples of 16 bytes. No function
+synchronises, allocates device memory or reads row_start.
 """
 
 import functools
@@ -24,15 +29,24 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+from triton.tools.ragged_tma import load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels.gpu.launch import fast_launch
+from symmoe.kernels.table import TensorTable
+
+ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
+# Columns of a tile that wgrad adds to the gradient at a time: a whole tile of loads does not fit into the registers.
+ACCUMULATE_COLUMNS = tl.constexpr(64)
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig:
     """How one GEMM is cut into tiles and run. Numbers may change speed and rounding, never the contract.
 
-    block_m, block_n: output tile; block_k: contraction step. In grouped_gemm_swiglu block_n counts FFN columns, and
+    block_m, block_n: output tile; block_k: contraction step. In grouped_gemm_act block_n counts FFN columns, and
     the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.
     flatten: fuse the tile loop and the contraction loop, so that the next tile's loads start before this one's stores.
     parts: the epilogue handles the tile in this many column parts, to need fewer registers at a time.
@@ -62,6 +76,7 @@ GEMM_CONFIGS = (
 )
 
 
+@functools.lru_cache
 def gemm_config(out_features: int, dtype: torch.dtype) -> TileConfig:
     """Tiles of grouped_gemm and grouped_gemm_dgrad, from the width of the output."""
     if dtype == torch.float32:
@@ -78,6 +93,16 @@ def wgrad_config(out_features: int, in_features: int, dtype: torch.dtype) -> Til
 def device_num_sms(device: torch.device) -> int:
     """Number of SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own functions of integers cost the host 1.5 us, more than a descriptor."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is not less than n >= 1."""
+    return 1 << (n - 1).bit_length()
 
 
 def launch_grid(config: TileConfig, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
@@ -154,14 +179,143 @@ def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
     return mask
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start"])
+@triton.jit
+def matrix_pointer(table, group, DTYPE: tl.constexpr):
+    """Pointer to the first element of matrix `group` of a table, int64[G], of addresses that are multiples of 16."""
+    # The hint belongs to the pointer, it would not survive the cast; without, accesses are of single elements.
+    return tl.multiple_of(tl.load(table + group).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
+    """Tile [rows, columns] of a row-major matrix of WIDTH columns; zeros where a mask is false.
+
+    first: pointer to the element that row and column, int32 tensors, are relative to; small offsets are enough for a
+    tile, and 64-bit ones would cost registers. A mask that is None is true everywhere.
+    """
+    pointers = first + row[:, None] * WIDTH + column[None, :]
+    if row_mask is None and column_mask is None:
+        tile = tl.load(pointers)
+    elif row_mask is None:
+        tile = tl.load(pointers, mask=column_mask[None, :], other=0.0)
+    elif column_mask is None:
+        tile = tl.load(pointers, mask=row_mask[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Mask [BLOCK] of what lies before WIDTH, counted from first; None if BLOCK divides WIDTH."""
+    if WIDTH % BLOCK == 0:
+        mask = None
+    else:
+        mask = first + tl.arange(0, BLOCK) < WIDTH
+    return mask
+
+
+@triton.jit
+def load_weight(
+    desc,
+    pointer,
+    group,
+    first_column,
+    k,
+    OUT_WIDTH: tl.constexpr,
+    IN_WIDTH: tl.constexpr,
+    K_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Right operand [BLOCK_K, BLOCK_N] of rows @ weight: contracted features k.., output features first_column..
+
+    Zeros past the last feature of either kind.
+
+    desc: TMA descriptor of packed weights [G, OUT_WIDTH, IN_WIDTH] with blocks [1, BLOCK_N, BLOCK_K], or, K_FIRST,
+    [G, IN_WIDTH, OUT_WIDTH] with blocks [1, BLOCK_K, BLOCK_N].
+    pointer: if desc is None, what matrix_pointer said for the group; get it before the contraction loop, or the
+    loop's loads wait for it.
+    """
+    n_lane = tl.arange(0, BLOCK_N)
+    k_lane = tl.arange(0, BLOCK_K)
+    if desc is not None:
+        if K_FIRST:
+            tile = desc.load([group, k, first_column]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            tile = desc.load([group, first_column, k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        n_mask = lanes_inside(first_column, OUT_WIDTH, BLOCK_N)
+        k_mask = lanes_inside(k, IN_WIDTH, BLOCK_K)
+        if K_FIRST:
+            first = pointer + tl.cast(k, tl.int64) * OUT_WIDTH + first_column
+            tile = load_tile(first, k_lane, n_lane, k_mask, n_mask, OUT_WIDTH)
+        else:
+            first = pointer + first_column.to(tl.int64) * IN_WIDTH + k
+            tile = load_tile(first, n_lane, k_lane, n_mask, k_mask, IN_WIDTH).T
+    return tile
+
+
+@triton.jit
+def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr):
+    """acc [rows, columns] + bias[group, column] * bias_scale[row] in fp32; no bias: acc, no scale: 1."""
+    if bias is not None:
+        features = tl.load(bias + group.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
+        addend = features.to(tl.float32)[None, :]
+        if bias_scale is not None:
+            addend = addend * tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None]
+        acc = acc + addend
+    return acc
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Left and right half of x [ROWS, 2 * HALF]; stays in registers where a thread holds both."""
+    return tl.split(x.reshape(ROWS, 2, HALF).permute(0, 2, 1))
+
+
+@triton.jit
+def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """x [ROWS, COLUMNS] cut into a tuple of PARTS tensors from left to right; PARTS is 1, 2, 4 or 8."""
+    tl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4 or PARTS == 8)
+    parts = (x,)
+    if PARTS >= 2:
+        parts = halves(x, ROWS, COLUMNS // 2)
+    if PARTS >= 4:
+        parts = halves(parts[0], ROWS, COLUMNS // 4) + halves(parts[1], ROWS, COLUMNS // 4)
+    if PARTS >= 8:
+        left = halves(parts[0], ROWS, COLUMNS // 8) + halves(parts[1], ROWS, COLUMNS // 8)
+        parts = left + halves(parts[2], ROWS, COLUMNS // 8) + halves(parts[3], ROWS, COLUMNS // 8)
+    return parts
+
+
+@triton.jit
+def zero_rows(out, first, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in rows first..num_rows of out [num_rows, WIDTH], BLOCK elements at a time by every program in turn."""
+    base = out + first.to(tl.int64) * WIDTH
+    size = (num_rows - first).to(tl.int64) * WIDTH
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        offset = i + tl.arange(0, BLOCK)
+        tl.store(base + offset, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offset < size)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["row_index", "weight_table", "row_start", "bias", "bias_scale"],
+)
 def grouped_gemm_kernel(
     rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]; None when gathering
     rows,  # [P, K], for gathering
     row_index,  # int32[N] or None
-    weight_desc,  # [G, M, K] block [1, BLOCK_N, BLOCK_K], or WEIGHT_K_FIRST: [G, K, M] block [1, BLOCK_K, BLOCK_N]
+    weight_desc,  # see load_weight; None with a table
+    weight_table,  # int64[G] or None
     row_start,
     out,  # [N, M]
+    bias,  # [G, M] or None
+    bias_scale,  # fp32[N] or None
+    num_rows,  # N; None: leave the tail alone
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
@@ -183,18 +337,23 @@ def grouped_gemm_kernel(
         pointers = None
         if row_index is not None:
             pointers = gather_pointers(rows, row_index, row, end, IN_WIDTH, BLOCK_K)
+        weight = None
+        if weight_table is not None:
+            weight = matrix_pointer(weight_table, group, rows.dtype.element_ty)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, IN_WIDTH, BLOCK_K):
             a = load_rows(rows_desc, pointers, first_row, k, IN_WIDTH, BLOCK_K)
-            if WEIGHT_K_FIRST:
-                b = weight_desc.load([group, k, first_column]).reshape(BLOCK_K, BLOCK_N)
-            else:
-                b = weight_desc.load([group, first_column, k]).reshape(BLOCK_N, BLOCK_K).T
+            b = load_weight(
+                weight_desc, weight, group, first_column, k, OUT_WIDTH, IN_WIDTH, WEIGHT_K_FIRST, BLOCK_N, BLOCK_K
+            )
             acc = tl.dot(a, b, acc, input_precision="ieee")
         column = first_column + tl.arange(0, BLOCK_N)
+        acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
         pointers_out = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
         tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=mask)
+    if num_rows is not None:
+        zero_rows(out, tl.load(row_start + NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
 
 
 @triton.jit
@@ -236,7 +395,28 @@ def source_rows(index, position, end, BLOCK_K: tl.constexpr):
     return source
 
 
-@triton.jit(do_not_specialize_on_alignment=["dout_index", "rows_index", "row_start"])
+@triton.jit
+def store_gradient(
+    acc,
+    out,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Columns of a tile of TILE columns into out [ROWS, WIDTH], rounded once; ACCUMULATE: added to what is there."""
+    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    mask = tile_mask(row, ROWS, column, WIDTH, TILE)
+    if ACCUMULATE:
+        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, acc.to(DTYPE), mask=mask)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["dout_index", "rows_index", "row_start", "out_table"])
 def grouped_gemm_wgrad_kernel(
     dout_desc,  # [N, O], ragged, block [BLOCK_K, BLOCK_M]; None when gathering
     dout,
@@ -245,7 +425,10 @@ def grouped_gemm_wgrad_kernel(
     rows,
     rows_index,  # int32[N] or None
     row_start,
-    out,  # [G, O, C]
+    out,  # [G, O, C]; None with a table
+    out_table,  # int64[G] or None
+    OUT_DTYPE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     OUT_ROWS: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
@@ -277,64 +460,98 @@ def grouped_gemm_wgrad_kernel(
             a = load_k_rows(dout_desc, dout, i, k, start, end, m, OUT_ROWS, BLOCK_M, BLOCK_K)
             b = load_k_rows(rows_desc, rows, j, k, start, end, n, OUT_WIDTH, BLOCK_N, BLOCK_K)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
-        out_row = m + tl.arange(0, BLOCK_M)
+        row = m + tl.arange(0, BLOCK_M)
         column = n + tl.arange(0, BLOCK_N)
-        out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
-        pointers = out_group + out_row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
-        mask = tile_mask(out_row, OUT_ROWS, column, OUT_WIDTH, BLOCK_N)
-        tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+        if out_table is None:
+            out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
+        else:
+            out_group = matrix_pointer(out_table, group, OUT_DTYPE)
+        if not ACCUMULATE:
+            store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, False, BLOCK_N)
+        elif start < end:  # a group without rows is not even read
+            PART: tl.constexpr = min(BLOCK_N, ACCUMULATE_COLUMNS)
+            parts = column_parts(acc, BLOCK_M, BLOCK_N, BLOCK_N // PART)
+            for i in tl.static_range(BLOCK_N // PART):
+                columns = n + i * PART + tl.arange(0, PART)
+                store_gradient(parts[i], out_group, row, columns, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, True, BLOCK_N)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["table"])
+def zero_matrices_kernel(table, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in BLOCK of the SIZE elements of each matrix of a table. Grid (blocks, groups)."""
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    pointers = matrix_pointer(table, tl.program_id(1), DTYPE) + offset
+    tl.store(pointers, tl.zeros((BLOCK,), DTYPE), mask=offset < SIZE)
 
 
 def grouped_gemm(
     rows: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
     row_start: torch.Tensor,
     out: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
+    zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[r] = rows[row_index[r]] @ weight[g]^T for every row r of every group g.
+    """out[r] = rows[row_index[r]] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g.
 
-    rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]. See the module docstring.
+    rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]; bias [G, O]; bias_scale fp32[N],
+    without: 1. zero_tail: rows of out that belong to no group become 0. See the module docstring.
     """
     config = config or gemm_config(out.shape[1], out.dtype)
-    _launch_gemm(rows, weight, row_start, out, row_index, num_sms, config, weight_k_first=False)
+    _launch_gemm(
+        rows, weight, row_start, out, row_index, bias, bias_scale, zero_tail, num_sms, config, weight_k_first=False
+    )
 
 
 def grouped_gemm_dgrad(
     dout: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
     row_start: torch.Tensor,
     out: torch.Tensor,
     *,
+    zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[r] = dout[r] @ weight[g] for every row r of every group g: dout [N, O], weight [G, O, C], out [N, C]."""
+    """out[r] = dout[r] @ weight[g] for every row r of every group g: dout [N, O], weight [G, O, C], out [N, C].
+
+    zero_tail: rows of out that belong to no group become 0.
+    """
     config = config or gemm_config(out.shape[1], out.dtype)
-    _launch_gemm(dout, weight, row_start, out, None, num_sms, config, weight_k_first=True)
+    _launch_gemm(dout, weight, row_start, out, None, None, None, zero_tail, num_sms, config, weight_k_first=True)
 
 
-def _launch_gemm(rows, weight, row_start, out, row_index, num_sms, config, *, weight_k_first):
+def _launch_gemm(
+    rows, weight, row_start, out, row_index, bias, bias_scale, zero_tail, num_sms, config, *, weight_k_first
+):
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     if num_rows == 0:
         return
     block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
-    num_n_tiles = triton.cdiv(out_width, config.block_n)
+    weight_desc, weight_table = weight_operands(weight, block)
+    num_n_tiles = ceil_div(out_width, config.block_n)
     num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * num_n_tiles
     with torch.cuda.device_of(out):
         grouped_gemm_kernel[launch_grid(config, num_tiles, num_sms, out.device)](
             rows_descriptor(rows, row_index, [config.block_m, config.block_k]),
             rows,
             row_index,
-            TensorDescriptor.from_tensor(weight, [1, *block]),
+            weight_desc,
+            weight_table,
             row_start,
             out,
+            bias,
+            bias_scale,
+            num_rows if zero_tail else None,
             NUM_GROUPS=num_groups,
-            GROUP_LANES=triton.next_power_of_2(num_groups),
+            GROUP_LANES=next_power_of_2(num_groups),
             OUT_WIDTH=out_width,
             IN_WIDTH=rows.shape[1],
             WEIGHT_K_FIRST=weight_k_first,
@@ -355,33 +572,62 @@ def rows_descriptor(
     """TMA descriptor of rows; None when they are gathered (Hopper's TMA cannot)."""
     if row_index is not None:
         return None
-    return (create_ragged_descriptor if ragged else TensorDescriptor.from_tensor)(rows, block)
+    return ragged_descriptor(rows, block) if ragged else TensorDescriptor.from_tensor(rows, block)
+
+
+def ragged_descriptor(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """What triton.tools.ragged_tma.create_ragged_descriptor makes of contiguous rows, in half of its time.
+
+    The last two dimensions are the matrix, made as long as TMA allows. The first two let a read begin and end anywhere:
+    load_ragged moves the base so that the group's end comes to lie at the matrix' end; addresses wrap around.
+    """
+    num_rows, width = rows.shape
+    if num_rows > 2**30:
+        raise ArgumentError(f"a weight gradient's rows must be at most 2^30, got {num_rows}")
+    shape = [0x7FFF0000, 0x7FFF0000, 2**30, width]
+    return TensorDescriptor(rows, shape, [2**34 - width, width, width, 1], [1, 1, *block])
+
+
+def weight_operands(
+    weight: torch.Tensor | TensorTable, block: list[int]
+) -> tuple[TensorDescriptor | None, torch.Tensor | None]:
+    """(TMA descriptor of a packed weight, table of addresses): one of them, the other is None.
+
+    block: of one matrix, as load_weight wants it.
+    """
+    if isinstance(weight, TensorTable):
+        return None, weight.pointers
+    return TensorDescriptor.from_tensor(weight, [1, *block]), None
 
 
 def grouped_gemm_wgrad(
     dout: torch.Tensor,
     rows: torch.Tensor,
     row_start: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | TensorTable,
     *,
     dout_index: torch.Tensor | None = None,
     rows_index: torch.Tensor | None = None,
+    accumulate: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
     """out[g] = sum over the rows r of group g of dout[dout_index[r]]^T rows[rows_index[r]]; no rows give zeros.
 
-    dout [N, O] or [P, O] with dout_index int32[N]; rows [N, C] or [P, C] with rows_index int32[N]; out [G, O, C].
+    dout [N, O] or [P, O] with dout_index int32[N]; rows [N, C] or [P, C] with rows_index int32[N]; out [G, O, C] in
+    the dtype of dout or fp32. accumulate: the sum is added to out[g] in fp32; no rows leave it alone.
     """
     num_groups, out_rows, out_width = out.shape
     num_rows = (dout if dout_index is None else dout_index).shape[0]
     if num_rows == 0:
-        out.zero_()
+        if not accumulate:
+            _zero_matrices(out)
         return
-    config = config or wgrad_config(out_rows, out_width, out.dtype)
-    num_tiles = num_groups * triton.cdiv(out_rows, config.block_m) * triton.cdiv(out_width, config.block_n)
-    with torch.cuda.device_of(out):
-        grouped_gemm_wgrad_kernel[launch_grid(config, num_tiles, num_sms, out.device)](
+    is_table = isinstance(out, TensorTable)
+    config = config or wgrad_config(out_rows, out_width, dout.dtype)
+    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
+    with torch.cuda.device_of(dout):
+        grouped_gemm_wgrad_kernel[launch_grid(config, num_tiles, num_sms, dout.device)](
             rows_descriptor(dout, dout_index, [config.block_k, config.block_m], ragged=True),
             dout,
             dout_index,
@@ -389,7 +635,10 @@ def grouped_gemm_wgrad(
             rows,
             rows_index,
             row_start,
-            out,
+            None if is_table else out,
+            out.pointers if is_table else None,
+            OUT_DTYPE=TRITON_DTYPES[out.dtype],
+            ACCUMULATE=accumulate,
             NUM_GROUPS=num_groups,
             OUT_ROWS=out_rows,
             OUT_WIDTH=out_width,
@@ -401,4 +650,17 @@ def grouped_gemm_wgrad(
             num_stages=config.num_stages,
             num_warps=config.num_warps,
             maxnreg=config.max_registers,
+        )
+
+
+def _zero_matrices(out: torch.Tensor | TensorTable) -> None:
+    """Zeros in every matrix: a gradient without any rows, which no descriptor can describe."""
+    if isinstance(out, torch.Tensor):
+        out.zero_()
+        return
+    num_groups, out_rows, out_width = out.shape
+    size = out_rows * out_width
+    with torch.cuda.device_of(out.pointers):
+        zero_matrices_kernel[(ceil_div(size, ZERO_BLOCK.value), num_groups)](
+            out.pointers, DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
         )

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.kernels.gpu.launch import fast_launch
 from symmoe.kernels.gpu.sync import FAULTED, barrier_epoch, write_record
 
 # Triton kernels may read global numbers only as constexpr.
@@ -61,6 +62,7 @@ def load_experts(topk_idx, slot, mask, NUM_EXPERTS: tl.constexpr):
     return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["topk_idx", "block_counts"])
 def count_slots_kernel(
     topk_idx,  # [T, K]
@@ -131,6 +133,7 @@ def table_row(
     return address.to(tl.pointer_type(tl.int32))
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens", "capacity", "max_tokens", "num_blocks"],
     do_not_specialize_on_alignment=["block_counts", "topk_idx", "block_starts", "bases"],
@@ -320,6 +323,7 @@ def clip_to_capacity(load, capacity):
     return tl.where(clips[:, None], kept, load)
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=["status", "capacity"],
     do_not_specialize_on_alignment=[
@@ -487,6 +491,7 @@ def lay_out(
         )
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=[
@@ -595,6 +600,7 @@ def assign_rows(
         )
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=[

@@ -10,6 +10,7 @@ from triton.language.extra import cuda
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.kernels.gpu.launch import fast_launch
 
 # Triton kernels may read global numbers only as constexpr.
 BARRIER_EPOCH = tl.constexpr(control.BARRIER_EPOCH)
@@ -92,6 +93,7 @@ def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
     return tl.load(counters + BARRIER_EPOCH)
 
 
+@fast_launch
 @triton.jit(
     # Nothing may make this kernel compile again: a rank that compiles keeps its peers waiting.
     do_not_specialize=["status", "word_0", "word_1", "word_2", "call", "fault", "timeout_ns"],

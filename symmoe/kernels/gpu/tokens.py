@@ -11,6 +11,7 @@ import triton.language as tl
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.kernels.gpu.launch import fast_launch
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 ACCESS_BYTES = tl.constexpr(16)
@@ -58,6 +59,7 @@ def row_pointers(address, ELEMENT: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), [ACCESS_BYTES])[:, None]
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["token_to_row", "bases", "received"])
 def push_rows_kernel(
     x,  # [T, H]
@@ -116,6 +118,7 @@ def push_rows(
         )
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens", "num_blocks"],
     do_not_specialize_on_alignment=[
@@ -224,6 +227,7 @@ def push_slots(
         )
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=["num_slots", "num_rows"],
     do_not_specialize_on_alignment=[
@@ -313,6 +317,7 @@ def primary_row(packed_to_row, packed, is_packed, TOP_K: tl.constexpr, UNROLL: t
     return primary, num_rows
 
 
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["packed_to_row", "num_packed"])
 def fan_out_kernel(
     rows,  # [N_cap, H]
@@ -359,6 +364,7 @@ def fan_out(
         )
 
 
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["packed_to_row", "num_packed"])
 def pre_reduce_kernel(
     rows,  # [N_cap, H]
@@ -414,6 +420,7 @@ def pre_reduce(
         )
 
 
+@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["row_values", "packed_to_row", "num_packed", "packed_values"])
 def gather_values_kernel(
     row_values,  # [N_cap]
@@ -459,6 +466,7 @@ def call_failed(received, COLUMN: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_LA
     return tl.min(offset, axis=0) < 0
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["source_rank", "source_row", "bases", "received"],
@@ -550,6 +558,7 @@ def pull_rows(
         )
 
 
+@fast_launch
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["slot_to_rank", "token_to_packed_row", "bases", "received", "out"],

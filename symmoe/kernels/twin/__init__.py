@@ -1,8 +1,11 @@
 """PyTorch twins: any device, simple loops, the definition of what the kernels compute."""
 
+from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad
+from symmoe.kernels.twin.bias import grouped_bias_dot, grouped_bias_grad
 from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from symmoe.kernels.twin.gemm_swiglu import dswiglu_partials_shape, grouped_gemm_dswiglu, grouped_gemm_swiglu
+from symmoe.kernels.twin.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact
 from symmoe.kernels.twin.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts
+from symmoe.kernels.twin.splits import splits_to_row_start
 from symmoe.kernels.twin.sync import barrier
 from symmoe.kernels.twin.tokens import (
     fan_out,
@@ -20,13 +23,15 @@ __all__ = [
     "assign_rows",
     "barrier",
     "count_slots",
-    "dswiglu_partials_shape",
+    "dact_workspace_numel",
     "fan_out",
     "gather_values",
+    "grouped_bias_dot",
+    "grouped_bias_grad",
     "grouped_gemm",
+    "grouped_gemm_act",
+    "grouped_gemm_dact",
     "grouped_gemm_dgrad",
-    "grouped_gemm_dswiglu",
-    "grouped_gemm_swiglu",
     "grouped_gemm_wgrad",
     "index_rows",
     "lay_out",
@@ -35,5 +40,8 @@ __all__ = [
     "pull_values",
     "push_rows",
     "push_slots",
+    "scaled_activation",
+    "scaled_activation_grad",
     "send_counts",
+    "splits_to_row_start",
 ]

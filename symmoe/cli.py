@@ -1,0 +1,89 @@
+"""The command `symmoe`. `symmoe plan` says how much memory a configuration needs, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.memory import MemoryPlan, plan_memory
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROWS_SHOWN = (
+    ("rows per rank and call", "num_rows"),
+    ("packed rows per rank and call", "num_packed_rows"),
+    ("heap, whole (num_bytes)", "heap_bytes"),
+    ("  held by a call until its backward", "lease_bytes_per_call"),
+    ("  during a forward besides", "forward_bytes_per_call"),
+    ("  during a backward besides", "backward_bytes_per_call"),
+    ("activations of a call", "activation_bytes_per_call"),
+    ("activations, all in flight", "activation_bytes"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    plan = commands.add_parser("plan", help="bytes of heap and activations of a configuration, per rank")
+    for flag, text in (
+        ("--hidden", "H, width of the tokens"),
+        ("--ffn", "I, width of one expert"),
+        ("--experts", "E, experts in all"),
+        ("--top-k", "K, experts per token"),
+        ("--ranks", "R, ranks of the expert-parallel group"),
+        ("--tokens", "T, tokens of a rank in one call"),
+    ):
+        plan.add_argument(flag, type=int, required=True, help=text)
+    plan.add_argument("--layers", type=int, default=1, help="MoE layers that share the heap (default 1)")
+    plan.add_argument("--micro-batches", type=int, default=1, help="micro-batches in flight, 1F1B (default 1)")
+    plan.add_argument("--capacity-factor", type=float, default=1.2, help="static capacity, in T * K rows (default 1.2)")
+    plan.add_argument("--stash", choices=("all", "rows", "hidden", "none"), default="all", help="see MoEConfig")
+    plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
+    plan.set_defaults(run=_plan)
+    args = parser.parse_args(argv)
+    try:
+        print(args.run(args))
+    except ArgumentError as error:
+        parser.error(str(error))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> str:
+    if not (math.isfinite(args.capacity_factor) and args.capacity_factor > 0):
+        raise ArgumentError(f"capacity-factor ({args.capacity_factor}) must be finite and greater than 0")
+    exact = MoEConfig(hidden=args.hidden, ffn=args.ffn, num_experts=args.experts, top_k=args.top_k, stash=args.stash)
+    capacity = math.ceil(args.capacity_factor * args.tokens * args.top_k)
+    static = dataclasses.replace(exact, capacity=capacity)
+    numbers = {
+        "num_ranks": args.ranks,
+        "num_tokens": args.tokens,
+        "num_layers": args.layers,
+        "num_in_flight": args.micro_batches,
+        "dtype": DTYPES[args.dtype],
+    }
+    plans = {
+        "exact, uniform": plan_memory(exact, **numbers),
+        f"static, {args.capacity_factor:g}": plan_memory(static, **numbers),
+        "exact, worst": plan_memory(exact, **numbers, routing="worst"),
+    }
+    return _table(plans)
+
+
+def _table(plans: dict[str, MemoryPlan]) -> str:
+    lines = [" " * 38 + "".join(f"{name:>20}" for name in plans)]
+    for label, field in ROWS_SHOWN:
+        values = [getattr(plan, field) for plan in plans.values()]
+        shown = [_size(value) if field.endswith(("bytes", "_call")) else f"{value}" for value in values]
+        lines.append(f"{label:38}" + "".join(f"{text:>20}" for text in shown))
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    """Rounded up to tenths of MiB, so that what is shown is enough."""
+    return f"{math.ceil(num_bytes / 2**20 * 10) / 10:.1f} MiB"

@@ -1,0 +1,68 @@
+"""Small host data onto the device, and scales into the order of block-scaled matrix units: the definitions.
+
+Scale layout (128x4 tiles): M rows of a scale matrix, padded to a multiple of 128; Q blocks along the reduction, padded
+to Qp, a multiple of 4. The scale of row m and block q is byte
+
+    (m // 128) * 128 * Qp + (q // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + q % 4
+
+and what is padding holds 0.
+"""
+
+import ctypes
+
+import torch
+
+TILE_ROWS, TILE_BLOCKS = 128, 4
+
+HostBytes = torch.Tensor | bytes | bytearray | memoryview
+
+
+def host_bytes(source: HostBytes) -> memoryview:
+    """The memory of a contiguous CPU tensor or of any contiguous buffer, as bytes, without a copy.
+
+    A tensor's memory is valid as long as the tensor.
+    """
+    if not isinstance(source, torch.Tensor):
+        view = memoryview(source)
+        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    num_bytes = source.numel() * source.element_size()
+    return memoryview((ctypes.c_char * num_bytes).from_address(source.data_ptr() or 1)).cast("B")
+
+
+def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
+    """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
+
+    Args:
+        source: contiguous, of any size up to that of destination. Free to change when the call returns.
+        destination: contiguous.
+    """
+    data = host_bytes(source)
+    host_bytes(destination)[: len(data)] = data
+
+
+def swizzled_scale_bytes(num_rows: int, num_blocks: int) -> int:
+    """Size of one swizzled scale matrix, padding included; a multiple of 512."""
+    return -(-num_rows // TILE_ROWS) * TILE_ROWS * -(-num_blocks // TILE_BLOCKS) * TILE_BLOCKS
+
+
+def swizzle_scales(
+    pointers: torch.Tensor, swizzled: torch.Tensor, num_rows: int, num_blocks: int, row_stride: int, block_stride: int
+) -> None:
+    """Reorders G matrices of one-byte scales into 128x4 tiles; padding becomes 0.
+
+    Args:
+        pointers: int64 [G], where each matrix is: the scale of (row, block) at row * row_stride + block * block_stride.
+        swizzled: uint8 [G, swizzled_scale_bytes(num_rows, num_blocks)].
+        num_rows, num_blocks: what there is without padding; nothing else is read.
+        row_stride, block_stride: (columns, 1) if blocks run along the matrix's rows, (1, columns) if they run down.
+    """
+    swizzled.zero_()
+    row, block = torch.arange(num_rows)[:, None], torch.arange(num_blocks)
+    padded_blocks = -(-num_blocks // TILE_BLOCKS) * TILE_BLOCKS
+    target = row // TILE_ROWS * TILE_ROWS * padded_blocks + block // TILE_BLOCKS * TILE_ROWS * TILE_BLOCKS
+    target = target + row % 32 * 16 + row % TILE_ROWS // 32 * 4 + block % TILE_BLOCKS
+    num_bytes = (num_rows - 1) * row_stride + (num_blocks - 1) * block_stride + 1
+    for pointer, out in zip(pointers.tolist(), swizzled, strict=True):
+        memory = (ctypes.c_char * num_bytes).from_address(pointer)
+        source = torch.frombuffer(memory, dtype=torch.uint8)
+        out[target] = source[row * row_stride + block * block_stride]

@@ -1,0 +1,152 @@
+"""FC1, activation times scale, FC2 for all experts of a rank: the fused kernels in their order, without autograd.
+
+H hidden, I ffn, W width of FC1's output (2I if gated), G groups (experts of this rank), N rows sorted by group.
+Nothing here synchronises the host or copies rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from symmoe import kernels
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.table import TensorTable
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """What the kernels need of the experts.
+
+    Attributes:
+        w1, w2: [G, W, H], [G, H, I], packed or as tables.
+        b1, b2: [G, W], [G, H], or None.
+        activation: between the two.
+    """
+
+    w1: torch.Tensor | TensorTable
+    b1: torch.Tensor | None
+    w2: torch.Tensor | TensorTable
+    b2: torch.Tensor | None
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What both directions need to know of the rows.
+
+    Attributes:
+        rows: [., H]; row i is `rows[row_index[i]]`, or `rows[i]` without an index.
+        row_start: int32 [G + 1].
+        scale: fp32 [N], multiplies the activation.
+        bias_scale: fp32 [N], multiplies b2; None is 1.
+        row_index: int32 [N] or None.
+    """
+
+    rows: torch.Tensor
+    row_start: torch.Tensor
+    scale: torch.Tensor
+    bias_scale: torch.Tensor | None = None
+    row_index: torch.Tensor | None = None
+
+
+def experts_forward(
+    x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False
+) -> torch.Tensor:
+    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale.
+
+    Args:
+        out: [N, H], written up to row_start[G], and with zeros past it if `zero_tail`.
+        num_rows: rows the intermediates get, at least row_start[G].
+
+    Returns:
+        h [num_rows, W], all that backward needs beside the inputs.
+    """
+    h, a = first_layer(x, weights, num_rows=num_rows)
+    second_layer(a, x, weights, out, zero_tail=zero_tail)
+    return h
+
+
+def first_layer(x: ExpertRows, weights: ExpertWeights, *, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel."""
+    h = x.rows.new_empty((num_rows, weights.w1.shape[1]))
+    a = x.rows.new_empty((num_rows, weights.w2.shape[2]))
+    kernels.for_device(h.device).grouped_gemm_act(
+        x.rows, weights.w1, x.row_start, x.scale, h, a, weights.activation, row_index=x.row_index, bias=weights.b1
+    )
+    return h, a
+
+
+def second_layer(
+    a: torch.Tensor, x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, zero_tail: bool = False
+) -> None:
+    """out [N, H] = W2 a + b2 * bias_scale."""
+    kernels.for_device(a.device).grouped_gemm(
+        a, weights.w2, x.row_start, out, bias=weights.b2, bias_scale=x.bias_scale, zero_tail=zero_tail
+    )
+
+
+class ExpertsBackward:
+    """Backward of :func:`experts_forward`, in three steps that the caller puts in order.
+
+    Construction runs the first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then
+    :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all.
+
+    Args:
+        x, weights: of forward.
+        h: what forward returned.
+        d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
+
+    Attributes:
+        d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
+            0 in the tail.
+        db1, db2: gradients of the biases, or None.
+    """
+
+    def __init__(self, x: ExpertRows, weights: ExpertWeights, h: torch.Tensor, d_out: torch.Tensor) -> None:
+        self._ops = ops = kernels.for_device(h.device)
+        self._x, self._weights, self._d_out = x, weights, d_out
+        num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
+        self._dh = torch.empty_like(h)
+        self._a = h.new_empty((num_rows, ffn))
+        self.d_scale = torch.empty(num_rows, dtype=torch.float32, device=h.device)
+        self.db1 = None if weights.b1 is None else torch.empty_like(weights.b1)
+        self.db2 = None if weights.b2 is None else torch.empty_like(weights.b2)
+        numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
+        ops.grouped_gemm_dact(
+            d_out,
+            weights.w2,
+            x.row_start,
+            h,
+            x.scale,
+            self._dh,
+            self._a,
+            self.d_scale,
+            torch.empty(numel, dtype=torch.float32, device=h.device),
+            weights.activation,
+            row_index=x.row_index,
+            dbias=self.db1,
+        )
+        if weights.b2 is not None:
+            ops.grouped_bias_grad(d_out, x.row_start, self.db2, dout_index=x.row_index, scale=x.bias_scale)
+            if x.bias_scale is not None:
+                ops.grouped_bias_dot(
+                    d_out, weights.b2, x.row_start, self.d_scale, dout_index=x.row_index, accumulate=True
+                )
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
+        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row)."""
+        self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_start, d_rows, zero_tail=zero_tail)
+
+    def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+        """[G, W, H]; a weight_grad.Compute."""
+        x = self._x
+        self._ops.grouped_gemm_wgrad(self._dh, x.rows, x.row_start, out, rows_index=x.row_index, accumulate=accumulate)
+
+    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+        """[G, H, I]; a weight_grad.Compute."""
+        x = self._x
+        self._ops.grouped_gemm_wgrad(
+            self._d_out, self._a, x.row_start, out, dout_index=x.row_index, accumulate=accumulate
+        )

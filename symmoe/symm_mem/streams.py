@@ -1,0 +1,126 @@
+"""What a heap must know of CUDA streams and graphs: the order of its calls, and when a lease's memory may be reused.
+
+Collective calls on one heap must run one after the other, in the order in which the host makes them, also when they
+come on several streams; and memory that one stream has released may only be taken on another once the first is done
+with it. A heap that is used on one stream pays nothing for this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A point in a stream's work. Points in a graph being captured mean nothing outside of it."""
+
+    stream: int
+    capture: int
+    event: torch.cuda.Event
+
+
+class StreamOrder:
+    """Orders a CUDA heap's calls and the reuse of its memory over streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: int | None = None  # stream of the last call
+        self._last_mark: _Mark | None = None  # its end; kept from the moment that there are two streams
+        self._has_several = False
+        self._released: list[tuple[int, int, _Mark]] = []  # (start, end, when its last user was done)
+
+    @functools.cached_property
+    def side_stream(self) -> torch.cuda.Stream:
+        """One more stream of the device."""
+        return torch.cuda.Stream(self._device)
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Around a collective call: it starts after the last one has ended, whatever stream that was on."""
+        stream = _raw_stream(self._device)
+        if stream != self._last:
+            if self._last is not None and not self._has_several:
+                self._has_several = True
+                # Nobody has kept marks yet: everything so far counts as the last call.
+                self._last_mark = self._mark(torch.cuda.ExternalStream(self._last, device=self._device))
+                self._released = [(0, 1 << 62, self._last_mark)]
+            self._wait_for(self._last_mark)
+            self._last = stream
+        yield
+        if self._has_several:
+            self._last_mark = self._mark(torch.cuda.current_stream(self._device))
+
+    def released(self, span: tuple[int, int]) -> None:
+        """The current stream is done with (offset, size)."""
+        if self._has_several:
+            start, size = span
+            self._released.append((start, start + size, self._mark(torch.cuda.current_stream(self._device))))
+
+    def taken(self, span: tuple[int, int]) -> None:
+        """The current stream is about to use (offset, size): waits for other streams that did."""
+        if not self._has_several:
+            return
+        start, end = span[0], span[0] + span[1]
+        for other_start, other_end, mark in self._released:
+            if start < other_end and other_start < end:
+                self._wait_for(mark)
+        self._released = [r for r in self._released if not (start <= r[0] and r[1] <= end)]
+
+    def _mark(self, stream: torch.cuda.Stream) -> _Mark:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return _Mark(stream.cuda_stream, capture_id(self._device), event)
+
+    def _wait_for(self, mark: _Mark | None) -> None:
+        # A capture begins after everything before it, and its replays are ordered by whoever replays them.
+        if mark is not None and mark.stream != _raw_stream(self._device) and mark.capture == capture_id(self._device):
+            torch.cuda.current_stream(self._device).wait_event(mark.event)
+
+
+class NoStreams:
+    """The same for memory that only the host touches."""
+
+    side_stream = None
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """Nothing to order."""
+        yield
+
+    def released(self, span: tuple[int, int]) -> None:
+        """Nothing to remember."""
+
+    def taken(self, span: tuple[int, int]) -> None:
+        """Nothing to wait for."""
+
+
+def stream_order(device: torch.device) -> StreamOrder | NoStreams:
+    """The object for a heap on `device`."""
+    return StreamOrder(device) if device.type == "cuda" else NoStreams()
+
+
+def capture_id(device: torch.device) -> int:
+    """A number of the CUDA graph that the current stream is capturing; 0 if there is none."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    result = _libcuda().cuStreamGetCaptureInfo(
+        ctypes.c_void_p(_raw_stream(device)), ctypes.byref(status), ctypes.byref(number)
+    )
+    assert result == 0, f"cuStreamGetCaptureInfo returned {result}"
+    return number.value
+
+
+def _raw_stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+@functools.lru_cache(maxsize=1)
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,506 @@
+"""Cases that the grouped-linear suites share, how to run them, and an oracle that shares no code with the package.
+
+G groups, N rows (with a tail that belongs to no group), H hidden, I ffn, W columns of FC1's output (2I if gated). The
+oracle is float64, loops over rows, and stock autograd. Slow on purpose: nobody should have to doubt it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from symmoe import GroupedLinear, GroupedMLP, ScaledActivation, ScaledSwiGLU, Sequential
+
+SENTINEL = -77.0
+MAIN_GRAD_START = 0.5  # what a main_grad holds before the first accumulation
+
+# -- the matrix -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of what a caller can ask for.
+
+    Attributes:
+        is_nd: x is [A, B, H] and not [N, H].
+        buffers: which of `out` and `grad_input_out` the caller brings.
+        main_grad: gradients accumulate in fp32 `main_grad`, not in `.grad`.
+        delayed: weight gradients come from backward_dw.
+    """
+
+    dtype: torch.dtype = torch.float32
+    is_nd: bool = False
+    bias: bool = True
+    buffers: tuple[str, ...] = ("out", "grad_input_out")
+    main_grad: bool = False
+    delayed: bool = False
+
+    def __str__(self) -> str:
+        words = [str(self.dtype).removeprefix("torch."), "ND" if self.is_nd else "2D", "bias" if self.bias else "none"]
+        words += ["+".join(self.buffers) or "internal", "main_grad" if self.main_grad else "grad"]
+        return "-".join([*words, "delayed" if self.delayed else "immediate"])
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BUFFERS = (("out",), ("grad_input_out",), ("out", "grad_input_out"))
+
+
+def matrix() -> list[Case]:
+    """Every combination: 3 dtypes x {2D, N-D} x {bias, none} x 3 x {main_grad, .grad} x {delayed, immediate}."""
+    flags = (False, True)
+    return [Case(*values) for values in itertools.product(DTYPES, flags, flags, BUFFERS, flags, flags)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes of a problem; the N-D form of the N = A * B rows is [A, B]."""
+
+    splits: tuple[int, ...] = (3, 0, 2, 4)
+    lead: tuple[int, int] = (3, 4)
+    hidden: int = 16
+    ffn: int = 8
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.splits)
+
+    @property
+    def num_rows(self) -> int:
+        """Tail included."""
+        return self.lead[0] * self.lead[1]
+
+    @property
+    def num_used(self) -> int:
+        return sum(self.splits)
+
+    def group_of(self, row: int) -> int:
+        """The group of a row that is not in the tail."""
+        for group, end in enumerate(itertools.accumulate(self.splits)):
+            if row < end:
+                return group
+        raise ValueError(f"row {row} is in the tail")
+
+
+TINY = Sizes()
+
+
+@dataclass
+class Inputs:
+    """What goes into a call: leaves without history. Rows of the tail hold NaN.
+
+    Attributes:
+        x, d_y: [.., H] and the gradient of the result.
+        scale: fp32 [..].
+        w1, b1, w2, b2: [G, W, H], [G, W], [G, H, I], [G, H].
+    """
+
+    sizes: Sizes
+    x: torch.Tensor
+    scale: torch.Tensor
+    d_y: torch.Tensor
+    w1: torch.Tensor
+    b1: torch.Tensor
+    w2: torch.Tensor
+    b2: torch.Tensor
+
+    @property
+    def splits(self) -> torch.Tensor:
+        """int64 [G] on the device of x."""
+        return torch.tensor(self.sizes.splits, device=self.x.device)
+
+
+def make_inputs(
+    case: Case,
+    *,
+    sizes: Sizes = TINY,
+    width: int | None = None,
+    out_features: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Inputs:
+    """Inputs with results around 1. `width` is W (2I by default), `out_features` the columns of d_y (H by default)."""
+    generator = torch.Generator().manual_seed(seed)
+    groups, hidden, ffn = sizes.num_groups, sizes.hidden, sizes.ffn
+    width = 2 * ffn if width is None else width
+    lead = sizes.lead if case.is_nd else (sizes.num_rows,)
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    def rows(*columns: int) -> torch.Tensor:
+        tensor = normal(sizes.num_rows, *columns)
+        tensor[sizes.num_used :] = torch.nan
+        return tensor.view(*lead, *columns)
+
+    def place(tensor: torch.Tensor, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype)
+
+    return Inputs(
+        sizes,
+        x=place(rows(hidden)),
+        scale=place(rows(), torch.float32),
+        d_y=place(rows(hidden if out_features is None else out_features)),
+        w1=place(normal(groups, width, hidden, std=hidden**-0.5)),
+        b1=place(normal(groups, width)),
+        w2=place(normal(groups, hidden, ffn, std=ffn**-0.5)),
+        b2=place(normal(groups, hidden)),
+    )
+
+
+def fill(linear: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, case: Case) -> None:
+    """Puts values into a grouped linear layer, and gives its weights the main_grad that the case wants."""
+    with torch.no_grad():
+        if linear.is_packed:
+            linear.weight.copy_(weight)
+        else:
+            for g in range(weight.shape[0]):
+                getattr(linear, f"weight{g}").copy_(weight[g])
+        if linear.bias is not None:
+            linear.bias.copy_(bias)
+    if case.main_grad:
+        for parameter in linear.weight_parameters():
+            parameter.main_grad = torch.full(parameter.shape, MAIN_GRAD_START, device=parameter.device)
+            parameter.grad_added_to_main_grad = False
+
+
+# -- running one call -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Buffers:
+    """The buffers of the caller, prefilled with SENTINEL. None where the case has none."""
+
+    out: torch.Tensor | None = None
+    grad_input_out: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, case: Case, inputs: Inputs, *, out_features: int) -> Buffers:
+        lead = inputs.x.shape[:-1]
+        shapes = {"out": (*lead, out_features), "grad_input_out": tuple(inputs.x.shape)}
+        return cls(**{name: inputs.d_y.new_full(shapes[name], SENTINEL) for name in case.buffers})
+
+
+@dataclass
+class Ran:
+    """What one forward and backward gave, and where it lay.
+
+    Attributes:
+        tensors: y, d_x, d_scale, gradients of parameters; by name.
+        y_ptr, d_x_ptr: addresses of the result and of the gradient that autograd handed on.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    y_ptr: int = 0
+    d_x_ptr: int = 0
+
+
+def run(
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    layers: dict[str, nn.Module],
+    inputs: Inputs,
+    case: Case,
+    *,
+    finish: Callable[[], object] = tuple,
+) -> Ran:
+    """Forward by `call(x, scale)`, backward from d_y, `finish()` for delayed weight gradients; everything collected.
+
+    x has a producer, as in a network: so the gradient that `call` returns is seen before autograd copies it.
+    """
+    leaf, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
+    ran = Ran()
+    x = leaf.clone()
+    seen: list[int] = []
+    x.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    y = call(x, scale)
+    ran.y_ptr = y.data_ptr()
+    assert y.requires_grad
+    y.backward(inputs.d_y)
+    ran.d_x_ptr = seen[0]
+    if case.delayed:
+        for layer in layers.values():
+            for parameter in layer.weight_parameters():
+                assert parameter.grad is None, "a delayed gradient is nowhere before backward_dw"
+                if case.main_grad:
+                    assert (parameter.main_grad == MAIN_GRAD_START).all()
+    finish()
+    ran.tensors = {"y": y.detach().clone(), "d_x": leaf.grad}
+    if scale.grad is not None:
+        ran.tensors["d_scale"] = scale.grad
+    for name, layer in layers.items():
+        ran.tensors[f"d_{name}.weight"] = weight_gradient(layer, case)
+        if layer.bias is not None:
+            ran.tensors[f"d_{name}.bias"] = layer.bias.grad
+    return ran
+
+
+def weight_gradient(layer: nn.Module, case: Case) -> torch.Tensor:
+    """[G, O, C] in whatever form the layer has it; checks that it is nowhere else."""
+    parameters = layer.weight_parameters()
+    if case.main_grad:
+        for parameter in parameters:
+            assert parameter.grad_added_to_main_grad
+            assert parameter.grad is None or not parameter.grad.any()
+        found = [parameter.main_grad for parameter in parameters]
+    else:
+        found = [parameter.grad for parameter in parameters]
+    assert not any(tensor.requires_grad for tensor in found), "a gradient drags its history along"
+    return found[0] if layer.is_packed else torch.stack(found)
+
+
+LINEAR_OUT = 24  # columns of the result of a single linear layer
+
+
+def linear_inputs(case: Case, **options) -> Inputs:
+    """Inputs of one linear layer H -> LINEAR_OUT: its weight and bias are w1 and b1."""
+    return make_inputs(case, width=LINEAR_OUT, out_features=LINEAR_OUT, **options)
+
+
+def make_linear(case: Case, weight: torch.Tensor, bias: torch.Tensor, **options) -> GroupedLinear:
+    """A layer with these values, as the case wants it."""
+    groups, out_features, in_features = weight.shape
+    layer = GroupedLinear(
+        groups,
+        in_features,
+        out_features,
+        bias=case.bias,
+        accumulate_into_main_grad=case.main_grad,
+        delay_wgrad=case.delayed,
+        dtype=case.dtype,
+        device=weight.device,
+        **options,
+    )
+    fill(layer, weight, bias, case)
+    return layer
+
+
+def run_linear(case: Case, inputs: Inputs, buffers: Buffers | None = None, *, splits=None, **options) -> Ran:
+    """One linear layer of w1 and b1."""
+    layer = make_linear(case, inputs.w1, inputs.b1, **options)
+    buffers = buffers or Buffers()
+    splits = inputs.splits if splits is None else splits
+
+    def call(x, scale):
+        return layer(x, splits, out=buffers.out, grad_input_out=buffers.grad_input_out)
+
+    return run(call, {"fc": layer}, inputs, case, finish=layer.backward_dw)
+
+
+PATHS = ("modules", "sequential", "mlp")  # the first is the three modules one by one, the others are fused
+
+
+def run_experts(
+    path: str,
+    case: Case,
+    inputs: Inputs,
+    buffers: Buffers | None = None,
+    *,
+    activation: ScaledActivation | None = None,
+    splits=None,
+    **options,
+) -> Ran:
+    """FC1, activation, FC2 along one of PATHS. The scale multiplies FC2's bias too, as GroupedMLP does."""
+    buffers = buffers or Buffers()
+    splits = inputs.splits if splits is None else splits
+    activation = activation or ScaledSwiGLU()
+    fc1 = make_linear(case, inputs.w1, inputs.b1, **options)
+    fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
+    first, last = {"grad_input_out": buffers.grad_input_out}, {"out": buffers.out}
+
+    def modules(x, scale):
+        a = activation(fc1(x, splits, **first), scale)
+        return fc2(a, splits, **last, bias_scale=scale if case.bias else None)
+
+    def sequential(x, scale):
+        bias_scale = {"bias_scale": scale} if case.bias else {}
+        model = Sequential(fc1, activation, fc2)
+        return model(x, splits, scale, splits, op_kwargs={0: first, fc2: {**last, **bias_scale}})
+
+    def mlp(x, scale):
+        sizes = inputs.sizes
+        model = GroupedMLP(sizes.num_groups, sizes.hidden, sizes.ffn, activation=activation, device=x.device)
+        model.fc1, model.fc2 = fc1, fc2
+        return model(x, splits, scale, **first, **last)
+
+    def finish():
+        fc2.backward_dw()
+        fc1.backward_dw()
+
+    call = {"modules": modules, "sequential": sequential, "mlp": mlp}[path]
+    return run(call, {"fc1": fc1, "fc2": fc2}, inputs, case, finish=finish)
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor, name: str = "") -> None:
+    """Same shape, dtype and bytes."""
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+    as_bytes = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (got, want)]
+    assert torch.equal(*as_bytes), f"{name}: largest difference {(got - want).abs().max()}"
+
+
+def assert_buffers_used(ran: Ran, buffers: Buffers, sizes: Sizes) -> None:
+    """Results lie in the buffers, whose tails are untouched and which are still plain tensors."""
+    for name, buffer, address, result in (
+        ("out", buffers.out, ran.y_ptr, "y"),
+        ("grad_input_out", buffers.grad_input_out, ran.d_x_ptr, "d_x"),
+    ):
+        if buffer is None:
+            continue
+        assert address == buffer.data_ptr(), f"{name}: the result lies elsewhere"
+        assert not buffer.requires_grad, name
+        assert buffer.grad_fn is None, name
+        flat = buffer.flatten(0, -2)
+        assert (flat[sizes.num_used :] == SENTINEL).all(), f"{name}: the tail was written"
+        assert_same_bits(flat[: sizes.num_used], used(ran.tensors[result], sizes), name)
+
+
+def used(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """The rows [., columns] of a [.., columns] result that belong to a group."""
+    return tensor.flatten(0, -2)[: sizes.num_used]
+
+
+def used_values(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """The same of one value per row."""
+    return tensor.flatten()[: sizes.num_used]
+
+
+def assert_same_results(got: Ran, want: Ran, sizes: Sizes, *, close: tuple[str, ...] = ()) -> None:
+    """Bit for bit, where rows belong to a group; parameters' gradients altogether. Those named in `close`: nearly."""
+    assert got.tensors.keys() == want.tensors.keys()
+    for name, tensor in want.tensors.items():
+        if name in close:
+            is_row = name == "d_scale"
+            pair = [used_values(t, sizes) if is_row else t for t in (got.tensors[name], tensor)]
+            assert_near(*pair, pair[0].dtype, name)
+        elif name in ("y", "d_x"):
+            assert_same_bits(used(got.tensors[name], sizes), used(tensor, sizes), name)
+        elif name == "d_scale":
+            assert_same_bits(used_values(got.tensors[name], sizes), used_values(tensor, sizes), name)
+        else:
+            assert_same_bits(got.tensors[name], tensor, name)
+
+
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, name: str = "") -> None:
+    """Relative to the largest value, as far as the working dtype goes; NaN nowhere."""
+    assert got.shape == want.shape, name
+    scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
+    torch.testing.assert_close(
+        got.double().cpu(),
+        want.double().cpu(),
+        rtol=0,
+        atol=TOLERANCE[dtype] * scale,
+        msg=lambda text: f"{name}: {text}",
+    )
+
+
+def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, sizes: Sizes) -> None:
+    """`oracle` holds what :func:`linear_oracle` or :func:`mlp_oracle` gave."""
+    for name, want in oracle.items():
+        got = ran.tensors[name]
+        if name in ("y", "d_x"):
+            assert not got.flatten(0, -2)[sizes.num_used :].isnan().any(), f"{name}: the tail leaked"
+            got = used(got, sizes)
+        elif name == "d_scale":
+            assert not got.isnan().any(), "d_scale: the tail leaked"
+            got = used_values(got, sizes)
+        elif name.endswith("weight") and case.main_grad:
+            want = want + MAIN_GRAD_START
+        assert_near(got, want, case.dtype, name)
+
+
+# -- oracle -----------------------------------------------------------------------------------------------------------
+
+
+def swiglu(h: torch.Tensor) -> torch.Tensor:
+    """[I] of one row [2I], gate first."""
+    gate, up = h[: len(h) // 2], h[len(h) // 2 :]
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def clamped_swiglu(h: torch.Tensor, *, alpha: float, limit: float, offset: float) -> torch.Tensor:
+    """[I] of one row [2I], gate first."""
+    gate, up = h[: len(h) // 2].clamp(max=limit), h[len(h) // 2 :].clamp(-limit, limit)
+    return (up + offset) * gate / (1 + torch.exp(-alpha * gate))
+
+
+def srelu(h: torch.Tensor) -> torch.Tensor:
+    """[I] of one row [I]."""
+    return torch.relu(h) ** 2
+
+
+def interleaved_order(width: int, block: int) -> list[int]:
+    """Where each column of an interleaved h is in the h whose gate comes first."""
+    order: list[int] = []
+    for start in range(0, width // 2, block):
+        order += range(start, start + block)
+        order += range(width // 2 + start, width // 2 + start + block)
+    return order
+
+
+def rows_of(inputs: Inputs) -> Iterator[tuple[int, int]]:
+    """(row, group) of every row that belongs to one."""
+    for row in range(inputs.sizes.num_used):
+        yield row, inputs.sizes.group_of(row)
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in float64 on the CPU, as a leaf."""
+    return tensor.detach().cpu().double().requires_grad_()
+
+
+def linear_oracle(inputs: Inputs, case: Case, *, scale_bias: bool = False) -> dict[str, torch.Tensor]:
+    """y and gradients of y_r = W1_g x_r + b1_g (* scale_r); only rows that belong to a group."""
+    x, scale, weight, bias = (
+        leaf(inputs.x.flatten(0, -2)),
+        leaf(inputs.scale.flatten()),
+        leaf(inputs.w1),
+        leaf(inputs.b1),
+    )
+    outs = []
+    for row, g in rows_of(inputs):
+        y = weight[g] @ x[row]
+        if case.bias:
+            y = y + (bias[g] * scale[row] if scale_bias else bias[g])
+        outs.append(y)
+    y = torch.stack(outs)
+    y.backward(used(inputs.d_y, inputs.sizes).cpu().double())
+    found = {"y": y.detach(), "d_x": x.grad[: len(outs)], "d_fc.weight": weight.grad}
+    if case.bias:
+        found["d_fc.bias"] = bias.grad
+        if scale_bias:
+            found["d_scale"] = scale.grad[: len(outs)]
+    return found
+
+
+def mlp_oracle(
+    inputs: Inputs,
+    case: Case,
+    *,
+    act: Callable[[torch.Tensor], torch.Tensor] = swiglu,
+    scale_bias: bool = True,
+) -> dict[str, torch.Tensor]:
+    """y and gradients of y_r = W2_g (act(W1_g x_r + b1_g) * scale_r) + b2_g (* scale_r)."""
+    x, scale = leaf(inputs.x.flatten(0, -2)), leaf(inputs.scale.flatten())
+    w1, b1, w2, b2 = (leaf(tensor) for tensor in (inputs.w1, inputs.b1, inputs.w2, inputs.b2))
+    outs = []
+    for row, g in rows_of(inputs):
+        h = w1[g] @ x[row]
+        if case.bias:
+            h = h + b1[g]
+        y = w2[g] @ (act(h) * scale[row])
+        if case.bias:
+            y = y + (b2[g] * scale[row] if scale_bias else b2[g])
+        outs.append(y)
+    y = torch.stack(outs)
+    y.backward(used(inputs.d_y, inputs.sizes).cpu().double())
+    found = {"y": y.detach(), "d_x": x.grad[: len(outs)], "d_scale": scale.grad[: len(outs)]}
+    found |= {"d_fc1.weight": w1.grad, "d_fc2.weight": w2.grad}
+    return found | ({"d_fc1.bias": b1.grad, "d_fc2.bias": b2.grad} if case.bias else {})

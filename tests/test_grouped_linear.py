@@ -1,0 +1,696 @@
+"""GroupedLinear: every way to give splits, weights, buffers and gradients, against a float64 oracle and itself."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from grouped_cases import (
+    DTYPES,
+    LINEAR_OUT,
+    MAIN_GRAD_START,
+    SENTINEL,
+    TINY,
+    Buffers,
+    Case,
+    Inputs,
+    Sizes,
+    assert_buffers_used,
+    assert_near,
+    assert_near_oracle,
+    assert_same_bits,
+    assert_same_results,
+    linear_inputs,
+    linear_oracle,
+    make_linear,
+    matrix,
+    run,
+    run_linear,
+    used,
+)
+
+from symmoe import GroupedLinear
+from symmoe.errors import ArgumentError
+
+OUT = LINEAR_OUT
+PLAIN = Case(buffers=())
+FORMS = ("packed", "discrete")
+
+
+def layer_and_inputs(case: Case = PLAIN, **options) -> tuple[GroupedLinear, Inputs]:
+    inputs = linear_inputs(case)
+    return make_linear(case, inputs.w1, inputs.b1, **options), inputs
+
+
+# -- the matrix -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_matrix(case):
+    inputs = linear_inputs(case)
+    internal = run_linear(case, inputs)
+    buffers = Buffers.of(case, inputs, out_features=OUT)
+    with_buffers = run_linear(case, inputs, buffers)
+    assert_same_results(with_buffers, internal, TINY)
+    assert_buffers_used(with_buffers, buffers, TINY)
+    assert_near_oracle(with_buffers, linear_oracle(inputs, case), case, TINY)
+    for name in ("y", "d_x"):
+        assert (internal.tensors[name].flatten(0, -2)[TINY.num_used :] == 0).all(), "a tail allocated here is zero"
+
+
+@pytest.mark.parametrize("case", [c for c in matrix() if len(c.buffers) == 2 and not c.is_nd], ids=str)
+def test_discrete_weights_give_the_same_bits(case):
+    inputs = linear_inputs(case)
+    buffers = Buffers.of(case, inputs, out_features=OUT)
+    discrete = run_linear(case, inputs, buffers, weights="discrete")
+    assert_same_results(discrete, run_linear(case, inputs), TINY)
+    assert_buffers_used(discrete, buffers, TINY)
+
+
+@pytest.mark.parametrize("buffers", [("out",), ("grad_input_out",), ("out", "grad_input_out")], ids=str)
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
+@pytest.mark.parametrize("is_nd", [False, True])
+def test_forward_without_gradients(mode, is_nd, buffers):
+    case = Case(is_nd=is_nd, buffers=buffers)
+    layer, inputs = layer_and_inputs(case)
+    given = Buffers.of(case, inputs, out_features=OUT)
+    want = run_linear(case, inputs).tensors["y"]
+    if mode == "eval":
+        layer.eval().requires_grad_(False)
+    context = {"eval": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    with context():
+        for _ in range(2):  # a buffer may be used again
+            y = layer(inputs.x, inputs.splits, out=given.out, grad_input_out=given.grad_input_out)
+    assert not y.requires_grad
+    assert_same_bits(used(y, TINY), used(want, TINY))
+    if given.out is not None:
+        assert y.data_ptr() == given.out.data_ptr()
+        assert (given.out.flatten(0, -2)[TINY.num_used :] == SENTINEL).all()
+    if given.grad_input_out is not None:
+        assert (given.grad_input_out == SENTINEL).all()
+
+
+def test_only_x_takes_a_gradient():
+    layer, inputs = layer_and_inputs()
+    layer.requires_grad_(False)
+    x, buffer = inputs.x.clone().requires_grad_(), torch.empty_like(inputs.x)
+    (found,) = torch.autograd.grad(layer(x, inputs.splits, grad_input_out=buffer), x, inputs.d_y)
+    assert found.data_ptr() == buffer.data_ptr()
+    assert_near(used(found, TINY), linear_oracle(inputs, PLAIN)["d_x"], torch.float32)
+
+
+def test_x_takes_no_gradient():
+    layer, inputs = layer_and_inputs()
+    buffer = torch.full_like(inputs.x, SENTINEL)
+    layer(inputs.x, inputs.splits, grad_input_out=buffer).backward(inputs.d_y)
+    assert_near(layer.weight.grad, linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+    assert (buffer == SENTINEL).all()
+
+
+def test_rows_need_not_be_contiguous():
+    layer, inputs = layer_and_inputs()
+    want = run_linear(PLAIN, inputs)
+    x = inputs.x.t().contiguous().t().requires_grad_()
+    y = layer(x, inputs.splits)
+    y.backward(inputs.d_y.t().contiguous().t())
+    assert_same_bits(y, want.tensors["y"])
+    assert_same_bits(x.grad.contiguous(), want.tensors["d_x"])
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", "list", "tuple", "strided"])
+@pytest.mark.parametrize("splits", [(3, 0, 2, 4), (0, 0, 0, 0), (12, 0, 0, 0), (0, 0, 0, 12), (1, 1, 1, 1)], ids=str)
+def test_splits(kind, splits):
+    given = {
+        "int32": torch.tensor(splits, dtype=torch.int32),
+        "int64": torch.tensor(splits),
+        "list": list(splits),
+        "tuple": splits,
+        "strided": torch.tensor([splits, splits]).t().contiguous()[:, 0],
+    }[kind]
+    sizes = Sizes(splits=splits)
+    inputs = linear_inputs(PLAIN, sizes=sizes)
+    if sizes.num_used:
+        ran = run_linear(PLAIN, inputs, splits=given)
+        assert_near_oracle(ran, linear_oracle(inputs, PLAIN), PLAIN, sizes)
+    else:
+        ran = run_linear(PLAIN, inputs, splits=given)
+        for name, tensor in ran.tensors.items():
+            assert not tensor.any(), name
+
+
+@pytest.mark.parametrize("shape", [(0, TINY.hidden), (0, 4, TINY.hidden), (3, 0, TINY.hidden)])
+def test_no_rows(shape):
+    layer, _ = layer_and_inputs()
+    x = torch.empty(shape, requires_grad=True)
+    y = layer(x, [0] * TINY.num_groups, out=torch.empty(*shape[:-1], OUT), grad_input_out=torch.empty(shape))
+    assert y.shape == (*shape[:-1], OUT)
+    y.sum().backward()
+    assert x.grad.shape == shape
+    assert not layer.weight.grad.any()
+    assert not layer.bias.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("splits", "parts"),
+    [
+        ([3, 0, 2, 8], ["splits ([3, 0, 2, 8])", "at most 12"]),
+        (torch.tensor([3, 0, 2, 8]), ["splits ([3, 0, 2, 8])", "at most 12"]),
+        ([3, -1, 2, 4], ["splits ([3, -1, 2, 4])"]),
+        (torch.tensor([3, -1, 2, 4], dtype=torch.int32), ["splits ([3, -1, 2, 4])"]),
+        ([3, 0, 2], ["splits has shape [3]", "[4]"]),
+        (torch.tensor([3, 0, 2, 4, 0]), ["splits has shape [5]", "[4]"]),
+        (torch.tensor([[3, 0, 2, 4]]), ["splits has shape [1, 4]", "[4]"]),
+        (torch.tensor(9), ["splits has shape []", "[4]"]),
+        (torch.tensor([3.0, 0, 2, 4]), ["torch.float32", "torch.int32", "torch.int64"]),
+        (torch.tensor([3, 0, 2, 4], dtype=torch.int16), ["torch.int16", "torch.int32", "torch.int64"]),
+        (torch.tensor([True, False, True, True]), ["torch.bool", "torch.int64"]),
+        ([3.0, 0, 2, 4], ["splits ([3.0, 0, 2, 4])"]),
+        (["3", 0, 2, 4], ["splits (['3', 0, 2, 4])"]),
+        ([2**31, 0, 2**31, 4], ["at most 12"]),
+        (9, ["splits"]),
+        (None, ["splits"]),
+    ],
+    ids=str,
+)
+def test_wrong_splits(splits, parts):
+    layer, inputs = layer_and_inputs()
+    with pytest.raises(ArgumentError) as caught:
+        layer(inputs.x, splits)
+    for part in parts:
+        assert part in str(caught.value)
+    assert_same_bits(layer(inputs.x, inputs.splits), run_linear(PLAIN, inputs).tensors["y"])
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda x: x.tolist(), ["x (list)", "tensor"]),
+        (lambda x: x[0], ["x has shape [16]", "[..., 16]"]),
+        (lambda x: x[:, :8], ["x has shape [12, 8]", "[..., 16]"]),
+        (lambda x: x.double(), ["torch.float64", "torch.float32"]),
+        (lambda x: x.bfloat16(), ["torch.bfloat16", "torch.float32"]),
+        (lambda x: x.int(), ["torch.int32"]),
+        (lambda x: x.to("meta"), ["x is on meta", "cpu"]),
+    ],
+)
+def test_wrong_x(change, parts):
+    layer, inputs = layer_and_inputs()
+    with pytest.raises(ArgumentError) as caught:
+        layer(change(inputs.x), inputs.splits)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["num_groups", "in_features", "out_features"])
+def test_wrong_sizes(name):
+    sizes = {"num_groups": 2, "in_features": 4, "out_features": 4, name: 0}
+    with pytest.raises(ArgumentError, match=rf"{name} \(0\) must be at least 1"):
+        GroupedLinear(**sizes)
+
+
+def test_wrong_form():
+    with pytest.raises(ArgumentError, match=r"weights \('loose'\) must be 'packed' or 'discrete'"):
+        GroupedLinear(2, 4, 4, weights="loose")
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def test_views_of_a_packed_weight():
+    layer, inputs = layer_and_inputs()
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    for g in range(TINY.num_groups):
+        view, bias = getattr(layer, f"weight{g}"), getattr(layer, f"bias{g}")
+        assert_same_bits(view, inputs.w1[g])
+        assert_same_bits(bias, inputs.b1[g])
+        assert view.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+    with torch.no_grad():
+        layer.weight2.fill_(3.0)
+    assert (layer.weight[2] == 3).all()
+    assert not (layer.weight[1] == 3).any()
+    for name in ("weight4", "bias4", "weightx", "nothing"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(layer, name)
+    assert not hasattr(GroupedLinear(2, 4, 4, bias=False), "bias0")
+
+
+def test_discrete_parameters():
+    layer, inputs = layer_and_inputs(weights="discrete")
+    assert [name for name, _ in layer.named_parameters()] == ["weight0", "weight1", "weight2", "weight3", "bias"]
+    assert all(parameter.is_leaf for parameter in layer.parameters())
+    for g in range(TINY.num_groups):
+        assert_same_bits(getattr(layer, f"weight{g}"), inputs.w1[g])
+
+
+@pytest.mark.parametrize("weights", FORMS)
+def test_parameters_are_expert_parallel(weights):
+    layer = GroupedLinear(2, 4, 4, weights=weights)
+    assert all(parameter.is_expert for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("target", FORMS)
+@pytest.mark.parametrize("source", FORMS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefix", ["", "net.experts."])
+def test_state_dicts_of_either_form(source, target, bias, prefix):
+    def wrapped(layer):
+        if not prefix:
+            return layer
+        net = torch.nn.Module()
+        net.experts = layer
+        outer = torch.nn.Module()
+        outer.net = net
+        return outer
+
+    case = Case(bias=bias, buffers=())
+    theirs, inputs = layer_and_inputs(case, weights=source)
+    state = {name: tensor.clone() for name, tensor in wrapped(theirs).state_dict().items()}
+    kept = dict(state)
+    ours = GroupedLinear(TINY.num_groups, TINY.hidden, OUT, bias=bias, weights=target)
+    found = wrapped(ours).load_state_dict(state)
+    assert not found.missing_keys
+    assert not found.unexpected_keys
+    assert state.keys() == kept.keys(), "the caller's state dict is not changed"
+    assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
+
+
+def test_state_dict_with_a_bias_per_group():
+    theirs, inputs = layer_and_inputs()
+    state = {f"weight{g}": inputs.w1[g] for g in range(4)} | {f"bias{g}": inputs.b1[g] for g in range(4)}
+    for weights in FORMS:
+        ours = GroupedLinear(4, TINY.hidden, OUT, weights=weights)
+        ours.load_state_dict(state)
+        assert_same_bits(ours(inputs.x, inputs.splits), theirs(inputs.x, inputs.splits))
+
+
+@pytest.mark.parametrize("target", FORMS)
+def test_state_dicts_that_do_not_fit(target):
+    layer = GroupedLinear(4, 8, 8, weights=target)
+    good = layer.state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
+        layer.load_state_dict({name: tensor for name, tensor in good.items() if name not in ("weight", "weight3")})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*another"):
+        layer.load_state_dict({**good, "another": torch.zeros(1)})
+    wrong = {"weight": torch.zeros(4, 8, 9), "bias": torch.zeros(4, 8)}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer.load_state_dict(wrong)
+    with pytest.raises(RuntimeError):
+        layer.load_state_dict({"weight": torch.zeros(3, 8, 8), "bias": torch.zeros(4, 8)})
+
+
+@pytest.mark.parametrize("weights", FORMS)
+def test_init(weights):
+    torch.manual_seed(0)
+    layer = GroupedLinear(3, 64, 32, weights=weights)
+    bound = 1 / math.sqrt(64)
+    for parameter in layer.parameters():
+        assert bound / 2 < parameter.abs().max() <= bound
+        assert parameter.std() > bound / 3
+    layer = GroupedLinear(3, 64, 32, weights=weights, init_method=lambda w: w.fill_(w.shape[0]))
+    assert all((getattr(layer, f"weight{g}") == 32).all() for g in range(3))
+    assert not layer.bias.any()
+
+
+@pytest.mark.parametrize("weights", FORMS)
+def test_copies_are_independent(weights):
+    layer, inputs = layer_and_inputs(weights=weights)
+    want = layer(inputs.x, inputs.splits)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    assert_same_bits(other(inputs.x, inputs.splits), want)
+
+
+# -- bias -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("buffers", [(), ("out", "grad_input_out")], ids=str)
+def test_return_bias(bias, buffers):
+    case = Case(bias=bias, buffers=buffers)
+    layer, inputs = layer_and_inputs(case, return_bias=True)
+    given = Buffers.of(case, inputs, out_features=OUT)
+    y, returned = layer(inputs.x, inputs.splits, out=given.out, grad_input_out=given.grad_input_out)
+    without = Case(bias=False, buffers=())
+    assert_near(used(y, TINY), linear_oracle(inputs, without)["y"], torch.float32)
+    if not bias:
+        assert returned is None
+        return
+    assert_same_bits(returned, inputs.b1)
+    (used(y, TINY).sum() + (2 * returned).sum()).backward()
+    assert (layer.bias.grad == 2).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_nd", [False, True])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_scale(dtype, is_nd, scale_dtype):
+    case = Case(dtype=dtype, is_nd=is_nd)
+    layer, inputs = layer_and_inputs(case)
+    inputs.scale = inputs.scale.to(scale_dtype)
+    buffers = Buffers.of(case, inputs, out_features=OUT)
+
+    def call(x, scale):
+        return layer(x, inputs.splits, bias_scale=scale, out=buffers.out, grad_input_out=buffers.grad_input_out)
+
+    ran = run(call, {"fc": layer}, inputs, case)
+    assert ran.tensors["d_scale"].dtype == scale_dtype
+    oracle = linear_oracle(inputs, case, scale_bias=True)
+    if scale_dtype is torch.bfloat16:
+        assert_near(ran.tensors.pop("d_scale").flatten()[: TINY.num_used], oracle.pop("d_scale"), torch.bfloat16)
+    assert_near_oracle(ran, oracle, case, TINY)
+    assert_buffers_used(ran, buffers, TINY)
+    if "d_scale" in ran.tensors:
+        assert not ran.tensors["d_scale"].flatten()[TINY.num_used :].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "parts"),
+    [
+        ({"bias": False}, lambda s: s, ["bias_scale", "needs a bias"]),
+        ({"return_bias": True}, lambda s: s, ["bias_scale", "needs a bias"]),
+        ({}, lambda s: s[:-1], ["bias_scale", "[11]", "[12]"]),
+        ({}, lambda s: s[:, None], ["bias_scale", "[12, 1]", "[12]"]),
+        ({}, lambda s: s.int(), ["bias_scale", "torch.int32"]),
+        ({}, lambda s: s.tolist(), ["bias_scale (list)"]),
+        ({}, lambda s: s.to("meta"), ["bias_scale", "meta"]),
+    ],
+)
+def test_wrong_bias_scale(options, change, parts):
+    inputs = linear_inputs(PLAIN)
+    layer = GroupedLinear(4, TINY.hidden, OUT, **options)
+    with pytest.raises(ArgumentError) as caught:
+        layer(inputs.x, inputs.splits, bias_scale=change(inputs.scale.nan_to_num()))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_gradient_is_deterministic_and_exact(dtype):
+    """Sums of 500 terms that cancel: fp32 in a fixed order, rounded once."""
+    sizes = Sizes(splits=(500, 0, 20, 480), lead=(10, 101))
+    case = Case(dtype=dtype, buffers=())
+    inputs = linear_inputs(case, sizes=sizes)
+    first = run_linear(case, inputs).tensors["d_fc.bias"]
+    for _ in range(3):
+        assert_same_bits(run_linear(case, inputs).tensors["d_fc.bias"], first)
+    want = linear_oracle(inputs, case)["d_fc.bias"]
+    ulps = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+    torch.testing.assert_close(first.double(), want, rtol=ulps[dtype], atol=1e-3)
+    assert not first[1].any()
+
+
+# -- weight gradients -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_weight_gradients_are_views_of_one_buffer(delayed):
+    case = Case(delayed=delayed, buffers=())
+    inputs = linear_inputs(case)
+    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    layer.backward_dw()
+    gradients = [parameter.grad for parameter in layer.weight_parameters()]
+    start, num_bytes = gradients[0].data_ptr(), gradients[0].nbytes
+    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
+    assert [gradient.data_ptr() for gradient in gradients] == [start + g * num_bytes for g in range(4)]
+    assert_near(torch.stack(gradients), linear_oracle(inputs, case)["d_fc.weight"], torch.float32)
+
+
+@pytest.mark.parametrize("weights", FORMS)
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_micro_batches_accumulate(weights, main_grad, delayed):
+    """Two micro-batches with other splits; the buffers and the leaf x are the same ones each time."""
+    case = Case(main_grad=main_grad, delayed=delayed)
+    inputs = [linear_inputs(case, sizes=Sizes(splits=s), seed=i) for i, s in enumerate([(3, 0, 2, 4), (0, 5, 0, 7)])]
+    layer = make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
+    out, grad_input_out = torch.empty(12, OUT), torch.empty(12, TINY.hidden)
+    x = inputs[0].x.clone().requires_grad_()
+    oracles = []
+    for batch in inputs:
+        batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
+        with torch.no_grad():
+            x.copy_(batch.x)
+        layer(x, batch.splits, out=out, grad_input_out=grad_input_out).backward(batch.d_y)
+        layer.backward_dw()
+        oracles.append(linear_oracle(batch, case))
+    for name, parameters in (("d_fc.weight", layer.weight_parameters()), ("d_fc.bias", [layer.bias])):
+        want = oracles[0][name] + oracles[1][name]
+        if main_grad and name == "d_fc.weight":
+            found, want = [p.main_grad for p in parameters], want + MAIN_GRAD_START
+        else:
+            found = [p.grad for p in parameters]
+        assert_near(torch.stack(found).view(want.shape), want, torch.float32, name)
+    want = torch.zeros(12, TINY.hidden, dtype=torch.float64)
+    for oracle in oracles:
+        want[: len(oracle["d_x"])] += oracle["d_x"]
+    used_by_both = 9
+    assert_near(x.grad[:used_by_both], want[:used_by_both], torch.float32, "d_x")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights", FORMS)
+@pytest.mark.parametrize("how", ["call", "attribute", "accumulate"])
+def test_main_grad_of_groups_without_rows(dtype, weights, how):
+    case = Case(dtype=dtype, main_grad=True, buffers=())
+    layer, inputs = layer_and_inputs(case, weights=weights)
+    for parameter in layer.weight_parameters():
+        parameter.overwrite_main_grad = how == "attribute"
+    layer(inputs.x, inputs.splits, is_first_microbatch=how == "call").backward(inputs.d_y)
+    found = torch.stack([p.main_grad for p in layer.weight_parameters()]).view(inputs.w1.shape)
+    before = MAIN_GRAD_START if how == "accumulate" else 0.0
+    assert found.dtype == torch.float32
+    assert (found[1] == before).all(), "group 1 has no rows"
+    assert_near(found, linear_oracle(inputs, case)["d_fc.weight"] + before, dtype)
+
+
+def test_main_grad_accumulates_in_fp32():
+    """256 + 1 is 256 in bf16, and 257 where sums are fp32."""
+    layer = GroupedLinear(1, 1, 1, bias=False, accumulate_into_main_grad=True, dtype=torch.bfloat16)
+    layer.weight.main_grad = torch.full((1, 1, 1), 256.0)
+    for _ in range(2):
+        layer(torch.ones(1, 1, dtype=torch.bfloat16), [1]).sum().backward()
+    assert layer.weight.main_grad.item() == 258
+
+
+@pytest.mark.parametrize("weights", FORMS)
+def test_trainer_protocol(weights):
+    case = Case(main_grad=True, buffers=())
+    layer, inputs = layer_and_inputs(case, weights=weights)
+    hooks = []
+    for parameter in layer.weight_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: hooks.append(p.grad_added_to_main_grad))
+    layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    assert hooks == [True] * len(layer.weight_parameters()), "the trainer's hooks run, and after the accumulation"
+    for parameter in layer.weight_parameters():
+        assert parameter.grad_added_to_main_grad
+        assert parameter.grad.shape == parameter.shape
+        assert not parameter.grad.any()
+
+
+def test_trainer_without_the_flag_gets_no_grad():
+    layer, inputs = layer_and_inputs(Case(main_grad=True))
+    del layer.weight.grad_added_to_main_grad
+    layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    assert layer.weight.grad is None
+    assert not hasattr(layer.weight, "grad_added_to_main_grad")
+
+
+def test_main_grad_is_asked_for_when_it_is_needed():
+    layer, inputs = layer_and_inputs(Case(main_grad=True))
+    del layer.weight.main_grad
+    made = []
+
+    def get_main_grad():
+        made.append(torch.zeros_like(layer.weight))
+        return made[-1]
+
+    layer.weight.get_main_grad = get_main_grad
+    y = layer(inputs.x, inputs.splits)
+    assert not made
+    y.backward(inputs.d_y)
+    assert_near(made[0], linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+
+
+def test_placeholder_gradients_are_not_shared_state():
+    """A gradient of zeros that a trainer writes into must not turn up, written, in another layer."""
+    case = Case(main_grad=True)
+    layers = [layer_and_inputs(case)[0] for _ in range(2)]
+    _, inputs = layer_and_inputs(case)
+    layers[0](inputs.x, inputs.splits).backward(inputs.d_y)
+    layers[0].weight.grad.add_(1.0)
+    layers[1](inputs.x, inputs.splits).backward(inputs.d_y)
+    assert not layers[1].weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "parts"),
+    [
+        (None, ["main_grad is missing", "[4, 24, 16]"]),
+        (torch.zeros(4, 24, 16, dtype=torch.bfloat16), ["main_grad is torch.bfloat16", "torch.float32"]),
+        (torch.zeros(4, 24, 8), ["main_grad", "[4, 24, 8]", "[4, 24, 16]"]),
+        (torch.zeros(4, 16, 24).transpose(1, 2), ["main_grad", "contiguous"]),
+        (torch.zeros(4, 24, 16, device="meta"), ["main_grad", "meta", "cpu"]),
+    ],
+    ids=["none", "dtype", "shape", "strided", "device"],
+)
+def test_wrong_main_grad(main_grad, parts):
+    layer, inputs = layer_and_inputs(Case(main_grad=True))
+    layer.weight.main_grad = main_grad
+    with pytest.raises(ArgumentError) as caught:
+        layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    for part in parts:
+        assert part in str(caught.value)
+    layer.weight.main_grad = torch.zeros(4, 24, 16)
+    layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    assert_near(layer.weight.main_grad, linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+
+
+# -- delay_wgrad ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", FORMS)
+def test_backward_dw_takes_the_oldest_first_and_accumulates(weights):
+    case = Case(delayed=True, buffers=())
+    inputs = [linear_inputs(case, seed=i) for i in range(3)]
+    layer = make_linear(case, inputs[0].w1, inputs[0].b1, weights=weights)
+    for batch in inputs:
+        batch.w1, batch.b1 = inputs[0].w1, inputs[0].b1
+        layer(batch.x, batch.splits).backward(batch.d_y)
+    assert all(p.grad is None for p in layer.weight_parameters())
+    want = torch.zeros_like(inputs[0].w1)
+    for batch in inputs:
+        layer.backward_dw()
+        want = want + linear_oracle(batch, case)["d_fc.weight"]
+        found = torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape)
+        assert_near(found, want, torch.float32)
+    last = found.clone()
+    layer.backward_dw()  # nothing is left
+    assert_same_bits(torch.stack([p.grad for p in layer.weight_parameters()]).view(want.shape), last)
+
+
+def test_backward_dw_adds_to_what_is_there():
+    case = Case(delayed=True, buffers=())
+    layer, inputs = layer_and_inputs(case)
+    layer.weight.grad = torch.full_like(layer.weight, 2.0)
+    before = layer.weight.grad
+    layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    assert (layer.weight.grad == 2).all()
+    layer.backward_dw()
+    assert layer.weight.grad is before, "a gradient buffer of the trainer stays the one in use"
+    assert_near(layer.weight.grad, linear_oracle(inputs, case)["d_fc.weight"] + 2, torch.float32)
+
+
+def test_bias_gradient_is_not_delayed():
+    case = Case(delayed=True, buffers=())
+    layer, inputs = layer_and_inputs(case)
+    layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    first = layer.bias.grad.clone()
+    assert_near(first, linear_oracle(inputs, case)["d_fc.bias"], torch.float32)
+    layer.backward_dw()
+    assert_same_bits(layer.bias.grad, first)
+
+
+def test_hooks_after_backward_dw():
+    layer, inputs = layer_and_inputs(Case(delayed=True))
+    calls = []
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(layer.weight.grad is not None))
+    layer.backward_dw()
+    assert not calls
+    layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    assert not calls
+    layer.backward_dw()
+    layer.backward_dw()
+    assert calls == [True]
+    assert layer.weight.skip_backward_post_hook
+    assert not hasattr(layer_and_inputs()[0].weight, "skip_backward_post_hook")
+
+
+def test_no_weight_gradient_is_left_for_later_if_none_is_wanted():
+    layer, inputs = layer_and_inputs(Case(delayed=True))
+    layer.weight.requires_grad_(False)
+    x = inputs.x.clone().requires_grad_()
+    layer(x, inputs.splits).backward(inputs.d_y)
+    layer.backward_dw()
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("what", ["x", "d_y"])
+def test_delayed_gradients_of_rows_that_were_overwritten(what):
+    """backward_dw reads x and d_y later: written meanwhile, the gradient would be wrong. An error, or right."""
+    case = Case(delayed=True, buffers=())
+    layer, inputs = layer_and_inputs(case)
+    x, d_y = inputs.x.clone(), inputs.d_y.clone()
+    layer(x, inputs.splits).backward(d_y)
+    {"x": x, "d_y": d_y}[what].fill_(1e6)
+    try:
+        layer.backward_dw()
+    except RuntimeError:
+        assert layer.weight.grad is None
+        return
+    assert_near(layer.weight.grad, linear_oracle(inputs, case)["d_fc.weight"], torch.float32)
+
+
+# -- autocast, second backward ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("weights", FORMS)
+def test_autocast(main_grad, delayed, weights):
+    case = Case(main_grad=main_grad, delayed=delayed)
+    inputs = linear_inputs(case)
+    layer = make_linear(case, inputs.w1, inputs.b1, weights=weights)
+    x = inputs.x.clone().requires_grad_()
+    out = torch.full((12, OUT), SENTINEL, dtype=torch.bfloat16)
+    grad_input_out = torch.full((12, TINY.hidden), SENTINEL, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x, inputs.splits, out=out, grad_input_out=grad_input_out)
+    assert y.dtype == torch.bfloat16
+    y.backward(inputs.d_y.bfloat16())
+    layer.backward_dw()
+    oracle = linear_oracle(inputs, case)
+    assert_near(used(y, TINY), oracle["y"], torch.bfloat16)
+    assert_near(used(x.grad, TINY), oracle["d_x"], torch.bfloat16)
+    assert x.grad.dtype == torch.float32
+    name, start = ("main_grad", MAIN_GRAD_START) if main_grad else ("grad", 0.0)
+    found = torch.stack([getattr(p, name) for p in layer.weight_parameters()]).view(inputs.w1.shape)
+    assert found.dtype == torch.float32
+    assert_near(found, oracle["d_fc.weight"] + start, torch.bfloat16)
+
+
+def test_no_second_derivatives():
+    """Asking for them is an error, not a wrong number."""
+    layer, inputs = layer_and_inputs()
+    x = inputs.x.nan_to_num().requires_grad_()
+    (d_x,) = torch.autograd.grad(layer(x, inputs.splits).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_x.sum().backward()
+
+
+def test_backward_twice():
+    layer, inputs = layer_and_inputs()
+    y = layer(inputs.x, inputs.splits)
+    y.backward(inputs.d_y, retain_graph=True)
+    first = layer.weight.grad.clone()
+    y.backward(inputs.d_y)
+    assert_same_bits(layer.weight.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(inputs.d_y)
+
+
+def test_weight_changed_before_backward():
+    layer, inputs = layer_and_inputs()
+    x = inputs.x.clone().requires_grad_()
+    y = layer(x, inputs.splits)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(inputs.d_y)
