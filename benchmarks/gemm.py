@@ -1,13 +1,17 @@
 """Speed of the grouped GEMM kernels on one GPU, next to torch._grouped_mm where that can do the same.
 
-    python benchmarks/gemm.py                                     chosen tiles, three shapes, under 90 s
-    python benchmarks/gemm.py --configs --shapes qwen3-30b        a handful of other tiles for every kernel
-    python benchmarks/gemm.py --configs --ops dfc2,wgrad1 --json out.json
+    python benchmarks/gemm.py                                     chosen tiles, three shapes
+    python benchmarks/gemm.py --sweep --ops dfc2                  other tiles and epilogues of FC2 dgrad + activation
+    python benchmarks/gemm.py --sweep fc2,wgrad1 --json out.json  everything, and other tiles of two products
 
 Experts get mildly uneven numbers of rows, the same in every run; gathered rows come from half as many packed rows,
 in ascending order within an expert, as after dispatch. Every output is checked against fp32 matmul on three experts
 before it is timed. Times are medians of CUDA events around single calls; the tensors are larger than the L2 cache.
-torch._grouped_mm gathers nothing and has no SwiGLU: its number is that of the bare product.
+Our kernels write into tensors that exist; torch._grouped_mm, which cannot, takes its output from the allocator's cache.
+
+fc1, dfc2, wgrad1, wgrad2 are the calls of the layer, which gather and fuse; names that end in -plain are contiguous
+products alone, for which torch has a counterpart. forward-fusion and backward-fusion compare one fused kernel with the
+three modules: with our kernels, and with torch._grouped_mm and eager bf16 SwiGLU. Their TFLOP/s count the product.
 """
 
 import argparse
@@ -16,22 +20,26 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
 from triton.errors import TritonError
 
-from symmoe.kernels.gpu import gemm, gemm_swiglu
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.gpu import activation as gpu_activation
+from symmoe.kernels.gpu import gemm, gemm_act
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "qwen3-30b": (32, 2048, 768, 65536),
     "mixtral-8x7b": (4, 4096, 14336, 16384),
     "deepseek-like": (32, 7168, 2048, 65536),
 }
+SWIGLU = Activation()
 WARMUP, REPS = 5, 30
 MAX_ERROR = 1e-2  # of bf16 results, relative to the largest value
+MAX_EAGER_ERROR = 5e-2  # of torch's SwiGLU, which rounds every step to bf16
 
 WIDE = gemm.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8)
 SQUARE = replace(WIDE, block_n=128, programs_per_sm=2, max_registers=128)
@@ -46,7 +54,7 @@ GEMM_SWEEP = [
     SQUARE,
 ]
 FUSED_WIDE = replace(WIDE, block_n=128)
-SWIGLU_SWEEP = [
+ACT_SWEEP = [
     FUSED_WIDE,
     replace(FUSED_WIDE, flatten=True),
     replace(FUSED_WIDE, num_stages=4),
@@ -56,12 +64,35 @@ SWIGLU_SWEEP = [
     replace(SQUARE, block_n=64, parts=2),
     replace(FUSED_WIDE, block_n=64, num_warps=4, programs_per_sm=2),
 ]
-DSWIGLU_SWEEP = [
-    replace(WIDE, parts=8),
-    replace(WIDE, parts=8, flatten=True),
-    replace(WIDE, parts=8, flatten=True, group_m=16),
-    replace(SQUARE, parts=8),
-    replace(SQUARE, parts=8, programs_per_sm=1, num_stages=5, max_registers=None),
+DACT = gemm_act.DactConfig(
+    block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=8, lead=1, flatten=True
+)
+FETCHED = replace(DACT, prefetch=True)
+PAIR = replace(DACT, block_n=128, num_warps=4, programs_per_sm=2, max_registers=255, flatten=False)  # two per SM
+FULL_PAIR = replace(PAIR, num_warps=8, max_registers=128, parts=4)
+DACT_SWEEP = [
+    DACT,
+    *(replace(DACT, lead=lead) for lead in (0, 2)),
+    *(replace(FETCHED, lead=lead) for lead in (0, 1, 2)),
+    replace(DACT, flatten=False),
+    replace(FETCHED, flatten=False),
+    replace(DACT, load_policy="evict_first"),
+    replace(DACT, load_policy="evict_first", store_policy="evict_first"),
+    replace(DACT, load_policy="evict_first", store_policy="evict_last"),
+    replace(FETCHED, load_policy="evict_first"),
+    replace(FETCHED, group_m=16),
+    replace(FETCHED, num_stages=4),
+    *(replace(base, parts=4, lead=lead) for base in (DACT, FETCHED) for lead in (0, 1)),
+    replace(FETCHED, block_m=256, block_n=128, parts=4),
+    PAIR,
+    replace(PAIR, lead=2),
+    replace(PAIR, flatten=True),
+    replace(PAIR, prefetch=True),
+    *(replace(PAIR, parts=4, lead=lead) for lead in (0, 1)),
+    replace(PAIR, parts=4, prefetch=True),
+    FULL_PAIR,
+    replace(FULL_PAIR, prefetch=True),
+    replace(FULL_PAIR, programs_per_sm=1, num_stages=5, max_registers=None),
 ]
 WGRAD_SWEEP = [
     WIDE,
@@ -75,15 +106,28 @@ WGRAD_SWEEP = [
 
 @dataclass
 class Op:
-    """One measured call: run(config) writes outputs; reference(g) gives group g's outputs in fp32."""
+    """One measured call: run(config) writes outputs; reference(g) gives group g's outputs in fp32.
+
+    torch_run: the same by torch._grouped_mm. others: (name, run, outputs, largest error) of ways to the same result.
+    """
 
     flops: int
-    run: Callable[[gemm.TileConfig | None], None]
+    run: Callable[[gemm.TileConfig | None], object]
     chosen: gemm.TileConfig
-    sweep: list[gemm.TileConfig]
+    sweep: Sequence[gemm.TileConfig]
     outputs: Callable[[int], list[torch.Tensor]]
     reference: Callable[[int], list[torch.Tensor]]
     torch_run: Callable[[], torch.Tensor] | None = None
+    others: list["Other"] = field(default_factory=list)
+
+
+@dataclass
+class Other:
+    """Another way to an op's outputs: run() returns them, of all groups, in the op's order."""
+
+    name: str
+    run: Callable[[], list[torch.Tensor]]
+    max_error: float
 
 
 def uneven_row_start(num_groups: int, num_rows: int, generator: torch.Generator) -> torch.Tensor:
@@ -104,8 +148,27 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.float() - expected).abs().max() / expected.abs().max()).item()
 
 
+def eager_swiglu(h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The scaled activation as a model would write it."""
+    gate, up = h.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up * scale.to(h.dtype)[:, None]
+
+
+def eager_swiglu_grad(
+    da: torch.Tensor, h: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of eager_swiglu by h and by the scale, and its result again."""
+    gate, up = h.chunk(2, dim=1)
+    silu = torch.nn.functional.silu(gate)
+    value = silu * up
+    scale = scale.to(h.dtype)[:, None]
+    ds = da * scale
+    dh = torch.cat([torch.ops.aten.silu_backward(ds * up, gate), ds * silu], dim=1)
+    return dh, value * scale, (da * value).sum(dim=1, dtype=torch.float32)
+
+
 def build_ops(shape: str) -> dict[str, Op]:
-    """The seven calls of a layer's forward and backward pass, and FC1 without a gather."""
+    """The calls of a layer's forward and backward pass, the products alone, and what fusion saves."""
     G, H, I, N = SHAPES[shape]
     P = N // 2
     host = torch.Generator().manual_seed(0)
@@ -123,52 +186,91 @@ def build_ops(shape: str) -> dict[str, Op]:
 
     rows, packed = normal(N, H), normal(P, H)
     w1, w2 = normal(G, 2 * I, H, scale=H**-0.5), normal(G, H, I, scale=I**-0.5)
-    h_in, probs = normal(N, 2 * I), torch.rand(N, device="cuda")
+    h_in, scale = normal(N, 2 * I), torch.rand(N, device="cuda")
     a_in = normal(N, I)
-    h, a, dh, out = blank(N, 2 * I), blank(N, I), blank(N, 2 * I), blank(N, H)
-    dprob = blank(N, dtype=torch.float32)
-    partials = blank(triton.cdiv(I, 64), N, dtype=torch.float32)  # enough for every swept tile
+    h, a, dh, da, out = blank(N, 2 * I), blank(N, I), blank(N, 2 * I), blank(N, I), blank(N, H)
+    dscale = blank(N, dtype=torch.float32)
+    workspace = blank(gemm_act.dact_workspace_numel(N, G, I, SWIGLU), dtype=torch.float32)
     dw1, dw2 = blank(G, 2 * I, H), blank(G, H, I)
     offsets = row_start[1:]
 
-    def fc1(source, idx):
-        return lambda c: gemm_swiglu.grouped_gemm_swiglu(source, w1, row_start, probs, h, a, row_index=idx, config=c)
+    def source(gather):
+        return (packed, index) if gather else (rows, None)
 
-    def fc1_reference(gather):
-        def reference(g):
-            x = packed[index[spans[g]].long()] if gather else rows[spans[g]]
-            hidden = x.float() @ w1[g].float().t()
-            gate, up = hidden.bfloat16().float().chunk(2, dim=1)
-            return [hidden, torch.nn.functional.silu(gate) * up * probs[spans[g], None]]
-
-        return reference
-
-    def dfc2_reference(g):
-        hidden = h_in[spans[g]].float().requires_grad_()
-        prob = probs[spans[g]].clone().requires_grad_()
-        gate, up = hidden.chunk(2, dim=1)
-        act = torch.nn.functional.silu(gate) * up * prob[:, None]
-        act.backward(packed[index[spans[g]].long()].float() @ w2[g].float())
-        return [hidden.grad, act.detach(), prob.grad]
+    def rows_in(g, gather):
+        return (packed[index[spans[g]].long()] if gather else rows[spans[g]]).float()
 
     def rows_of(*tensors: torch.Tensor) -> Callable[[int], list[torch.Tensor]]:
         return lambda g: [t[spans[g]] for t in tensors]
 
+    def fc1(gather):
+        x, i = source(gather)
+        return lambda c: gemm_act.grouped_gemm_act(x, w1, row_start, scale, h, a, SWIGLU, row_index=i, config=c)
+
+    def fc1_reference(gather):
+        def reference(g):
+            hidden = rows_in(g, gather) @ w1[g].float().t()
+            gate, up = hidden.bfloat16().float().chunk(2, dim=1)
+            return [hidden, torch.nn.functional.silu(gate) * up * scale[spans[g], None]]
+
+        return reference
+
+    def unfused_fc1():
+        gemm.grouped_gemm(rows, w1, row_start, h)
+        gpu_activation.scaled_activation(h, scale, a, SWIGLU)
+        return [h, a]
+
+    def torch_fc1():
+        hidden = torch._grouped_mm(rows, w1.transpose(1, 2), offs=offsets)
+        return [hidden, eager_swiglu(hidden, scale)]
+
+    def dfc2(gather):
+        x, i = source(gather)
+        return lambda c: gemm_act.grouped_gemm_dact(
+            x, w2, row_start, h_in, scale, dh, a, dscale, workspace, SWIGLU, row_index=i, config=c
+        )
+
+    def dfc2_reference(gather):
+        def reference(g):
+            hidden = h_in[spans[g]].float().requires_grad_()
+            factor = scale[spans[g]].clone().requires_grad_()
+            gate, up = hidden.chunk(2, dim=1)
+            act = torch.nn.functional.silu(gate) * up * factor[:, None]
+            act.backward(rows_in(g, gather) @ w2[g].float())
+            return [hidden.grad, act.detach(), factor.grad]
+
+        return reference
+
+    def unfused_dfc2():
+        gemm.grouped_gemm_dgrad(rows, w2, row_start, da)
+        gpu_activation.scaled_activation_grad(da, h_in, scale, dh, dscale, SWIGLU)
+        gpu_activation.scaled_activation(h_in, scale, a, SWIGLU)
+        return [dh, a, dscale]
+
+    def torch_dfc2():
+        return list(eager_swiglu_grad(torch._grouped_mm(rows, w2, offs=offsets), h_in, scale))
+
+    def wgrad(left, right, dw, left_index=None, right_index=None):
+        return lambda c: gemm.grouped_gemm_wgrad(
+            left, right, row_start, dw, dout_index=left_index, rows_index=right_index, config=c
+        )
+
     two_fc1, two_fc2 = 4 * N * H * I, 2 * N * H * I
     bf16 = torch.bfloat16
-    fc1_config = gemm_swiglu.swiglu_config(I, bf16)
+    act_config, dact_config = gemm_act.act_config(I, bf16, SWIGLU), gemm_act.dact_config(I, bf16)
+    wgrad1_config, wgrad2_config = gemm.wgrad_config(2 * I, H, bf16), gemm.wgrad_config(H, I, bf16)
     return {
-        "fc1": Op(two_fc1, fc1(packed, index), fc1_config, SWIGLU_SWEEP, rows_of(h, a), fc1_reference(True)),
-        "fc1-nogather": Op(
+        "fc1": Op(two_fc1, fc1(True), act_config, ACT_SWEEP, rows_of(h, a), fc1_reference(True)),
+        "fc1-plain": Op(
             two_fc1,
-            fc1(rows, None),
-            fc1_config,
-            SWIGLU_SWEEP,
-            rows_of(h, a),
-            fc1_reference(False),
+            lambda c: gemm.grouped_gemm(rows, w1, row_start, h, config=c),
+            gemm.gemm_config(2 * I, bf16),
+            GEMM_SWEEP,
+            rows_of(h),
+            lambda g: [rows[spans[g]].float() @ w1[g].float().t()],
             lambda: torch._grouped_mm(rows, w1.transpose(1, 2), offs=offsets),
         ),
-        "fc2": Op(
+        "fc2-plain": Op(
             two_fc2,
             lambda c: gemm.grouped_gemm(a_in, w2, row_start, out, config=c),
             gemm.gemm_config(H, bf16),
@@ -177,26 +279,34 @@ def build_ops(shape: str) -> dict[str, Op]:
             lambda g: [a_in[spans[g]].float() @ w2[g].float().t()],
             lambda: torch._grouped_mm(a_in, w2.transpose(1, 2), offs=offsets),
         ),
-        "dfc2": Op(
+        "dfc2": Op(two_fc2, dfc2(True), dact_config, DACT_SWEEP, rows_of(dh, a, dscale), dfc2_reference(True)),
+        "dfc2-plain": Op(
             two_fc2,
-            lambda c: gemm_swiglu.grouped_gemm_dswiglu(
-                packed, w2, row_start, h_in, probs, dh, a, dprob, partials, row_index=index, config=c
-            ),
-            gemm_swiglu.dswiglu_config(I, bf16),
-            DSWIGLU_SWEEP,
-            rows_of(dh, a, dprob),
-            dfc2_reference,
+            lambda c: gemm.grouped_gemm_dgrad(rows, w2, row_start, da, config=c),
+            gemm.gemm_config(I, bf16),
+            GEMM_SWEEP,
+            rows_of(da),
+            lambda g: [rows[spans[g]].float() @ w2[g].float()],
+            lambda: torch._grouped_mm(rows, w2, offs=offsets),
         ),
         "wgrad2": Op(
             two_fc2,
-            lambda c: gemm.grouped_gemm_wgrad(packed, a_in, row_start, dw2, dout_index=index, config=c),
-            gemm.wgrad_config(H, I, bf16),
+            wgrad(packed, a_in, dw2, left_index=index),
+            wgrad2_config,
             WGRAD_SWEEP,
             lambda g: [dw2[g]],
-            lambda g: [packed[index[spans[g]].long()].float().t() @ a_in[spans[g]].float()],
+            lambda g: [rows_in(g, True).t() @ a_in[spans[g]].float()],
+        ),
+        "wgrad2-plain": Op(
+            two_fc2,
+            wgrad(rows, a_in, dw2),
+            wgrad2_config,
+            WGRAD_SWEEP,
+            lambda g: [dw2[g]],
+            lambda g: [rows_in(g, False).t() @ a_in[spans[g]].float()],
             lambda: torch._grouped_mm(rows.t(), a_in, offs=offsets),
         ),
-        "dfc1": Op(
+        "dfc1-plain": Op(
             two_fc1,
             lambda c: gemm.grouped_gemm_dgrad(h_in, w1, row_start, out, config=c),
             gemm.gemm_config(H, bf16),
@@ -207,12 +317,38 @@ def build_ops(shape: str) -> dict[str, Op]:
         ),
         "wgrad1": Op(
             two_fc1,
-            lambda c: gemm.grouped_gemm_wgrad(h_in, packed, row_start, dw1, rows_index=index, config=c),
-            gemm.wgrad_config(2 * I, H, bf16),
+            wgrad(h_in, packed, dw1, right_index=index),
+            wgrad1_config,
             WGRAD_SWEEP,
             lambda g: [dw1[g]],
-            lambda g: [h_in[spans[g]].float().t() @ packed[index[spans[g]].long()].float()],
+            lambda g: [h_in[spans[g]].float().t() @ rows_in(g, True)],
+        ),
+        "wgrad1-plain": Op(
+            two_fc1,
+            wgrad(h_in, rows, dw1),
+            wgrad1_config,
+            WGRAD_SWEEP,
+            lambda g: [dw1[g]],
+            lambda g: [h_in[spans[g]].float().t() @ rows_in(g, False)],
             lambda: torch._grouped_mm(h_in.t(), rows, offs=offsets),
+        ),
+        "forward-fusion": Op(
+            two_fc1,
+            fc1(False),
+            act_config,
+            ACT_SWEEP,
+            rows_of(h, a),
+            fc1_reference(False),
+            others=[Other("unfused", unfused_fc1, MAX_ERROR), Other("torch", torch_fc1, MAX_EAGER_ERROR)],
+        ),
+        "backward-fusion": Op(
+            two_fc2,
+            dfc2(False),
+            dact_config,
+            DACT_SWEEP,
+            rows_of(dh, a, dscale),
+            dfc2_reference(False),
+            others=[Other("unfused", unfused_dfc2, MAX_ERROR), Other("torch", torch_dfc2, MAX_EAGER_ERROR)],
         ),
     }
 
@@ -230,17 +366,23 @@ def median_ms(run: Callable[[], object], reps: int = REPS) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def worst_error(op: Op, config: gemm.TileConfig, num_groups: int) -> float:
-    """Runs the op once, on poisoned outputs, and compares three groups with fp32."""
-    groups = sorted({0, num_groups // 2, num_groups - 1})
-    for g in groups:
+def sample_groups(num_groups: int) -> list[int]:
+    """The groups whose results are checked."""
+    return sorted({0, num_groups // 2, num_groups - 1})
+
+
+def worst_error(
+    op: Op, run: Callable[[], object], outputs: Callable[[int], list[torch.Tensor]], references: dict
+) -> float:
+    """Runs the op once, on poisoned outputs, and compares some groups with fp32."""
+    for g in references:
         for output in op.outputs(g):
             output.fill_(torch.nan)
-    op.run(config)
+    run()
     return max(
         relative_error(got, expected)
-        for g in groups
-        for got, expected in zip(op.outputs(g), op.reference(g), strict=True)
+        for g, group in references.items()
+        for got, expected in zip(outputs(g), group, strict=True)
     )
 
 
@@ -248,20 +390,41 @@ def label(config: gemm.TileConfig) -> str:
     text = f"{config.block_m}x{config.block_n}x{config.block_k} s{config.num_stages} w{config.num_warps}"
     text += f" g{config.group_m} p{config.programs_per_sm}"
     text += f" parts{config.parts}" if config.parts > 1 else ""
-    text += "".join(f" {name}" for name in ("flatten",) if getattr(config, name))
+    text += f" lead{config.lead}" if getattr(config, "lead", 0) else ""
+    text += "".join(f" {name}" for name in ("flatten", "prefetch") if getattr(config, name, False))
+    text += "".join(
+        f" {name[:-7]}:{policy}" for name in ("load_policy", "store_policy") if (policy := getattr(config, name, ""))
+    )
     return text
 
 
-def measure(op: Op, config: gemm.TileConfig, num_groups: int) -> dict[str, object]:
+def measure(op: Op, config: gemm.TileConfig, references: dict) -> dict[str, object]:
     """Milliseconds, TFLOP/s and error of one op with one config; 'failed' instead if it does not fit or is wrong."""
     try:
-        error = worst_error(op, config, num_groups)
+        error = worst_error(op, lambda: op.run(config), op.outputs, references)
         if not error < MAX_ERROR:
             return {"failed": f"wrong: relative error {error:.3g}"}
         ms = median_ms(lambda: op.run(config))
     except (TritonError, RuntimeError) as failure:
         return {"failed": f"{type(failure).__name__}: {failure}"[:100]}
     return {"ms": ms, "tflops": op.flops / ms / 1e9, "error": error}
+
+
+def measure_other(op: Op, other: Other, spans: list[slice], references: dict) -> dict[str, object]:
+    """The same for another way to the op's outputs, under its name."""
+    results = []
+
+    def run():
+        results[:] = other.run()
+
+    try:
+        error = worst_error(op, run, lambda g: [t[spans[g]] for t in results], references)
+        results.clear()
+        if not error < other.max_error:
+            return {f"{other.name}_failed": f"wrong: relative error {error:.3g}"}
+        return {f"{other.name}_ms": median_ms(other.run), f"{other.name}_error": error}
+    except RuntimeError as failure:
+        return {f"{other.name}_failed": f"{type(failure).__name__}: {failure}"[:100]}
 
 
 def torch_tflops(op: Op) -> float | None:
@@ -289,17 +452,22 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_shape(shape: str, ops: list[str] | None, sweep: bool) -> list[dict[str, object]]:
+def run_shape(shape: str, ops: list[str] | None, swept: list[str]) -> list[dict[str, object]]:
     """Measures the ops of one shape, prints a line for each, returns the lines."""
-    num_groups = SHAPES[shape][0]
+    num_groups, _, _, num_rows = SHAPES[shape]
+    bounds = uneven_row_start(num_groups, num_rows, torch.Generator().manual_seed(0)).tolist()
+    spans = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
     results = []
     for name, op in build_ops(shape).items():
         if ops and name not in ops:
             continue
+        references = {g: op.reference(g) for g in sample_groups(num_groups)}
         yardstick = torch_tflops(op)
-        configs = list(dict.fromkeys([op.chosen, *op.sweep])) if sweep else [op.chosen]
-        for config in configs:
-            result = measure(op, config, num_groups)
+        others = {}
+        for other in op.others:
+            others |= measure_other(op, other, spans, references)
+        for config in list(dict.fromkeys([op.chosen, *op.sweep])) if name in swept else [op.chosen]:
+            result = measure(op, config, references)
             numbers = (
                 result["failed"]
                 if "failed" in result
@@ -307,15 +475,19 @@ def run_shape(shape: str, ops: list[str] | None, sweep: bool) -> list[dict[str, 
             )
             beside = f"torch {yardstick:4.0f}" if yardstick else ""
             chosen = "*" if config == op.chosen else " "
-            print(f"{shape:14}{name:14}{chosen}{label(config):42}{beside:12}{numbers}", flush=True)
+            extra = "".join(f"  {k[:-3]} {v:.3f} ms" for k, v in others.items() if k.endswith("_ms"))
+            extra += "".join(f"  {k[:-7]} {v}" for k, v in others.items() if k.endswith("_failed"))
+            print(f"{shape:14}{name:16}{chosen}{label(config):52}{beside:12}{numbers}{extra}", flush=True)
             about = {"shape": shape, "op": name, "config": label(config), "chosen": config == op.chosen}
-            results.append({**about, "torch_tflops": yardstick, **result})
+            results.append({**about, "torch_tflops": yardstick, **result, **others})
     return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", action="store_true", help="sweep other tile configs too")
+    parser.add_argument(
+        "--sweep", nargs="?", const="dfc2", default="", metavar="OPS", help="ops to time other tiles of (dfc2)"
+    )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated shapes (%(default)s)")
     parser.add_argument("--ops", default="", help="comma-separated ops, all if empty")
     parser.add_argument("--json", metavar="FILE", help="write results to FILE")
@@ -325,7 +497,7 @@ def main() -> None:
     ops = args.ops.split(",") if args.ops else None
     results = []
     for shape in args.shapes.split(","):
-        results += run_shape(shape, ops, args.configs)
+        results += run_shape(shape, ops, args.sweep.split(","))
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w") as file:

@@ -72,6 +72,18 @@ class PeerTimeout(SymmoeError):
         self.seen = seen
 
 
+def raise_for(problem: Exception | None) -> None:
+    """Raises the problem if there is one.
+
+    The caller keeps no name for it: that would tie the traceback, and every tensor in its frames, into a cycle.
+    """
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        del problem
+
+
 # The index is what crosses the wire; append only.
 TRAVELLING: tuple[type[SymmoeError], ...] = (
     SymmoeError,

@@ -422,13 +422,13 @@ def assert_near_oracle(ran: Ran, oracle: dict[str, torch.Tensor], case: Case, si
 def swiglu(h: torch.Tensor) -> torch.Tensor:
     """[I] of one row [2I], gate first."""
     gate, up = h[: len(h) // 2], h[len(h) // 2 :]
-    return gate / (1 + torch.exp(-gate)) * up
+    return gate * torch.sigmoid(gate) * up
 
 
 def clamped_swiglu(h: torch.Tensor, *, alpha: float, limit: float, offset: float) -> torch.Tensor:
     """[I] of one row [2I], gate first."""
     gate, up = h[: len(h) // 2].clamp(max=limit), h[len(h) // 2 :].clamp(-limit, limit)
-    return (up + offset) * gate / (1 + torch.exp(-alpha * gate))
+    return (up + offset) * gate * torch.sigmoid(alpha * gate)
 
 
 def srelu(h: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,3 +83,34 @@ def test_an_arena_without_room():
     assert arena.capacity_bytes == 0
     assert arena.take(0) is None
     assert arena.largest_free_bytes == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(take, take, give_back), max_size=60), st.integers(0, NUM_BLOCKS))
+def test_an_arena_that_grows_by_another(calls: list[tuple[str, int]], num_taken: int):
+    """Nothing is handed out twice by the two, and clearing the one gives the other everything back."""
+    whole = Arena(0, NUM_BLOCKS * ALIGNMENT_BYTES)
+    grown = Arena(0, 0)
+    outside = whole.take(num_taken * ALIGNMENT_BYTES) if num_taken else None
+    live: dict[int, tuple[int, int]] = {}
+    for number, (call, value) in enumerate(calls):
+        if call == "take":
+            largest = max(grown.largest_free_bytes, whole.largest_free_bytes)
+            span = grown.take_or_grow(value, whole)
+            assert (span is None) == (max(1, value) > largest)
+            if span is not None:
+                live[number] = span
+        elif live:
+            grown.give_back(*live.pop(list(live)[value % len(live)]))
+        spans = sorted([*live.values(), *([outside] if outside else [])])
+        assert all(start + size <= after for (start, size), (after, _) in pairwise(spans))
+        assert grown.used_bytes == sum(size for _, size in live.values())
+    for span in live.values():
+        grown.give_back(*span)
+    for span in grown.clear():
+        whole.give_back(*span)
+    assert (grown.capacity_bytes, grown.largest_free_bytes) == (0, 0)
+    if outside:
+        whole.give_back(*outside)
+    assert whole.used_bytes == 0
+    assert whole.largest_free_bytes == NUM_BLOCKS * ALIGNMENT_BYTES

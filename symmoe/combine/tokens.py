@@ -45,9 +45,7 @@ def combine_tokens(
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
-    error = _problem(expert_out, plan, order, grad_out)
-    if error is not None:
-        heap.fail(error, PHASE)
+    heap.fail_for(_problem(expert_out, plan, order, grad_out), PHASE)
     return _Combine.apply(expert_out, plan, order, grad_out)
 
 

@@ -129,9 +129,9 @@ def make_plan(
         PeerTimeout: a rank did not come.
     """
     heap.check()
-    error = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
-    if error is not None:
-        heap.fail(error, control.PHASE_PLAN)
+    heap.fail_for(
+        _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype), control.PHASE_PLAN
+    )
     topk_idx = topk_idx.detach().contiguous()
     num_tokens, top_k = topk_idx.shape
     num_ranks, device = heap.num_ranks, heap.device

@@ -56,9 +56,7 @@ def dispatch_tokens(
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
-    error = rows_problem("x", x, plan, num_rows=plan.num_tokens) or _problem(x, plan, probs, out, order)
-    if error is not None:
-        heap.fail(error, PHASE)
+    heap.fail_for(rows_problem("x", x, plan, num_rows=plan.num_tokens) or _problem(x, plan, probs, out, order), PHASE)
     rows, row_probs = _Dispatch.apply(x, probs, plan, out, order)
     return rows, row_probs
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.activation import SRELU, Activation
 
@@ -44,9 +44,7 @@ class ScaledActivation(nn.Module):
         Raises:
             ArgumentError: a shape, dtype or device is wrong.
         """
-        error = self._problem(h, scale)
-        if error is not None:
-            raise error
+        raise_for(self._problem(h, scale))
         return _ScaledActivation.apply(h, scale.float(), self.activation)
 
     def extra_repr(self) -> str:

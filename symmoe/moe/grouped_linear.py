@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.table import TensorTable
 from symmoe.moe import weight_grad
@@ -155,9 +155,7 @@ class GroupedLinear(nn.Module):
         Raises:
             ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
-        error = linear_problem(self, x, splits, out, grad_input_out, bias_scale)
-        if error is not None:
-            raise error
+        raise_for(linear_problem(self, x, splits, out, grad_input_out, bias_scale))
         x, weights, bias = self.operands(x)
         num_rows = math.prod(x.shape[:-1])
         call = _Call(
@@ -404,9 +402,6 @@ def gradient_buffer(buffer: torch.Tensor | None, x: torch.Tensor, d_y: torch.Ten
     """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes."""
     if buffer is None:
         return torch.empty_like(x)
-    error = buffer_problem(
-        "grad_input_out", buffer, shape=tuple(x.shape), dtype=x.dtype, device=x.device, inputs=(d_y,)
-    )
-    if error is not None:
-        raise error
+    options = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device, "inputs": (d_y,)}
+    raise_for(buffer_problem("grad_input_out", buffer, **options))
     return buffer

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.table import TensorTable
 from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU, scale_problem
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
@@ -149,9 +149,7 @@ def fused_mlp(
         is_first_microbatch: of fc1 and of fc2.
         The rest: as in GroupedMLP.forward.
     """
-    error = _problem(fc1, fc2, x, splits, scale, out, grad_input_out)
-    if error is not None:
-        raise error
+    raise_for(_problem(fc1, fc2, x, splits, scale, out, grad_input_out))
     x, weights1, b1 = fc1.operands(x)
     _, weights2, b2 = fc2.operands(x)
     tables = mlp_tables(weights1, weights2)

@@ -106,9 +106,7 @@ class MoELayer(nn.Module):
         """
         config = self.config
         self.heap.check()
-        error = self._problem(x)
-        if error is not None:
-            self.heap.fail(error, control.PHASE_PLAN)
+        self.heap.fail_for(self._problem(x), control.PHASE_PLAN)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         tokens = x.reshape(-1, config.hidden).to(dtype)
         routed = self.router(x.reshape(-1, config.hidden))  # not `tokens`: autocast would round what it sees

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,7 +77,7 @@ def copy_data_ptrs_to_device(
         ArgumentError: a tensor is elsewhere, empty or misaligned.
     """
     device = _with_index(device)
-    payload = _addresses("tensors", tensors, device, alignment)
+    payload = _addresses({"tensors": tensors}, device, alignment)
     pointers = torch.empty(len(tensors), dtype=torch.int64, device=device)
     if payload:
         kernels.for_device(device).copy_host_to_device(payload, pointers)
@@ -132,12 +133,12 @@ def pack_weight_ptrs(
     tensors = [*fc1, *fc2]
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         raise _not_contiguous("fc1", fc1) or _not_contiguous("fc2", fc2)
-    payload = _addresses("fc1 and fc2", tensors, device, 16)
+    payload = _addresses({"fc1": fc1, "fc2": fc2}, device, 16)
     if fc1_scales is None:
         pointers = torch.empty(len(tensors), dtype=torch.int64, device=device)
         kernels.for_device(device).copy_host_to_device(payload, pointers)
         return PackedPointers(*pointers.split([len(fc1), len(fc2)]))
-    payload += _addresses("fc1_scales and fc2_scales", [*fc1_scales, *fc2_scales], device, 1)
+    payload += _addresses({"fc1_scales": fc1_scales, "fc2_scales": fc2_scales}, device, 1)
     sizes = [len(fc1), len(fc2), len(fc1_scales), len(fc2_scales)]
     if scale_layout is None:
         pointers = torch.empty(sum(sizes), dtype=torch.int64, device=device)
@@ -221,68 +222,63 @@ def _check_scales_go_together(
             raise ArgumentError(f"{name}_scales has {len(scales)} tensors; {name} has {len(weights)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Addresses that have been checked, and how to tell that tensors still have them."""
-
-    addresses: list[int]
-    payload: bytes
-    positions: list[int]
+# What has been checked: (device, alignment, first address, number) to (addresses, the same as bytes). Oldest first.
+_known: dict[tuple[torch.device, int, int, int], tuple[list[int], bytes]] = {}
 
 
-# By device, alignment, number of tensors and first address; the oldest goes first.
-_known: dict[tuple[torch.device, int, int, int], _Known] = {}
+def _addresses(lists: dict[str, Sequence[torch.Tensor]], device: torch.device, alignment: int) -> bytes:
+    """The addresses of tensors on `device`, of all named lists one after the other, as native int64.
 
-
-def _addresses(name: str, tensors: Sequence[torch.Tensor], device: torch.device, alignment: int) -> bytes:
-    """The addresses of tensors on `device`, as native int64.
-
-    Every call looks at every address. What an earlier call has found out about the same list of addresses is not
-    checked again: memory does not change its alignment, nor, while CUDA's address space is one, its device.
+    Every call reads every address. What an earlier call has found out about the same addresses is not checked again:
+    memory changes neither its alignment nor, as all devices and the host share one address space, its device.
     """
+    tensors = list(itertools.chain.from_iterable(lists.values()))
     if not tensors:
         return b""
-    tensors = tensors if type(tensors) is list else list(tensors)
-    key = (device, alignment, len(tensors), _address(name, tensors[0]))
+    try:
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+    except (TypeError, RuntimeError):  # no tensor, or none with memory of its own
+        raise _elsewhere(lists, tensors, device) from None
+    key = (device, alignment, addresses[0], len(addresses))
     known = _known.get(key)
-    if known is None or not _have_addresses()(tensors, known.addresses, known.positions):
-        known = _check_addresses(name, tensors, device, alignment)
-        if len(_known) >= _MAX_REMEMBERED:
-            _known.pop(next(iter(_known), None), None)
-        _known[key] = known
-    return known.payload
-
-
-def _check_addresses(name: str, tensors: list[torch.Tensor], device: torch.device, alignment: int) -> _Known:
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor) or tensor.device != device:
-            where = tensor.device if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ArgumentError(f"{name}[{i}] is on {where}; it must be a tensor on {device}")
-    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    if known is not None and known[0] == addresses:
+        return known[1]
+    if any(tensor.device != device for tensor in tensors):
+        raise _elsewhere(lists, tensors, device)
     if 0 in addresses:
         i = addresses.index(0)
-        raise ArgumentError(f"{name}[{i}] has a null data pointer (0); its shape is {list(tensors[i].shape)}")
+        raise ArgumentError(f"{_label(lists, i)} has a null data pointer (0); its shape is {list(tensors[i].shape)}")
     if functools.reduce(operator.or_, addresses) % alignment:
         i = next(i for i, address in enumerate(addresses) if address % alignment)
-        raise ArgumentError(f"{name}[{i}] starts at address {addresses[i]}; it must be aligned to {alignment}")
-    return _Known(addresses, _to_bytes(addresses), list(range(len(addresses))))
+        raise ArgumentError(f"{_label(lists, i)} starts at address {addresses[i]}; it must be aligned to {alignment}")
+    if len(_known) >= _MAX_REMEMBERED:
+        _known.pop(next(iter(_known), None), None)
+    payload = _to_bytes(addresses)
+    _known[key] = (addresses, payload)
+    return payload
 
 
-def _address(name: str, tensor: object) -> int:
-    if isinstance(tensor, torch.Tensor):
-        return tensor.data_ptr()
-    raise ArgumentError(f"{name}[0] is a {type(tensor).__name__}; it must be a tensor")
+def _label(lists: dict[str, Sequence[torch.Tensor]], position: int) -> str:
+    """What to call the tensor at a position in the lists, one after the other."""
+    for name, tensors in lists.items():
+        if position < len(tensors):
+            return f"{name}[{position}]"
+        position -= len(tensors)
+    raise IndexError(position)
 
 
-@functools.cache
-def _have_addresses() -> Callable[[list[torch.Tensor], list[int], list[int]], bool]:
-    """have(tensors, addresses, positions): whether tensors lie at the addresses; in C++ where torch has it."""
-    in_c = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # for torch's own CUDA graphs
-    return in_c or (lambda tensors, addresses, _: list(map(torch.Tensor.data_ptr, tensors)) == addresses)
+def _elsewhere(lists: dict[str, Sequence[object]], tensors: list[object], device: torch.device) -> ArgumentError:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            return ArgumentError(f"{_label(lists, i)} is a {type(tensor).__name__}; it must be a tensor on {device}")
+        if tensor.device != device or tensor.layout != torch.strided:
+            found = f"{tensor.layout} on {tensor.device}"
+            return ArgumentError(f"{_label(lists, i)} is {found}; it must be strided on {device}")
+    return ArgumentError(f"{' and '.join(lists)} must be tensors with memory of their own on {device}")
 
 
 def _to_bytes(addresses: list[int]) -> bytes:
-    return torch.tensor(addresses, dtype=torch.int64).numpy().tobytes()
+    return struct.pack(f"={len(addresses)}q", *addresses)
 
 
 def _with_index(device: torch.device | str | int) -> torch.device:

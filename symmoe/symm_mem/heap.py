@@ -316,6 +316,14 @@ class SymmetricHeap:
             # A local name would keep the traceback in a cycle, and with it the leases of the frames it passed.
             del error
 
+    def fail_for(self, problem: SymmoeError | None, phase: int | None) -> None:
+        """Fails the call if there is a problem. The caller keeps no name for it, see :meth:`fail`."""
+        try:
+            if problem is not None:
+                self.fail(problem, phase)
+        finally:
+            del problem
+
     def _launch_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
         """Tells the peers, and returns what every rank raises."""
         epoch = int(self._counters[control.BARRIER_EPOCH]) + 1

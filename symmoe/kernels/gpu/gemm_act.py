@@ -83,8 +83,8 @@ UNGATED_FP32_CONFIG = TileConfig(block_m=64, block_n=64, block_k=16, num_stages=
 
 # 16-bit tiles by FFN width: the widest tile that the output fills.
 DACT_CONFIGS = (
-    (256, DactConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=8, flatten=True)),
-    (0, DactConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=8)),
+    (256, DactConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, parts=8, lead=1, flatten=True)),
+    (0, DactConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=4, lead=1)),
 )
 DACT_FP32_CONFIG = DactConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_warps=8)
 # Of the smallest tile of dact: the size of the workspace must not depend on the dtype.
@@ -408,8 +408,7 @@ def grouped_gemm_dact_kernel(
             w = load_weight(weight_desc, weight, group, first_column, k, FFN, DOUT_WIDTH, True, BLOCK_N, BLOCK_K)
             acc = tl.dot(x, w, acc, input_precision="ieee")
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
-        # Rounded at once: half of the registers, and half of what changes places between threads.
-        da_parts = column_parts(acc.to(dout.dtype.element_ty), BLOCK_M, BLOCK_N, PARTS)
+        da_parts = column_parts(acc, BLOCK_M, BLOCK_N, PARTS)
         scale_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
         hidden = ()
         for i in tl.static_range(PARTS + LEAD):
@@ -431,7 +430,8 @@ def grouped_gemm_dact_kernel(
                 column = first_column + (i - LEAD) * PART
                 gate = hidden[i - LEAD][0].to(tl.float32)
                 up = hidden[i - LEAD][1].to(tl.float32)
-                da = da_parts[i - LEAD].to(tl.float32)
+                # Rounded before it changes places between threads. To round the whole tile at once costs registers.
+                da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
                 value = store_activation(
                     gate,
                     up,

@@ -49,7 +49,7 @@ def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, 
     block = activation.interleave
     if h.shape[1] % (2 * block):
         raise ArgumentError(f"interleave ({block}) must divide the FFN width ({h.shape[1] // 2})")
-    return h.view(h.shape[0], -1, 2, block).unbind(dim=2)
+    return h.view(h.shape[0], h.shape[1] // (2 * block), 2, block).unbind(dim=2)
 
 
 def _value_and_slopes(

@@ -13,9 +13,7 @@ from symmoe.kernels.control import Peers
 _NO_SLOT = 2**31 - 1
 
 
-def count_slots(
-    topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int
-) -> None:
+def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int) -> None:
     """Counts slots per expert and tokens per destination rank in each block of tokens.
 
     Args:

@@ -86,9 +86,7 @@ def _wait(mail: np.ndarray, rank: int, value: int, deadline_ns: int) -> bool:
     return True
 
 
-def _record(
-    status: torch.Tensor, kind: int, phase: int, peer: int, expected: int, seen: int, epoch: int
-) -> None:
+def _record(status: torch.Tensor, kind: int, phase: int, peer: int, expected: int, seen: int, epoch: int) -> None:
     if int(status[control.STATUS_KIND]) == control.STATUS_OK:
         status[control.STATUS_PHASE] = phase
         status[control.STATUS_PEER] = peer

@@ -1,0 +1,665 @@
+"""Buffers of the caller: what is refused, and that using one again is right or an error, never silently wrong."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from grouped_cases import (
+    SENTINEL,
+    TINY,
+    Case,
+    Inputs,
+    assert_near,
+    assert_same_bits,
+    linear_oracle,
+    make_inputs,
+    make_linear,
+    mlp_oracle,
+)
+
+from symmoe import GroupedMLP, ScaledSwiGLU, Sequential, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.errors import ArgumentError, StaleLease
+
+PLAIN = Case(buffers=())
+ND = Case(is_nd=True, buffers=())
+N, H = TINY.num_rows, TINY.hidden
+OPS = ("linear", "modules", "sequential", "mlp")
+BOTH = ("out", "grad_input_out")
+
+
+class Op:
+    """One of OPS, H -> H, with its own parameters; called as op(x, out=..., grad_input_out=...)."""
+
+    def __init__(self, name: str, case: Case = PLAIN, inputs: Inputs | None = None) -> None:
+        self.name = name
+        self.inputs = make_inputs(case, width=H if name == "linear" else None) if inputs is None else inputs
+        self.scale = self.inputs.scale
+        self.splits = self.inputs.splits
+        if name == "linear":
+            self.fc1 = self.fc2 = make_linear(case, self.inputs.w1, self.inputs.b1)
+            return
+        self.fc1 = make_linear(case, self.inputs.w1, self.inputs.b1)
+        self.fc2 = make_linear(case, self.inputs.w2, self.inputs.b2)
+        self.model = Sequential(self.fc1, ScaledSwiGLU(), self.fc2)
+        if name == "modules":
+            self.model[1].register_forward_hook(lambda *_: None)
+        if name == "mlp":
+            self.model = GroupedMLP(TINY.num_groups, H, TINY.ffn, bias=True)
+            self.model.fc1, self.model.fc2 = self.fc1, self.fc2
+
+    def __call__(self, x, *, out=None, grad_input_out=None, splits=None):
+        splits = self.splits if splits is None else splits
+        if self.name == "linear":
+            return self.fc1(x, splits, out=out, grad_input_out=grad_input_out)
+        if self.name == "mlp":
+            return self.model(x, splits, self.scale, out=out, grad_input_out=grad_input_out)
+        op_kwargs = {0: {"grad_input_out": grad_input_out}, -1: {"out": out, "bias_scale": self.scale}}
+        return self.model(x, splits, self.scale, splits, op_kwargs=op_kwargs)
+
+    def oracle(self, inputs: Inputs, case: Case = PLAIN) -> dict[str, torch.Tensor]:
+        """For the x, splits and d_y of `inputs`."""
+        mine = Inputs(**{**vars(inputs), "scale": self.scale} | {n: getattr(self.inputs, n) for n in ("w1", "b1")})
+        mine.w2, mine.b2 = self.inputs.w2, self.inputs.b2
+        return linear_oracle(mine, case) if self.name == "linear" else mlp_oracle(mine, case)
+
+
+@pytest.fixture(params=OPS)
+def op(request) -> Op:
+    return Op(request.param)
+
+
+@pytest.fixture
+def heap() -> Iterator[SymmetricHeap]:
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host")
+    yield heap
+    gc.collect()
+    heap.close()
+
+
+def buffer(*shape: int) -> torch.Tensor:
+    return torch.full(shape or (N, H), SENTINEL)
+
+
+def right_or_error(compute: Callable[[], None], check: Callable[[], None], *errors: type[Exception]) -> None:
+    """The rule for every reuse: what comes out is right, or one of the errors is raised."""
+    try:
+        compute()
+    except errors or (RuntimeError, ArgumentError):
+        return
+    check()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def mistakes() -> Iterator[tuple[str, Callable[[Op, torch.Tensor], object], list[str]]]:
+    """(what, the buffer from the op and its x, parts of the text)."""
+    yield "list", lambda op, x: [1.0], ["(list)", "tensor"]
+    yield "a row more", lambda op, x: buffer(N + 1, H), [f"shape [{N + 1}, {H}]", f"must be [{N}, {H}]"]
+    yield "without the tail", lambda op, x: buffer(9, H), [f"shape [9, {H}]", f"must be [{N}, {H}]"]
+    yield "a column more", lambda op, x: buffer(N, H + 1), [f"shape [{N}, {H + 1}]", f"must be [{N}, {H}]"]
+    yield "flat", lambda op, x: buffer(N * H), [f"shape [{N * H}]", f"must be [{N}, {H}]"]
+    yield "N-D for 2D", lambda op, x: buffer(3, 4, H), [f"shape [3, 4, {H}]", f"must be [{N}, {H}]"]
+    yield "dtype", lambda op, x: buffer().bfloat16(), ["dtype torch.bfloat16", "must be torch.float32"]
+    yield "double", lambda op, x: buffer().double(), ["dtype torch.float64", "must be torch.float32"]
+    yield "device", lambda op, x: buffer().to("meta"), ["is on meta", "must be on cpu"]
+    yield "strided", lambda op, x: buffer(N, 2 * H)[:, ::2], [f"strides [{2 * H}, 2]", "contiguous"]
+    yield "transposed", lambda op, x: buffer(H, N).t(), [f"strides [1, {N}]", "contiguous"]
+    yield "expanded", lambda op, x: buffer(1, H).expand(N, H), [f"strides [0, {1}]", "contiguous"]
+    yield "gradient", lambda op, x: buffer().requires_grad_(), ["requires a gradient"]
+    yield "history", lambda op, x: buffer().requires_grad_() * 1, ["requires a gradient"]
+    yield "address", lambda op, x: buffer(N * H + 1)[1:].view(N, H), ["starts at address", "aligned to 16"]
+    yield "input", lambda op, x: x.detach(), ["overlaps"]
+    yield "end of the input", lambda op, x: around(x, N - 1), ["overlaps"]
+    yield "start of the input", lambda op, x: around(x, 1 - N), ["overlaps"]
+    yield "weight", lambda op, x: inside(op.fc1, "weight"), ["overlaps"]
+    yield "bias", lambda op, x: inside(op.fc1, "bias"), ["overlaps"]
+    yield "weight of the second layer", lambda op, x: inside(op.fc2, "weight"), ["overlaps"]
+
+
+def around(x: torch.Tensor, first_row: int) -> torch.Tensor:
+    """[N, H] in the memory that x is the middle of, beginning so many rows after x."""
+    return x._base.view(-1).as_strided((N, H), (H, 1), x.storage_offset() + first_row * H)
+
+
+def inside(layer: torch.nn.Module, name: str) -> torch.Tensor:
+    """[N, H] whose memory a parameter of the layer shares."""
+    old = getattr(layer, name)
+    memory = torch.zeros(max(N * H, old.numel()))
+    setattr(layer, name, torch.nn.Parameter(memory[: old.numel()].view(old.shape).copy_(old.detach())))
+    return memory[: N * H].view(N, H)
+
+
+def x_with_room(op: Op) -> torch.Tensor:
+    """x as rows N to 2N of a larger tensor."""
+    memory = torch.zeros(3 * N, H)
+    memory[N : 2 * N] = op.inputs.x.nan_to_num()
+    return memory[N : 2 * N]
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize(("make", "parts"), [pytest.param(m, p, id=what) for what, m, p in mistakes()])
+def test_refused_in_forward(op, name, make, parts):
+    x = x_with_room(op)
+    wrong = make(op, x)
+    other = buffer()
+    want = op(x)
+    kept = x.clone()
+    with pytest.raises(ArgumentError) as caught:
+        op(x, **{BOTH[name == "out"]: other, name: wrong})
+    text = str(caught.value)
+    assert text.startswith(name)
+    for part in parts:
+        assert part in text
+    assert (other == SENTINEL).all(), "nothing has been computed"
+    assert_same_bits(x, kept)
+    out, grad_input_out = buffer(), buffer()
+    y = op(x, out=out, grad_input_out=grad_input_out)
+    assert_same_bits(y[: TINY.num_used], want[: TINY.num_used])
+    assert y.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_refused_without_gradients_too(op, name, context):
+    with context(), pytest.raises(ArgumentError, match=name):
+        op(op.inputs.x, **{name: buffer(N + 1, H)})
+
+
+@pytest.mark.parametrize("shift", [0, 1, 1 - N])
+def test_the_two_buffers_overlap(op, shift):
+    memory = buffer(3 * N, H)
+    with pytest.raises(ArgumentError, match="overlaps a tensor of shape"):
+        op(op.inputs.x, out=memory[N : 2 * N], grad_input_out=memory[N + shift : 2 * N + shift])
+
+
+def test_neighbours_do_not_overlap(op):
+    memory = buffer(3 * N, H)
+    memory[N : 2 * N] = op.inputs.x
+    x = memory[N : 2 * N].requires_grad_()
+    y = op(x, out=memory.detach()[:N], grad_input_out=memory.detach()[2 * N :])
+    assert_near(y[: TINY.num_used].detach(), op.oracle(op.inputs)["y"], torch.float32)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_scale_overlaps(name):
+    op = Op("mlp")
+    memory = buffer(2 * N, H)
+    op.scale = memory.view(-1)[N * H // 2 : N * H // 2 + N].fill_(1.0)
+    with pytest.raises(ArgumentError, match=f"{name}.*overlaps a tensor of shape"):
+        op(op.inputs.x, **{name: memory[:N]})
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("ops", OPS)
+def test_one_shape_contract(ops, name):
+    """N-D inputs take N-D buffers, and nothing else."""
+    op = Op(ops, ND)
+    with pytest.raises(ArgumentError, match=rf"{name} has shape \[12, 16\]; it must be \[3, 4, 16\]"):
+        op(op.inputs.x, **{name: buffer(12, 16)})
+    y = op(op.inputs.x, **{name: buffer(3, 4, 16)})
+    assert y.shape == (3, 4, 16)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_released_lease_is_refused(op, heap, name):
+    lease = heap.lease((N, H), torch.float32, name="mine")
+    tensor, view = lease.tensor, lease.tensor[:N]
+    lease.release()
+    for stale in (tensor, view):
+        with pytest.raises(StaleLease, match=rf"{name} is memory of lease 'mine' \(generation {lease.generation}\)"):
+            op(op.inputs.x, **{name: stale})
+    with heap.lease((N, H), torch.float32) as fresh:
+        op(op.inputs.x, **{name: fresh.tensor})
+
+
+def test_released_input_is_refused(op, heap):
+    lease = heap.lease((N, H), torch.float32, name="mine")
+    x = lease.tensor.copy_(op.inputs.x)
+    lease.release()
+    with pytest.raises(StaleLease, match="mine"):
+        op(x)
+
+
+def test_gradient_buffer_is_where_the_gradient_comes_from(op):
+    grad_input_out = buffer()
+    x = op.inputs.x.clone().requires_grad_()
+    y = op(x, grad_input_out=grad_input_out)
+    with pytest.raises(ArgumentError, match="grad_input_out.*overlaps"):
+        y.backward(grad_input_out)
+    y = op(x, grad_input_out=grad_input_out)
+    y.backward(op.inputs.d_y)
+    assert_near(x.grad[: TINY.num_used], op.oracle(op.inputs)["d_x"], torch.float32)
+
+
+# -- using a buffer again ---------------------------------------------------------------------------------------------
+
+
+def batches(count: int = 3) -> list[Inputs]:
+    return [make_inputs(PLAIN, seed=10 + i) for i in range(count)]
+
+
+def test_leaf_accumulates_over_micro_batches(op):
+    """Autograd must not take the buffer itself for the leaf's `.grad`."""
+    out, grad_input_out = buffer(), buffer()
+    x = op.inputs.x.clone().requires_grad_()
+    want = 0
+    for batch in batches():
+        with torch.no_grad():
+            x.copy_(batch.x)
+        op(x, out=out, grad_input_out=grad_input_out).backward(batch.d_y)
+        want = want + op.oracle(batch)["d_x"]
+        assert x.grad.data_ptr() != grad_input_out.data_ptr()
+        assert_near(x.grad[: TINY.num_used], want, torch.float32)
+
+
+def test_leaves_of_their_own(op):
+    """A `.grad` of an earlier micro-batch is not overwritten by a later one."""
+    grad_input_out, xs = buffer(), []
+    for batch in batches():
+        xs.append(batch.x.clone().requires_grad_())
+        op(xs[-1], grad_input_out=grad_input_out).backward(batch.d_y)
+    for x, batch in zip(xs, batches(), strict=True):
+        assert_near(x.grad[: TINY.num_used], op.oracle(batch)["d_x"], torch.float32)
+
+
+def test_retained_gradients(op):
+    grad_input_out, xs = buffer(), []
+    for batch in batches(2):
+        xs.append(batch.x.clone().requires_grad_() * 1)
+        xs[-1].retain_grad()
+        op(xs[-1], grad_input_out=grad_input_out).backward(batch.d_y)
+    for x, batch in zip(xs, batches(2), strict=True):
+        assert_near(x.grad[: TINY.num_used], op.oracle(batch)["d_x"], torch.float32)
+
+
+def test_backward_twice_on_one_graph(op):
+    x, d_y = op.inputs.x.clone().requires_grad_(), op.inputs.d_y
+    y = op(x, out=buffer(), grad_input_out=buffer())
+    y.backward(d_y, retain_graph=True)
+    y.backward(d_y)
+    assert_near(x.grad[: TINY.num_used], 2 * op.oracle(op.inputs)["d_x"], torch.float32)
+
+
+def used_rows_of(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient[: TINY.num_used]
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_second_consumer_without_a_buffer(op, is_leaf):
+    source = op.inputs.x.nan_to_num().requires_grad_()
+    x = source if is_leaf else source * 1
+    grad_input_out = buffer()
+    y, other = op(x, grad_input_out=grad_input_out), x * 3
+    d_y = op.inputs.d_y.nan_to_num()
+    torch.autograd.backward([y, other], [d_y, torch.ones(N, H)])
+    want = op.oracle(op.inputs)["d_x"]
+    assert_near(used_rows_of(source.grad), want + 3, torch.float32)
+    assert_near(used_rows_of(grad_input_out), want, torch.float32)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_two_consumers_share_a_buffer(op, is_leaf):
+    """The second gradient must not overwrite the first before autograd has added them."""
+    source = op.inputs.x.nan_to_num().requires_grad_()
+    x = source if is_leaf else source * 1
+    grad_input_out = buffer()
+    first, second = op.inputs.d_y.nan_to_num(), 2 * op.inputs.d_y.nan_to_num()
+
+    def compute():
+        ys = [op(x, grad_input_out=grad_input_out) for _ in range(2)]
+        torch.autograd.backward(ys, [first, second])
+
+    def check():
+        assert_near(used_rows_of(source.grad), 3 * op.oracle(op.inputs)["d_x"], torch.float32)
+
+    right_or_error(compute, check)
+
+
+def test_two_micro_batches_in_one_backward_share_a_buffer(op):
+    """The producers of both x run after both gradients have been written."""
+    grad_input_out, given = buffer(), batches(2)
+    leaves = [batch.x.nan_to_num().requires_grad_() for batch in given]
+
+    def compute():
+        xs = [leaf * (2 + i) for i, leaf in enumerate(leaves)]
+        ys = [op(x, grad_input_out=grad_input_out) for x in xs]
+        torch.autograd.backward(ys, [batch.d_y.nan_to_num() for batch in given])
+
+    def check():
+        for i, (leaf, batch) in enumerate(zip(leaves, given, strict=True)):
+            batch.x = batch.x * (2 + i)
+            assert_near(used_rows_of(leaf.grad), (2 + i) * op.oracle(batch)["d_x"], torch.float32, f"micro-batch {i}")
+
+    right_or_error(compute, check)
+
+
+def test_layers_in_a_row_share_a_gradient_buffer(op):
+    """y = op(op(x)): the outer gradient is read while the inner one is written."""
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    shared = buffer()
+    want = torch.autograd.grad(op(op(x)), x, op.inputs.d_y.nan_to_num())[0]
+    found = []
+
+    def compute():
+        y = op(op(x, grad_input_out=shared), grad_input_out=shared)
+        found.append(torch.autograd.grad(y, x, op.inputs.d_y.nan_to_num())[0])
+
+    right_or_error(compute, lambda: assert_same_bits(used_rows_of(found[0]), used_rows_of(want)))
+
+
+def test_outputs_in_a_row_share_a_buffer(op):
+    out = buffer()
+    y = op(op.inputs.x, out=out)
+    with pytest.raises(ArgumentError, match="out .*overlaps"):
+        op(y, out=out)
+
+
+def test_out_is_written_while_a_result_is_saved(op):
+    """y * y keeps y; the next micro-batch writes over it."""
+    out = buffer()
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    square = op(x, out=out) ** 2
+    op(batches(1)[0].x.nan_to_num(), out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+def test_out_is_written_under_the_next_layer(op):
+    """As above, but it is one of our own layers that keeps the result of another."""
+    out, other = buffer(), Op("mlp")
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    z = other(op(x, out=out))
+    op(batches(1)[0].x.nan_to_num(), out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_out_is_written_through_another_view(op):
+    memory = buffer(2 * N, H)
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    square = op(x, out=memory[:N]) ** 2
+    op(x, out=memory[:N].view(N, H))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+def test_gradient_is_written_while_the_buffer_is_saved(op):
+    """The gradient buffer held something that a graph still needs."""
+    shared = torch.ones(N, H)
+    factor = torch.ones(N, H, requires_grad=True)
+    product = factor * shared
+    op(op.inputs.x.clone().requires_grad_(), grad_input_out=shared).backward(op.inputs.d_y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_out_again_after_backward(op):
+    out, grad_input_out = buffer(), buffer()
+    for batch in batches():
+        x = batch.x.nan_to_num().requires_grad_()
+        (op(x, out=out, grad_input_out=grad_input_out) ** 2)[: TINY.num_used].sum().backward()
+        oracle = op.oracle(batch)
+        batch.d_y = torch.zeros(N, H, dtype=torch.float64)
+        batch.d_y[: TINY.num_used] = 2 * oracle["y"]
+        assert_near(used_rows_of(x.grad), op.oracle(batch)["d_x"], torch.float32)
+
+
+def test_x_is_written_before_backward(op):
+    x = op.inputs.x.nan_to_num()
+    y = op(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(op.inputs.d_y)
+
+
+def test_delayed_gradients_and_buffers_that_are_used_again():
+    """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
+    case = Case(delayed=True, buffers=())
+    inner, outer = Op("linear", case), Op("linear", case)
+    out, d_mid = buffer(), buffer()
+    want = {"inner": 0, "outer": 0}
+    given = batches(2)
+
+    def compute():
+        for batch in given:
+            mid = inner(batch.x, out=out)
+            outer(mid, grad_input_out=d_mid).backward(batch.d_y)
+        for layer in (inner.fc1, outer.fc1):
+            layer.backward_dw()
+            layer.backward_dw()
+
+    def check():
+        for batch in given:
+            fresh = {"inner": Op("linear"), "outer": Op("linear")}
+            fresh["outer"](fresh["inner"](batch.x)).backward(batch.d_y)
+            for name in want:
+                want[name] = want[name] + fresh[name].fc1.weight.grad
+        assert_near(inner.fc1.weight.grad, want["inner"], torch.float32, "inner")
+        assert_near(outer.fc1.weight.grad, want["outer"], torch.float32, "outer")
+
+    right_or_error(compute, check)
+
+
+def test_writing_into_the_result_in_place(op):
+    """y.mul_(2) writes into the caller's buffer; gradients know of it, or it is refused."""
+    out = buffer()
+    x = op.inputs.x.nan_to_num().requires_grad_()
+
+    def compute():
+        y = op(x, out=out)
+        y.mul_(2)
+        y.backward(op.inputs.d_y.nan_to_num())
+
+    def check():
+        assert_near(used_rows_of(x.grad), 2 * op.oracle(op.inputs)["d_x"], torch.float32)
+        assert_near(used_rows_of(out), 2 * op.oracle(op.inputs)["y"], torch.float32)
+
+    right_or_error(compute, check)
+
+
+# -- buffers stay plain tensors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: buffer(), lambda: buffer(2 * N, H)[:N], lambda: buffer(N * H).view(N, H)])
+def test_buffers_never_require_gradients(op, make):
+    out, grad_input_out = make(), make()
+    x = op.inputs.x.clone().requires_grad_()
+    for _ in range(3):
+        y = op(x, out=out, grad_input_out=grad_input_out)
+        assert y.requires_grad
+        y.backward(op.inputs.d_y)
+        for plain in (out, grad_input_out, *(b._base for b in (out, grad_input_out) if b._base is not None)):
+            assert not plain.requires_grad
+            assert plain.grad_fn is None
+            assert plain.grad is None
+            assert plain.is_leaf
+
+
+def test_buffers_can_be_written_after_backward(op):
+    out, grad_input_out = buffer(), buffer()
+    x = op.inputs.x.clone().requires_grad_()
+    op(x, out=out, grad_input_out=grad_input_out).backward(op.inputs.d_y)
+    want = x.grad.clone()
+    out.zero_()
+    grad_input_out.zero_()
+    assert_same_bits(x.grad, want)
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def leases(heap, count):
+    return [heap.lease((N, H), torch.float32, name=f"lease {i}") for i in range(count)]
+
+
+def test_buffers_on_the_heap(op, heap):
+    out, grad_input_out = leases(heap, 2)
+    x = op.inputs.x.clone().requires_grad_()
+    want_y = op(x)
+    want_y.backward(op.inputs.d_y)
+    want_x, x.grad = x.grad, None
+    y = op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)
+    y.backward(op.inputs.d_y)
+    assert y.data_ptr() == out.tensor.data_ptr()
+    assert_same_bits(used_rows_of(y), used_rows_of(want_y))
+    assert_same_bits(used_rows_of(x.grad), used_rows_of(want_x))
+    assert_same_bits(used_rows_of(grad_input_out.tensor), used_rows_of(want_x))
+    assert heap.owns(y)
+
+
+def test_gradient_lease_released_before_backward(op, heap):
+    out, grad_input_out = leases(heap, 2)
+    x = op.inputs.x.clone().requires_grad_()
+    y = op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)
+    grad_input_out.release()
+    (other,) = leases(heap, 1)
+    other.tensor.fill_(SENTINEL)
+    with pytest.raises(StaleLease, match="grad_input_out is memory of lease 'lease 1'"):
+        y.backward(op.inputs.d_y)
+    assert (other.tensor == SENTINEL).all(), "memory of somebody else is not written"
+    assert x.grad is None
+    op(x, out=out.tensor, grad_input_out=other.tensor).backward(op.inputs.d_y)
+    assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
+
+
+def test_lease_dropped_before_backward(op, heap):
+    """A lease that nobody refers to is released, though its tensor is still in a graph."""
+    _, grad_input_out = leases(heap, 2)
+    x = op.inputs.x.clone().requires_grad_()
+    y = op(x, grad_input_out=grad_input_out.tensor)
+    del grad_input_out
+    gc.collect()
+    with pytest.raises(StaleLease, match="lease 1"):
+        y.backward(op.inputs.d_y)
+
+
+def test_input_lease_released_before_backward(op, heap):
+    """x is saved for the weight gradient; its memory belongs to somebody else by the time of backward."""
+    (lease,) = leases(heap, 1)
+    x = lease.tensor.copy_(op.inputs.x)
+    y = op(x)
+
+    def compute():
+        lease.release()
+        other = heap.lease((N, H), torch.float32)
+        other.tensor.fill_(100.0)
+        y.backward(op.inputs.d_y)
+
+    def check():
+        assert_near(
+            op.fc1.weight.grad,
+            op.oracle(op.inputs)["d_fc.weight" if op.name == "linear" else "d_fc1.weight"],
+            torch.float32,
+        )
+
+    right_or_error(compute, check, StaleLease, RuntimeError)
+
+
+@pytest.mark.parametrize("how", ["released", "dropped"])
+def test_output_lease_released_while_a_result_is_saved(op, heap, how):
+    """y ** 2 keeps y, whose memory belongs to somebody else by the time of backward."""
+    (lease,) = leases(heap, 1)
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    square = op(x, out=lease.tensor)[: TINY.num_used] ** 2
+    if how == "released":
+        lease.release()
+    del lease
+    gc.collect()
+    others = leases(heap, 3)
+    for other in others:
+        other.tensor.fill_(100.0)
+
+    def check():
+        inputs = Inputs(**vars(op.inputs))
+        inputs.d_y = torch.zeros(N, H, dtype=torch.float64)
+        inputs.d_y[: TINY.num_used] = 2 * op.oracle(op.inputs)["y"]
+        assert_near(used_rows_of(x.grad), op.oracle(inputs)["d_x"], torch.float32)
+
+    right_or_error(lambda: square.sum().backward(), check, StaleLease, RuntimeError)
+
+
+# -- with dispatch and combine ----------------------------------------------------------------------------------------
+
+
+class Step:
+    """One rank: dispatch, experts, combine, with or without buffers on the heap."""
+
+    def __init__(self, heap: SymmetricHeap, *, num_tokens: int = 7, top_k: int = 2) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.heap = heap
+        self.ids = torch.stack([torch.randperm(4, generator=generator)[:top_k] for _ in range(num_tokens)])
+        self.x = torch.randn(num_tokens, H, generator=generator)
+        self.probs = torch.rand(num_tokens, top_k, generator=generator)
+        self.d_y = torch.randn(num_tokens, H, generator=generator)
+        self.model = GroupedMLP(4, H, TINY.ffn, bias=True)
+
+    def lease(self, plan, name: str) -> torch.Tensor:
+        self.held = [*getattr(self, "held", []), self.heap.lease((plan.row_capacity, H), torch.float32, name=name)]
+        return self.held[-1].tensor
+
+    def run(self, *, on_heap: bool, **buffers) -> list[torch.Tensor]:
+        """y, d_x, d_probs, gradients of the experts."""
+        plan = make_plan(self.ids, num_experts=4, heap=self.heap)
+        if on_heap:
+            names = ("rows", "out", "grad_input_out", "grad_out")
+            buffers = {name: self.lease(plan, name) for name in names} | buffers
+        x, probs = self.x.clone().requires_grad_(), self.probs.clone().requires_grad_()
+        self.model.zero_grad()
+        rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=buffers.get("rows"))
+        expert_buffers = {name: buffers.get(name) for name in BOTH}
+        if on_heap:
+            expert_buffers = {k: None if v is None else v[: rows.shape[0]] for k, v in expert_buffers.items()}
+        out = self.model(rows, plan.splits, row_probs, **expert_buffers)
+        grad_out = buffers.get("grad_out")
+        y = combine_tokens(out, plan, grad_out=grad_out if grad_out is None else grad_out[: rows.shape[0]])
+        y.backward(self.d_y)
+        return [y.detach(), x.grad, probs.grad, *(p.grad.clone() for p in self.model.parameters())]
+
+
+def test_no_copies_between_the_parts(heap):
+    step = Step(heap)
+    want = step.run(on_heap=False)
+    copies = heap.statistics.num_staging_copies
+    assert copies > 0
+    for _ in range(2):
+        for found, expected in zip(step.run(on_heap=True), want, strict=True):
+            assert_same_bits(found, expected)
+    assert heap.statistics.num_staging_copies == copies, "every buffer was read and written in place"
+
+
+@pytest.mark.parametrize(("name", "copies"), [("out", 1), ("grad_input_out", 1)])
+def test_buffers_that_combine_reads_are_copied_if_not_on_the_heap(heap, name, copies):
+    step = Step(heap)
+    want = step.run(on_heap=True)
+    before = heap.statistics.num_staging_copies
+    for found, expected in zip(step.run(on_heap=True, **{name: buffer(14, H)}), want, strict=True):
+        assert_same_bits(found, expected)
+    assert heap.statistics.num_staging_copies == before + copies
+
+
+@pytest.mark.parametrize("name", ["rows", "grad_out"])
+def test_buffers_that_peers_write_must_be_on_the_heap(heap, name):
+    step = Step(heap)
+    with pytest.raises(ArgumentError, match="is not on this symmetric heap; make it with heap.lease"):
+        step.run(on_heap=True, **{name: buffer(14, H)})
+    want = step.run(on_heap=False)
+    for found, expected in zip(step.run(on_heap=True), want, strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_combine_overwrites_the_experts_output(heap):
+    """With order "rank", combine sums in place; who keeps the experts' output for backward is told."""
+    step = Step(heap)
+    plan = make_plan(step.ids, num_experts=4, heap=heap)
+    x = step.x.clone().requires_grad_()
+    rows, row_probs = dispatch_tokens(x, plan, probs=step.probs)
+    lease = heap.lease(tuple(rows.shape), torch.float32)
+    out = step.model(rows, plan.splits, row_probs, out=lease.tensor)
+    penalty = (out**2).sum()
+    y = combine_tokens(out, plan, order="rank")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (y.sum() + penalty).backward()

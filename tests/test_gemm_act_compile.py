@@ -1,0 +1,186 @@
+"""Compiles the activation kernels, alone and fused with GEMMs, for sm_90 without a GPU. See test_gemm_compile.py."""
+
+import math
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from test_gemm_compile import MAX_SHARED, Recorder, assemble, meta  # noqa: E402
+
+from symmoe.errors import ArgumentError  # noqa: E402
+from symmoe.kernels.activation import Activation  # noqa: E402
+from symmoe.kernels.gpu import activation as gpu_activation  # noqa: E402
+from symmoe.kernels.gpu import gemm_act  # noqa: E402
+from symmoe.kernels.table import TensorTable  # noqa: E402
+
+SHAPES = {  # G, H, I, N
+    "qwen3-30b": (32, 2048, 768, 65536),
+    "mixtral-8x7b": (4, 4096, 14336, 16384),
+    "odd": (3, 1032, 712, 999),  # widths that no tile divides, contractions that no step divides
+    "narrow": (65, 136, 72, 999),
+}
+KERNELS = {
+    "grouped_gemm_act_kernel": gemm_act,
+    "grouped_gemm_dact_kernel": gemm_act,
+    "sum_dscale_kernel": gemm_act,
+    "sum_dbias_kernel": gemm_act,
+    "scaled_activation_kernel": gpu_activation,
+    "scaled_activation_grad_kernel": gpu_activation,
+}
+ACTIVATIONS = {
+    "swiglu": Activation(),
+    "gpt-oss": Activation(alpha=1.702, limit=7.0, offset=1.0),
+    "interleave": Activation(interleave=32),
+    "srelu": Activation(kind="srelu"),
+}
+# Of dact with limits or sums of dbias, which need more registers than there are beside an epilogue in eight parts.
+MAX_SPILLED = 256
+LAYOUTS = ("gather", "contiguous", "table", "biased")
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """Every kernel replaced by a recorder."""
+    result = {name: Recorder(getattr(module, name)) for name, module in KERNELS.items()}
+    for name, module in KERNELS.items():
+        monkeypatch.setattr(module, name, result[name])
+    return result
+
+
+@pytest.fixture(autouse=True)
+def private_cache(monkeypatch, tmp_path):
+    """Compile for real: a cached kernel would hide that the compiler has changed."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None):
+    """Calls all functions on one shape the way the layer does."""
+    G, H, I, N = SHAPES[shape]
+    W = activation.hidden_width(I)
+    gather = layout != "contiguous"
+    index = meta(N, dtype=torch.int32) if gather else None
+    x = meta(N // 2 if gather else N, H, dtype=dtype)
+    row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    h, a = meta(N, W, dtype=dtype), meta(N, I, dtype=dtype)
+    bias = meta(G, W, dtype=dtype) if layout == "biased" else None
+
+    def weight(*shape):
+        return TensorTable(meta(G, dtype=torch.int64), shape, dtype) if layout == "table" else meta(*shape, dtype=dtype)
+
+    gemm_act.grouped_gemm_act(
+        x, weight(G, W, H), row_start, scale, h, a, activation, row_index=index, bias=bias, num_sms=132
+    )
+    workspace = meta(gemm_act.dact_workspace_numel(N, G, I, activation), dtype=torch.float32)
+    gemm_act.grouped_gemm_dact(
+        x,
+        weight(G, H, I),
+        row_start,
+        h,
+        scale,
+        h,
+        a,
+        scale,
+        workspace,
+        activation,
+        row_index=index,
+        dbias=bias,
+        num_sms=132,
+        config=config,
+    )
+    gpu_activation.scaled_activation(h, scale, a, activation)
+    gpu_activation.scaled_activation_grad(a, h, scale, h, scale, activation)
+
+
+def compile_and_report(recorder, tmp_path, about):
+    compiled = recorder.compile()
+    registers, spilled = assemble(compiled.asm["ptx"], tmp_path)
+    print(f"{about}: {registers} registers, {spilled} bytes spilled, {compiled.metadata.shared} bytes shared")
+    assert compiled.metadata.shared <= MAX_SHARED
+    return compiled.asm["ptx"], spilled
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b", "mixtral-8x7b"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("kernel", ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"])
+def test_bf16_uses_wgmma_and_wide_accesses_and_does_not_spill(recorders, tmp_path, kernel, activation, layout, shape):
+    launch(shape, activation, layout=layout)
+    ptx, spilled = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {layout} {shape}")
+    assert "wgmma.mma_async" in ptx
+    assert ("cp.async.bulk.tensor" in ptx) == (layout != "table")
+    assert ("cp.async.cg" in ptx) == (layout != "contiguous")
+    assert "st.global.v4.b32" in ptx
+    if kernel == "grouped_gemm_dact_kernel":
+        assert "ld.global.v4.b32" in ptx
+    if kernel == "grouped_gemm_dact_kernel" and (layout == "biased" or activation.limit < math.inf):
+        assert spilled <= MAX_SPILLED
+    else:
+        assert spilled == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kernel", ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"])
+@pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["srelu"]], ids=["swiglu", "srelu"])
+def test_other_dtypes(recorders, tmp_path, kernel, activation, dtype):
+    launch("qwen3-30b", activation, dtype)
+    ptx, spilled = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {dtype}")
+    # FP32 must not be rounded to TF32 on the way.
+    assert ("wgmma.mma_async" in ptx) == (dtype == torch.float16)
+    assert "tf32" not in ptx
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("kernel", ["scaled_activation_kernel", "scaled_activation_grad_kernel"])
+@pytest.mark.parametrize("interleave", [None, 32, 8, 4, 1])
+def test_elementwise_kernels_access_16_bytes(recorders, tmp_path, kernel, interleave):
+    launch("qwen3-30b", Activation(interleave=interleave))
+    ptx, spilled = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {interleave}")
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", ["odd", "narrow"])
+@pytest.mark.parametrize("interleave", [None, 4, 8])
+def test_widths_that_no_tile_divides(recorders, tmp_path, kernel, shape, interleave):
+    launch(shape, Activation(interleave=interleave, limit=7.0), layout="biased")
+    ptx, _ = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {shape} {interleave}")
+    assert "atom" not in ptx
+    assert "red.global" not in ptx
+
+
+@pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["interleave"]], ids=["halves", "blocks"])
+def test_switches_of_the_epilogue(recorders, tmp_path, activation):
+    """What a sweep may switch on is in the code."""
+    wide = gemm_act.dact_config(768, torch.bfloat16)
+    options = {"prefetch": True, "load_policy": "evict_first", "store_policy": "evict_last"}
+    config = gemm_act.DactConfig(**{name: getattr(wide, name) for name in ("block_m", "block_n", "block_k")},
+                                 num_stages=3, num_warps=8, parts=8, flatten=True, **options)  # fmt: skip
+    launch("qwen3-30b", activation, config=config)
+    ptx, _ = compile_and_report(recorders["grouped_gemm_dact_kernel"], tmp_path, "all switches")
+    assert "prefetch.global.L2" in ptx
+    assert "evict_first" in ptx
+    assert "evict_last" in ptx
+
+
+@pytest.mark.parametrize("interleave", [3, 64])
+def test_interleave_has_to_be_a_small_power_of_two(interleave):
+    activation = Activation(interleave=interleave)
+    with pytest.raises(ArgumentError, match=rf"interleave \({interleave}\) must be a power of two up to 32"):
+        gpu_activation.activation_fields(activation, 192)
+
+
+def test_interleave_has_to_divide_the_width():
+    with pytest.raises(ArgumentError, match=r"interleave \(32\) must divide the FFN width \(40\)"):
+        gpu_activation.activation_fields(Activation(interleave=32), 40)
+
+
+def test_the_workspace_is_enough_for_every_choice_of_tiles():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for ffn in (16, 128, 256, 14336):
+            config = gemm_act.dact_config(ffn, dtype)
+            assert config.block_m >= gemm_act.MIN_BLOCK_M
+            assert config.block_n >= gemm_act.MIN_BLOCK_N

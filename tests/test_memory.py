@@ -1,0 +1,121 @@
+"""plan_memory and `symmoe plan` against what layers really use; the schedules' test has the heap's exact size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+
+from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, cli, plan_memory
+from symmoe.errors import ArgumentError
+from symmoe.kernels.activation import Activation
+from symmoe.moe.fused import _ExpertParallelMLP
+
+H, I, E, K, T = 16, 24, 8, 3, 37
+
+
+def bytes_kept(config: MoEConfig) -> tuple[int, int]:
+    """Bytes of (heap, ordinary memory) between forward and backward of one layer on one rank."""
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        layer = MoELayer(config, heap)
+        y, _ = layer(torch.randn(T, H, requires_grad=True))
+        node = y.grad_fn
+        while type(node).__name__ != "_ExpertParallelMLPBackward":
+            node = node.next_functions[0][0]
+        plan: Plan = node.call.plan
+        kept = [getattr(plan, field.name) for field in fields(Plan)] + list(node.saved_tensors)
+        weights = {id(p) for p in layer.parameters()}
+        found = {}
+        for tensor in kept:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in weights:
+                storage = tensor.untyped_storage()
+                is_leased = heap.owns(tensor)
+                found[storage.data_ptr()] = (is_leased, tensor.nbytes if is_leased else storage.nbytes())
+        leased = sum(size for is_leased, size in found.values() if is_leased)
+        assert leased <= heap.leased_bytes
+        return leased, sum(size for is_leased, size in found.values() if not is_leased)
+
+
+@pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
+@pytest.mark.parametrize("capacity", [None, 150])
+def test_bytes_of_a_call(stash: str, capacity: int | None):
+    assert _ExpertParallelMLP.__name__ == "_ExpertParallelMLP"  # bytes_kept looks for it
+    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity)
+    plan = plan_memory(config, num_ranks=1, num_tokens=T, dtype=torch.float32)
+    leased, ordinary = bytes_kept(config)
+    assert plan.lease_bytes_per_call == leased
+    assert plan.activation_bytes_per_call == ordinary
+
+
+def test_rows_and_totals():
+    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K)
+    one = plan_memory(config, num_ranks=4, num_tokens=100)
+    assert one.num_rows == 300
+    # A token misses the two experts of a rank with probability (6/8)(5/7)(4/6).
+    assert one.num_packed_rows == -(-400 * (1 - 6 / 8 * 5 / 7 * 4 / 6) // 1)
+    worst = plan_memory(config, num_ranks=4, num_tokens=100, routing="worst")
+    assert (worst.num_rows, worst.num_packed_rows) == (800, 400)
+    many = plan_memory(config, num_ranks=4, num_tokens=100, num_layers=3, num_in_flight=2)
+    assert many.activation_bytes == 6 * one.activation_bytes_per_call
+    assert many.heap_bytes > one.heap_bytes + 4 * one.lease_bytes_per_call
+    static = plan_memory(MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, capacity=350), num_ranks=4, num_tokens=100)
+    assert (static.num_rows, static.num_packed_rows) == (350, 350)
+    narrow = plan_memory(config, num_ranks=4, num_tokens=100, activation=Activation(kind="srelu"))
+    assert one.activation_bytes_per_call - narrow.activation_bytes_per_call == 300 * I * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_ranks": 0}, "num_ranks (0) must be at least 1"),
+        ({"num_ranks": 3}, "num_experts (8) must be divisible by num_ranks (3)"),
+        ({"num_tokens": 0}, "num_tokens (0) must be at least 1"),
+        ({"num_layers": -1}, "num_layers (-1) must be at least 1"),
+        ({"num_in_flight": 0}, "num_in_flight (0) must be at least 1"),
+        ({"routing": "best"}, "routing ('best') must be 'uniform' or 'worst'"),
+    ],
+)
+def test_wrong_arguments(change: dict, text: str):
+    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K)
+    with pytest.raises(ArgumentError) as caught:
+        plan_memory(config, **{"num_ranks": 2, "num_tokens": 8, **change})
+    assert text in str(caught.value)
+
+
+ARGUMENTS = "plan --hidden 2048 --ffn 768 --experts 128 --top-k 8 --ranks 2 --tokens 8192".split()
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]):
+    assert cli.main([*ARGUMENTS, "--layers", "4", "--micro-batches", "2", "--capacity-factor", "1.5"]) == 0
+    out = capsys.readouterr().out
+    config = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, capacity=98304)
+    plan = plan_memory(config, num_ranks=2, num_tokens=8192, num_layers=4, num_in_flight=2)
+    assert "static, 1.5" in out
+    assert cli._size(plan.heap_bytes) in out
+    assert cli._size(plan.activation_bytes) in out
+    assert "131072" in out  # the worst case's rows
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        (["--ranks", "3"], "num_experts (128) must be divisible by num_ranks (3)"),
+        (["--capacity-factor", "0"], "capacity-factor (0.0) must be"),
+        (["--top-k", "200"], "top_k (200) must be at most num_experts (128)"),
+    ],
+)
+def test_a_command_that_makes_no_sense(extra: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*ARGUMENTS, *extra])
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_python_m_symmoe():
+    done = subprocess.run(
+        [sys.executable, "-m", "symmoe", *ARGUMENTS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "heap, whole (num_bytes)" in done.stdout

@@ -1,0 +1,293 @@
+"""Scaled activations against float64 autograd, and the helpers that interleave gate and up features."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from grouped_cases import (
+    DTYPES,
+    assert_near,
+    assert_same_bits,
+    clamped_swiglu,
+    interleaved_order,
+    srelu,
+    swiglu,
+)
+
+from symmoe import (
+    ScaledActivation,
+    ScaledClampedSwiGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    deinterleave_gate_up,
+    interleave_gate_up,
+)
+from symmoe.errors import ArgumentError
+from symmoe.kernels.activation import Activation
+
+I = 12
+
+
+def gpt_oss(h):
+    return clamped_swiglu(h, alpha=1.702, limit=7.0, offset=1.0)
+
+
+def tight(h):
+    return clamped_swiglu(h, alpha=0.5, limit=0.75, offset=-0.5)
+
+
+ACTIVATIONS = {
+    "swiglu": (ScaledSwiGLU(), swiglu),
+    "gpt-oss": (ScaledClampedSwiGLU(), gpt_oss),
+    "clamped": (ScaledClampedSwiGLU(alpha=0.5, limit=0.75, offset=-0.5), tight),
+    "srelu": (ScaledSReLU(), srelu),
+}
+
+
+def operands(activation: ScaledActivation, lead: tuple[int, ...], dtype: torch.dtype, seed: int = 0):
+    """h with values inside and outside of the limits, scale, and the gradient of the result."""
+    generator = torch.Generator().manual_seed(seed)
+    width = activation.activation.hidden_width(I)
+    h = torch.randn(*lead, width, generator=generator) * 3
+    scale, d_out = torch.randn(lead, generator=generator), torch.randn(*lead, I, generator=generator)
+    return h.to(dtype), scale, d_out.to(dtype)
+
+
+def oracle(act, h, scale, d_out):
+    """out, d_h, d_scale in float64, row by row."""
+    h, scale = (tensor.detach().double().requires_grad_() for tensor in (h, scale))
+    flat = [act(row) * s for row, s in zip(h.flatten(0, -2), scale.flatten(), strict=True)]
+    out = torch.stack(flat).view(d_out.shape)
+    out.backward(d_out.double())
+    return out.detach(), h.grad, scale.grad
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lead", [(37,), (3, 5), (2, 1, 4)], ids=str)
+def test_against_float64(name, dtype, lead):
+    activation, act = ACTIVATIONS[name]
+    h, scale, d_out = operands(activation, lead, dtype)
+    h.requires_grad_()
+    scale.requires_grad_()
+    out = activation(h, scale)
+    assert out.dtype == dtype
+    out.backward(d_out)
+    assert (h.grad.dtype, scale.grad.dtype) == (dtype, torch.float32)
+    want_out, want_h, want_scale = oracle(act, h, scale, d_out)
+    assert_near(out.detach(), want_out, dtype, "out")
+    assert_near(h.grad, want_h, dtype, "d_h")
+    assert_near(scale.grad, want_scale, torch.float32 if dtype is torch.float32 else dtype, "d_scale")
+
+
+def test_torch_knows_swiglu_and_gpt_oss():
+    """The formulas again, as model code writes them: F.silu, and the experts of gpt-oss."""
+    h, scale, _ = operands(ScaledSwiGLU(), (40,), torch.float32)
+    gate, up = h.chunk(2, dim=1)
+    torch.testing.assert_close(ScaledSwiGLU()(h, scale), torch.nn.functional.silu(gate) * up * scale[:, None])
+    gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
+    want = (up + 1) * (gate * torch.sigmoid(gate * 1.702)) * scale[:, None]
+    torch.testing.assert_close(ScaledClampedSwiGLU()(h, scale), want)
+
+
+def test_defaults_are_plain_swiglu_without_clamps():
+    h, scale, _ = operands(ScaledSwiGLU(), (20,), torch.float32)
+    plain, clamped = ScaledSwiGLU(), ScaledClampedSwiGLU(alpha=1.0, limit=math.inf, offset=0.0)
+    assert_same_bits(clamped(h, scale), plain(h, scale))
+    assert ScaledClampedSwiGLU().activation == Activation(alpha=1.702, limit=7.0, offset=1.0)
+    assert list(plain.parameters()) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_derivatives_at_the_limits(dtype):
+    """torch.clamp's: 1 at equality, 0 outside; relu's: 0 at 0."""
+    limit = 2.0
+    values = torch.tensor([-2.5, -2.0, -1.0, 0.0, 1.0, 2.0, 2.5])
+    grid = torch.cartesian_prod(values, values).to(dtype)
+    h = grid.clone().requires_grad_()
+    ScaledClampedSwiGLU(alpha=1.5, limit=limit, offset=1.0)(h, torch.ones(len(grid))).sum().backward()
+    _, want, _ = oracle(
+        lambda row: clamped_swiglu(row, alpha=1.5, limit=limit, offset=1.0),
+        grid,
+        torch.ones(len(grid)),
+        torch.ones(len(grid), 1),
+    )
+    assert_near(h.grad, want, dtype)
+    assert ((h.grad == 0) >= (want == 0)).all()
+    x = torch.tensor([[-1.0], [0.0], [2.0]], dtype=dtype, requires_grad=True)
+    ScaledSReLU()(x, torch.ones(3)).sum().backward()
+    assert x.grad.flatten().tolist() == [0, 0, 4]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_nan_and_infinity_go_through(name):
+    activation, _ = ACTIVATIONS[name]
+    width = activation.activation.hidden_width(1)
+    h = torch.ones(3, width)
+    h[1] = torch.nan
+    out = activation(h, torch.ones(3))
+    assert out[1].isnan().all()
+    assert out[::2].isfinite().all()
+    assert activation(torch.ones(2, width), torch.tensor([torch.nan, 1.0])).isnan().flatten().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_large_values_do_not_make_nan(name):
+    """exp overflows where sigmoid is 0 or 1."""
+    activation, act = ACTIVATIONS[name]
+    width = activation.activation.hidden_width(1)
+    h = torch.tensor([[-1e4] * width, [1e4] * width, [-300.0] * width]).requires_grad_()
+    scale = torch.ones(3, requires_grad=True)
+    out = activation(h, scale)
+    out.sum().backward()
+    want_out, want_h, want_scale = oracle(act, h, scale, torch.ones(3, 1))
+    torch.testing.assert_close(out.double(), want_out)
+    torch.testing.assert_close(h.grad.double(), want_h)
+    torch.testing.assert_close(scale.grad.double(), want_scale)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_scale_of_any_floating_dtype(scale_dtype):
+    activation = ScaledSwiGLU()
+    h, scale, d_out = operands(activation, (20,), torch.bfloat16)
+    scale = scale.to(scale_dtype).requires_grad_()
+    out = activation(h, scale)
+    out.backward(d_out)
+    assert out.dtype == torch.bfloat16
+    assert scale.grad.dtype == scale_dtype
+    assert_near(scale.grad, oracle(swiglu, h, scale, d_out)[2], torch.bfloat16)
+
+
+def test_scale_of_zero_still_has_a_gradient():
+    h, _, d_out = operands(ScaledSwiGLU(), (5,), torch.float32)
+    scale = torch.zeros(5, requires_grad=True)
+    out = ScaledSwiGLU()(h, scale)
+    out.backward(d_out)
+    assert not out.any()
+    assert_near(scale.grad, oracle(swiglu, h, scale, d_out)[2], torch.float32)
+
+
+@pytest.mark.parametrize("only", ["h", "scale"])
+def test_one_argument_takes_a_gradient(only):
+    activation = ScaledSwiGLU()
+    h, scale, d_out = operands(activation, (9,), torch.float32)
+    _, want_h, want_scale = oracle(swiglu, h, scale, d_out)
+    {"h": h, "scale": scale}[only].requires_grad_()
+    activation(h, scale).backward(d_out)
+    found, want = (h.grad, want_h) if only == "h" else (scale.grad, want_scale)
+    assert_near(found, want, torch.float32)
+
+
+def test_strided_arguments():
+    activation = ScaledSwiGLU()
+    h, scale, d_out = operands(activation, (8,), torch.float32)
+    want = activation(h, scale)
+    strided_h = torch.empty(8, 4 * I)[:, ::2].copy_(h).requires_grad_()
+    strided_scale = torch.empty(8, 3)[:, 1].copy_(scale)
+    out = activation(strided_h, strided_scale)
+    out.backward(d_out.t().contiguous().t())
+    assert_same_bits(out, want)
+    assert_near(strided_h.grad, oracle(swiglu, h, scale, d_out)[1], torch.float32)
+
+
+@pytest.mark.parametrize("lead", [(0,), (0, 3), (3, 0)], ids=str)
+def test_no_rows(lead):
+    h, scale = torch.empty(*lead, 2 * I, requires_grad=True), torch.empty(lead, requires_grad=True)
+    out = ScaledSwiGLU()(h, scale)
+    assert out.shape == (*lead, I)
+    out.sum().backward()
+    assert (h.grad.shape, scale.grad.shape) == (h.shape, scale.shape)
+
+
+def test_no_second_derivatives():
+    h, scale, _ = operands(ScaledSwiGLU(), (4,), torch.float32)
+    h.requires_grad_()
+    (d_h,) = torch.autograd.grad(ScaledSwiGLU()(h, scale).square().sum(), h, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_h.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("activation", "h", "scale", "parts"),
+    [
+        (ScaledSwiGLU(), torch.ones(3, 5), torch.ones(3), ["h has 5 columns", "multiple of 2"]),
+        (ScaledSwiGLU(interleave=4), torch.ones(3, 12), torch.ones(3), ["h has 12 columns", "multiple of 8"]),
+        (ScaledSwiGLU(), torch.ones(3, 4).double(), torch.ones(3), ["h is torch.float64", "torch.bfloat16"]),
+        (ScaledSwiGLU(), torch.ones(3, 4).int(), torch.ones(3), ["h is torch.int32"]),
+        (ScaledSwiGLU(), torch.ones(3, 4), torch.ones(4), ["scale", "[4]", "[3]"]),
+        (ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, 1), ["scale", "[3, 1]", "[3]"]),
+        (ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3).int(), ["scale", "torch.int32", "floating point"]),
+        (ScaledSwiGLU(), torch.ones(3, 4), [1.0] * 3, ["scale (list)", "tensor"]),
+        (ScaledSwiGLU(), torch.ones(3, 4), torch.ones(3, device="meta"), ["scale", "meta", "cpu"]),
+        (ScaledSwiGLU(), [[1.0, 2.0]], torch.ones(1), ["h (list)"]),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(activation, h, scale, parts):
+    with pytest.raises(ArgumentError) as caught:
+        activation(h, scale)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Activation(kind="gelu"), r"kind \('gelu'\) must be 'swiglu' or 'srelu'"),
+        (lambda: ScaledClampedSwiGLU(limit=0.0), r"limit \(0.0\) must be greater than 0"),
+        (lambda: ScaledClampedSwiGLU(limit=-1.0), r"limit \(-1.0\)"),
+        (lambda: ScaledClampedSwiGLU(limit=math.nan), r"limit \(nan\)"),
+        (lambda: ScaledSwiGLU(interleave=0), r"interleave \(0\)"),
+        (lambda: Activation(kind="srelu", interleave=2), r"interleave \(2\)"),
+    ],
+)
+def test_wrong_constructors(make, text):
+    with pytest.raises(ArgumentError, match=text):
+        make()
+
+
+# -- interleaving -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize(("shape", "dim"), [((3, 24, 5), -2), ((3, 24, 5), 1), ((3, 24), -1), ((24,), 0)], ids=str)
+def test_conversion(block, shape, dim):
+    tensor = torch.randn(shape)
+    interleaved = interleave_gate_up(tensor, block, dim=dim)
+    assert_same_bits(interleaved, tensor.index_select(dim, torch.tensor(interleaved_order(24, block))))
+    assert_same_bits(deinterleave_gate_up(interleaved, block, dim=dim), tensor)
+    assert_same_bits(interleave_gate_up(deinterleave_gate_up(tensor, block, dim=dim), block, dim=dim), tensor)
+
+
+def test_conversion_by_hand():
+    assert interleave_gate_up(torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), 2, dim=0).tolist() == [
+        *(0, 1, 10, 11),
+        *(2, 3, 12, 13),
+    ]
+
+
+@pytest.mark.parametrize("convert", [interleave_gate_up, deinterleave_gate_up])
+@pytest.mark.parametrize("block", [0, -1, 5, 24])
+def test_wrong_block(convert, block):
+    with pytest.raises(ArgumentError, match=r"dimension 1 \(24\) must be a multiple of 2 \* block"):
+        convert(torch.ones(2, 24), block, dim=1)
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 12])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [ScaledSwiGLU, ScaledClampedSwiGLU])
+def test_interleaved_is_the_same_function(block, dtype, make):
+    plain, interleaved = make(), make(interleave=block)
+    h, scale, d_out = operands(plain, (11,), dtype)
+    h.requires_grad_()
+    scale.requires_grad_()
+    mixed = interleave_gate_up(h.detach(), block, dim=-1).requires_grad_()
+    other_scale = scale.detach().clone().requires_grad_()
+    out, other = plain(h, scale), interleaved(mixed, other_scale)
+    out.backward(d_out)
+    other.backward(d_out)
+    assert_same_bits(other, out)
+    assert_same_bits(deinterleave_gate_up(mixed.grad, block, dim=-1), h.grad)
+    assert_same_bits(other_scale.grad, scale.grad)

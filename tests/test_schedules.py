@@ -1,0 +1,435 @@
+"""MoELayer in real schedules: what is kept for backward, 1F1B, recomputation, exceptions, a shared expert."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from test_layer import GPU_H, GPU_I, H, I, flat, make_layer, tokens_of
+from torch.utils.checkpoint import checkpoint
+from worker import Findings, open_heap
+
+from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
+from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
+from symmoe.moe.config import _CHOICES
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES
+
+STASHES = _CHOICES["stash"]
+NUM_LAYERS = 2
+
+
+def config_for(num_ranks: int, device: str, **options) -> MoEConfig:
+    hidden, ffn = (GPU_H, GPU_I) if device == "cuda" else (H, I)
+    return MoEConfig(hidden=hidden, ffn=ffn, num_experts=2 * num_ranks, top_k=2, **options)
+
+
+class Stack(torch.nn.Module):
+    """Layers with a residual around each; `through` calls one of them."""
+
+    def __init__(self, heap: SymmetricHeap, config: MoEConfig) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(make_layer(heap, config)[0] for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor, through=lambda layer, x: layer(x)[0]) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + through(layer, x)
+        return x
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of the parameters; none are left."""
+        found = [p.grad for p in self.parameters()]
+        self.zero_grad(set_to_none=True)
+        return found
+
+
+def batch(heap: SymmetricHeap, hidden: int, turn: int) -> torch.Tensor:
+    return tokens_of(heap.rank, 6 + turn % 3, hidden, salt=turn).to(heap.device).requires_grad_()
+
+
+def step(model: Stack, x: torch.Tensor, **options) -> list[torch.Tensor]:
+    """y, dx and the gradients of the weights of one forward and backward."""
+    y = model(x, **options)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *model.gradients()]
+
+
+def compare_bits(findings: Findings, got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    findings.equal("number of tensors", len(got), len(want))
+    for i, (one, other) in enumerate(zip(got, want, strict=True)):
+        findings.check(one is not None and torch.equal(one, other), f"tensor {i} differs")
+
+
+# -- what is kept for backward ----------------------------------------------------------------------------------------
+
+
+def check_stashes(rank: int, num_ranks: int, device: str) -> list[str]:
+    findings = Findings()
+    for limits in ({}, {"capacity": 64, "max_tokens": 8}):
+        for order in ("rank", "slot"):
+            found, leased = {}, {}
+            for stash in STASHES:
+                findings.where = f"rank {rank} of {num_ranks}, stash {stash}, order {order}, {limits}"
+                with open_heap(device) as heap:
+                    config = config_for(num_ranks, device, stash=stash, order=order, **limits)
+                    model = Stack(heap, config)
+                    kept = model(batch(heap, config.hidden, 0))
+                    leased[stash] = heap.leased_bytes
+                    del kept
+                    found[stash] = step(model, batch(heap, config.hidden, 1))
+                    findings.equal("leased bytes", heap.leased_bytes, 0)
+                    compare_bits(findings, found[stash], found["all"])
+            findings.check(leased["all"] == leased["rows"] > 0, f"the rows are not kept: {leased}")
+            findings.check(leased["hidden"] == leased["none"] == 0, f"something is kept on the heap: {leased}")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_stashes_give_the_same_bits(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_stashes, "cpu")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_stashes_give_the_same_bits_on_gpus(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks, "cuda").run(check_stashes, "cuda")) == []
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def pipeline(num_batches: int, in_flight: int) -> list[tuple[str, int]]:
+    """1F1B: F0 F1 B0 F2 B1 ... with so many micro-batches in flight."""
+    turns = []
+    for turn in range(num_batches + in_flight - 1):
+        if turn < num_batches:
+            turns.append(("F", turn))
+        if turn + 1 >= in_flight:
+            turns.append(("B", turn + 1 - in_flight))
+    return turns
+
+
+def run_schedule(model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]) -> list[torch.Tensor]:
+    """Gradients accumulated over all micro-batches, and every y and dx."""
+    flying, found = {}, {}
+    for direction, turn in turns:
+        if direction == "F":
+            x = batch(heap, model.layers[0].config.hidden, turn)
+            flying[turn] = x, model(x)
+        else:
+            x, y = flying.pop(turn)
+            y.square().sum().backward()
+            found[turn] = [y.detach(), x.grad]
+            del x, y
+    assert pipeline(3, 2) == [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
+    return [tensor for turn in sorted(found) for tensor in found[turn]] + model.gradients()
+
+
+def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
+    """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
+    findings = Findings()
+    num_batches = 5
+    for stash in STASHES:
+        config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8)
+        for in_flight in (1, 2, 3):
+            findings.where = f"rank {rank} of {num_ranks}, {stash}, {in_flight} in flight"
+            plan = plan_memory(
+                config,
+                num_ranks=num_ranks,
+                num_tokens=8,
+                num_layers=NUM_LAYERS,
+                num_in_flight=in_flight,
+                dtype=torch.float32,
+            )
+            with open_heap(device, num_bytes=plan.heap_bytes) as heap:
+                model = Stack(heap, config)
+                alone = [turn for i in range(num_batches) for turn in (("F", i), ("B", i))]
+                want = run_schedule(model, heap, alone)
+                compare_bits(findings, run_schedule(model, heap, pipeline(num_batches, in_flight)), want)
+                findings.equal("leased bytes", heap.leased_bytes, 0)
+                peak = heap.high_water_bytes
+                findings.check(0 < peak <= heap.num_bytes, f"high-water mark {peak}")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_forward_one_backward(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_pipeline, "cpu")) == []
+
+
+@pytest.mark.gpu
+def test_one_forward_one_backward_on_gpus(cluster):
+    assert flat(cluster(2, "cuda").run(check_pipeline, "cuda")) == []
+
+
+def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
+    """One block less than planned: a typed error on every rank that says what is missing; then the heap works on."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    config = config_for(num_ranks, "cpu", capacity=48, max_tokens=8)
+    sizes = {"num_ranks": num_ranks, "num_tokens": 8, "num_layers": NUM_LAYERS, "dtype": torch.float32}
+    num_bytes = plan_memory(config, num_in_flight=2, **sizes).heap_bytes - ALIGNMENT_BYTES
+    with open_heap("cpu", num_bytes=num_bytes) as heap:
+        model = Stack(heap, config)
+        error = None
+        try:
+            run_schedule(model, heap, pipeline(3, 2))
+        except HeapExhausted as caught:
+            error = str(caught)
+        findings.check(error is not None, "the heap was not exhausted")
+        for part in ("lease '", f"num_bytes (now {num_bytes})", "high-water mark"):
+            findings.check(part in (error or ""), f"{part!r} is not in {error!r}")
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        findings.equal("leased bytes after the error", heap.leased_bytes, 0)
+        compare_bits(
+            findings,
+            step(model, batch(heap, config.hidden, 7)),
+            step(model, batch(heap, config.hidden, 7)),
+        )
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_heap_that_is_a_block_too_small(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_exhaustion)) == []
+
+
+def check_recomputation(rank: int, num_ranks: int, device: str) -> list[str]:
+    findings = Findings()
+    config = config_for(num_ranks, device)
+    with open_heap(device) as heap:
+        model = Stack(heap, config)
+        want = step(model, batch(heap, config.hidden, 2))
+        for reentrant in (False, True):
+            findings.where = f"rank {rank} of {num_ranks}, reentrant {reentrant}"
+
+            def through(layer: MoELayer, x: torch.Tensor, reentrant: bool = reentrant) -> torch.Tensor:
+                return checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
+
+            kept = model(batch(heap, config.hidden, 2), through=through)
+            findings.equal("leased bytes between forward and backward", heap.leased_bytes, 0)
+            del kept
+            found = step(model, batch(heap, config.hidden, 2), through=through)
+            if reentrant:  # autograd adds the gradients of x in another order, which reaches all of the layer before
+                for i, (got, other) in enumerate(zip(found, want, strict=True)):
+                    findings.close(f"tensor {i}", got, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+            else:
+                compare_bits(findings, found, want)
+            gc.collect()
+            findings.equal("leased bytes", heap.leased_bytes, 0)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_recomputation_keeps_nothing_on_the_heap(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_recomputation, "cpu")) == []
+
+
+@pytest.mark.gpu
+def test_recomputation_keeps_nothing_on_the_heap_on_gpus(cluster):
+    assert flat(cluster(2, "cuda").run(check_recomputation, "cuda")) == []
+
+
+def check_exceptions(rank: int, num_ranks: int) -> list[str]:
+    """The user's code raises between forward and backward, and in the middle of a backward pass."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    config = config_for(num_ranks, "cpu")
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy: torch.Tensor) -> torch.Tensor:
+            raise ValueError("not today")
+
+    with open_heap("cpu") as heap:
+        model = Stack(heap, config)
+        want = step(model, batch(heap, config.hidden, 3))
+
+        def fail_after_forward() -> None:
+            y = model(batch(heap, config.hidden, 3))
+            raise ValueError(f"loss of {tuple(y.shape)}")
+
+        def fail_in_backward() -> None:
+            x = batch(heap, config.hidden, 3)
+            y = model(Failing.apply(x))  # after both layers' backward passes, before x has its gradient
+            y.square().sum().backward()
+
+        for fail in (fail_after_forward, fail_in_backward):
+            try:
+                fail()
+            except ValueError:
+                pass
+            else:
+                findings.check(False, f"{fail.__name__} raised nothing")
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            findings.equal(f"leased bytes after {fail.__name__}", heap.leased_bytes, 0)
+            compare_bits(findings, step(model, batch(heap, config.hidden, 3)), want)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_exceptions_between_forward_and_backward(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_exceptions)) == []
+
+
+# -- overflow in a stack ----------------------------------------------------------------------------------------------
+
+
+def check_overflow(rank: int, num_ranks: int, device: str) -> list[str]:
+    """Exact counts of what is dropped, and an overflow that is raised leaves the next step right."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    top_k, num_tokens = 2, 8
+    for capacity in (1, 5, num_tokens * top_k * num_ranks):
+        config = config_for(num_ranks, device, capacity=capacity, max_tokens=num_tokens, overflow="drop")
+        with open_heap(device) as heap:
+            layer, _ = make_layer(heap, config)
+            x = tokens_of(rank, num_tokens, config.hidden).to(heap.device).requires_grad_()
+            y, metrics = layer(x)
+            y.sum().backward()
+            per_rank = metrics.expert_load.cpu().view(num_ranks, -1).sum(1)
+            findings.equal("slots", int(per_rank.sum()), num_tokens * top_k * num_ranks)
+            findings.equal("dropped", int(metrics.num_dropped), int((per_rank - capacity).clamp(min=0).sum()))
+            findings.check(bool(torch.isfinite(y).all() and torch.isfinite(x.grad).all()), "not finite")
+    config = config_for(num_ranks, device, capacity=1, max_tokens=num_tokens)
+    with open_heap(device) as heap:
+        layer, _ = make_layer(heap, config)
+        x = tokens_of(rank, num_tokens, config.hidden).to(heap.device)
+        error = ""
+        try:
+            layer(x)
+            heap.synchronize()
+        except CapacityError as caught:
+            error = str(caught)
+        findings.check("more than capacity (1)" in error, f"the overflow is reported as {error!r}")
+        y, metrics = layer(x[:0])
+        heap.synchronize()
+        findings.equal("slots of the next call", int(metrics.expert_load.sum()), 0)
+        findings.equal("shape of the next call", y.shape, x[:0].shape)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_overflow(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_overflow, "cpu")) == []
+
+
+@pytest.mark.gpu
+def test_overflow_on_gpus(cluster):
+    assert flat(cluster(2, "cuda").run(check_overflow, "cuda")) == []
+
+
+# -- a shared expert, other experts -----------------------------------------------------------------------------------
+
+
+class Shared(torch.nn.Module):
+    """A dense feed-forward layer with a gate."""
+
+    def __init__(self, hidden: int, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(29)
+        self.up = torch.nn.Linear(hidden, 2 * hidden, device=device)
+        self.down = torch.nn.Linear(2 * hidden, hidden, device=device)
+        self.gate = torch.nn.Linear(hidden, 1, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.gate(x)) * self.down(torch.nn.functional.silu(self.up(x)))
+
+
+def check_shared_expert(rank: int, num_ranks: int, device: str) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    config = config_for(num_ranks, device)
+    with open_heap(device, num_bytes=32 << 20) as heap:
+        shared = Shared(config.hidden, heap.device)
+        plain, _ = make_layer(heap, config)
+        torch.manual_seed(17)
+        layer = MoELayer(config, heap, experts=plain.experts, shared_expert=shared)
+        layer.router.load_state_dict(plain.router.state_dict())
+        names = [name for name, _ in layer.named_parameters()]
+        findings.check("shared_expert.up.weight" in names, f"the shared expert is not among {names}")
+        for turn in range(20):
+            num_tokens = 64 if device == "cuda" else 6
+            x = tokens_of(rank, num_tokens, config.hidden, salt=turn).to(heap.device).view(2, -1, config.hidden)
+            found = []
+            for call in (lambda x: layer(x)[0], lambda x: plain(x)[0] + shared(x)):
+                given = x.clone().requires_grad_()
+                y = call(given)
+                y.square().sum().backward()
+                modules = (plain.experts, shared)
+                found.append([y.detach(), given.grad] + [p.grad for m in modules for p in m.parameters()])
+                for module in (*modules, layer, plain):
+                    module.zero_grad(set_to_none=True)
+            compare_bits(findings, found[0][:1] + found[0][2:], found[1][:1] + found[1][2:])
+            # x has two consumers; the order in which autograd adds their gradients may differ.
+            findings.close("dx", found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_shared_expert(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_shared_expert, "cpu")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_shared_expert_on_gpus(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks, "cuda").run(check_shared_expert, "cuda")) == []
+
+
+def test_experts_must_fit_the_config():
+    config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2)
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        for wrong, text in (
+            (GroupedMLP(3, H, I), "experts.num_groups (3) must be 4"),
+            (GroupedMLP(4, 2 * H, I), f"experts.hidden ({2 * H}) must be {H}"),
+            (GroupedMLP(4, H, I + 8), f"experts.ffn ({I + 8}) must be {I}"),
+        ):
+            with pytest.raises(ArgumentError) as caught:
+                MoELayer(config, heap, experts=wrong)
+            assert text in str(caught.value)
+
+
+def check_other_experts(rank: int, num_ranks: int) -> list[str]:
+    """Experts with another activation and biases, against a plain loop over tokens and slots."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    config = config_for(num_ranks, "cpu")
+    with open_heap("cpu") as heap:
+        local = config.num_experts // num_ranks
+        torch.manual_seed(31)
+        every = GroupedMLP(config.num_experts, config.hidden, config.ffn, activation=ScaledSReLU(), bias=True)
+        mine = GroupedMLP(local, config.hidden, config.ffn, activation=ScaledSReLU(), bias=True)
+        span = slice(rank * local, (rank + 1) * local)
+        with torch.no_grad():
+            for to, source in zip(mine.parameters(), every.parameters(), strict=True):
+                to.copy_(source[span])
+        layer = MoELayer(config, heap, experts=mine)
+        x = tokens_of(rank, 6, config.hidden).requires_grad_()
+        y, _ = layer(x)
+        y.square().sum().backward()
+        dx = x.grad
+        x = x.detach().clone().requires_grad_()
+        routed = layer.router(x)
+        want = torch.zeros_like(x)
+        w1, b1, w2, b2 = every.fc1.weight, every.fc1.bias, every.fc2.weight, every.fc2.bias
+        for t in range(x.shape[0]):
+            for k in range(config.top_k):
+                e = int(routed.topk_idx[t, k])
+                out = w2[e] @ (w1[e] @ x[t] + b1[e]).relu().square() + b2[e]
+                want = want.index_add(0, torch.tensor([t]), (routed.probs[t, k] * out)[None])
+        want.square().sum().backward()
+        findings.close("y", y, want, rtol=1e-4, atol=1e-5)
+        findings.close("dx", dx, x.grad, rtol=1e-4, atol=1e-4)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_other_experts(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_other_experts)) == []

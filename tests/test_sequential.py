@@ -1,0 +1,374 @@
+"""Sequential: where extra inputs and keyword arguments go, what is an error, and when the fused kernels run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from grouped_cases import (
+    PATHS,
+    TINY,
+    Case,
+    assert_same_bits,
+    make_inputs,
+    make_linear,
+    run_experts,
+)
+from torch import nn
+
+from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential
+from symmoe.errors import ArgumentError
+from symmoe.moe import sequential
+
+PLAIN = Case(buffers=())
+INPUTS = make_inputs(PLAIN)
+SPLITS = INPUTS.splits  # one tensor: equal splits in two tensors keep the modules apart
+
+
+def linears(**options) -> tuple[GroupedLinear, GroupedLinear]:
+    return (
+        make_linear(PLAIN, INPUTS.w1, INPUTS.b1, **options),
+        make_linear(PLAIN, INPUTS.w2, INPUTS.b2, **options),
+    )
+
+
+def experts(**options) -> Sequential:
+    fc1, fc2 = linears(**options)
+    return Sequential(fc1, ScaledSwiGLU(), fc2)
+
+
+def call(model: Sequential, x: torch.Tensor | None = None, **options) -> torch.Tensor:
+    return model(INPUTS.x if x is None else x, SPLITS, INPUTS.scale, SPLITS, **options)
+
+
+@pytest.fixture
+def num_fused(monkeypatch) -> list[int]:
+    """Grows by one with every call of the fused path."""
+    calls: list[int] = []
+    fused = sequential.fused_mlp
+
+    def counting(*args, **kwargs):
+        calls.append(1)
+        return fused(*args, **kwargs)
+
+    monkeypatch.setattr(sequential, "fused_mlp", counting)
+    return calls
+
+
+class Notes(nn.Module):
+    """Keeps what it is called with; takes `note` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[object] = []
+
+    def forward(self, x: torch.Tensor, *, note: object = None) -> torch.Tensor:
+        self.notes.append(note)
+        return x
+
+
+class TakesAnything(nn.Module):
+    def forward(self, x: torch.Tensor, **keywords: float) -> torch.Tensor:
+        return x * keywords.get("factor", 1.0)
+
+
+class TakesPositional(nn.Module):
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return x * factor
+
+
+# -- container --------------------------------------------------------------------------------------------------------
+
+
+def test_is_a_container():
+    first, second, third = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
+    model = Sequential(first, second, third)
+    assert len(model) == 3
+    assert list(model) == [first, second, third]
+    assert model[0] is first
+    assert model[-1] is third
+    with pytest.raises(IndexError):
+        model[3]
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    x = torch.randn(3, 4)
+    assert_same_bits(model(x), third(second(first(x))))
+    with pytest.raises(ArgumentError, match=r"modules\[1\] \(function\) must be an nn.Module"):
+        Sequential(first, lambda x: x)
+
+
+def test_empty():
+    x = torch.randn(2)
+    assert Sequential()(x) is x
+    with pytest.raises(ArgumentError, match="extra_inputs has 1 elements; 0 are needed"):
+        Sequential()(x, x)
+    with pytest.raises(ArgumentError, match="op_kwargs has index 0"):
+        Sequential()(x, op_kwargs={0: {}})
+
+
+def test_tuples_are_passed_on_and_returned():
+    fc1, fc2 = linears(return_bias=True)
+    y, bias1, bias2 = Sequential(fc1, ScaledSwiGLU(), fc2)(INPUTS.x, SPLITS, INPUTS.scale, SPLITS)
+    h, _ = fc1(INPUTS.x, SPLITS)
+    want, _ = fc2(ScaledSwiGLU()(h, INPUTS.scale), SPLITS)
+    assert_same_bits(y, want)
+    assert bias1 is fc1.bias
+    assert bias2 is fc2.bias
+
+
+def test_grouped_mlp_as_a_module():
+    model = GroupedMLP(TINY.num_groups, TINY.hidden, TINY.ffn)
+    x = INPUTS.x.nan_to_num()
+    out = torch.empty_like(x)
+    y = Sequential(nn.Identity(), model)(x, SPLITS, INPUTS.scale, op_kwargs={model: {"out": out}})
+    assert y.data_ptr() == out.data_ptr()
+    assert_same_bits(y[:9], model(x, SPLITS, INPUTS.scale)[:9])
+
+
+# -- extra inputs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+def test_wrong_number_of_extra_inputs(count):
+    given = (SPLITS, INPUTS.scale, SPLITS, SPLITS)[:count]
+    with pytest.raises(ArgumentError) as caught:
+        experts()(INPUTS.x, *given)
+    assert f"extra_inputs has {count} elements; 3 are needed" in str(caught.value)
+    for taker in ("1 for 0 (GroupedLinear)", "1 for 1 (ScaledSwiGLU)", "1 for 2 (GroupedLinear)"):
+        assert taker in str(caught.value)
+
+
+def test_extra_inputs_go_from_left_to_right():
+    fc1, fc2 = linears()
+    other = [4, 0, 2, 3]
+    y = Sequential(fc1, nn.Identity(), ScaledSwiGLU(), fc2)(INPUTS.x, SPLITS, INPUTS.scale, other)
+    h = fc1(INPUTS.x, SPLITS)
+    assert_same_bits(y[:9], fc2(ScaledSwiGLU()(h, INPUTS.scale), other)[:9])
+
+
+# -- op_kwargs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [0, -2])
+def test_address_by_index(index):
+    model = Sequential(Notes(), Notes())
+    model(torch.ones(1), op_kwargs={index: {"note": 7}})
+    assert [module.notes for module in model] == [[7], [None]]
+
+
+def test_address_by_module():
+    model = Sequential(Notes(), Notes())
+    model(torch.ones(1), op_kwargs={model[1]: {"note": 7}, 0: {"note": 8}})
+    assert [module.notes for module in model] == [[8], [7]]
+
+
+def test_keywords_are_not_kept_for_the_next_call():
+    model = Sequential(Notes())
+    given = {0: {"note": 7}}
+    model(torch.ones(1), op_kwargs=given)
+    model(torch.ones(1))
+    assert model[0].notes == [7, None]
+    assert given == {0: {"note": 7}}
+
+
+def test_modules_that_take_any_keyword_or_positional_defaults():
+    x = torch.ones(1)
+    assert Sequential(TakesAnything())(x, op_kwargs={0: {"factor": 3.0, "whatever": 1}}) == 3
+    assert Sequential(TakesPositional())(x, op_kwargs={-1: {"factor": 2.0}}) == 2
+    with pytest.raises(ArgumentError, match=r"'note'.*it takes factor"):
+        Sequential(TakesPositional())(x, op_kwargs={0: {"note": 2.0}})
+
+
+def errors_of_op_kwargs():
+    anonymous = "a GroupedLinear"
+    yield "index", lambda m: {3: {}}, ["index 3", "-3 to 2"]
+    yield "negative index", lambda m: {-4: {}}, ["index -4", "-3 to 2"]
+    yield "stranger", lambda m: {linears()[0]: {}}, [anonymous, "not in this Sequential", "0 (GroupedLinear)", "1 (Sca"]
+    yield "text", lambda m: {"0": {}}, ["a str", "not in this Sequential", "2 (GroupedLinear)"]
+    yield "bool", lambda m: {True: {}}, ["not in this Sequential", "2 (GroupedLinear)"]
+    yield "class", lambda m: {GroupedLinear: {}}, ["not in this Sequential"]
+    yield "module and index", lambda m: {m[0]: {}, 0: {}}, ["0 (GroupedLinear) twice", anonymous, "by 0"]
+    yield "two indices", lambda m: {2: {}, -1: {}}, ["2 (GroupedLinear) twice", "by 2", "by -1"]
+    keywords = ["out", "grad_input_out", "bias_scale", "is_first_microbatch"]
+    yield "keyword", lambda m: {0: {"dgrad_out": 1}}, ["'dgrad_out'", "0 (GroupedLinear)", *keywords]
+    yield "positional", lambda m: {0: {"splits": 1}}, ["'splits'", "0 (GroupedLinear)", *keywords]
+    yield "the row tensor", lambda m: {-1: {"x": 1}}, ["'x'", "2 (GroupedLinear)", *keywords]
+    yield "no keywords", lambda m: {1: {"out": 1}}, ["'out'", "1 (ScaledSwiGLU)", "takes no keyword arguments"]
+    yield "no keywords, by module", lambda m: {m[1]: {"scale": 1}}, ["'scale'", "takes no keyword arguments"]
+
+
+@pytest.mark.parametrize(("make", "parts"), [pytest.param(m, p, id=name) for name, m, p in errors_of_op_kwargs()])
+def test_wrong_op_kwargs(make, parts):
+    model = experts()
+    ran = []
+    for module in model:
+        module.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(ArgumentError) as caught:
+        call(model, op_kwargs=make(model))
+    for part in parts:
+        assert part in str(caught.value)
+    assert not ran, "nothing has been computed"
+    call(model)
+
+
+def test_module_that_stands_twice():
+    notes = Notes()
+    model = Sequential(notes, nn.Identity(), notes)
+    assert len(model) == 3
+    with pytest.raises(ArgumentError, match=r"a Notes, which is at \[0, 2\] here; address it by index"):
+        model(torch.ones(1), op_kwargs={notes: {"note": 1}})
+    model(torch.ones(1), op_kwargs={0: {"note": 1}, 2: {"note": 2}})
+    assert notes.notes == [1, 2]
+
+
+@pytest.mark.parametrize("value", [None, 3, ["out"]], ids=str)
+def test_keywords_that_are_no_mapping(value):
+    with pytest.raises(ArgumentError, match="op_kwargs"):
+        call(experts(), op_kwargs={0: value})
+
+
+# -- fusion -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_do_what_they_are_called(path, num_fused):
+    run_experts(path, PLAIN, INPUTS)
+    assert len(num_fused) == (path == "sequential")
+
+
+def same_splits_forms():
+    splits = SPLITS
+    yield "one tensor", splits, splits, True
+    yield "views of one tensor", splits, splits[:], True
+    yield "equal lists", [3, 0, 2, 4], [3, 0, 2, 4], True
+    yield "different lists", [3, 0, 2, 4], [3, 2, 0, 4], False
+    yield "equal tensors", splits, splits.clone(), False
+    yield "tensor and list", splits, [3, 0, 2, 4], False
+    # At one address, but other numbers: the second has a stride.
+    both = torch.tensor([3, 0, 0, 2, 2, 2, 4, 4])
+    yield "one address, other strides", both[:4], both[::2], False
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fuses"), [pytest.param(*rest, id=name) for name, *rest in same_splits_forms()]
+)
+def test_splits_that_are_the_same(first, second, fuses, num_fused):
+    model = experts()
+    y = model(INPUTS.x, first, INPUTS.scale, second)
+    want = model[2](model[1](model[0](INPUTS.x, first), INPUTS.scale), second)
+    assert_same_bits(y, want)
+    assert len(num_fused) == fuses
+
+
+def unfusible():
+    fc1, fc2 = linears()
+    inputs = (SPLITS, INPUTS.scale, SPLITS)
+
+    class Subclass(GroupedLinear):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs) * 2
+
+    class Activation(ScaledSwiGLU):
+        def forward(self, h, scale):
+            return super().forward(h, scale) * 2
+
+    sub = Subclass(4, 16, 16)
+    sub.load_state_dict(fc1.state_dict())
+    buffer, small = torch.empty(12, 16), torch.empty(12, 8)
+    other_scale = INPUTS.scale.clone()
+    yield "subclass", Sequential(sub, ScaledSwiGLU(), fc2), inputs, {}
+    yield "activation of its own", Sequential(fc1, Activation(), fc2), inputs, {}
+    yield "out of FC1", Sequential(fc1, ScaledSwiGLU(), fc2), inputs, {0: {"out": buffer}}
+    yield "grad_input_out of FC2", Sequential(fc1, ScaledSwiGLU(), fc2), inputs, {2: {"grad_input_out": small}}
+    yield "another bias scale", Sequential(fc1, ScaledSwiGLU(), fc2), inputs, {2: {"bias_scale": other_scale}}
+    yield "bias scale of FC1", Sequential(fc1, ScaledSwiGLU(), fc2), inputs, {0: {"bias_scale": INPUTS.scale}}
+    hooked = Sequential(fc1, ScaledSwiGLU(), fc2)
+    hooked[1].register_forward_hook(lambda module, args, out: out * 3)
+    yield "forward hook", hooked, inputs, {}
+    pre_hooked = Sequential(*linears()[:1], ScaledSwiGLU(), linears()[1])
+    pre_hooked[2].register_forward_pre_hook(lambda module, args: (args[0] * 3, *args[1:]))
+    yield "forward pre-hook", pre_hooked, inputs, {}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "op_kwargs"), [pytest.param(*rest, id=name) for name, *rest in unfusible()]
+)
+def test_what_keeps_modules_apart(model, inputs, op_kwargs, num_fused):
+    y = model(INPUTS.x, *inputs, op_kwargs=op_kwargs)
+    assert not num_fused
+    splits, scale, _ = inputs
+    h = model[0](INPUTS.x, splits, **op_kwargs.get(0, {}))
+    want = model[2](model[1](h, scale), splits, **op_kwargs.get(2, {}))
+    assert_same_bits(y[:9], want[:9])
+
+
+def test_backward_hooks_run(num_fused):
+    model = experts()
+    ran = []
+    model[1].register_full_backward_hook(lambda *_: ran.append(1))
+    call(model).backward(INPUTS.d_y)
+    assert ran == [1]
+    assert not num_fused
+
+
+def test_hooks_of_all_modules_run():
+    """Profilers and debuggers register these; a fused path that skips modules would hide them."""
+    ran = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: ran.append(type(module).__name__))
+    try:
+        call(experts())
+    finally:
+        hook.remove()
+    assert ran == ["GroupedLinear", "ScaledSwiGLU", "GroupedLinear", "Sequential"]
+
+
+def test_shapes_that_do_not_fit_are_the_modules_errors(num_fused):
+    fc1, _ = linears()
+    with pytest.raises(ArgumentError, match=r"x has shape \[12, 8\]; it must be \[..., 24\]"):
+        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(4, 24, 16))(INPUTS.x, SPLITS, INPUTS.scale, SPLITS)
+    with pytest.raises(ArgumentError, match=r"splits has shape \[4\]; it must be \[3\]"):
+        Sequential(fc1, ScaledSwiGLU(), GroupedLinear(3, 8, 16))(INPUTS.x, SPLITS, INPUTS.scale, SPLITS)
+    assert not num_fused
+
+
+def test_fuses_in_the_middle_and_twice(num_fused):
+    inputs = (SPLITS, INPUTS.scale, SPLITS)
+    fc1, fc2 = linears()
+    model = Sequential(nn.Identity(), fc1, ScaledSwiGLU(), fc2, nn.ReLU(), *experts(), nn.Identity())
+    x = INPUTS.x.nan_to_num()
+    y = model(x, *inputs, *inputs)
+    assert len(num_fused) == 2
+    middle = torch.relu(fc2(ScaledSwiGLU()(fc1(x, SPLITS), INPUTS.scale), SPLITS))
+    assert_same_bits(y, call(experts(), middle))
+
+
+def test_unfused_and_fused_delayed_gradients(num_fused):
+    case = Case(delayed=True, buffers=())
+    gradients = []
+    for fuse in (True, False):
+        fc1 = make_linear(case, INPUTS.w1, INPUTS.b1)
+        fc2 = make_linear(case, INPUTS.w2, INPUTS.b2)
+        model = Sequential(fc1, ScaledSwiGLU(), fc2)
+        if not fuse:
+            model[1].register_forward_hook(lambda *_: None)
+        call(model).backward(INPUTS.d_y)
+        assert fc1.weight.grad is None
+        for layer in (fc2, fc1):
+            layer.backward_dw()
+        gradients.append((fc1.weight.grad, fc2.weight.grad))
+    assert len(num_fused) == 1
+    for fused, modules in zip(*gradients, strict=True):
+        assert_same_bits(fused, modules)
+
+
+def test_first_micro_batch_of_one_layer():
+    case = Case(main_grad=True, buffers=())
+    fc1 = make_linear(case, INPUTS.w1, INPUTS.b1)
+    fc2 = make_linear(case, INPUTS.w2, INPUTS.b2)
+    call(Sequential(fc1, ScaledSwiGLU(), fc2), op_kwargs={0: {"is_first_microbatch": True}}).backward(INPUTS.d_y)
+    assert not fc1.weight.main_grad[1].any()
+    assert (fc2.weight.main_grad[1] == 0.5).all()
+
+
+def test_squared_relu_fuses(num_fused):
+    inputs = make_inputs(PLAIN, width=TINY.ffn)
+    run_experts("sequential", PLAIN, inputs, activation=ScaledSReLU())
+    assert len(num_fused) == 1
