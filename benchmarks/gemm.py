@@ -16,6 +16,7 @@ three modules: with our kernels, and with torch._grouped_mm and eager bf16 SwiGL
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import subprocess
@@ -137,6 +138,11 @@ def uneven_row_start(num_groups: int, num_rows: int, generator: torch.Generator)
     return torch.cat([torch.zeros(1, dtype=torch.int32), bounds])
 
 
+def group_spans(row_start: torch.Tensor) -> list[slice]:
+    """The rows of every expert."""
+    return [slice(first, end) for first, end in itertools.pairwise(row_start.tolist())]
+
+
 def sorted_index(row_start: torch.Tensor, num_packed: int, generator: torch.Generator) -> torch.Tensor:
     """Packed row of every row: distinct and ascending within an expert."""
     sizes = row_start.diff().tolist()
@@ -173,7 +179,7 @@ def build_ops(shape: str) -> dict[str, Op]:
     P = N // 2
     host = torch.Generator().manual_seed(0)
     row_start_host = uneven_row_start(G, N, host)
-    spans = [slice(a, b) for a, b in zip(row_start_host.tolist(), row_start_host.tolist()[1:], strict=False)]
+    spans = group_spans(row_start_host)
     index = sorted_index(row_start_host, P, host).cuda()
     row_start = row_start_host.cuda()
     torch.manual_seed(0)
@@ -427,11 +433,19 @@ def measure_other(op: Op, other: Other, spans: list[slice], references: dict) ->
         return {f"{other.name}_failed": f"{type(failure).__name__}: {failure}"[:100]}
 
 
-def torch_tflops(op: Op) -> float | None:
-    """TFLOP/s of torch._grouped_mm; None where it has no such product."""
+def torch_tflops(op: Op, spans: list[slice], references: dict) -> float | None:
+    """TFLOP/s of torch._grouped_mm; None where it has no such product or a wrong one."""
     if op.torch_run is None:
         return None
     try:
+        out = op.torch_run()
+        error = max(
+            relative_error(out[g] if out.ndim == 3 else out[spans[g]], expected)
+            for g, (expected,) in references.items()
+        )
+        if not error < MAX_ERROR:
+            print(f"torch._grouped_mm is wrong: relative error {error:.3g}")
+            return None
         return op.flops / median_ms(op.torch_run) / 1e9
     except RuntimeError as failure:
         print(f"torch._grouped_mm: {failure}"[:160])
@@ -455,14 +469,13 @@ def environment() -> dict[str, str]:
 def run_shape(shape: str, ops: list[str] | None, swept: list[str]) -> list[dict[str, object]]:
     """Measures the ops of one shape, prints a line for each, returns the lines."""
     num_groups, _, _, num_rows = SHAPES[shape]
-    bounds = uneven_row_start(num_groups, num_rows, torch.Generator().manual_seed(0)).tolist()
-    spans = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    spans = group_spans(uneven_row_start(num_groups, num_rows, torch.Generator().manual_seed(0)))
     results = []
     for name, op in build_ops(shape).items():
         if ops and name not in ops:
             continue
         references = {g: op.reference(g) for g in sample_groups(num_groups)}
-        yardstick = torch_tflops(op)
+        yardstick = torch_tflops(op, spans, references)
         others = {}
         for other in op.others:
             others |= measure_other(op, other, spans, references)

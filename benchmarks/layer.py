@@ -7,16 +7,24 @@ by, because every trip ends in a barrier. FLOPs: 6 T H I K forward, 12 T H I K b
 rows that leave the rank, `with self` also those that stay. The ceiling is the same grouped GEMMs on the same splits
 with no communication. Routing is uniform and random; the plan is made anew in every forward. Steps of the layer follow
 each other without a pause, so with static capacity the host runs ahead, as it does in training.
+
+The suite "variants" compares, all with static capacity and in one run: zero copy; a staged layer, whose experts write
+to ordinary memory that is then copied to the heap; the choices of MoEConfig.stash; the expert-major path (the public
+parts with buffers); and the zero-copy step as a CUDA graph. With each goes the peak of the
+memory that a step takes, ordinary and on the heap.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -27,8 +35,9 @@ import torch.distributed as dist
 import symmoe
 from symmoe.combine.collect import collect_rows
 from symmoe.dispatch.send import send_packed
-from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe import fused
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
+from symmoe.moe.fused import expert_parallel_mlp
 
 # name: hidden, ffn, experts, top_k (the "deepseek-like" layer has a quarter of DeepSeek-V3's experts)
 PRESETS = {
@@ -120,7 +129,16 @@ def make_case(preset: str, heap: symmoe.SymmetricHeap, args: argparse.Namespace)
 
 def bench_preset(preset: str, heap: symmoe.SymmetricHeap, args: argparse.Namespace) -> list[dict]:
     case = make_case(preset, heap, args)
-    records = bench_plan(case)
+    records = bench_parts(case) if "layer" in args.suites else []
+    if "variants" in args.suites:
+        records += bench_variants(case)
+    if args.profile:
+        profile(lambda: step(case, None), args.profile, preset, heap.rank)
+    return records
+
+
+def bench_parts(case: Case) -> list[dict]:
+    heap, records = case.heap, bench_plan(case)
     plan = case.plan()
     with (
         heap.lease((plan.packed_row_capacity, case.x.shape[1]), torch.bfloat16, name="packed") as packed,
@@ -130,10 +148,7 @@ def bench_preset(preset: str, heap: symmoe.SymmetricHeap, args: argparse.Namespa
         records += bench_trips(case, plan, packed.tensor, rows.tensor)
         gemms = bench_gemms(case, plan, packed.tensor, rows.tensor)
     ceilings = {record["direction"]: record["tflops"] for record in gemms}
-    records += gemms + bench_layer(case, ceilings)
-    if args.profile:
-        profile(lambda: step(case, None), args.profile, preset, heap.rank)
-    return records
+    return records + gemms + bench_layer(case, ceilings)
 
 
 def bench_plan(case: Case) -> list[dict]:
@@ -160,9 +175,7 @@ def bench_gemms(case: Case, plan: symmoe.Plan, packed: torch.Tensor, out: torch.
     """The layer's own GEMMs on the same splits with no communication."""
     row_probs = send_packed(case.x.detach(), plan, packed, case.probs.detach())
     fc1, fc2 = case.experts.fc1, case.experts.fc2
-    weights = ExpertWeights(
-        fc1.weight.detach(), None, fc2.weight.detach(), None, case.experts.activation.activation
-    )
+    weights = ExpertWeights(fc1.weight.detach(), None, fc2.weight.detach(), None, case.experts.activation.activation)
     rows = ExpertRows(packed, plan.row_start, row_probs, None, plan.row_to_packed_row)
     d_rows, dw1, dw2 = torch.empty_like(out), torch.empty_like(fc1.weight), torch.empty_like(fc2.weight)
 
@@ -189,11 +202,7 @@ def bench_layer(case: Case, ceilings: dict[str, float]) -> list[dict]:
     """From the router's output to y, and back to every gradient; steps follow each other as in training."""
     records = []
     for name, capacity in (("exact", None), ("static", case.static_capacity)):
-        for _ in range(3):
-            step(case, capacity)
-        marks = [step(case, capacity) for _ in range(case.repetitions)]
-        torch.cuda.synchronize()
-        times = np.array([[start.elapsed_time(mid), mid.elapsed_time(end)] for start, mid, end in marks])
+        times = step_times(lambda c=capacity: step(case, c), case.repetitions)
         for column, direction in enumerate(("forward", "backward")):
             speed = tflops((1 + column) * case.flops, times[:, column])
             more = {"tflops": speed, "ceiling_tflops": ceilings[direction]}
@@ -201,15 +210,130 @@ def bench_layer(case: Case, ceilings: dict[str, float]) -> list[dict]:
     return records
 
 
-def step(case: Case, capacity: int | None) -> list[torch.cuda.Event]:
+def step(case: Case, capacity: int | None, stash: str = "all") -> list[torch.cuda.Event]:
     """One forward and one backward pass, with events before, between and after; the host does not wait for them."""
+    return marked(case, lambda: expert_parallel_mlp(case.x, case.probs, case.experts, case.plan(capacity), stash=stash))
+
+
+def marked(case: Case, forward: Callable[[], torch.Tensor]) -> list[torch.cuda.Event]:
+    """`forward` and its backward pass, with events before, between and after."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     events[0].record()
-    y = expert_parallel_mlp(case.x, case.probs, case.experts, case.plan(capacity))
+    y = forward()
     events[1].record()
     torch.autograd.grad(y, (case.x, case.probs, *case.experts.parameters()), case.dy)
     events[2].record()
     return events
+
+
+def step_times(call: Callable[[], list[torch.cuda.Event]], repetitions: int) -> np.ndarray:
+    """Milliseconds [repetitions, 2] of forward and backward of steps that follow each other without a pause."""
+    for _ in range(3):
+        call()
+    marks = [call() for _ in range(repetitions)]
+    torch.cuda.synchronize()
+    return np.array([[start.elapsed_time(mid), mid.elapsed_time(end)] for start, mid, end in marks])
+
+
+def bench_variants(case: Case) -> list[dict]:
+    """The layer's choices beside each other: time and peak memory."""
+    capacity, calls = case.static_capacity, {}
+    calls["zero copy"] = lambda: step(case, capacity)
+    calls["staged"] = lambda: staged_step(case, capacity)
+    for stash in ("rows", "hidden", "none"):
+        calls[f"stash={stash}"] = lambda stash=stash: step(case, capacity, stash)
+    calls["expert-major"] = lambda: expert_major_step(case, capacity)
+    records = []
+    for name, call in calls.items():
+        times = step_times(call, case.repetitions)
+        memory = peak_memory(case, call)
+        for column, direction in enumerate(("forward", "backward")):
+            speed = tflops((1 + column) * case.flops, times[:, column])
+            records.append(case.record(f"variant {name}", direction, times[:, column], tflops=speed, **memory))
+    times = graph_times(case, lambda: step_without_events(case, capacity))
+    return [*records, case.record("variant graph", "both", times, tflops=tflops(3 * case.flops, times))]
+
+
+def peak_memory(case: Case, call: Callable[[], object]) -> dict[str, int]:
+    """Bytes that one step takes at its peak beyond what was there before: ordinary memory, and the heap."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    case.heap._arena.high_water_bytes = case.heap.leased_bytes
+    call()
+    torch.cuda.synchronize()
+    return {
+        "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - before,
+        "peak_heap_bytes": case.heap.high_water_bytes,
+    }
+
+
+@contextlib.contextmanager
+def staged_experts() -> Iterator[None]:
+    """Experts that write outputs and input gradients to ordinary memory, from where they are copied to the heap."""
+    second_layer, input_gradient = fused.second_layer, ExpertsBackward.input_gradient
+
+    def staged_second_layer(a, rows, experts, out):
+        staging = torch.empty_like(out)
+        second_layer(a, rows, experts, staging)
+        out.copy_(staging)
+
+    def staged_input_gradient(self, d_rows):
+        staging = torch.empty_like(d_rows)
+        input_gradient(self, staging)
+        d_rows.copy_(staging)
+
+    fused.second_layer, ExpertsBackward.input_gradient = staged_second_layer, staged_input_gradient
+    try:
+        yield
+    finally:
+        fused.second_layer, ExpertsBackward.input_gradient = second_layer, input_gradient
+
+
+def staged_step(case: Case, capacity: int) -> list[torch.cuda.Event]:
+    with staged_experts():
+        return step(case, capacity)
+
+
+def expert_major_step(case: Case, capacity: int) -> list[torch.cuda.Event]:
+    """The public parts with caller buffers: rows arrive one per slot, in the order of the experts."""
+    heap = case.heap
+
+    def forward() -> torch.Tensor:
+        plan = case.plan(capacity)
+        shape = (plan.row_capacity, case.x.shape[1])
+        buffers = [heap.lease(shape, torch.bfloat16, name=name).tensor for name in ("rows", "out", "d_out", "d_rows")]
+        received, out, d_out, d_rows = buffers
+        rows, row_probs = symmoe.dispatch_tokens(case.x, plan, probs=case.probs, out=received)
+        y = case.experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)
+        return symmoe.combine_tokens(y, plan, grad_out=d_out)
+
+    return marked(case, forward)
+
+
+def step_without_events(case: Case, capacity: int) -> None:
+    y = expert_parallel_mlp(case.x, case.probs, case.experts, case.plan(capacity))
+    torch.autograd.grad(y, (case.x, case.probs, *case.experts.parameters()), case.dy)
+
+
+def graph_times(case: Case, call: Callable[[], object]) -> np.ndarray:
+    """Milliseconds of each replay of `call`, captured once; replays follow each other without a pause."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(case.repetitions + 4)]
+    for mark in marks:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    del graph
+    case.heap.release_graphs()
+    return np.array([one.elapsed_time(other) for one, other in itertools.pairwise(marks[3:])])
 
 
 def timed(call, repetitions: int) -> np.ndarray:
@@ -264,12 +388,13 @@ def profile(call, folder: str, preset: str, rank: int) -> None:
 
 
 def print_table(records: list[dict]) -> None:
-    heads = ("TFLOP/s", "ceiling", "wire GB/s", "with self")
-    print(f"{'suite':13s} {'preset':14s} ep {'direction':11s} {'ms':>8s}" + "".join(f"{head:>10s}" for head in heads))
+    heads = ("TFLOP/s", "ceiling", "wire GB/s", "with self", "MiB", "heap MiB")
+    print(f"{'suite':20s} {'preset':14s} ep {'direction':11s} {'ms':>8s}" + "".join(f"{head:>10s}" for head in heads))
     for r in records:
         cells = [r.get(key, "") for key in ("tflops", "ceiling_tflops", "wire_gbs", "with_self_gbs")]
+        cells += [r[key] >> 20 if key in r else "" for key in ("peak_ordinary_bytes", "peak_heap_bytes")]
         print(
-            f"{r['suite']:13s} {r['preset']:14s} {r['ep']:2d} {r['direction']:11s} {r['ms_median']:8.3f} "
+            f"{r['suite']:20s} {r['preset']:14s} {r['ep']:2d} {r['direction']:11s} {r['ms_median']:8.3f} "
             + "".join(f"{cell:>10}" for cell in cells)
         )
 
@@ -297,6 +422,7 @@ def nvshmem_version() -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default=",".join(PRESETS), help="comma-separated names of PRESETS")
+    parser.add_argument("--suites", default="layer,variants", help="comma-separated: layer, variants")
     parser.add_argument("--tokens", type=int, default=8192, help="T, tokens per rank")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--heap-gib", type=int, default=24, help="GiB of the symmetric arena on each GPU")

@@ -119,24 +119,17 @@ def modules(device: torch.device) -> dict[str, tuple[nn.Module, torch.Tensor | l
 
 
 def pointer_calls(device: torch.device) -> dict[str, Callable[[], object]]:
-    """Calls that load pointers; each moved list is another one than in the call before."""
-    tensors = [nn.Parameter(torch.zeros(8, 8, device=device)) for _ in range(NUM_POINTERS + 1)]
-    lists = [tensors[:-1], tensors[1:]]
+    """Calls that load pointers."""
+    tensors = [nn.Parameter(torch.zeros(8, 8, device=device)) for _ in range(NUM_POINTERS)]
     data, destination = bytes(8 * NUM_POINTERS), torch.zeros(NUM_POINTERS, dtype=torch.int64, device=device)
     fc1, fc2 = tensors[:GROUPS], tensors[GROUPS : 2 * GROUPS]
 
-    def moved() -> None:
-        # NOTE: swaps the memory of two tensors, as an offloading optimizer might.
-        lists[0][0].data, lists[0][9].data = lists[0][9].data, lists[0][0].data
-        copy_data_ptrs_to_device(lists[0], device)
-
     return {
         f"copy_host_to_device, {len(data)} bytes": lambda: copy_host_to_device(data, destination),
-        f"copy_data_ptrs_to_device, {NUM_POINTERS}": lambda: copy_data_ptrs_to_device(lists[0], device),
-        f"copy_data_ptrs_to_device, {NUM_POINTERS}, moved": moved,
+        f"copy_data_ptrs_to_device, {NUM_POINTERS}": lambda: copy_data_ptrs_to_device(tensors, device),
         f"pack_weight_ptrs, {GROUPS} + {GROUPS}": lambda: pack_weight_ptrs(fc1, fc2),
         "torch.tensor(pointers, device=...), for comparison": lambda: torch.tensor(
-            [tensor.data_ptr() for tensor in lists[0]], device=device
+            [tensor.data_ptr() for tensor in tensors], device=device
         ),
     }
 

@@ -71,6 +71,12 @@ def op(request) -> Op:
     return Op(request.param)
 
 
+@pytest.fixture(params=[name for name in OPS if name != "modules"])
+def single(request) -> Op:
+    """An op that sees both buffers and all tensors in one call; three modules each see their own."""
+    return Op(request.param)
+
+
 @pytest.fixture
 def heap() -> Iterator[SymmetricHeap]:
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host")
@@ -83,11 +89,11 @@ def buffer(*shape: int) -> torch.Tensor:
     return torch.full(shape or (N, H), SENTINEL)
 
 
-def right_or_error(compute: Callable[[], None], check: Callable[[], None], *errors: type[Exception]) -> None:
-    """The rule for every reuse: what comes out is right, or one of the errors is raised."""
+def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> None:
+    """The rule for every reuse: what comes out is right, or there is an error."""
     try:
         compute()
-    except errors or (RuntimeError, ArgumentError):
+    except (RuntimeError, ArgumentError, StaleLease):
         return
     check()
 
@@ -133,6 +139,12 @@ def inside(layer: torch.nn.Module, name: str) -> torch.Tensor:
     return memory[: N * H].view(N, H)
 
 
+def is_seen_by_one_module(name: str, what: str) -> bool:
+    """Whether the module that takes the buffer `name` also takes the tensor that it overlaps."""
+    owner = {"weight": "grad_input_out", "bias": "grad_input_out", "weight of the second layer": "out"}
+    return owner.get(what, "grad_input_out" if "input" in what else name) == name
+
+
 def x_with_room(op: Op) -> torch.Tensor:
     """x as rows N to 2N of a larger tensor."""
     memory = torch.zeros(3 * N, H)
@@ -141,8 +153,10 @@ def x_with_room(op: Op) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize(("make", "parts"), [pytest.param(m, p, id=what) for what, m, p in mistakes()])
-def test_refused_in_forward(op, name, make, parts):
+@pytest.mark.parametrize(("what", "make", "parts"), [pytest.param(*mistake, id=mistake[0]) for mistake in mistakes()])
+def test_refused_in_forward(op, name, what, make, parts):
+    if op.name == "modules" and not is_seen_by_one_module(name, what):
+        pytest.skip("FC1 takes grad_input_out and x, FC2 takes out: neither sees what the other has")
     x = x_with_room(op)
     wrong = make(op, x)
     other = buffer()
@@ -170,10 +184,10 @@ def test_refused_without_gradients_too(op, name, context):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 1 - N])
-def test_the_two_buffers_overlap(op, shift):
+def test_the_two_buffers_overlap(single, shift):
     memory = buffer(3 * N, H)
     with pytest.raises(ArgumentError, match="overlaps a tensor of shape"):
-        op(op.inputs.x, out=memory[N : 2 * N], grad_input_out=memory[N + shift : 2 * N + shift])
+        single(single.inputs.x, out=memory[N : 2 * N], grad_input_out=memory[N + shift : 2 * N + shift])
 
 
 def test_neighbours_do_not_overlap(op):
@@ -224,15 +238,15 @@ def test_released_input_is_refused(op, heap):
         op(x)
 
 
-def test_gradient_buffer_is_where_the_gradient_comes_from(op):
+def test_gradient_buffer_is_where_the_gradient_comes_from(single):
     grad_input_out = buffer()
-    x = op.inputs.x.clone().requires_grad_()
-    y = op(x, grad_input_out=grad_input_out)
-    with pytest.raises(ArgumentError, match="grad_input_out.*overlaps"):
+    x = single.inputs.x.clone().requires_grad_()
+    y = single(x, grad_input_out=grad_input_out)
+    with pytest.raises(ArgumentError, match=r"grad_input_out.*overlaps"):
         y.backward(grad_input_out)
-    y = op(x, grad_input_out=grad_input_out)
-    y.backward(op.inputs.d_y)
-    assert_near(x.grad[: TINY.num_used], op.oracle(op.inputs)["d_x"], torch.float32)
+    y = single(x, grad_input_out=grad_input_out)
+    y.backward(single.inputs.d_y)
+    assert_near(x.grad[: TINY.num_used], single.oracle(single.inputs)["d_x"], torch.float32)
 
 
 # -- using a buffer again ---------------------------------------------------------------------------------------------
@@ -351,11 +365,11 @@ def test_layers_in_a_row_share_a_gradient_buffer(op):
     right_or_error(compute, lambda: assert_same_bits(used_rows_of(found[0]), used_rows_of(want)))
 
 
-def test_outputs_in_a_row_share_a_buffer(op):
+def test_outputs_in_a_row_share_a_buffer(single):
     out = buffer()
-    y = op(op.inputs.x, out=out)
-    with pytest.raises(ArgumentError, match="out .*overlaps"):
-        op(y, out=out)
+    y = single(single.inputs.x, out=out)
+    with pytest.raises(ArgumentError, match=r"out .*overlaps"):
+        single(y, out=out)
 
 
 def test_out_is_written_while_a_result_is_saved(op):
@@ -527,14 +541,19 @@ def test_gradient_lease_released_before_backward(op, heap):
 
 
 def test_lease_dropped_before_backward(op, heap):
-    """A lease that nobody refers to is released, though its tensor is still in a graph."""
-    _, grad_input_out = leases(heap, 2)
+    """A graph keeps the memory of what it still needs: nobody else gets it."""
+    out, grad_input_out = leases(heap, 2)
     x = op.inputs.x.clone().requires_grad_()
-    y = op(x, grad_input_out=grad_input_out.tensor)
-    del grad_input_out
+    y = op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)
+    del out, grad_input_out
     gc.collect()
-    with pytest.raises(StaleLease, match="lease 1"):
-        y.backward(op.inputs.d_y)
+    others = leases(heap, 4)
+    for other in others:
+        other.tensor.fill_(SENTINEL)
+    y.backward(op.inputs.d_y)
+    assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
+    assert_near(used_rows_of(y.detach()), op.oracle(op.inputs)["y"], torch.float32)
+    assert all((other.tensor == SENTINEL).all() for other in others)
 
 
 def test_input_lease_released_before_backward(op, heap):
@@ -556,7 +575,7 @@ def test_input_lease_released_before_backward(op, heap):
             torch.float32,
         )
 
-    right_or_error(compute, check, StaleLease, RuntimeError)
+    right_or_error(compute, check)
 
 
 @pytest.mark.parametrize("how", ["released", "dropped"])
@@ -579,7 +598,7 @@ def test_output_lease_released_while_a_result_is_saved(op, heap, how):
         inputs.d_y[: TINY.num_used] = 2 * op.oracle(op.inputs)["y"]
         assert_near(used_rows_of(x.grad), op.oracle(inputs)["d_x"], torch.float32)
 
-    right_or_error(lambda: square.sum().backward(), check, StaleLease, RuntimeError)
+    right_or_error(lambda: square.sum().backward(), check)
 
 
 # -- with dispatch and combine ----------------------------------------------------------------------------------------
@@ -644,7 +663,7 @@ def test_buffers_that_combine_reads_are_copied_if_not_on_the_heap(heap, name, co
 @pytest.mark.parametrize("name", ["rows", "grad_out"])
 def test_buffers_that_peers_write_must_be_on_the_heap(heap, name):
     step = Step(heap)
-    with pytest.raises(ArgumentError, match="is not on this symmetric heap; make it with heap.lease"):
+    with pytest.raises(ArgumentError, match="is not on this symmetric heap"):
         step.run(on_heap=True, **{name: buffer(14, H)})
     want = step.run(on_heap=False)
     for found, expected in zip(step.run(on_heap=True), want, strict=True):

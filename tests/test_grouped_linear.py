@@ -69,6 +69,13 @@ def test_discrete_weights_give_the_same_bits(case):
     assert_buffers_used(discrete, buffers, TINY)
 
 
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_more_than_64_discrete_weights(main_grad):
+    case = Case(main_grad=main_grad, buffers=())
+    inputs = linear_inputs(case, sizes=Sizes(splits=(1, 0, 2) * 34, lead=(26, 4)))
+    assert_same_results(run_linear(case, inputs, weights="discrete"), run_linear(case, inputs), inputs.sizes)
+
+
 @pytest.mark.parametrize("buffers", [("out",), ("grad_input_out",), ("out", "grad_input_out")], ids=str)
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
 @pytest.mark.parametrize("is_nd", [False, True])

@@ -18,7 +18,6 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import twin
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.twin.pointers import swizzled_scale_bytes
-from symmoe.moe import pointers
 
 CHECKS = Path(__file__).with_name("pointers_interpreter_checks.py")
 UNTOUCHED = 0x5A
@@ -103,6 +102,7 @@ def test_nothing_to_copy_needs_no_memory():
 
 
 @pytest.mark.parametrize("num_tensors", [0, 1, 64, 65, 256, 511, 2000])
+@pytest.mark.usefixtures("reader")
 def test_addresses_of_any_number_of_tensors(num_tensors):
     tensors = tuple(torch.ones(2, 3) for _ in range(num_tensors))
     for _ in range(2):
@@ -111,8 +111,9 @@ def test_addresses_of_any_number_of_tensors(num_tensors):
         assert loaded.tolist() == [tensor.data_ptr() for tensor in tensors]
 
 
+@pytest.mark.usefixtures("reader")
 def test_moved_tensors_are_seen():
-    """Addresses are read in every call, also those of a list that is known."""
+    """Addresses are read in every call."""
     tensors = [torch.nn.Parameter(torch.ones(4)) for _ in range(5)]
     keep = [copy_data_ptrs_to_device(tensors, "cpu"), [t.data for t in tensors]]
     tensors[3].data = torch.zeros(4)
@@ -120,13 +121,35 @@ def test_moved_tensors_are_seen():
     assert keep[0][3] != tensors[3].data_ptr()
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(pointers, "_known", {})
-    monkeypatch.setattr(pointers, "_MAX_REMEMBERED", 3)
-    tensors = [torch.ones(1) for _ in range(20)]
-    for tensor in tensors:
-        assert copy_data_ptrs_to_device([tensor], "cpu").tolist() == [tensor.data_ptr()]
-    assert len(pointers._known) == 3
+@pytest.fixture(params=["python", "c"])
+def reader(request, monkeypatch):
+    """Every test runs with the twin's read_addresses and with the compiled one of GPUs, which knows CPU tensors too."""
+    if request.param == "c":
+        pytest.importorskip("triton")
+        from symmoe.kernels.gpu import pointers as gpu_pointers
+
+        assert gpu_pointers._read_in_c() is not None
+        monkeypatch.setattr(twin, "read_addresses", gpu_pointers.read_addresses)
+
+
+def test_the_compiled_reader_does_the_work(monkeypatch):
+    pytest.importorskip("triton")
+    from symmoe.kernels.gpu import pointers as gpu_pointers
+
+    tensors = [torch.ones(3), torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4).t()]
+    expected = [tensor.data_ptr() for tensor in tensors]
+    monkeypatch.setattr(gpu_pointers.twin, "read_addresses", lambda *_, **__: None)
+
+    def read(tensors, **changes):
+        options = {"alignment": 16, "contiguous": False, **changes}
+        return gpu_pointers.read_addresses(tensors, torch.device("cpu"), **options)
+
+    assert np.frombuffer(read(tensors), np.int64).tolist() == expected
+    assert read(tensors, contiguous=True) is None
+    assert read([torch.ones(9)[1:]]) is None
+    assert read([torch.ones(9)[1:]], alignment=4) is not None
+    for wrong in (3, torch.ones(0), torch.ones(1, device="meta"), torch.ones(2, 2).to_sparse()):
+        assert read([tensors[0], wrong]) is None
 
 
 @pytest.mark.parametrize(
@@ -143,6 +166,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
         ),
     ],
 )
+@pytest.mark.usefixtures("reader")
 def test_wrong_tensors_are_refused(tensors, options, message):
     with pytest.raises(ArgumentError, match=message):
         copy_data_ptrs_to_device(tensors, "cpu", **options)
@@ -244,6 +268,7 @@ def scales(num_groups, *shape, dtype=torch.uint8):
         ),
     ],
 )
+@pytest.mark.usefixtures("reader")
 def test_wrong_weights_are_refused(changes, message):
     arguments = {
         "fc1": weights_of(2, 64, 64),

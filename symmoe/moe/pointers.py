@@ -7,7 +7,6 @@ writes the addresses of the capture, and the tensors must stay where they were. 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import struct
@@ -26,7 +25,6 @@ ScaleLayout = Literal["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"]
 
 _BLOCK = {"mxfp8_rowwise": 32, "mxfp8_columnwise": 32, "nvfp4": 16}  # elements that share a scale
 _PACKED_ELEMENTS = {"nvfp4": 2}  # elements in one byte of data
-_MAX_REMEMBERED = 256  # lists of tensors: two per layer
 
 
 def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
@@ -77,7 +75,7 @@ def copy_data_ptrs_to_device(
         ArgumentError: a tensor is elsewhere, empty or misaligned.
     """
     device = _with_index(device)
-    payload = _addresses({"tensors": tensors}, device, alignment)
+    payload = _addresses({"tensors": tensors}, device, alignment=alignment)
     pointers = torch.empty(len(tensors), dtype=torch.int64, device=device)
     if payload:
         kernels.for_device(device).copy_host_to_device(payload, pointers)
@@ -130,15 +128,12 @@ def pack_weight_ptrs(
         raise ArgumentError(f"fc1 ({len(fc1)} matrices) and fc2 ({len(fc2)} matrices) must not be empty")
     _check_scales_go_together(fc1, fc2, fc1_scales, fc2_scales, scale_layout)
     device = fc1[0].device
-    tensors = [*fc1, *fc2]
-    if not all(map(torch.Tensor.is_contiguous, tensors)):
-        raise _not_contiguous("fc1", fc1) or _not_contiguous("fc2", fc2)
-    payload = _addresses({"fc1": fc1, "fc2": fc2}, device, 16)
+    payload = _addresses({"fc1": fc1, "fc2": fc2}, device, alignment=16, contiguous=True)
     if fc1_scales is None:
-        pointers = torch.empty(len(tensors), dtype=torch.int64, device=device)
+        pointers = torch.empty(len(fc1) + len(fc2), dtype=torch.int64, device=device)
         kernels.for_device(device).copy_host_to_device(payload, pointers)
         return PackedPointers(*pointers.split([len(fc1), len(fc2)]))
-    payload += _addresses({"fc1_scales": fc1_scales, "fc2_scales": fc2_scales}, device, 1)
+    payload += _addresses({"fc1_scales": fc1_scales, "fc2_scales": fc2_scales}, device)
     sizes = [len(fc1), len(fc2), len(fc1_scales), len(fc2_scales)]
     if scale_layout is None:
         pointers = torch.empty(sum(sizes), dtype=torch.int64, device=device)
@@ -222,40 +217,34 @@ def _check_scales_go_together(
             raise ArgumentError(f"{name}_scales has {len(scales)} tensors; {name} has {len(weights)}")
 
 
-# What has been checked: (device, alignment, first address, number) to (addresses, the same as bytes). Oldest first.
-_known: dict[tuple[torch.device, int, int, int], tuple[list[int], bytes]] = {}
-
-
-def _addresses(lists: dict[str, Sequence[torch.Tensor]], device: torch.device, alignment: int) -> bytes:
-    """The addresses of tensors on `device`, of all named lists one after the other, as native int64.
-
-    Every call reads every address. What an earlier call has found out about the same addresses is not checked again:
-    memory changes neither its alignment nor, as all devices and the host share one address space, its device.
-    """
+def _addresses(
+    lists: dict[str, Sequence[torch.Tensor]], device: torch.device, *, alignment: int = 1, contiguous: bool = False
+) -> bytes:
+    """The addresses of tensors on `device`, of all named lists one after the other, as native int64."""
     tensors = list(itertools.chain.from_iterable(lists.values()))
-    if not tensors:
-        return b""
-    try:
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-    except (TypeError, RuntimeError):  # no tensor, or none with memory of its own
-        raise _elsewhere(lists, tensors, device) from None
-    key = (device, alignment, addresses[0], len(addresses))
-    known = _known.get(key)
-    if known is not None and known[0] == addresses:
-        return known[1]
-    if any(tensor.device != device for tensor in tensors):
-        raise _elsewhere(lists, tensors, device)
-    if 0 in addresses:
-        i = addresses.index(0)
-        raise ArgumentError(f"{_label(lists, i)} has a null data pointer (0); its shape is {list(tensors[i].shape)}")
-    if functools.reduce(operator.or_, addresses) % alignment:
-        i = next(i for i, address in enumerate(addresses) if address % alignment)
-        raise ArgumentError(f"{_label(lists, i)} starts at address {addresses[i]}; it must be aligned to {alignment}")
-    if len(_known) >= _MAX_REMEMBERED:
-        _known.pop(next(iter(_known), None), None)
-    payload = _to_bytes(addresses)
-    _known[key] = (addresses, payload)
+    payload = kernels.for_device(device).read_addresses(tensors, device, alignment=alignment, contiguous=contiguous)
+    if payload is None:
+        raise _address_problem(lists, tensors, device, alignment)
     return payload
+
+
+def _address_problem(
+    lists: dict[str, Sequence[object]], tensors: list[object], device: torch.device, alignment: int
+) -> ArgumentError:
+    """What read_addresses did not like."""
+    for i, tensor in enumerate(tensors):
+        label = _label(lists, i)
+        if not isinstance(tensor, torch.Tensor):
+            return ArgumentError(f"{label} is a {type(tensor).__name__}; it must be a tensor on {device}")
+        if tensor.device != device or tensor.layout != torch.strided:
+            return ArgumentError(f"{label} is {tensor.layout} on {tensor.device}; it must be strided on {device}")
+        if tensor.data_ptr() == 0:
+            return ArgumentError(f"{label} has a null data pointer (0); its shape is {list(tensor.shape)}")
+        if tensor.data_ptr() % alignment:
+            return ArgumentError(f"{label} starts at address {tensor.data_ptr()}; it must be aligned to {alignment}")
+    # Nothing else is asked for, but contiguity where it is.
+    i = next(i for i, tensor in enumerate(tensors) if not tensor.is_contiguous())
+    return ArgumentError(f"{_label(lists, i)} has strides {list(tensors[i].stride())}; it must be contiguous")
 
 
 def _label(lists: dict[str, Sequence[torch.Tensor]], position: int) -> str:
@@ -265,16 +254,6 @@ def _label(lists: dict[str, Sequence[torch.Tensor]], position: int) -> str:
             return f"{name}[{position}]"
         position -= len(tensors)
     raise IndexError(position)
-
-
-def _elsewhere(lists: dict[str, Sequence[object]], tensors: list[object], device: torch.device) -> ArgumentError:
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
-            return ArgumentError(f"{_label(lists, i)} is a {type(tensor).__name__}; it must be a tensor on {device}")
-        if tensor.device != device or tensor.layout != torch.strided:
-            found = f"{tensor.layout} on {tensor.device}"
-            return ArgumentError(f"{_label(lists, i)} is {found}; it must be strided on {device}")
-    return ArgumentError(f"{' and '.join(lists)} must be tensors with memory of their own on {device}")
 
 
 def _to_bytes(addresses: list[int]) -> bytes:
@@ -312,10 +291,3 @@ def _source_problem(source: object) -> ArgumentError | None:
     except TypeError:
         return ArgumentError(f"source ({type(source).__name__}) must be bytes, a buffer or a CPU tensor")
     return None if is_contiguous else ArgumentError("source is a buffer with strides; it must be contiguous")
-
-
-def _not_contiguous(name: str, tensors: Sequence[torch.Tensor]) -> ArgumentError | None:
-    for i, tensor in enumerate(tensors):
-        if not tensor.is_contiguous():
-            return ArgumentError(f"{name}[{i}] has strides {list(tensor.stride())}; it must be contiguous")
-    return None

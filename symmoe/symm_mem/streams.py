@@ -18,15 +18,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A point in a stream's work. Points in a graph being captured mean nothing outside of it."""
+    """A point in a stream's work."""
 
     stream: int
-    capture: int
     event: torch.cuda.Event
 
 
-class StreamOrder:
-    """Orders a CUDA heap's calls and the reuse of its memory over streams."""
+class _Order:
+    """The order of calls and of the reuse of memory, outside of graphs or within the capture of one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,6 +33,60 @@ class StreamOrder:
         self._last_mark: _Mark | None = None  # its end; kept from the moment that there are two streams
         self._has_several = False
         self._released: list[tuple[int, int, _Mark]] = []  # (start, end, when its last user was done)
+
+    def begin_call(self) -> None:
+        """The current stream waits for the last call."""
+        stream = _raw_stream(self._device)
+        if stream == self._last:
+            return
+        if self._last is not None and not self._has_several:
+            self._has_several = True
+            # Nobody has kept marks yet: everything so far counts as the last call.
+            self._last_mark = self._mark(torch.cuda.ExternalStream(self._last, device=self._device))
+            self._released = [(0, 1 << 62, self._last_mark)]
+        self._wait_for(self._last_mark)
+        self._last = stream
+
+    def end_call(self) -> None:
+        """The next call comes after what is on the current stream by now."""
+        if self._has_several:
+            self._last_mark = self._mark(torch.cuda.current_stream(self._device))
+
+    def released(self, start: int, end: int) -> None:
+        """See StreamOrder."""
+        if self._has_several:
+            self._released.append((start, end, self._mark(torch.cuda.current_stream(self._device))))
+
+    def taken(self, start: int, end: int) -> None:
+        """See StreamOrder."""
+        if not self._has_several:
+            return
+        for other_start, other_end, mark in self._released:
+            if start < other_end and other_start < end:
+                self._wait_for(mark)
+        self._released = [r for r in self._released if not (start <= r[0] and r[1] <= end)]
+
+    def _mark(self, stream: torch.cuda.Stream) -> _Mark:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return _Mark(stream.cuda_stream, event)
+
+    def _wait_for(self, mark: _Mark | None) -> None:
+        if mark is not None and mark.stream != _raw_stream(self._device):
+            torch.cuda.current_stream(self._device).wait_event(mark.event)
+
+
+class StreamOrder:
+    """Orders a CUDA heap's calls and the reuse of its memory over streams.
+
+    A capture has an order of its own: it begins after everything before it, and whoever replays the graph orders the
+    replays against other calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._eager = _Order(device)
+        self._captured: tuple[int, _Order] = (0, self._eager)  # the last capture's id and order
 
     @functools.cached_property
     def side_stream(self) -> torch.cuda.Stream:
@@ -43,44 +96,26 @@ class StreamOrder:
     @contextmanager
     def one_call(self) -> Iterator[None]:
         """Around a collective call: it starts after the last one has ended, whatever stream that was on."""
-        stream = _raw_stream(self._device)
-        if stream != self._last:
-            if self._last is not None and not self._has_several:
-                self._has_several = True
-                # Nobody has kept marks yet: everything so far counts as the last call.
-                self._last_mark = self._mark(torch.cuda.ExternalStream(self._last, device=self._device))
-                self._released = [(0, 1 << 62, self._last_mark)]
-            self._wait_for(self._last_mark)
-            self._last = stream
+        order = self._order()
+        order.begin_call()
         yield
-        if self._has_several:
-            self._last_mark = self._mark(torch.cuda.current_stream(self._device))
+        order.end_call()
 
     def released(self, span: tuple[int, int]) -> None:
         """The current stream is done with (offset, size)."""
-        if self._has_several:
-            start, size = span
-            self._released.append((start, start + size, self._mark(torch.cuda.current_stream(self._device))))
+        self._order().released(span[0], sum(span))
 
     def taken(self, span: tuple[int, int]) -> None:
         """The current stream is about to use (offset, size): waits for other streams that did."""
-        if not self._has_several:
-            return
-        start, end = span[0], span[0] + span[1]
-        for other_start, other_end, mark in self._released:
-            if start < other_end and other_start < end:
-                self._wait_for(mark)
-        self._released = [r for r in self._released if not (start <= r[0] and r[1] <= end)]
+        self._order().taken(span[0], sum(span))
 
-    def _mark(self, stream: torch.cuda.Stream) -> _Mark:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return _Mark(stream.cuda_stream, capture_id(self._device), event)
-
-    def _wait_for(self, mark: _Mark | None) -> None:
-        # A capture begins after everything before it, and its replays are ordered by whoever replays them.
-        if mark is not None and mark.stream != _raw_stream(self._device) and mark.capture == capture_id(self._device):
-            torch.cuda.current_stream(self._device).wait_event(mark.event)
+    def _order(self) -> _Order:
+        capture = capture_id(self._device)
+        if not capture:
+            return self._eager
+        if capture != self._captured[0]:
+            self._captured = capture, _Order(self._device)
+        return self._captured[1]
 
 
 class NoStreams:

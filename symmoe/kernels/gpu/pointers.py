@@ -6,7 +6,10 @@ launch carries 4080 bytes, which the driver copies before it returns or, while a
 
 import ctypes
 import functools
+import os
 import struct
+import subprocess
+from collections.abc import Callable
 
 import torch
 import triton
@@ -14,6 +17,7 @@ import triton.language as tl
 
 from symmoe.errors import SymmoeError
 from symmoe.kernels.gpu.launch import fast_launch
+from symmoe.kernels.twin import pointers as twin
 from symmoe.kernels.twin.pointers import HostBytes, host_bytes
 
 PARAM_BYTES = 4096  # what every driver lets a kernel take
@@ -173,6 +177,105 @@ def _check(result: int, call: str) -> None:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(result, ctypes.byref(name))
         raise SymmoeError(f"{call} returned {result} ({(name.value or b'unknown').decode()})")
+
+
+# read_addresses in C, through the C interface that torch gives to compiled models (aoti_torch), whose functions report
+# exceptions as codes. A Python tensor is PyObject_HEAD and then the at::Tensor; _read_in_c makes sure of that.
+READ_SOURCE = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef struct { PyObject_HEAD void *impl; } Tensor;
+typedef int32_t (*GetPointer)(void *tensor, void **out);
+typedef int32_t (*GetInt)(void *tensor, int32_t *out);
+typedef int32_t (*GetBool)(void *tensor, bool *out);
+
+static PyObject *read_addresses(PyObject *self, PyObject *args)
+{
+    PyObject *tensors, *tensor_type, *parameter_type;
+    unsigned long long data_ptr, device_type, device_index, is_contiguous, alignment;
+    int wanted_type, wanted_index, contiguous;
+    if (!PyArg_ParseTuple(args, "O!OOKKKKiiKp", &PyList_Type, &tensors, &tensor_type, &parameter_type, &data_ptr,
+                          &device_type, &device_index, &is_contiguous, &wanted_type, &wanted_index, &alignment,
+                          &contiguous))
+        return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(tensors);
+    PyObject *result = PyBytes_FromStringAndSize(NULL, count * 8);
+    if (!result)
+        return NULL;
+    char *out = PyBytes_AS_STRING(result);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *object = PyList_GET_ITEM(tensors, i);
+        PyObject *type = (PyObject *)Py_TYPE(object);
+        void *tensor = &((Tensor *)object)->impl, *address = NULL;
+        int32_t found_type = -1, found_index = -1;
+        bool is = !contiguous;
+        if ((type != tensor_type && type != parameter_type)
+            || ((GetInt)device_type)(tensor, &found_type) || found_type != wanted_type
+            || ((GetInt)device_index)(tensor, &found_index) || found_index != wanted_index
+            || (contiguous && ((GetBool)is_contiguous)(tensor, &is)) || !is
+            || ((GetPointer)data_ptr)(tensor, &address) || !address || (uintptr_t)address % alignment) {
+            Py_DECREF(result);
+            Py_RETURN_NONE;
+        }
+        memcpy(out + 8 * i, &address, 8);
+    }
+    return result;
+}
+
+static PyMethodDef methods[] = {{"read_addresses", read_addresses, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "symmoe_addresses", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_symmoe_addresses(void) { return PyModule_Create(&module); }
+"""
+_READERS = ("data_ptr", "device_type", "device_index", "is_contiguous")
+
+
+def read_addresses(
+    tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
+) -> bytes | None:
+    """The addresses of tensors as native int64; None if one of them is not what it must be.
+
+    Args:
+        tensors: any number.
+        device: they must be on it, with memory of their own.
+        alignment: a power of two, of their addresses.
+        contiguous: whether they must be.
+    """
+    read = _read_in_c()
+    payload = None
+    if read is not None:
+        kind = 1 if device.type == "cuda" else 0  # c10::DeviceType
+        payload = read(kind, -1 if device.index is None else device.index, alignment, contiguous, tensors)
+    # Subclasses of Tensor are left to Python.
+    return payload or twin.read_addresses(tensors, device, alignment=alignment, contiguous=contiguous)
+
+
+@functools.cache
+def _read_in_c() -> Callable[[int, int, int, bool, list[torch.Tensor]], bytes | None] | None:
+    """The compiled function; None if it cannot be built, or if Python's tensors are not laid out as it believes."""
+    try:
+        from triton.runtime.build import compile_module_from_src  # as Triton's own launchers are built
+
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        readers = [
+            getattr(library, f"aoti_torch_get_{name}", None) or getattr(library, f"aoti_torch_{name}")
+            for name in _READERS
+        ]
+        compiled = compile_module_from_src(READ_SOURCE, "symmoe_addresses").read_addresses
+    except (AttributeError, ImportError, OSError, RuntimeError, subprocess.CalledProcessError):
+        return None
+    functions = [ctypes.cast(reader, ctypes.c_void_p).value for reader in readers]
+    types = (torch.Tensor, torch.nn.Parameter)
+    for probe in (torch.zeros(1), torch.nn.Parameter(torch.zeros(1))):
+        if ctypes.c_void_p.from_address(id(probe) + object.__basicsize__).value != probe._cdata:
+            return None
+
+    def read(kind: int, index: int, alignment: int, contiguous: bool, tensors: list[torch.Tensor]) -> bytes | None:
+        return compiled(tensors, *types, *functions, kind, index, alignment, contiguous)
+
+    return read
 
 
 TILE_ROWS, TILE_BLOCKS, TILE_BYTES = tl.constexpr(128), tl.constexpr(4), tl.constexpr(512)

@@ -5,6 +5,7 @@ from symmoe.kernels.twin.bias import grouped_bias_dot, grouped_bias_grad
 from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from symmoe.kernels.twin.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact
 from symmoe.kernels.twin.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts
+from symmoe.kernels.twin.pointers import copy_host_to_device, read_addresses, swizzle_scales
 from symmoe.kernels.twin.splits import splits_to_row_start
 from symmoe.kernels.twin.sync import barrier
 from symmoe.kernels.twin.tokens import (
@@ -22,6 +23,7 @@ __all__ = [
     "assign_packed_rows",
     "assign_rows",
     "barrier",
+    "copy_host_to_device",
     "count_slots",
     "dact_workspace_numel",
     "fan_out",
@@ -40,8 +42,10 @@ __all__ = [
     "pull_values",
     "push_rows",
     "push_slots",
+    "read_addresses",
     "scaled_activation",
     "scaled_activation_grad",
     "send_counts",
     "splits_to_row_start",
+    "swizzle_scales",
 ]

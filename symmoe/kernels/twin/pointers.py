@@ -9,6 +9,9 @@ and what is padding holds 0.
 """
 
 import ctypes
+import functools
+import operator
+import struct
 
 import torch
 
@@ -38,6 +41,30 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
     """
     data = host_bytes(source)
     host_bytes(destination)[: len(data)] = data
+
+
+def read_addresses(
+    tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
+) -> bytes | None:
+    """The addresses of tensors as native int64; None if one of them is not what it must be.
+
+    Args:
+        tensors: any number.
+        device: they must be on it, with memory of their own.
+        alignment: a power of two, of their addresses.
+        contiguous: whether they must be.
+    """
+    try:
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+    except (TypeError, RuntimeError):  # no tensor, or a sparse one
+        return None
+    if 0 in addresses or functools.reduce(operator.or_, addresses, 0) % alignment:
+        return None
+    if contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
+        return None
+    if any(found != device for found in set(map(operator.attrgetter("device"), tensors))):
+        return None
+    return struct.pack(f"={len(addresses)}q", *addresses)
 
 
 def swizzled_scale_bytes(num_rows: int, num_blocks: int) -> int:

@@ -1,0 +1,406 @@
+"""Grouped linear layers and the fused MLP on one GPU: the matrix again, CUDA graphs, and no waiting for the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from grouped_cases import (
+    DTYPES,
+    LINEAR_OUT,
+    PATHS,
+    SENTINEL,
+    Buffers,
+    Case,
+    Inputs,
+    Sizes,
+    assert_buffers_used,
+    assert_near,
+    assert_near_oracle,
+    assert_same_bits,
+    assert_same_results,
+    clamped_swiglu,
+    linear_inputs,
+    linear_oracle,
+    make_inputs,
+    make_linear,
+    matrix,
+    mlp_oracle,
+    run,
+    run_experts,
+    run_linear,
+    srelu,
+    used,
+)
+
+from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
+from symmoe.errors import ArgumentError
+
+pytestmark = pytest.mark.gpu
+
+# One shape throughout, since kernels are compiled by shape; neither tiles nor contraction steps fit. 4 rows of tail.
+SIZES = Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
+PLAIN = Case(buffers=())
+OTHER_ORDER = ("d_scale", "d_fc1.bias")
+
+
+def expert_inputs(case: Case, **options) -> Inputs:
+    return make_inputs(case, device="cuda", **{"sizes": SIZES, **options})
+
+
+def single_inputs(case: Case, **options) -> Inputs:
+    return linear_inputs(case, device="cuda", **{"sizes": SIZES, **options})
+
+
+@functools.cache
+def oracle_of(kind: str, dtype: torch.dtype, is_nd: bool, bias: bool) -> dict[str, torch.Tensor]:
+    """The results do not depend on the rest of a case."""
+    case = Case(dtype=dtype, is_nd=is_nd, bias=bias)
+    if kind == "linear":
+        return linear_oracle(single_inputs(case), case)
+    return mlp_oracle(expert_inputs(case), case)
+
+
+# -- the matrix -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_linear_matrix(case):
+    inputs = single_inputs(case)
+    internal = run_linear(case, inputs)
+    buffers = Buffers.of(case, inputs, out_features=LINEAR_OUT)
+    with_buffers = run_linear(case, inputs, buffers)
+    assert_same_results(with_buffers, internal, SIZES)
+    assert_buffers_used(with_buffers, buffers, SIZES)
+    assert_near_oracle(with_buffers, oracle_of("linear", case.dtype, case.is_nd, case.bias), case, SIZES)
+    for name in ("y", "d_x"):
+        assert not internal.tensors[name].flatten(0, -2)[SIZES.num_used :].any()
+
+
+@pytest.mark.parametrize("path", ["modules", "fused"])
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_experts_matrix(case, path):
+    inputs = expert_inputs(case)
+    modules = run_experts("modules", case, inputs)
+    oracle = oracle_of("mlp", case.dtype, case.is_nd, case.bias)
+    for way in PATHS[1:] if path == "fused" else PATHS[:1]:
+        internal = run_experts(way, case, inputs)
+        buffers = Buffers.of(case, inputs, out_features=SIZES.hidden)
+        with_buffers = run_experts(way, case, inputs, buffers)
+        assert_same_results(with_buffers, internal, SIZES)
+        assert_same_results(internal, modules, SIZES, close=OTHER_ORDER)
+        assert_buffers_used(with_buffers, buffers, SIZES)
+        assert_near_oracle(with_buffers, oracle, case, SIZES)
+        for name in ("y", "d_x", "d_scale"):
+            tensor = internal.tensors[name]
+            flat = tensor.flatten() if name == "d_scale" else tensor.flatten(0, -2)
+            assert not flat[SIZES.num_used :].any(), name
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_discrete_weights_give_the_same_bits(path, dtype, main_grad):
+    case = Case(dtype=dtype, main_grad=main_grad)
+    inputs = expert_inputs(case)
+    buffers = Buffers.of(case, inputs, out_features=SIZES.hidden)
+    discrete = run_experts(path, case, inputs, buffers, weights="discrete")
+    assert_same_results(discrete, run_experts(path, case, inputs), SIZES)
+    assert_buffers_used(discrete, buffers, SIZES)
+
+
+def test_more_discrete_weights_than_one_launch_carries():
+    sizes = Sizes(splits=(1, 0, 3) * 50, lead=(20, 11), hidden=16, ffn=8)
+    case = Case(dtype=torch.bfloat16, buffers=())
+    inputs = expert_inputs(case, sizes=sizes)
+    for path in PATHS:
+        discrete = run_experts(path, case, inputs, weights="discrete")
+        assert_same_results(discrete, run_experts(path, case, inputs), sizes)
+
+
+ACTIVATIONS = {
+    "gpt-oss": (ScaledClampedSwiGLU(), lambda h: clamped_swiglu(h, alpha=1.702, limit=7.0, offset=1.0)),
+    "tight": (
+        ScaledClampedSwiGLU(alpha=2.0, limit=0.5, offset=0.25),
+        lambda h: clamped_swiglu(h, alpha=2.0, limit=0.5, offset=0.25),
+    ),
+    "srelu": (ScaledSReLU(), srelu),
+    "interleaved by 1": (ScaledSwiGLU(interleave=1), None),
+    "interleaved by 8": (ScaledClampedSwiGLU(interleave=8), None),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name, dtype):
+    activation, act = ACTIVATIONS[name]
+    case = Case(dtype=dtype)
+    inputs = expert_inputs(case, width=activation.activation.hidden_width(SIZES.ffn))
+    modules = run_experts("modules", case, inputs, activation=activation)
+    for path in PATHS[1:]:
+        buffers = Buffers.of(case, inputs, out_features=SIZES.hidden)
+        ran = run_experts(path, case, inputs, buffers, activation=activation)
+        assert_same_results(ran, modules, SIZES, close=OTHER_ORDER)
+        assert_buffers_used(ran, buffers, SIZES)
+    # A rounded h may fall on the other side of a limit, where the derivative jumps.
+    if act is not None and (name != "tight" or dtype is torch.float32):
+        assert_near_oracle(modules, mlp_oracle(inputs, case, act=act), case, SIZES)
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", "list", "cpu"])
+@pytest.mark.parametrize("splits", [(70, 0, 3, 55), (0, 0, 0, 0), (132, 0, 0, 0), (0, 0, 0, 132)], ids=str)
+def test_splits(kind, splits):
+    given = {
+        "int32": torch.tensor(splits, dtype=torch.int32, device="cuda"),
+        "int64": torch.tensor(splits, device="cuda"),
+        "list": list(splits),
+        "cpu": torch.tensor(splits),
+    }[kind]
+    sizes = Sizes(splits=splits, lead=SIZES.lead, hidden=SIZES.hidden, ffn=SIZES.ffn)
+    inputs = expert_inputs(PLAIN, sizes=sizes)
+    for path in PATHS:
+        ran = run_experts(path, PLAIN, inputs, splits=given)
+        if sizes.num_used:
+            assert_near_oracle(ran, mlp_oracle(inputs, PLAIN), PLAIN, sizes)
+        else:
+            assert not any(tensor.any() for tensor in ran.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("splits", "meant"),
+    [
+        ((70, -5, 3, 55), (70, 0, 3, 55)),
+        ((70, 0, 3, 10**6), (70, 0, 3, 59)),
+        ((10**6, 5, 5, 5), (132, 0, 0, 0)),
+        ((2**31 - 1,) * 4, (132, 0, 0, 0)),
+        ((-1,) * 4, (0,) * 4),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_device_splits_cannot_lead_out_of_the_rows(splits, meant, dtype):
+    """Nobody reads them on the host, so the kernels keep within the rows."""
+    sizes = Sizes(splits=(132, 0, 0, 0), lead=SIZES.lead, hidden=SIZES.hidden, ffn=SIZES.ffn)
+    inputs = expert_inputs(PLAIN, sizes=sizes)  # no NaN: every row may be used
+    got = run_experts("mlp", PLAIN, inputs, splits=torch.tensor(splits, dtype=dtype, device="cuda"))
+    want = run_experts("mlp", PLAIN, inputs, splits=torch.tensor(meant, dtype=dtype, device="cuda"))
+    for name, tensor in want.tensors.items():
+        assert_same_bits(got.tensors[name], tensor, name)
+
+
+@pytest.mark.parametrize("sizes", [{"hidden": 12}, {"ffn": 12}, {"hidden": 12, "ffn": 12}], ids=str)
+def test_widths_that_kernels_cannot_take(sizes):
+    """fc2's input of 12 features is as wrong as fc1's, though fc1's output of 24 is right."""
+    model = GroupedMLP(4, **{"hidden": 16, "ffn": 16} | sizes, device="cuda")
+    rows = torch.ones(8, model.hidden, device="cuda")
+    splits = torch.tensor([2, 2, 2, 2], device="cuda")
+    with pytest.raises(ArgumentError, match=r"\(12\) must be a multiple of 8 on GPUs"):
+        model(rows, splits, torch.ones(8, device="cuda"))
+    with pytest.raises(ArgumentError, match=r"\(12\) must be a multiple of 8 on GPUs"):
+        Sequential(model.fc1, ScaledSwiGLU(), model.fc2)(rows, splits, torch.ones(8, device="cuda"), splits)
+
+
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+def test_autocast(weights):
+    case = Case(buffers=())
+    inputs = expert_inputs(case)
+    fc1 = make_linear(case, inputs.w1, inputs.b1, weights=weights)
+    fc2 = make_linear(case, inputs.w2, inputs.b2, weights=weights)
+    model = Sequential(fc1, ScaledSwiGLU(), fc2)
+    out = inputs.x.new_full(inputs.x.shape, SENTINEL, dtype=torch.bfloat16)
+    x, splits = inputs.x.clone().requires_grad_(), inputs.splits
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        keywords = {-1: {"out": out, "bias_scale": inputs.scale}}
+        y = model(x, splits, inputs.scale, splits, op_kwargs=keywords)
+    y.backward(inputs.d_y.bfloat16())
+    oracle = mlp_oracle(inputs, case)
+    assert_near(used(y.detach(), SIZES), oracle["y"], torch.bfloat16)
+    assert_near(used(x.grad, SIZES), oracle["d_x"], torch.bfloat16)
+    assert y.data_ptr() == out.data_ptr()
+    assert fc1.weight_parameters()[0].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_bits_every_time(dtype):
+    case = Case(dtype=dtype, buffers=())
+    inputs = expert_inputs(case)
+    for path in PATHS:
+        first = run_experts(path, case, inputs)
+        for _ in range(3):
+            assert_same_results(run_experts(path, case, inputs), first, SIZES)
+
+
+# -- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+
+def model_of(path: str, case: Case, inputs: Inputs, **options):
+    """(call(x, scale, splits, out, grad_input_out), the layers)."""
+    fc1 = make_linear(case, inputs.w1, inputs.b1, **options)
+    if path == "linear":
+
+        def linear(x, scale, splits, out, grad_input_out):
+            first = {"is_first_microbatch": True, "grad_input_out": grad_input_out}
+            return fc1(x, splits, out=out, **first)
+
+        return linear, (fc1,)
+    fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
+    activation = ScaledSwiGLU()
+    model = Sequential(fc1, activation, fc2)
+    if path == "modules":
+        activation.register_forward_hook(lambda *_: None)  # keeps them apart
+
+    def experts(x, scale, splits, out, grad_input_out):
+        first = {"grad_input_out": grad_input_out, "is_first_microbatch": True}
+        last = {"out": out, "is_first_microbatch": True} | ({"bias_scale": scale} if case.bias else {})
+        return model(x, splits, scale, splits, op_kwargs={0: first, -1: last})
+
+    return experts, (fc1, fc2)
+
+
+REPLAYED = [((70, 0, 3, 55), 1), ((0, 0, 0, 0), 2), ((1, 130, 0, 1), 3), ((0, 0, 0, 131), 4), ((33, 33, 33, 33), 5)]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+@pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
+def test_graph_replays_with_other_data_and_other_splits(path, weights, main_grad, delayed):
+    case = Case(dtype=torch.bfloat16, main_grad=main_grad, delayed=delayed)
+    make = single_inputs if path == "linear" else expert_inputs
+    inputs = make(case)
+    call, layers = model_of(path, case, inputs, weights=weights)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    columns = inputs.d_y.shape[-1]
+    x, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
+    d_y, splits = inputs.d_y.clone(), inputs.splits
+    out, grad_input_out = x.new_full((SIZES.num_rows, columns), SENTINEL), torch.full_like(x, SENTINEL).detach()
+
+    def step(out, grad_input_out):
+        """Forward and backward; the gradients of x, scale and all parameters."""
+        for tensor in (x, scale, *parameters):
+            tensor.grad = None
+        call(x, scale, splits, out, grad_input_out).backward(d_y)
+        for layer in reversed(layers):
+            layer.backward_dw()
+        weights = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in parameters]
+        return [x.grad, scale.grad, *weights]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(out, grad_input_out)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step(out, grad_input_out)
+
+    for counts, seed in REPLAYED:
+        sizes = Sizes(splits=counts, lead=SIZES.lead, hidden=SIZES.hidden, ffn=SIZES.ffn)
+        fresh = make(case, sizes=sizes, seed=seed)
+        with torch.no_grad():
+            for static, value in ((x, fresh.x), (scale, fresh.scale), (d_y, fresh.d_y), (splits, fresh.splits)):
+                static.copy_(value)
+        out.fill_(SENTINEL)
+        grad_input_out.fill_(SENTINEL)
+        graph.replay()
+        torch.cuda.synchronize()
+        for buffer in (out, grad_input_out):
+            assert (buffer[sizes.num_used :] == SENTINEL).all(), "the tail was written"
+        replayed = [out[: sizes.num_used].clone(), grad_input_out[: sizes.num_used].clone()]
+        replayed += [None if grad is None else grad.clone() for grad in grads]
+        out_again, grad_again = torch.full_like(out, SENTINEL), torch.full_like(grad_input_out, SENTINEL)
+        eager = step(out_again, grad_again)
+        eager = [out_again[: sizes.num_used], grad_again[: sizes.num_used], *eager]
+        assert len(replayed) == len(eager)
+        for i, (got, want) in enumerate(zip(replayed, eager, strict=True)):
+            assert (got is None) == (want is None)
+            if got is None:
+                continue
+            assert_same_bits(got, want, f"tensor {i} with splits {counts}")
+
+
+@pytest.mark.parametrize("path", ["linear", "sequential"])
+@pytest.mark.parametrize("kind", ["list", "cpu"])
+def test_host_splits_in_a_capture(path, kind):
+    """They would be frozen into the graph. The error leaves the capture alive."""
+    make = single_inputs if path == "linear" else expert_inputs
+    inputs = make(PLAIN)
+    call, _ = model_of(path, PLAIN, inputs)
+    host = list(SIZES.splits) if kind == "list" else torch.tensor(SIZES.splits)
+    splits, found = inputs.splits, []
+    with torch.no_grad():
+        want = call(inputs.x, inputs.scale, splits, None, None)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            with pytest.raises(ArgumentError, match="CUDA graph that is being captured"):
+                call(inputs.x, inputs.scale, host, None, None)
+            found.append(call(inputs.x, inputs.scale, splits, None, None))
+        graph.replay()
+        torch.cuda.synchronize()
+    assert_same_bits(found[0], want)
+
+
+# -- no waiting for the device ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def synchronising_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_synchronising_is_found():
+    with synchronising_is_an_error(), pytest.raises(RuntimeError, match="synchronizing"):
+        torch.ones(1, device="cuda").item()
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", "list"])
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
+def test_no_host_synchronisation(path, delayed, weights, kind):
+    case = Case(dtype=torch.bfloat16, delayed=delayed)
+    make = single_inputs if path == "linear" else expert_inputs
+    inputs = make(case)
+    call, layers = model_of(path, case, inputs, weights=weights)
+    x, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
+    buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
+    splits = list(SIZES.splits) if kind == "list" else inputs.splits.to(getattr(torch, kind))
+    for _ in range(2):  # the second time with gradients that are there already
+        with synchronising_is_an_error():
+            call(x, scale, splits, buffers.out, buffers.grad_input_out).backward(inputs.d_y)
+            for layer in layers:
+                layer.backward_dw()
+    assert x.grad is not None
+
+
+def test_runs_on_the_current_stream():
+    """x, splits and d_y are made by slow work of the same side stream."""
+    case = Case(dtype=torch.bfloat16, buffers=())
+    inputs = single_inputs(case)
+    layer: GroupedLinear = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    want = run(lambda x, scale: layer(x, inputs.splits), {"fc": layer}, inputs, case)
+    layer.zero_grad()
+    side = torch.cuda.Stream()
+    late = [torch.zeros_like(tensor) for tensor in (inputs.x, inputs.d_y, inputs.splits)]
+    given = (inputs.x, inputs.d_y, inputs.splits)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        for static, value in zip(late, given, strict=True):
+            static.copy_(value)
+        x = late[0].requires_grad_()
+        y = layer(x, late[2])
+        y.backward(late[1])
+    torch.cuda.synchronize()
+    assert_same_bits(used(y.detach(), SIZES), used(want.tensors["y"], SIZES))
+    assert_same_bits(used(x.grad, SIZES), used(want.tensors["d_x"], SIZES))
+    assert_same_bits(layer.weight0.grad, want.tensors["d_fc.weight"][0])
