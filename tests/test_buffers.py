@@ -22,6 +22,7 @@ from grouped_cases import (
 
 from symmoe import GroupedMLP, ScaledSwiGLU, Sequential, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import ArgumentError, StaleLease
+from symmoe.kernels import twin
 
 PLAIN = Case(buffers=())
 ND = Case(is_nd=True, buffers=())
@@ -85,6 +86,20 @@ def heap() -> Iterator[SymmetricHeap]:
     heap.close()
 
 
+@pytest.fixture
+def raw_writes(monkeypatch) -> None:
+    """Twins that write past autograd's version counters, as kernels on GPUs do."""
+
+    def raw(kernel):
+        def write(rows, weight, row_start, out, **options):
+            kernel(rows, weight, row_start, out.data, **options)
+
+        return write
+
+    for name in ("grouped_gemm", "grouped_gemm_dgrad"):
+        monkeypatch.setattr(twin, name, raw(getattr(twin, name)))
+
+
 def buffer(*shape: int) -> torch.Tensor:
     return torch.full(shape or (N, H), SENTINEL)
 
@@ -93,7 +108,11 @@ def right_or_error(compute: Callable[[], None], check: Callable[[], None]) -> No
     """The rule for every reuse: what comes out is right, or there is an error."""
     try:
         compute()
-    except (RuntimeError, ArgumentError, StaleLease):
+    except (ArgumentError, StaleLease):
+        return
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
         return
     check()
 
@@ -152,6 +171,7 @@ def x_with_room(op: Op) -> torch.Tensor:
     return memory[N : 2 * N]
 
 
+# PACKAGE BUG: overlap with weights and biases is not looked for.
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("what", "make", "parts"), [pytest.param(*mistake, id=mistake[0]) for mistake in mistakes()])
 def test_refused_in_forward(op, name, what, make, parts):
@@ -230,6 +250,7 @@ def test_released_lease_is_refused(op, heap, name):
         op(op.inputs.x, **{name: fresh.tensor})
 
 
+# PACKAGE BUG: nobody asks whether x is memory of a released lease.
 def test_released_input_is_refused(op, heap):
     lease = heap.lease((N, H), torch.float32, name="mine")
     x = lease.tensor.copy_(op.inputs.x)
@@ -315,6 +336,7 @@ def test_second_consumer_without_a_buffer(op, is_leaf):
     assert_near(used_rows_of(grad_input_out), want, torch.float32)
 
 
+# PACKAGE BUG: the second gradient overwrites the first, silently.
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_two_consumers_share_a_buffer(op, is_leaf):
     """The second gradient must not overwrite the first before autograd has added them."""
@@ -333,6 +355,7 @@ def test_two_consumers_share_a_buffer(op, is_leaf):
     right_or_error(compute, check)
 
 
+# PACKAGE BUG: the first producer gets the other's gradient, silently.
 def test_two_micro_batches_in_one_backward_share_a_buffer(op):
     """The producers of both x run after both gradients have been written."""
     grad_input_out, given = buffer(), batches(2)
@@ -372,6 +395,7 @@ def test_outputs_in_a_row_share_a_buffer(single):
         single(y, out=out)
 
 
+@pytest.mark.usefixtures("raw_writes")
 def test_out_is_written_while_a_result_is_saved(op):
     """y * y keeps y; the next micro-batch writes over it."""
     out = buffer()
@@ -382,6 +406,7 @@ def test_out_is_written_while_a_result_is_saved(op):
         square.sum().backward()
 
 
+@pytest.mark.usefixtures("raw_writes")
 def test_out_is_written_under_the_next_layer(op):
     """As above, but it is one of our own layers that keeps the result of another."""
     out, other = buffer(), Op("mlp")
@@ -392,6 +417,7 @@ def test_out_is_written_under_the_next_layer(op):
         z.sum().backward()
 
 
+@pytest.mark.usefixtures("raw_writes")
 def test_out_is_written_through_another_view(op):
     memory = buffer(2 * N, H)
     x = op.inputs.x.nan_to_num().requires_grad_()
@@ -401,6 +427,7 @@ def test_out_is_written_through_another_view(op):
         square.sum().backward()
 
 
+@pytest.mark.usefixtures("raw_writes")
 def test_gradient_is_written_while_the_buffer_is_saved(op):
     """The gradient buffer held something that a graph still needs."""
     shared = torch.ones(N, H)
@@ -430,6 +457,8 @@ def test_x_is_written_before_backward(op):
         y.backward(op.inputs.d_y)
 
 
+# PACKAGE BUG: backward_dw does not notice that its rows were written.
+@pytest.mark.usefixtures("raw_writes")
 def test_delayed_gradients_and_buffers_that_are_used_again():
     """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
     case = Case(delayed=True, buffers=())
@@ -556,6 +585,7 @@ def test_lease_dropped_before_backward(op, heap):
     assert all((other.tensor == SENTINEL).all() for other in others)
 
 
+# PACKAGE BUG: releasing a lease does not bump its version counter.
 def test_input_lease_released_before_backward(op, heap):
     """x is saved for the weight gradient; its memory belongs to somebody else by the time of backward."""
     (lease,) = leases(heap, 1)
@@ -578,6 +608,7 @@ def test_input_lease_released_before_backward(op, heap):
     right_or_error(compute, check)
 
 
+# PACKAGE BUG: releasing a lease does not bump its version counter.
 @pytest.mark.parametrize("how", ["released", "dropped"])
 def test_output_lease_released_while_a_result_is_saved(op, heap, how):
     """y ** 2 keeps y, whose memory belongs to somebody else by the time of backward."""

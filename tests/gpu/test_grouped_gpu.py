@@ -404,3 +404,36 @@ def test_runs_on_the_current_stream():
     assert_same_bits(used(y.detach(), SIZES), used(want.tensors["y"], SIZES))
     assert_same_bits(used(x.grad, SIZES), used(want.tensors["d_x"], SIZES))
     assert_same_bits(layer.weight0.grad, want.tensors["d_fc.weight"][0])
+
+
+# -- buffers that are written again -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
+def test_raw_writes_under_saved_tensors_are_errors(path):
+    inputs = single_inputs(PLAIN) if path == "linear" else expert_inputs(PLAIN)
+    call, _ = model_of(path, PLAIN, inputs)
+    x, splits = inputs.x.nan_to_num().requires_grad_(), inputs.splits
+    out, grad_input_out = inputs.d_y.nan_to_num(), inputs.x.nan_to_num()
+    square = call(x, inputs.scale, splits, out, None) ** 2
+    call(x, inputs.scale, splits, out, None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+    product = torch.ones_like(x, requires_grad=True) * grad_input_out
+    call(x, inputs.scale, splits, None, grad_input_out).backward(inputs.d_y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
+def test_leaf_accumulates_over_micro_batches(path):
+    case = Case(buffers=("out", "grad_input_out"))
+    inputs = single_inputs(case) if path == "linear" else expert_inputs(case)
+    call, _ = model_of(path, PLAIN, inputs)
+    x, splits = inputs.x.nan_to_num().requires_grad_(), inputs.splits
+    buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
+    for _ in range(2):
+        call(x, inputs.scale, splits, buffers.out, buffers.grad_input_out).backward(inputs.d_y)
+    assert_same_bits(used(x.grad, SIZES), 2 * used(buffers.grad_input_out, SIZES))
+    assert not buffers.out.requires_grad
+    assert not buffers.grad_input_out.requires_grad
