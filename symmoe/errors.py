@@ -47,6 +47,10 @@ class StalePlan(SymmoeError):
     """A plan was used in an order it does not allow: combined before anything was dispatched with it."""
 
 
+class StaleRows(SymmoeError):
+    """Rows that a delayed weight gradient needs have been overwritten since its backward pass."""
+
+
 class BackendUnavailable(SymmoeError):
     """The symmetric heap cannot be built here. The text names what is missing and how to get it."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,15 +14,30 @@ import triton.language as tl  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
+from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 from triton.compiler import CompiledKernel, make_backend  # noqa: E402
-from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from symmoe.kernels import control, gpu  # noqa: E402
+from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.control import ControlLayout, Peers  # noqa: E402
-from symmoe.kernels.gpu import plan, sync, tokens  # noqa: E402
-from symmoe.kernels.gpu.launch import FastLaunch, fast_launch  # noqa: E402
+from symmoe.kernels.gpu import (  # noqa: E402
+    activation,
+    bias,
+    compiled,
+    driver,
+    gemm,
+    gemm_act,
+    plan,
+    splits,
+    sync,
+    tokens,
+)
+from symmoe.kernels.gpu import launch as launches  # noqa: E402
+from symmoe.kernels.gpu.launch import Constants, FastLaunch, fast_launch  # noqa: E402
+from symmoe.kernels.table import TensorTable  # noqa: E402
 
 FIRST_GLOBAL = tl.constexpr(3)
 SECOND_GLOBAL = tl.constexpr(4)
@@ -46,7 +62,7 @@ def example_kernel(
 
 
 class FakeDriver:
-    """What launches ask a driver for; its device is where CPU tensors say they are."""
+    """What launches ask about devices; its device is where CPU tensors say they are."""
 
     def __init__(self):
         self.device = CPU
@@ -91,7 +107,10 @@ class FakeJIT:
 @pytest.fixture
 def fake_driver(monkeypatch):
     result = FakeDriver()
-    monkeypatch.setattr(driver, "_active", result)
+    monkeypatch.setattr(triton.runtime.driver, "_active", result)
+    monkeypatch.setattr(launches, "current_device", result.get_current_device)
+    monkeypatch.setattr(launches, "current_stream", result.get_current_stream)
+    monkeypatch.setattr(driver, "ensure_context", lambda: None)
     return result
 
 
@@ -115,7 +134,7 @@ def arguments(**changes):
     x = torch.zeros(8, 8)
     assert x.data_ptr() % 16 == 0
     values = {
-        "desc": TensorDescriptor.from_tensor(x, [4, 8]),
+        "desc": x,
         "x": x,
         "index": torch.zeros(8, dtype=torch.int32),
         "number": 7,
@@ -133,14 +152,7 @@ def arguments(**changes):
 F32, F16 = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.float16)
 INTEGERS = [7, 8, 0, 1, 16, 2**31, 2**31 - 1, -(2**31), -(2**31) - 16, 2**62, 2**63, 2**63 + 5]
 CHOICES = {
-    "desc": [
-        TensorDescriptor.from_tensor(F32, [4, 8]),
-        TensorDescriptor.from_tensor(F32, [8, 4]),
-        TensorDescriptor.from_tensor(F32[0], [4]),
-        TensorDescriptor.from_tensor(F16, [4, 8]),
-        None,
-        F32,
-    ],
+    "desc": [F32, F16, unaligned(F32), None],
     "x": [F32, F16, F16.bfloat16(), unaligned(F32), torch.nn.Parameter(F32), None, 7, 1.0, True],
     "index": [F32, unaligned(F32), F16, None],
     "number": [*INTEGERS, True, False, 1.0, 2.5, None],
@@ -168,7 +180,7 @@ def test_a_known_call_goes_straight_to_the_compiled_kernel(launch):
     assert kernel[(5,)](*other, **kwargs) is compiled
     assert len(jit.calls) == 1
     desc, x, index, *numbers = other
-    expected = [desc, x.data_ptr(), index.data_ptr(), *numbers, 64, "some"]
+    expected = [desc.data_ptr(), x.data_ptr(), index.data_ptr(), *numbers, 64, "some"]
     assert compiled.launches == [(5, 1, 1, STREAM, 5, ("metadata",), None, None, None, *expected)]
 
 
@@ -180,7 +192,14 @@ def test_keywords_may_come_in_any_order_and_for_any_parameter(launch):
         keywords = dict(reversed([*zip(names[split:], args[split:], strict=True), *kwargs.items()]))
         compiled = kernel[(1,)](*args[:split], **keywords)
         assert kernel[(1,)](*args[:split], **keywords) is compiled
-        assert compiled.launches[0][9:] == (args[0], args[1].data_ptr(), args[2].data_ptr(), *args[3:], 64, "some")
+        assert compiled.launches[0][9:] == (
+            args[0].data_ptr(),
+            args[1].data_ptr(),
+            args[2].data_ptr(),
+            *args[3:],
+            64,
+            "some",
+        )
     assert len(jit.calls) == len(args) + 1
     by_position = kernel[(1,)](*args, 64, "other", num_warps=4)
     assert kernel[(1,)](*args, 64, "other", num_warps=4) is by_position
@@ -224,6 +243,7 @@ def test_the_device_is_in_the_key(launch, fake_driver):
 
 
 NOT_UNDERSTOOD = {
+    "descriptor": {"desc": TensorDescriptor.from_tensor(F32, [4, 8])},
     "tuple": {"number": (1, 2)},
     "tensor for a number": {"count": torch.zeros(1, dtype=torch.int32)},
     "none for a number": {"count": None},
@@ -249,7 +269,7 @@ def test_what_is_not_understood_takes_the_ordinary_way(launch, what):
     assert options == kwargs
 
 
-@pytest.mark.parametrize("others", [{"desc": None, "index": None}, {"x": None, "index": None}])
+@pytest.mark.parametrize("others", [{"desc": None, "index": None}, {"x": None, "index": None}, {}])
 def test_tensors_of_another_device_take_the_ordinary_way(launch, fake_driver, others):
     """The JIT's launcher refuses a CPU tensor, which an address alone does not show."""
     kernel, jit = launch
@@ -344,9 +364,9 @@ def test_changed_globals_take_the_ordinary_way(launch, monkeypatch):
         with pytest.raises(RuntimeError, match="SECOND_GLOBAL has changed"):
             kernel[(1,)](*args, **kwargs)
         patch.setitem(globals(), "SECOND_GLOBAL", tl.constexpr(4))  # an equal one
-        compiled = kernel[(1,)](*args, **kwargs)
-        assert len(jit.calls) == 5
-        assert kernel[(1,)](*args, **kwargs) is compiled
+        kernel[(1,)](*args, **kwargs)
+    kernel[(1,)](*args, **kwargs)
+    assert len(jit.calls) == 4
 
 
 def test_a_launch_that_compiles_nothing_is_not_remembered(launch, monkeypatch):
@@ -378,24 +398,25 @@ def test_what_is_no_jit_function_stays_as_it_is():
     assert fast_launch(anything) is anything
 
 
-def entry_kernels():
-    """(name, wrapper) of all kernels of the communication."""
-    return [
-        (name, getattr(module, name))
-        for module in (sync, plan, tokens)
-        for name in dir(module)
-        if name.endswith("_kernel")
-    ]
+def entry_kernels(*modules):
+    """(name, wrapper) of all kernels of some modules."""
+    return [(name, getattr(module, name)) for module in modules for name in dir(module) if name.endswith("_kernel")]
+
+
+def fake_jits(monkeypatch, *modules):
+    """The JITs of all kernels of some modules replaced: by kernel."""
+    jits = {}
+    for name, kernel in entry_kernels(*modules):
+        assert isinstance(kernel, FastLaunch), name
+        jits[name] = FakeJIT(kernel.kernel)
+        monkeypatch.setattr(kernel.kernel, "run", jits[name], raising=False)
+        monkeypatch.setattr(kernel, "_calls", {})
+    return jits
 
 
 def test_every_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch):
     """All launches of a step after the first one are fast, whatever changes from step to step."""
-    jits = {}
-    for name, kernel in entry_kernels():
-        assert isinstance(kernel, FastLaunch), name
-        jits[name] = FakeJIT(kernel.kernel)
-        monkeypatch.setattr(kernel.kernel, "run", jits[name], raising=False)
-        monkeypatch.setattr(kernel, "_variants", {})
+    jits = fake_jits(monkeypatch, sync, plan, tokens)
 
     def step(case, number):
         run_case(gpu, case)
@@ -412,3 +433,271 @@ def test_every_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch
     step(replace(case, tokens=(1, 35), capacity=1), 1)
     step(replace(case, tokens=(7, 100), capacity=3000), 2)
     assert {name: len(jit.calls) for name, jit in jits.items()} == before
+
+
+def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch):
+    """All launches after the first one are fast, whatever the tensors' addresses and the number of rows."""
+    jits = fake_jits(monkeypatch, activation, bias, gemm, gemm_act, splits)
+
+    def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=32):
+        empty, act = torch.empty, Activation()
+        w1, w2 = empty(G, 2 * ffn, H, dtype=dtype), empty(G, H, ffn, dtype=dtype)
+        row_start, scale, dscale = empty(G + 1, dtype=torch.int32), empty(num_rows), empty(num_rows)
+        x, y, a = empty(num_rows, H, dtype=dtype), empty(num_rows, H, dtype=dtype), empty(num_rows, ffn, dtype=dtype)
+        h, b1 = empty(num_rows, 2 * ffn, dtype=dtype), empty(G, 2 * ffn, dtype=dtype)
+        workspace = empty(gpu.dact_workspace_numel(num_rows, G, ffn, act))
+        gpu.splits_to_row_start(empty(G, dtype=torch.int64), row_start, num_rows)
+        gpu.grouped_gemm_act(x, w1, row_start, scale, h, a, act, num_sms=8)
+        gpu.grouped_gemm(a, w2, row_start, y, zero_tail=True, num_sms=8)
+        gpu.grouped_gemm_dact(y, w2, row_start, h, scale, h, a, dscale, workspace, act, dbias=b1, num_sms=8)
+        gpu.grouped_gemm_dgrad(h, w1, row_start, x, num_sms=8)
+        gpu.grouped_gemm_wgrad(h, x, row_start, w1, num_sms=8)
+        gpu.grouped_bias_grad(h, row_start, b1)
+        gpu.grouped_bias_dot(h, b1, row_start, dscale)
+        gpu.scaled_activation(h, scale, a, act)
+        gpu.scaled_activation_grad(a, h, scale, h, dscale, act)
+        gpu.grouped_gemm_wgrad(h[:0], x[:0], row_start, table(w1), num_sms=8)
+
+    step(64)
+    before = {name: len(jit.calls) for name, jit in jits.items()}
+    assert all(before.values()), before
+    for num_rows in (1, 64, 65, 4096):
+        step(num_rows)
+    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+
+
+def table(matrices):
+    """A table of addresses; nobody looks where they lead."""
+    return TensorTable(torch.zeros(len(matrices), dtype=torch.int64), tuple(matrices.shape), matrices.dtype)
+
+
+class Native:
+    """Stands in for the launcher in C: keeps its arguments."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __call__(self, *args):
+        self.launches.append(args)
+
+
+class Tiled:
+    """A kernel that takes descriptors, compiled for Triton's real CudaLauncher around a fake launcher in C."""
+
+    def __init__(self, monkeypatch):
+        self.native, self.encoded, self.compiled = Native(), 0, []
+        monkeypatch.setattr(nvidia, "make_tensordesc_arg", self.encode)
+        monkeypatch.setattr(example_kernel, "run", self.run, raising=False)
+        self.kernel = fast_launch(example_kernel)
+        self.constants = Constants({"WIDTH": 64, "num_warps": 4}, {0: gemm.describe([4, 8])})
+
+    def encode(self, descriptor, metadata):
+        """As make_tensordesc_arg does."""
+        self.encoded += 1
+        assert metadata == "metadata"
+        return [("map", descriptor.base.data_ptr(), *descriptor.block_shape), *descriptor.shape, *descriptor.strides]
+
+    def run(self, *args, grid, warmup, **kwargs):
+        is_described = isinstance(args[0], TensorDescriptor)
+        signature = {0: "tensordesc<fp32[4, 8]>" if is_described else "constexpr", 1: "*fp32"}
+        launcher = object.__new__(CudaLauncher)
+        launcher.launch = nvidia.wrap_handle_tensordesc(self.native, signature, ["metadata"] * is_described)
+        launcher.num_ctas, launcher.launch_cooperative_grid, launcher.launch_pdl = 1, False, True
+        launcher.global_scratch_size = launcher.profile_scratch_size = 0
+        launcher.global_scratch_align = launcher.profile_scratch_align = 1
+        launcher.arg_annotations, launcher.kernel_signature = "annotations", b"signature"  # of Triton 3.7
+        self.change(launcher)
+        compiled = FakeCompiled()
+        compiled.run = launcher
+        self.compiled.append(compiled)
+        return compiled
+
+    def change(self, launcher):
+        pass
+
+    def launch(self, desc, x=F32, index=None):
+        launches.launch(self.kernel, (3, 2), self.constants, desc, x, index, 7, 7, 7, 0.5, 7)
+        return self.native.launches[-1] if self.native.launches else None
+
+
+@pytest.fixture
+def tiled(fake_driver, monkeypatch):
+    return Tiled(monkeypatch)
+
+
+def test_tensor_maps_are_encoded_once(tiled):
+    first, second, long = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(16, 8)
+    for tensor in (first, first, first):  # through the JIT, encoded, remembered
+        tiled.launch(tensor)
+    assert tiled.encoded == 1
+    assert len(tiled.compiled) == 1
+    tiled.launch(second)
+    tiled.launch(first)
+    assert tiled.encoded == 2
+    for tensor in (long, long[:8], long[:12], long, long[:8]):
+        launched = tiled.launch(tensor)
+        assert launched[13:18] == (("map", tensor.data_ptr(), 4, 8), len(tensor), 8, 8, 1)
+    assert tiled.encoded == 5
+    assert tiled.launch(None)[13:15] == (("map", long.data_ptr(), 4, 8), 8)  # the JIT's launch, which is not counted
+    assert tiled.launch(None)[13:15] == (None, F32.data_ptr())
+    assert (tiled.encoded, len(tiled.compiled)) == (5, 2)
+
+
+def test_remembered_tensor_maps_are_bounded(tiled, monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_TENSOR_MAPS", 3)
+    tensors = [torch.zeros(8, 8) for _ in range(4)]
+    tiled.launch(tensors[0])
+    for tensor in tensors[:3] * 2:
+        tiled.launch(tensor)
+    assert tiled.encoded == 3
+    tiled.launch(tensors[3])  # drops the others
+    for tensor in (tensors[3], tensors[0], tensors[3]):
+        assert tiled.launch(tensor)[13] == ("map", tensor.data_ptr(), 4, 8)
+    assert tiled.encoded == 5
+
+
+@pytest.mark.parametrize("index", [None, torch.zeros(8, dtype=torch.int32)])
+@pytest.mark.skipif(compiled.VERSION != (3, 6), reason="compares with the installed CudaLauncher of 3.6")
+def test_the_launcher_in_c_gets_what_triton_would_give_it(tiled, index):
+    x = torch.zeros(8, 8)
+    tiled.launch(x, x, index)
+    ours = tiled.launch(x, x, index)
+    pointer = None if index is None else index.data_ptr()
+    values = (TensorDescriptor.from_tensor(x, [4, 8]), x.data_ptr(), pointer, 7, 7, 7, 0.5, 7, 64, "some")
+    tiled.compiled[0].run(3, 2, 1, STREAM, 5, ("metadata",), None, None, None, *values)
+    assert ours == tiled.native.launches[-1]
+
+
+def test_triton_3_7_takes_the_arguments_as_one(tiled, monkeypatch):
+    monkeypatch.setattr(compiled, "VERSION", (3, 7))
+    tiled.launch(F32)
+    *head, args = tiled.launch(F32)
+    assert head == [3, 2, 1, STREAM, 5, False, True, ("metadata",), *[None] * 5, "annotations", b"signature"]
+    assert args == (("map", F32.data_ptr(), 4, 8), 8, 8, 8, 1, F32.data_ptr(), None, 7, 7, 7, 0.5, 7, 64, "some")
+
+
+def another_wrapper(launcher):
+    def inner(*args):
+        return launcher(*args)
+
+    return inner
+
+
+UNKNOWN = {
+    "scratch": lambda launcher: setattr(launcher, "global_scratch_size", 1),
+    "profile": lambda launcher: setattr(launcher, "profile_scratch_size", 1),
+    "no flag": lambda launcher: delattr(launcher, "launch_pdl"),
+    "wrapper": lambda launcher: setattr(launcher, "launch", another_wrapper(launcher.launch)),
+    "unwrapped": lambda launcher: setattr(launcher, "launch", Native()),
+    "no metadata": lambda launcher: setattr(
+        launcher, "launch", nvidia.wrap_handle_tensordesc(Native(), {0: "tensordesc<fp32[4, 8]>"}, None)
+    ),
+    "another place": lambda launcher: setattr(
+        launcher, "launch", nvidia.wrap_handle_tensordesc(Native(), {0: "*fp32", 1: "tensordesc<fp32[4, 8]>"}, ["m"])
+    ),
+    "version": None,
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_unknown_launchers_are_called_as_triton_calls_them(tiled, monkeypatch, what):
+    ran = []
+    if UNKNOWN[what] is None:
+        monkeypatch.setattr(compiled, "VERSION", (3, 8))
+    else:
+        tiled.change = UNKNOWN[what]
+    monkeypatch.setattr(CudaLauncher, "__call__", lambda self, *args: ran.append(args))
+    for tensor in (F32, F32, torch.ones(8, 8)):
+        tiled.launch(tensor)
+    assert len(tiled.compiled) == 1
+    assert not tiled.native.launches
+    assert not tiled.encoded
+    assert [args[:9] for args in ran] == [(3, 2, 1, STREAM, 5, ("metadata",), None, None, None)] * 2
+    assert ran[0][9].base is F32
+    assert ran[0][9].block_shape == [4, 8]
+    assert ran[0][10:] == (F32.data_ptr(), None, 7, 7, 7, 0.5, 7, 64, "some")
+
+
+def test_launches_happen_on_the_device_of_the_first_tensor(tiled, fake_driver, monkeypatch):
+    """Only a call that is not known for the current device asks; the switch is undone after it."""
+    devices = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            devices.append(self.device)
+            self.before, fake_driver.device = fake_driver.device, self.device
+
+        def __exit__(self, *args):
+            fake_driver.device = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 1)
+    monkeypatch.setattr(launches, "_DEVICE", lambda tensor: 1)
+    for device in (0, 1, 0, 1):
+        fake_driver.device = device
+        tiled.launch(F32)
+        assert fake_driver.device == device
+    assert devices == [1, 1]
+    assert len(tiled.compiled) == 1
+    fake_driver.device = 0
+    monkeypatch.setattr(knobs.runtime, "debug", True)
+    tiled.launch(F32)
+    assert (devices, len(tiled.compiled)) == ([1, 1, 1], 2)
+
+
+class FakeLibcuda:
+    """A driver whose threads have no context."""
+
+    def __init__(self):
+        self.current, self.retained = threading.local(), []
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = getattr(self.current, "context", None)
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        self.retained.append(device)
+        context._obj.value = 1000 + device
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.current.context = context
+        self.current.calls = getattr(self.current, "calls", 0) + 1
+        return 0
+
+
+def test_every_thread_gets_a_context_once(monkeypatch):
+    libcuda, seen = FakeLibcuda(), []
+    monkeypatch.setattr(driver, "library", lambda: libcuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(driver, "_thread", driver._Thread())
+    driver.primary_context.cache_clear()
+
+    def work(context=None):
+        if context is not None:  # the runtime's, say
+            libcuda.current.context = context
+        for _ in range(3):
+            driver.ensure_context()
+        seen.append((libcuda.current.context, getattr(libcuda.current, "calls", 0)))
+
+    for args in ((), (), (7,)):
+        thread = threading.Thread(target=work, args=args)
+        thread.start()
+        thread.join()
+    driver.primary_context.cache_clear()
+    assert seen == [(1002, 1), (1002, 1), (7, 0)]
+    assert libcuda.retained == [2]
+
+
+def test_a_context_is_current_before_anything_is_encoded(tiled, monkeypatch):
+    order = []
+    monkeypatch.setattr(driver, "ensure_context", lambda: order.append("context"))
+    run, encode = tiled.run, tiled.encode
+    monkeypatch.setattr(example_kernel, "run", lambda *args, **kwargs: order.append("jit") or run(*args, **kwargs))
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda *args: order.append("encode") or encode(*args))
+    for _ in range(3):
+        tiled.launch(F32)
+    assert order == ["context", "jit", "context", "encode"]

@@ -7,11 +7,13 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe.combine.collect import PHASE, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.send import PHASE as SEND
 from symmoe.dispatch.send import send_expert_major_gradient
 from symmoe.dispatch.tokens import receive_gradient, rows_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.buffers import buffer_problem, stale_problem, wrote_into
+from symmoe.symm_mem.autograd import hand_on, in_flight_problem
+from symmoe.symm_mem.buffers import buffer_problem, stale_problem
 
 
 def combine_tokens(
@@ -67,8 +69,9 @@ class _Combine(torch.autograd.Function):
         if ctx.grad_out is None:
             d_rows = receive_gradient(dy.contiguous(), plan)
         else:
+            plan.heap.fail_for(in_flight_problem("grad_out", ctx.grad_out), SEND)
             send_expert_major_gradient(dy.contiguous(), plan, ctx.grad_out)
-            d_rows = wrote_into(ctx.grad_out)
+            d_rows = ctx.handed_on = hand_on(ctx.grad_out)
         if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
             d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
         return d_rows, None, None, None

@@ -16,7 +16,8 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import PHASE, send_expert_major, send_packed, send_packed_gradient
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.symm_mem.buffers import buffer_problem, dtype_problem, wrote_into
+from symmoe.symm_mem.autograd import wrote_into
+from symmoe.symm_mem.buffers import buffer_problem, dtype_problem
 
 
 def dispatch_tokens(

@@ -51,6 +51,8 @@ class ScaledActivation(nn.Module):
         return str(self.activation)
 
     def _problem(self, h: torch.Tensor, scale: torch.Tensor) -> ArgumentError | None:
+        if not isinstance(h, torch.Tensor):
+            return ArgumentError(f"h ({type(h).__name__}) must be a tensor")
         if h.dim() < 1 or h.dtype not in control.DTYPES:
             return ArgumentError(f"h is {h.dtype} {list(h.shape)}; it must be [..., W] of {control.DTYPES}")
         if h.shape[-1] % self.activation.hidden_width(self.activation.interleave or 1):

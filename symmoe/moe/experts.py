@@ -13,6 +13,7 @@ import torch
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.table import TensorTable
+from symmoe.symm_mem.autograd import Unmodified
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class ExpertsBackward:
     def __init__(self, x: ExpertRows, weights: ExpertWeights, h: torch.Tensor, d_out: torch.Tensor) -> None:
         self._ops = ops = kernels.for_device(h.device)
         self._x, self._weights, self._d_out = x, weights, d_out
+        self._inputs = Unmodified(rows=x.rows, d_out=d_out)
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
         self._dh = torch.empty_like(h)
         self._a = h.new_empty((num_rows, ffn))
@@ -141,11 +143,13 @@ class ExpertsBackward:
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
         """[G, W, H]; a weight_grad.Compute."""
+        self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(self._dh, x.rows, x.row_start, out, rows_index=x.row_index, accumulate=accumulate)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
         """[G, H, I]; a weight_grad.Compute."""
+        self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(
             self._d_out, self._a, x.row_start, out, dout_index=x.row_index, accumulate=accumulate

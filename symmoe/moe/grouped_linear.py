@@ -25,7 +25,8 @@ from symmoe.moe import weight_grad
 from symmoe.moe.activations import scale_problem
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
-from symmoe.symm_mem.buffers import buffer_problem, wrote_into
+from symmoe.symm_mem.autograd import Unmodified, hand_on, in_flight_problem, wrote_into
+from symmoe.symm_mem.buffers import buffer_problem, stale_problem
 
 _GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
 _INDEXED = re.compile(r"(weight|bias)(\d+)")
@@ -208,11 +209,15 @@ class GroupedLinear(nn.Module):
             return [None if s is None else s.to(w.dtype) for s, w in zip(stand_ins, weights, strict=True)]
         return weight_grad.new_gradients(weights, compute)
 
+    @torch.no_grad()
     def backward_dw(self) -> None:
         """Computes the weight gradients of the oldest backward pass that delay_wgrad left out, and adds them.
 
         To `.grad` or `main_grad`, as autograd would. Does nothing if there is none. Not collective, no host
         synchronisation.
+
+        Raises:
+            StaleRows: the layer's input or the gradient of its output has been overwritten since.
         """
         if not self._delayed:
             return
@@ -258,7 +263,7 @@ def linear_problem(
     bias_scale: torch.Tensor | None,
 ) -> Exception | None:
     """What is wrong with the arguments of a forward pass, or None. Looks at no device memory."""
-    error = rows_problem("x", x, linear)
+    error = rows_problem("x", x, linear) or stale_problem("x", x)
     if error is None:
         error = splits_problem(splits, num_groups=linear.num_groups, rows=x, num_rows=x.numel() // linear.in_features)
     if error is None and bias_scale is not None:
@@ -267,7 +272,9 @@ def linear_problem(
         error = scale_problem("bias_scale", bias_scale, x)
     if error is not None:
         return error
-    return result_buffers_problem(x, linear.out_features, out, grad_input_out, inputs=(x, bias_scale))
+    return result_buffers_problem(
+        x, linear.out_features, out, grad_input_out, inputs=(x, bias_scale, *linear.parameters())
+    )
 
 
 def rows_problem(name: str, x: torch.Tensor, linear: GroupedLinear) -> ArgumentError | None:
@@ -283,6 +290,11 @@ def rows_problem(name: str, x: torch.Tensor, linear: GroupedLinear) -> ArgumentE
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
     if dtype not in control.DTYPES or (not autocast and x.dtype != dtype) or not x.dtype.is_floating_point:
         return ArgumentError(f"{name} is {x.dtype}; the weights are {dtype}, and both must be one of {control.DTYPES}")
+    return width_problem(linear, x)
+
+
+def width_problem(linear: GroupedLinear, x: torch.Tensor) -> ArgumentError | None:
+    """What keeps a linear layer from running on the device of x, or None."""
     for feature in ("in_features", "out_features"):
         width = getattr(linear, feature)
         if x.is_cuda and width % _GPU_MULTIPLE:
@@ -382,7 +394,7 @@ class _GroupedLinear(torch.autograd.Function):
                 zero_tail=call.grad_input_out is None,
             )
             if call.grad_input_out is not None:
-                wrote_into(d_x)
+                d_x = ctx.handed_on = hand_on(d_x)
         if needs_bias:
             d_bias = torch.empty_like(bias)
             scale = None if bias_scale is None else bias_scale.view(-1)
@@ -391,7 +403,10 @@ class _GroupedLinear(torch.autograd.Function):
             d_scale = torch.zeros_like(bias_scale)
             ops.grouped_bias_dot(d_y, bias, call.row_start, d_scale.view(-1))
 
+        inputs = Unmodified(x=x, d_y=d_y)
+
         def wgrad(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+            inputs.check()
             ops.grouped_gemm_wgrad(d_y, rows, call.row_start, out, accumulate=accumulate)
 
         d_weights = linear.weight_gradients(tuple(weights), wgrad, overwrite_main_grad=call.overwrite_main_grad)
@@ -403,5 +418,5 @@ def gradient_buffer(buffer: torch.Tensor | None, x: torch.Tensor, d_y: torch.Ten
     if buffer is None:
         return torch.empty_like(x)
     options = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device, "inputs": (d_y,)}
-    raise_for(buffer_problem("grad_input_out", buffer, **options))
+    raise_for(buffer_problem("grad_input_out", buffer, **options) or in_flight_problem("grad_input_out", buffer))
     return buffer

@@ -24,11 +24,13 @@ from symmoe.moe.grouped_linear import (
     result_buffers_problem,
     rows_problem,
     weight_table,
+    width_problem,
 )
 from symmoe.moe.pointers import pack_weight_ptrs
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.moe.weight_grad import packed_shape
-from symmoe.symm_mem.buffers import wrote_into
+from symmoe.symm_mem.autograd import hand_on, wrote_into
+from symmoe.symm_mem.buffers import stale_problem
 
 
 class GroupedMLP(nn.Module):
@@ -193,12 +195,13 @@ def _problem(
     out: torch.Tensor | None,
     grad_input_out: torch.Tensor | None,
 ) -> Exception | None:
-    error = rows_problem("rows", x, fc1)
+    error = rows_problem("rows", x, fc1) or width_problem(fc2, x) or stale_problem("rows", x)
     if error is None:
         num_rows = math.prod(x.shape[:-1])
         error = splits_problem(splits, num_groups=fc1.num_groups, rows=x, num_rows=num_rows)
     error = error or scale_problem("row_probs", scale, x)
-    return error or result_buffers_problem(x, fc2.out_features, out, grad_input_out, inputs=(x, scale))
+    inputs = (x, scale, *fc1.parameters(), *fc2.parameters())
+    return error or result_buffers_problem(x, fc2.out_features, out, grad_input_out, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +276,7 @@ class _FusedMLP(torch.autograd.Function):
             d_x = gradient_buffer(call.grad_input_out, x, d_y)
             step.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=call.grad_input_out is None)
             if call.grad_input_out is not None:
-                wrote_into(d_x)
+                d_x = ctx.handed_on = hand_on(d_x)
         first, second = call.overwrite_main_grad
         d_w2 = call.fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=second)
         d_w1 = call.fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=first)

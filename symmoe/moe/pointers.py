@@ -19,7 +19,7 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels.twin.pointers import HostBytes, host_bytes, swizzled_scale_bytes
-from symmoe.symm_mem.buffers import wrote_into
+from symmoe.symm_mem.autograd import wrote_into
 
 ScaleLayout = Literal["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from symmoe.errors import ArgumentError
 from symmoe.moe.activations import ScaledActivation
@@ -106,6 +107,8 @@ def _route(modules: list[nn.Module], op_kwargs: OpKwargs) -> list[dict[str, Any]
                 f"op_kwargs addresses {_label(modules, index)} twice, by {_show(keys[index])} and by {_show(key)}"
             )
         keys[index] = key
+        if not isinstance(keywords, Mapping):
+            raise ArgumentError(f"op_kwargs[{_show(key)}] ({keywords!r}) must be a dict of keyword arguments")
         valid = _keywords(modules[index])
         if valid is not None:
             for name in keywords:
@@ -160,7 +163,6 @@ def _is_fusible(modules: list[nn.Module], inputs: list[tuple], keywords: list[di
         and not fc2.return_bias
         and same_splits(splits1, splits2)
         and keywords[0].keys() <= _FUSED_FC1_KEYWORDS
-        and not keywords[1]
         and keywords[2].keys() <= _FUSED_FC2_KEYWORDS
         and (bias_scale is None or bias_scale is scale)
     )
@@ -184,7 +186,7 @@ def _run_fused(modules: list[nn.Module], x: torch.Tensor, inputs: list[tuple], k
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(
+    return _has_any_global_hook() or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 

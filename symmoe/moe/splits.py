@@ -19,6 +19,8 @@ def splits_problem(splits: Splits, *, num_groups: int, rows: torch.Tensor, num_r
     The values of splits on a GPU are not looked at: kernels clamp them instead.
     """
     is_tensor = isinstance(splits, torch.Tensor)
+    if not is_tensor and not isinstance(splits, Sequence):
+        return ArgumentError(f"splits ({splits!r}) must be a tensor or a list of {num_groups} counts")
     shape = tuple(splits.shape) if is_tensor else (len(splits),)
     if shape != (num_groups,):
         return ArgumentError(f"splits has shape {list(shape)}; it must be [{num_groups}] (num_groups)")
@@ -66,7 +68,10 @@ def same_splits(left: Splits, right: Splits) -> bool:
     if left is right:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return (left.data_ptr(), left.dtype, left.shape) == (right.data_ptr(), right.dtype, right.shape)
+        return all(
+            getter(left) == getter(right)
+            for getter in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.type)
+        )
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return False
     return list(left) == list(right)

@@ -72,13 +72,6 @@ def buffer_problem(
     return None
 
 
-def wrote_into(buffer: torch.Tensor) -> torch.Tensor:
-    """Tells autograd that a kernel has written into `buffer`, so that it refuses what was saved of it before."""
-    if not buffer.is_inference():
-        torch.autograd.graph.increment_version(buffer)
-    return buffer
-
-
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses from the first to past the last element."""
     start = tensor.data_ptr()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from symmoe.errors import StaleLease
+from symmoe.symm_mem.autograd import wrote_into
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.arena import Arena
@@ -104,6 +105,7 @@ class Lease:
         """Gives the memory back. Exactly once: a second call raises StaleLease. Local."""
         if self._heap is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
+        wrote_into(self._tensor)  # what autograd has saved of it is somebody else's memory from now on
         self._heap, self._tensor = None, None
         self._span.release()
 

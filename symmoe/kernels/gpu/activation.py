@@ -9,6 +9,7 @@ Every kernel takes the activation as a constant: what it does not need (limits, 
 Entry kernels take its fields as a tuple, which launches can compare without hashing a dataclass.
 """
 
+import functools
 import math
 
 import torch
@@ -17,8 +18,8 @@ import triton.language as tl
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.gpu.gemm import tile_mask
-from symmoe.kernels.gpu.launch import fast_launch
+from symmoe.kernels.gpu.gemm import ceil_div, tile_mask
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 NO_LIMIT = tl.constexpr(math.inf)
@@ -262,13 +263,18 @@ def scaled_activation_grad_kernel(
 def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
     """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
     num_rows, ffn = out.shape
-    fields = activation_fields(activation, ffn)
+    constants = _constants(activation, ffn)
     if num_rows == 0:
         return
-    with torch.cuda.device_of(out):
-        scaled_activation_kernel[(triton.cdiv(num_rows, ROWS), triton.cdiv(ffn, COLUMNS))](
-            h, scale, out, num_rows, FIELDS=fields, FFN=ffn, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
-        )
+    launch(
+        scaled_activation_kernel,
+        (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)),
+        constants,
+        h,
+        scale,
+        out,
+        num_rows,
+    )
 
 
 def scaled_activation_grad(
@@ -281,20 +287,23 @@ def scaled_activation_grad(
 ) -> None:
     """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W]; scale, dscale fp32[N]."""
     num_rows, ffn = dout.shape
-    fields = activation_fields(activation, ffn)
+    constants = _constants(activation, ffn)
     if num_rows == 0:
         return
-    with torch.cuda.device_of(dout):
-        scaled_activation_grad_kernel[(triton.cdiv(num_rows, ROWS),)](
-            dout,
-            h,
-            scale,
-            dh,
-            dscale,
-            num_rows,
-            FIELDS=fields,
-            FFN=ffn,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            num_warps=NUM_WARPS,
-        )
+    launch(
+        scaled_activation_grad_kernel,
+        (ceil_div(num_rows, ROWS),),
+        constants,
+        dout,
+        h,
+        scale,
+        dh,
+        dscale,
+        num_rows,
+    )
+
+
+@functools.cache
+def _constants(activation: Activation, ffn: int) -> Constants:
+    fields = activation_fields(activation, ffn)
+    return Constants({"FIELDS": fields, "FFN": ffn, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})

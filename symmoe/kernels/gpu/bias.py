@@ -8,6 +8,8 @@ of a sum depends on the row's place in its group and on the static width, never 
 the grid. A few rows of dout are kept in flight by cp.async, because a program has few others beside it on its SM.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,7 @@ from symmoe.kernels.gpu.gemm import (
     row_tile_prefix,
     source_rows,
 )
-from symmoe.kernels.gpu.launch import fast_launch
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 # A program of the gradient owns 128 bytes of every row: a full cache line, and as many programs as full lines allow.
 GRAD_COLUMN_BYTES = 128
@@ -115,18 +117,21 @@ def grouped_bias_grad(
     """
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
-    with torch.cuda.device_of(dout):
-        grouped_bias_grad_kernel[(ceil_div(width, block), num_groups)](
-            dout,
-            dout_index,
-            scale,
-            row_start,
-            dbias,
-            WIDTH=width,
-            BLOCK=block,
-            BLOCK_ROWS=GRAD_ROWS,
-            num_warps=NUM_WARPS,
-        )
+    launch(
+        grouped_bias_grad_kernel,
+        (ceil_div(width, block), num_groups),
+        _grad_constants(width, block),
+        dout,
+        dout_index,
+        scale,
+        row_start,
+        dbias,
+    )
+
+
+@functools.cache
+def _grad_constants(width: int, block: int) -> Constants:
+    return Constants({"WIDTH": width, "BLOCK": block, "BLOCK_ROWS": GRAD_ROWS, "num_warps": NUM_WARPS})
 
 
 def grouped_bias_dot(
@@ -146,18 +151,28 @@ def grouped_bias_dot(
     num_groups, width = bias.shape
     if num_rows == 0:
         return
-    with torch.cuda.device_of(dout):
-        grouped_bias_dot_kernel[(max_row_tiles(num_rows, num_groups, DOT_ROWS),)](
-            dout,
-            dout_index,
-            bias,
-            row_start,
-            dscale,
-            ACCUMULATE=accumulate,
-            NUM_GROUPS=num_groups,
-            GROUP_LANES=next_power_of_2(num_groups),
-            WIDTH=width,
-            BLOCK=min(DOT_COLUMN_BYTES // dout.dtype.itemsize, next_power_of_2(width)),
-            BLOCK_ROWS=DOT_ROWS,
-            num_warps=NUM_WARPS,
-        )
+    launch(
+        grouped_bias_dot_kernel,
+        (max_row_tiles(num_rows, num_groups, DOT_ROWS),),
+        _dot_constants(accumulate, num_groups, width, dout.dtype),
+        dout,
+        dout_index,
+        bias,
+        row_start,
+        dscale,
+    )
+
+
+@functools.cache
+def _dot_constants(accumulate: bool, num_groups: int, width: int, dtype: torch.dtype) -> Constants:
+    return Constants(
+        {
+            "ACCUMULATE": accumulate,
+            "NUM_GROUPS": num_groups,
+            "GROUP_LANES": next_power_of_2(num_groups),
+            "WIDTH": width,
+            "BLOCK": min(DOT_COLUMN_BYTES // dtype.itemsize, next_power_of_2(width)),
+            "BLOCK_ROWS": DOT_ROWS,
+            "num_warps": NUM_WARPS,
+        }
+    )

@@ -33,7 +33,7 @@ from triton.tools.ragged_tma import load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.gpu.launch import fast_launch
+from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.table import TensorTable
 
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
@@ -503,10 +503,7 @@ def grouped_gemm(
     rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]; bias [G, O]; bias_scale fp32[N],
     without: 1. zero_tail: rows of out that belong to no group become 0. See the module docstring.
     """
-    config = config or gemm_config(out.shape[1], out.dtype)
-    _launch_gemm(
-        rows, weight, row_start, out, row_index, bias, bias_scale, zero_tail, num_sms, config, weight_k_first=False
-    )
+    _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, zero_tail, num_sms, config, False)
 
 
 def grouped_gemm_dgrad(
@@ -523,56 +520,93 @@ def grouped_gemm_dgrad(
 
     zero_tail: rows of out that belong to no group become 0.
     """
-    config = config or gemm_config(out.shape[1], out.dtype)
-    _launch_gemm(dout, weight, row_start, out, None, None, None, zero_tail, num_sms, config, weight_k_first=True)
+    _launch_gemm(dout, weight, row_start, out, None, None, None, zero_tail, num_sms, config, True)
 
 
-def _launch_gemm(
-    rows, weight, row_start, out, row_index, bias, bias_scale, zero_tail, num_sms, config, *, weight_k_first
-):
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the launches of a GEMM with the same static dimensions have in common.
+
+    Attributes:
+        config: the tiles.
+        num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
+        constants: of the kernel.
+    """
+
+    config: TileConfig
+    num_n_tiles: int
+    constants: Constants
+
+    def grid(self, num_rows: int, num_groups: int, num_sms: int | None, device: torch.device) -> tuple[int]:
+        """The grid for num_rows rows."""
+        num_tiles = max_row_tiles(num_rows, num_groups, self.config.block_m) * self.num_n_tiles
+        return launch_grid(self.config, num_tiles, num_sms, device)
+
+
+def _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, zero_tail, num_sms, config, weight_k_first):
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     if num_rows == 0:
         return
-    block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
-    weight_desc, weight_table = weight_operands(weight, block)
-    num_n_tiles = ceil_div(out_width, config.block_n)
-    num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * num_n_tiles
-    with torch.cuda.device_of(out):
-        grouped_gemm_kernel[launch_grid(config, num_tiles, num_sms, out.device)](
-            rows_descriptor(rows, row_index, [config.block_m, config.block_k]),
-            rows,
-            row_index,
-            weight_desc,
-            weight_table,
-            row_start,
-            out,
-            bias,
-            bias_scale,
-            num_rows if zero_tail else None,
-            NUM_GROUPS=num_groups,
-            GROUP_LANES=next_power_of_2(num_groups),
-            OUT_WIDTH=out_width,
-            IN_WIDTH=rows.shape[1],
-            WEIGHT_K_FIRST=weight_k_first,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            FLATTEN=config.flatten,
-            num_stages=config.num_stages,
-            num_warps=config.num_warps,
-            maxnreg=config.max_registers,
-        )
+    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first)
+    is_table = isinstance(weight, TensorTable)
+    launch(
+        grouped_gemm_kernel,
+        plan.grid(num_rows, num_groups, num_sms, out.device),
+        plan.constants,
+        rows if row_index is None else None,
+        rows,
+        row_index,
+        None if is_table else weight,
+        weight.pointers if is_table else None,
+        row_start,
+        out,
+        bias,
+        bias_scale,
+        num_rows if zero_tail else None,
+    )
 
 
-def rows_descriptor(
-    rows: torch.Tensor, row_index: torch.Tensor | None, block: list[int], *, ragged: bool = False
-) -> TensorDescriptor | None:
-    """TMA descriptor of rows; None when they are gathered (Hopper's TMA cannot)."""
-    if row_index is not None:
-        return None
-    return ragged_descriptor(rows, block) if ragged else TensorDescriptor.from_tensor(rows, block)
+@functools.cache
+def _gemm_plan(
+    config: TileConfig | None,
+    dtype: torch.dtype,
+    num_groups: int,
+    out_width: int,
+    in_width: int,
+    weight_k_first: bool,
+) -> Plan:
+    config = config or gemm_config(out_width, dtype)
+    weight_block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
+    constants = {
+        "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "OUT_WIDTH": out_width,
+        "IN_WIDTH": in_width,
+        "WEIGHT_K_FIRST": weight_k_first,
+        **tile_constants(config),
+    }
+    descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, *weight_block])}
+    return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
+
+
+def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
+    """The constants and options that all GEMM kernels take from their configuration."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "FLATTEN": config.flatten,
+        "num_stages": config.num_stages,
+        "num_warps": config.num_warps,
+        "maxnreg": config.max_registers,
+    }
+
+
+def describe(block: list[int]) -> Describe:
+    """Function from a contiguous tensor to its TMA descriptor."""
+    return functools.partial(TensorDescriptor.from_tensor, block_shape=block)
 
 
 def ragged_descriptor(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -586,18 +620,6 @@ def ragged_descriptor(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
         raise ArgumentError(f"a weight gradient's rows must be at most 2^30, got {num_rows}")
     shape = [0x7FFF0000, 0x7FFF0000, 2**30, width]
     return TensorDescriptor(rows, shape, [2**34 - width, width, width, 1], [1, 1, *block])
-
-
-def weight_operands(
-    weight: torch.Tensor | TensorTable, block: list[int]
-) -> tuple[TensorDescriptor | None, torch.Tensor | None]:
-    """(TMA descriptor of a packed weight, table of addresses): one of them, the other is None.
-
-    block: of one matrix, as load_weight wants it.
-    """
-    if isinstance(weight, TensorTable):
-        return None, weight.pointers
-    return TensorDescriptor.from_tensor(weight, [1, *block]), None
 
 
 def grouped_gemm_wgrad(
@@ -624,33 +646,48 @@ def grouped_gemm_wgrad(
             _zero_matrices(out)
         return
     is_table = isinstance(out, TensorTable)
-    config = config or wgrad_config(out_rows, out_width, dout.dtype)
+    plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, num_groups, out_rows, out_width)
+    launch(
+        grouped_gemm_wgrad_kernel,
+        launch_grid(plan.config, plan.num_n_tiles, num_sms, dout.device),
+        plan.constants,
+        dout if dout_index is None else None,
+        dout,
+        dout_index,
+        rows if rows_index is None else None,
+        rows,
+        rows_index,
+        row_start,
+        None if is_table else out,
+        out.pointers if is_table else None,
+    )
+
+
+@functools.cache
+def _wgrad_plan(
+    config: TileConfig | None,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    num_groups: int,
+    out_rows: int,
+    out_width: int,
+) -> Plan:
+    config = config or wgrad_config(out_rows, out_width, dtype)
+    constants = {
+        "OUT_DTYPE": TRITON_DTYPES[out_dtype],
+        "ACCUMULATE": accumulate,
+        "NUM_GROUPS": num_groups,
+        "OUT_ROWS": out_rows,
+        "OUT_WIDTH": out_width,
+        **tile_constants(config),
+    }
+    descriptors = {
+        0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
+        3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),
+    }
     num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    with torch.cuda.device_of(dout):
-        grouped_gemm_wgrad_kernel[launch_grid(config, num_tiles, num_sms, dout.device)](
-            rows_descriptor(dout, dout_index, [config.block_k, config.block_m], ragged=True),
-            dout,
-            dout_index,
-            rows_descriptor(rows, rows_index, [config.block_k, config.block_n], ragged=True),
-            rows,
-            rows_index,
-            row_start,
-            None if is_table else out,
-            out.pointers if is_table else None,
-            OUT_DTYPE=TRITON_DTYPES[out.dtype],
-            ACCUMULATE=accumulate,
-            NUM_GROUPS=num_groups,
-            OUT_ROWS=out_rows,
-            OUT_WIDTH=out_width,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            FLATTEN=config.flatten,
-            num_stages=config.num_stages,
-            num_warps=config.num_warps,
-            maxnreg=config.max_registers,
-        )
+    return Plan(config, num_tiles, Constants(constants, descriptors))
 
 
 def _zero_matrices(out: torch.Tensor | TensorTable) -> None:

@@ -14,6 +14,7 @@ the same sums, too: the order of a sum is that of the instructions, steps of 16 
 dscale and dbias are summed within a tile, then over the tiles in order, by two more kernels: no atomics.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,24 +36,25 @@ from symmoe.kernels.gpu.activation import (
     up_distance,
 )
 from symmoe.kernels.gpu.gemm import (
+    Plan,
     TileConfig,
+    ceil_div,
     column_parts,
+    describe,
     gather_pointers,
     halves,
     lanes_inside,
-    launch_grid,
     load_rows,
     load_tile,
     load_weight,
     locate_tile,
     matrix_pointer,
-    max_row_tiles,
+    next_power_of_2,
     row_tile_prefix,
-    rows_descriptor,
+    tile_constants,
     tile_mask,
-    weight_operands,
 )
-from symmoe.kernels.gpu.launch import fast_launch
+from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.table import TensorTable
 
 
@@ -114,7 +116,7 @@ def dact_config(ffn: int, dtype: torch.dtype) -> DactConfig:
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
     """Elements of grouped_gemm_dact's fp32 workspace, enough for every dtype, with dbias or without."""
-    scale_sums = triton.cdiv(ffn, MIN_BLOCK_N) * num_rows
+    scale_sums = ceil_div(ffn, MIN_BLOCK_N) * num_rows
     return scale_sums + bias_slots(num_rows, num_groups, MIN_BLOCK_M) * activation.hidden_width(ffn)
 
 
@@ -538,51 +540,59 @@ def grouped_gemm_act(
     """
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    fields = activation_fields(activation, ffn)
+    plan = _act_plan(config, a.dtype, activation, num_groups, ffn, in_width)
     if num_rows == 0:
         return
-    config = config or act_config(ffn, a.dtype, activation)
-    num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * triton.cdiv(ffn, config.block_n)
-    weight_desc, weight_table = _both_operands(weight, ffn, activation, config)
-    with torch.cuda.device_of(a):
-        grouped_gemm_act_kernel[launch_grid(config, num_tiles, num_sms, a.device)](
-            rows_descriptor(rows, row_index, [config.block_m, config.block_k]),
-            rows,
-            row_index,
-            weight_desc,
-            weight_table,
-            row_start,
-            row_scale,
-            h,
-            a,
-            bias,
-            FIELDS=fields,
-            NUM_GROUPS=num_groups,
-            GROUP_LANES=triton.next_power_of_2(num_groups),
-            FFN=ffn,
-            IN_WIDTH=in_width,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            FLATTEN=config.flatten,
-            PARTS=config.parts,
-            num_stages=config.num_stages,
-            num_warps=config.num_warps,
-            maxnreg=config.max_registers,
-        )
+    is_table = isinstance(weight, TensorTable)
+    launch(
+        grouped_gemm_act_kernel,
+        plan.grid(num_rows, num_groups, num_sms, a.device),
+        plan.constants,
+        rows if row_index is None else None,
+        rows,
+        row_index,
+        None if is_table else weight,
+        weight.pointers if is_table else None,
+        row_start,
+        row_scale,
+        h,
+        a,
+        bias,
+    )
 
 
-def _both_operands(
-    weight: torch.Tensor | TensorTable, ffn: int, activation: Activation, config: TileConfig
-) -> tuple[TensorDescriptor | None, torch.Tensor | None]:
-    """The weight as load_both wants it: (descriptor, table), one of which is None."""
-    if isinstance(weight, TensorTable) or not activation.is_gated:
-        return weight_operands(weight, [config.block_n, config.block_k])
+@functools.cache
+def _act_plan(
+    config: TileConfig | None, dtype: torch.dtype, activation: Activation, num_groups: int, ffn: int, in_width: int
+) -> Plan:
+    fields = activation_fields(activation, ffn)
+    config = config or act_config(ffn, dtype, activation)
+    constants = {
+        "FIELDS": fields,
+        "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "FFN": ffn,
+        "IN_WIDTH": in_width,
+        "PARTS": config.parts,
+        **tile_constants(config),
+    }
+    descriptors = {0: describe([config.block_m, config.block_k]), 3: _describe_both(activation, config)}
+    return Plan(config, ceil_div(ffn, config.block_n), Constants(constants, descriptors))
+
+
+def _describe_both(activation: Activation, config: TileConfig) -> Describe:
+    """Function from a packed weight to the descriptor that load_both wants."""
+    if not activation.is_gated:
+        return describe([1, config.block_n, config.block_k])
     if activation.interleave is not None:
-        return weight_operands(weight, [2 * config.block_n, config.block_k])
-    gate_up = weight.view(weight.shape[0], 2, ffn, weight.shape[2])
-    return TensorDescriptor.from_tensor(gate_up, [1, 2, config.block_n, config.block_k]), None
+        return describe([1, 2 * config.block_n, config.block_k])
+
+    def describe_halves(weight: torch.Tensor) -> TensorDescriptor:
+        num_groups, width, in_width = weight.shape
+        gate_up = weight.view(num_groups, 2, width // 2, in_width)
+        return TensorDescriptor.from_tensor(gate_up, [1, 2, config.block_n, config.block_k])
+
+    return describe_halves
 
 
 def grouped_gemm_dact(
@@ -609,72 +619,81 @@ def grouped_gemm_dact(
     """
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
-    fields = activation_fields(activation, ffn)
+    plan = _dact_plan(config, a.dtype, activation, num_groups, ffn, dout_width)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
         return
-    config = config or dact_config(ffn, a.dtype)
-    num_n_tiles = triton.cdiv(ffn, config.block_n)
-    num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * num_n_tiles
-    scale_sums, bias_sums = workspace.split_with_sizes(
-        [num_n_tiles * num_rows, workspace.numel() - num_n_tiles * num_rows]
+    bias_sums = None
+    if dbias is not None:
+        bias_sums = workspace[plan.num_n_tiles * num_rows :]
+        num_slots = bias_slots(num_rows, num_groups, plan.config.block_m)
+        assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
+    is_table = isinstance(weight, TensorTable)
+    launch(
+        grouped_gemm_dact_kernel,
+        plan.grid(num_rows, num_groups, num_sms, a.device),
+        plan.constants,
+        dout if row_index is None else None,
+        dout,
+        row_index,
+        None if is_table else weight,
+        weight.pointers if is_table else None,
+        row_start,
+        h,
+        row_scale,
+        dh,
+        a,
+        workspace,
+        bias_sums,
+        num_rows,
     )
-    width = activation.hidden_width(ffn)
-    assert dbias is None or bias_sums.numel() >= bias_slots(num_rows, num_groups, config.block_m) * width
-    weight_desc, weight_table = weight_operands(weight, [config.block_k, config.block_n])
-    with torch.cuda.device_of(a):
-        grouped_gemm_dact_kernel[launch_grid(config, num_tiles, num_sms, a.device)](
-            rows_descriptor(dout, row_index, [config.block_m, config.block_k]),
-            dout,
-            row_index,
-            weight_desc,
-            weight_table,
+    constants = _sum_dscale_constants(num_groups, plan.num_n_tiles)
+    grid = (ceil_div(num_rows, SCALE_ROWS),)
+    launch(sum_dscale_kernel, grid, constants, workspace, row_start, dscale, num_rows)
+    if dbias is not None:
+        width = activation.hidden_width(ffn)
+        launch(
+            sum_dbias_kernel,
+            (ceil_div(width, BIAS_COLUMNS), num_groups),
+            _sum_dbias_constants(width, plan.config.block_m),
+            bias_sums,
             row_start,
-            h,
-            row_scale,
-            dh,
-            a,
-            scale_sums,
-            None if dbias is None else bias_sums,
-            num_rows,
-            FIELDS=fields,
-            NUM_GROUPS=num_groups,
-            GROUP_LANES=triton.next_power_of_2(num_groups),
-            FFN=ffn,
-            DOUT_WIDTH=dout_width,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            FLATTEN=config.flatten,
-            PARTS=config.parts,
-            LEAD=config.lead,
-            PREFETCH=config.prefetch,
-            LOAD_POLICY=config.load_policy,
-            STORE_POLICY=config.store_policy,
-            num_stages=config.num_stages,
-            num_warps=config.num_warps,
-            maxnreg=config.max_registers,
+            dbias,
         )
-        sum_dscale_kernel[(triton.cdiv(num_rows, SCALE_ROWS),)](
-            scale_sums,
-            row_start,
-            dscale,
-            num_rows,
-            NUM_GROUPS=num_groups,
-            NUM_N_TILES=num_n_tiles,
-            BLOCK=SCALE_ROWS,
-            num_warps=4,
-        )
-        if dbias is not None:
-            sum_dbias_kernel[(triton.cdiv(width, BIAS_COLUMNS), num_groups)](
-                bias_sums,
-                row_start,
-                dbias,
-                WIDTH=width,
-                BLOCK_M=config.block_m,
-                TILES=BIAS_TILES,
-                COLUMNS=BIAS_COLUMNS,
-                num_warps=4,
-            )
+
+
+@functools.cache
+def _dact_plan(
+    config: DactConfig | None, dtype: torch.dtype, activation: Activation, num_groups: int, ffn: int, dout_width: int
+) -> Plan:
+    fields = activation_fields(activation, ffn)
+    config = config or dact_config(ffn, dtype)
+    constants = {
+        "FIELDS": fields,
+        "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "FFN": ffn,
+        "DOUT_WIDTH": dout_width,
+        "PARTS": config.parts,
+        "LEAD": config.lead,
+        "PREFETCH": config.prefetch,
+        "LOAD_POLICY": config.load_policy,
+        "STORE_POLICY": config.store_policy,
+        **tile_constants(config),
+    }
+    descriptors = {
+        0: describe([config.block_m, config.block_k]),
+        3: describe([1, config.block_k, config.block_n]),
+    }
+    return Plan(config, ceil_div(ffn, config.block_n), Constants(constants, descriptors))
+
+
+@functools.cache
+def _sum_dscale_constants(num_groups: int, num_n_tiles: int) -> Constants:
+    return Constants({"NUM_GROUPS": num_groups, "NUM_N_TILES": num_n_tiles, "BLOCK": SCALE_ROWS, "num_warps": 4})
+
+
+@functools.cache
+def _sum_dbias_constants(width: int, block_m: int) -> Constants:
+    return Constants({"WIDTH": width, "BLOCK_M": block_m, "TILES": BIAS_TILES, "COLUMNS": BIAS_COLUMNS, "num_warps": 4})

@@ -1,40 +1,90 @@
 """Launches of Triton kernels that skip what the JIT would work out again in every call.
 
-A launch through the JIT costs an H200's host about 34 us for a grouped GEMM, most of it spent on finding out which of
-the compiled variants is meant and on asking the driver about every pointer; calling that variant itself costs 7 us.
+A launch through the JIT costs an H200's host about 34 us for a grouped GEMM: for finding out which of the compiled
+variants is meant, for asking the driver about every pointer, and for encoding tensor maps that have not changed.
 """
 
 import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any
 
 import torch
 import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelParam
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from symmoe.kernels.gpu import driver
+from symmoe.kernels.gpu.compiled import Describe, Launch, compiled_launch, picker
 
 # What the JIT makes of an argument is decided by its parameter:
 CONSTANT = 0  # compiled in, by its value
 NUMBER = 1  # of a type that the signature fixes: never compiled in
-VALUE = 2  # by type; integers by their range and whether they are 1 or a multiple of 16
-ALIGNED_VALUE = 3  # like VALUE, and tensors by whether they are 16-byte aligned
+RANGE = 2  # by type; integers by their range
+VALUE = 3  # by type; integers by their range and whether they are 1 or a multiple of 16
+ALIGNED_VALUE = 4  # like VALUE, and tensors by whether they are 16-byte aligned
 
 NUMBER_TYPES = (int, bool, float)
-CONSTANT_TYPES = (int, bool, float, str, type(None), tl.dtype)
+CONSTANT_TYPES = (int, bool, float, str, NoneType, tl.dtype)
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+_ADDRESS, _DEVICE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.get_device, operator.attrgetter("dtype")
+
+# What torch.cuda.current_device does if CUDA is in use, in a fifth of its time.
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+CPU = -1  # what Tensor.get_device says
+_RUNTIME, _COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
+_DEBUG, _INSTRUMENTATION = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+class Constants:
+    """What many calls of one kernel have in common. Compared by identity: make one, keep it, and use it for all calls.
+
+    Attributes:
+        named: the kernel's constants and the launch's options.
+        descriptors: by position, functions from a tensor to its descriptor: there a call gives the contiguous tensor,
+            or None. The result must depend on the tensor's address, dtype and shape, and on nothing else.
+    """
+
+    __slots__ = ("descriptors", "named")
+
+    def __init__(self, named: Mapping[str, Any], descriptors: Mapping[int, Describe] | None = None) -> None:
+        self.named = named
+        self.descriptors = descriptors or {}
+
+    def described(self, args: tuple) -> tuple:
+        """Arguments as Triton wants them, with tensor descriptors."""
+        if not self.descriptors:
+            return args
+        result = [*args]
+        for i, describe in self.descriptors.items():
+            if args[i] is not None:
+                result[i] = describe(args[i])
+        return tuple(result)
 
 
 def fast_launch(kernel: Any) -> Any:
     """Decorator of an entry kernel, above `@triton.jit(...)`: `kernel[grid](*args, **kwargs)` as before, in less time.
 
-    What is not a JITFunction (the interpreter's kernels) is returned as it is.
+    The kernel's constants must be its last parameters. What is not a JITFunction (the interpreter's kernels) is
+    returned as it is.
     """
     return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
+
+
+def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
+    """kernel[grid](*args, **constants.named) on the device of the first tensor, in the least time.
+
+    args: one for each parameter that is no constant.
+    """
+    if type(kernel) is FastLaunch:
+        kernel.launch(grid, constants, args, switch=True)
+    else:
+        kernel[grid](*constants.described(args), **constants.named)
 
 
 class FastLaunch:
@@ -51,11 +101,15 @@ class FastLaunch:
     """
 
     def __init__(self, kernel: JITFunction) -> None:
+        modes = [_mode(parameter) for parameter in kernel.params]
         self.kernel = self.fn = kernel
-        self._modes = tuple(_mode(parameter) for parameter in kernel.params)
+        self._modes = [mode for mode in modes if mode != CONSTANT]
+        if CONSTANT in modes[: len(self._modes)]:
+            raise TypeError(f"the constants of {kernel.__name__} must be its last parameters")
         self._forms: dict[tuple, _Form] = {}
-        self._variants: dict[tuple, _Variant] = {}
-        self._globals: tuple[_Globals, ...] = ()
+        self._constants: dict[tuple, Constants] = {}
+        self._calls: dict[tuple, _Call] = {}
+        self._globals: list[_Globals] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "kernel":  # copied without __init__
@@ -63,29 +117,24 @@ class FastLaunch:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., CompiledKernel | None]:
-        return functools.partial(self._launch, grid)
+        return functools.partial(self._launch_form, grid)
 
-    def _launch(self, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> CompiledKernel | None:
+    def _launch_form(self, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> CompiledKernel | None:
+        """A call like one of the JIT's: finds its Constants."""
         form = self._forms.get((len(args), *kwargs)) or self._new_form(len(args), kwargs)
-        if form is None or type(grid) is not tuple or _is_watched(self.kernel):
-            return self.kernel[grid](*args, **kwargs)
-        active = driver.active
-        device = active.get_current_device()
-        values = [*args, *form.rest(kwargs)]
-        key = _bind(form, device, values, form.fixed(kwargs))
+        if form is None or type(grid) is not tuple:
+            return self._compile(grid, args, kwargs)
+        fixed = (*args[len(self._modes) :], *form.fixed(kwargs))
         try:
-            variant = self._variants.get(key)
+            constants = self._constants.get((form, fixed, *map(type, fixed)))
         except TypeError:  # a constant that cannot be hashed
-            return self.kernel[grid](*args, **kwargs)
-        if variant is None or not all(part.are_unchanged() for part in self._globals):
-            compiled = self.kernel[grid](*args, **kwargs)
-            if isinstance(compiled, CompiledKernel) and _is_understood(form, device, args, kwargs):
-                self._learn(key, compiled)
-            return compiled
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = active.get_current_stream(device)
-        variant.run(x, y, z, stream, variant.function, variant.metadata, None, None, None, *values)
-        return variant.compiled
+            return self._compile(grid, args, kwargs)
+        if constants is None:
+            if not all(map(_is_constant, fixed)):
+                return self._compile(grid, args, kwargs)
+            constants = Constants(dict(zip(form.names, fixed, strict=True)))
+            self._constants[(form, fixed, *map(type, fixed))] = constants
+        return self.launch(grid, constants, (*args[: len(self._modes)], *form.arguments(kwargs)), switch=False)
 
     def _new_form(self, num_args: int, kwargs: Mapping[str, Any]) -> "_Form | None":
         """The form of a call, remembered; None if arguments are missing or doubled."""
@@ -94,54 +143,154 @@ class FastLaunch:
         defaults = {p.name: p.default for p in self.kernel.params if p.has_default and p.name not in kwargs}
         if num_args > len(names) or not set(rest) <= {*kwargs, *defaults} or set(by_position) & set(kwargs):
             return None
-        constants = {name for name, mode in zip(names, self._modes, strict=True) if mode == CONSTANT}
-        options = [name for name in kwargs if name not in names]
+        arguments = [name for name in rest if name in names[: len(self._modes)]]
+        fixed = [name for name in kwargs if name not in arguments]
         form = _Form(
-            rest=_getter(rest, defaults),
-            fixed=_getter([*(name for name in rest if name in constants), *options], defaults),
-            looked_at=tuple(
-                (i, mode) for i, mode in enumerate(self._modes) if i < num_args or names[i] not in constants
-            ),
+            arguments=_getter(arguments, defaults),
+            fixed=_getter(fixed, {}),
+            names=(*by_position[len(self._modes) :], *fixed),
         )
         self._forms[(num_args, *kwargs)] = form
         return form
 
-    def _learn(self, key: tuple, compiled: CompiledKernel) -> None:
-        # The JIT has just compared the globals with what it had compiled in.
-        self._globals = tuple(_Globals.of_kernel(self.kernel))
-        self._variants[key] = _Variant(compiled, compiled.run, compiled.function, compiled.packed_metadata)
+    def launch(
+        self, grid: tuple[int, ...], constants: Constants, args: tuple, *, switch: bool
+    ) -> CompiledKernel | None:
+        """A call with one argument for each parameter that is no constant. switch: to the first tensor's device."""
+        call = self._calls.get((constants, *map(type, args))) or self._new_call(constants, args)
+        if call is None or self._is_watched():
+            return self._launch_by_jit(grid, constants, args, switch)
+        tensors = call.tensors(args)
+        addresses = tuple(map(_ADDRESS, tensors))
+        device = current_device()
+        key = (
+            device,
+            *map(_DTYPE, tensors),
+            *map(_DEVICE, tensors),
+            call.aligned is None or call.alignment(addresses),
+            call.numbers and tuple([look(args[i]) for i, look in call.numbers]),
+        )
+        variant = call.variants.get(key)
+        if variant is None:
+            compiled = self._launch_by_jit(grid, constants, args, switch)
+            # The JIT's launcher refuses host memory and that of other devices, which addresses do not show.
+            if isinstance(compiled, CompiledKernel) and all(tensor.get_device() == device for tensor in tensors):
+                call.variants[key] = (compiled, self._learn(compiled, constants, args, call))
+            return compiled
+        compiled, run = variant
+        run(grid, current_stream(device), tensors, addresses, args)
+        return compiled
 
+    def _learn(self, compiled: CompiledKernel, constants: Constants, args: tuple, call: "_Call") -> Launch:
+        """How to launch what the JIT has just launched."""
+        self._globals = _Globals.of_kernel(self.kernel)  # which the JIT has compared with what it had compiled in
+        values = tuple([constants.named.get(p.name, p.default) for p in self.kernel.params if p.is_constexpr])
+        return compiled_launch(compiled, args, values, call.places, constants.descriptors)
 
-class _Variant(NamedTuple):
-    """A compiled kernel and what its launcher is called with."""
+    def _new_call(self, constants: Constants, args: tuple) -> "_Call | None":
+        """How to look at calls with arguments of these types, remembered; None if they are not understood."""
+        if len(args) != len(self._modes) or not all(map(_is_argument, args, self._modes)):
+            return None
+        tensors = [i for i, value in enumerate(args) if type(value) in TENSOR_TYPES]
+        if not all(args[i] is None or i in tensors for i in constants.descriptors):
+            return None
+        aligned = [
+            n for n, i in enumerate(tensors) if self._modes[i] == ALIGNED_VALUE and i not in constants.descriptors
+        ]
+        numbers = [
+            (i, _integer_range if mode == RANGE else _integer_class)
+            for i, mode in enumerate(self._modes)
+            if type(args[i]) is int and mode != NUMBER
+        ]
+        call = _Call(tensors, picker(tensors), picker(aligned) if aligned else None, tuple(numbers), {})
+        self._calls[(constants, *map(type, args))] = call
+        return call
 
-    compiled: CompiledKernel
-    run: Callable[..., None]
-    function: int
-    metadata: Any
+    def _launch_by_jit(
+        self, grid: tuple[int, ...], constants: Constants, args: tuple, switch: bool
+    ) -> CompiledKernel | None:
+        """A launch in the ordinary way, or, on another device, the whole launch again."""
+        home = next((value.get_device() for value in args if isinstance(value, torch.Tensor)), CPU)
+        if switch and home not in (current_device(), CPU):
+            with torch.cuda.device(home):
+                return self.launch(grid, constants, args, switch=False)
+        return self._compile(grid, constants.described(args), constants.named)
+
+    def _compile(self, grid: Any, args: tuple, kwargs: Mapping[str, Any]) -> CompiledKernel | None:
+        """A launch through the JIT."""
+        driver.ensure_context()
+        return self.kernel[grid](*args, **kwargs)
+
+    def _is_watched(self) -> bool:
+        """Whether the JIT has to see a launch: hooks, debugging, or a changed global, of which it complains.
+
+        Of the environment's variables (TRITON_DEBUG...) counts what they were when this module was imported.
+        """
+        kernel, runtime = self.kernel, knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if (
+            kernel.debug
+            or kernel.pre_run_hooks
+            or _RUNTIME.get("debug", _DEBUG)  # as runtime.debug, without asking the environment, which costs 1 us
+            or _COMPILATION.get("instrumentation_mode", _INSTRUMENTATION)
+            or runtime.add_stages_inspection_hook is not None
+            or (enter is not None and getattr(enter, "calls", True))  # by default an empty chain
+            or (leave is not None and getattr(leave, "calls", True))
+        ):
+            return True
+        try:
+            for part in self._globals:
+                if part.read(part.module) != part.values:
+                    return True
+        except KeyError:
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """How calls with so many positional arguments and these keywords are read. Compared by identity.
+    """How calls in the JIT's way, with so many positional arguments and these keywords, are read.
+
+    Compared by identity.
 
     Attributes:
-        rest: from the keywords, the arguments that were not given by position, in the kernel's order.
+        arguments: from the keywords, the arguments that were not given by position, in the kernel's order.
         fixed: from the keywords, constants of the kernel and options of the launch.
-        looked_at: (index, mode) of every other argument.
+        names: of constants and options, those given by position first.
     """
 
-    rest: Callable[[Mapping[str, Any]], tuple]
+    arguments: Callable[[Mapping[str, Any]], tuple]
     fixed: Callable[[Mapping[str, Any]], tuple]
-    looked_at: tuple[tuple[int, int], ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """How calls with the same constants and the same types of arguments are looked at.
+
+    Attributes:
+        places: of the tensors in the arguments.
+        tensors: from the arguments, the tensors.
+        aligned: from the tensors' addresses, those whose alignment is compiled in; None: of none.
+        numbers: (place, what of an integer may be compiled in).
+        variants: what was compiled, and how to launch it, by everything else that is looked at.
+    """
+
+    places: list[int]
+    tensors: Callable[[tuple], tuple]
+    aligned: Callable[[tuple], tuple] | None
+    numbers: tuple[tuple[int, Callable[[int], tuple]], ...]
+    variants: dict[tuple, tuple[CompiledKernel, Launch]]
+
+    def alignment(self, addresses: tuple) -> bool | tuple[bool, ...]:
+        """Which of the addresses are multiples of 16: True if all are."""
+        aligned = self.aligned(addresses)
+        return functools.reduce(operator.or_, aligned, 0) % 16 == 0 or tuple([each % 16 == 0 for each in aligned])
 
 
 @dataclass(frozen=True, slots=True)
 class _Globals:
-    """Global variables of one module that are compiled into a kernel.
-
-    Their identity is compared, not their value: a comparison of two tl.constexpr costs as much as the whole launch.
-    """
+    """Global variables of one module that are compiled into a kernel."""
 
     module: dict[str, Any]
     read: Callable[[Mapping[str, Any]], tuple]
@@ -157,12 +306,6 @@ class _Globals:
         reads = {key: _getter(names[key], {}) for key in names}
         return [_Globals(modules[key], read, read(modules[key])) for key, read in reads.items()]
 
-    def are_unchanged(self) -> bool:
-        try:
-            return all(map(operator.is_, self.read(self.module), self.values))
-        except KeyError:
-            return False
-
 
 def _mode(parameter: KernelParam) -> int:
     """How the JIT looks at arguments of a parameter."""
@@ -172,81 +315,29 @@ def _mode(parameter: KernelParam) -> int:
     is_float_or_bool = name == "u1" or name[:2] in ("fp", "bf")
     if name and not name.startswith("*") and (parameter.do_not_specialize or is_float_or_bool):
         return NUMBER
-    if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
-        return VALUE
-    return ALIGNED_VALUE
+    if parameter.do_not_specialize:
+        return RANGE
+    return VALUE if parameter.do_not_specialize_on_alignment else ALIGNED_VALUE
 
 
-def _bind(form: _Form, device: int, values: list[Any], fixed: tuple) -> tuple:
-    """The key of a call. Puts addresses in the place of tensors: the launcher would look up each tensor's address.
-
-    An argument's part of the key begins with its dtype or its type, which says how long the part is.
-    """
-    key = [form, device, *fixed, *map(type, fixed)]
-    for i, mode in form.looked_at:
-        value = values[i]
-        kind = type(value)
-        if kind in TENSOR_TYPES and mode >= VALUE:
-            values[i] = address = value.data_ptr()
-            key += (value.dtype, value.get_device())
-            if mode == ALIGNED_VALUE:
-                key.append(address % 16 == 0)
-        elif kind is TensorDescriptor:
-            key += (kind, value.base.dtype, value.base.get_device(), tuple(value.block_shape))
-        elif mode == CONSTANT:
-            key += (kind, value)
-        elif kind is int and mode >= VALUE:
-            key += (kind, _integer_class(value))
-        else:
-            key.append(kind)
-    return tuple(key)
+def _integer_range(value: int) -> tuple[bool, ...]:
+    """The type (i32, i64 or u64) that the JIT gives an integer."""
+    return -(2**31) <= value < 2**31, value < 2**63
 
 
 def _integer_class(value: int) -> tuple[bool, ...]:
-    """What the JIT may compile in of an integer: 1 itself, that it is a multiple of 16, its type (i32, i64 or u64)."""
-    return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
-
-
-def _is_understood(form: _Form, device: int, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the key of a call holds all that the compiled code depends on, and the launcher needs no tensor."""
-    values = [*args, *form.rest(kwargs)]
-    return all(map(_is_constant, form.fixed(kwargs))) and all(
-        _is_argument(values[i], mode, device) for i, mode in form.looked_at
-    )
+    """What the JIT may compile in of an integer: its type, 1 itself, that it is a multiple of 16."""
+    return *_integer_range(value), value == 1, value % 16 == 0
 
 
 def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value)) if type(value) is tuple else type(value) in CONSTANT_TYPES
 
 
-def _is_argument(value: Any, mode: int, device: int) -> bool:
-    if mode == CONSTANT:
-        return _is_constant(value)
-    if mode == NUMBER:
-        return type(value) in NUMBER_TYPES
-    tensor = value.base if type(value) is TensorDescriptor else value
-    if type(tensor) in TENSOR_TYPES:  # the JIT's launcher refuses host memory
-        return tensor.get_device() == device
-    return value is None or type(value) in NUMBER_TYPES
-
-
-def _is_watched(kernel: JITFunction) -> bool:
-    """Whether somebody wants to see or change launches or compilations, which the JIT has to tell them."""
-    runtime = knobs.runtime
-    return bool(
-        runtime.debug
-        or kernel.debug
-        or kernel.pre_run_hooks
-        or knobs.compilation.instrumentation_mode
-        or runtime.add_stages_inspection_hook is not None
-        or _has_hooks(runtime.launch_enter_hook)
-        or _has_hooks(runtime.launch_exit_hook)
-    )
-
-
-def _has_hooks(hook: Any) -> bool:
-    """Whether a launch hook of triton.knobs would do anything; by default it is an empty chain."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+def _is_argument(value: Any, mode: int) -> bool:
+    """Whether a call's key holds all that the compiled code depends on of this argument."""
+    kind = type(value)
+    return kind in NUMBER_TYPES or (mode != NUMBER and (value is None or kind in TENSOR_TYPES))
 
 
 def _getter(names: list[str], defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple]:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.errors import SymmoeError
+from symmoe.kernels.gpu import driver
 from symmoe.kernels.gpu.launch import fast_launch
 from symmoe.kernels.twin import pointers as twin
 from symmoe.kernels.twin.pointers import HostBytes, host_bytes
@@ -77,16 +77,6 @@ DONE:
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CAPTURE_MODE_RELAXED = 2
 
-_SIGNATURES = {
-    "cuCtxSetCurrent": [ctypes.c_void_p],
-    "cuDevicePrimaryCtxRetain": [ctypes.c_void_p, ctypes.c_int],
-    "cuGetErrorName": [ctypes.c_int, ctypes.c_void_p],
-    "cuLaunchKernel": [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3],
-    "cuModuleGetFunction": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p],
-    "cuModuleLoadData": [ctypes.c_void_p, ctypes.c_char_p],
-    "cuThreadExchangeStreamCaptureMode": [ctypes.c_void_p],
-}
-
 
 class _Arguments:
     """The memory of one launch's arguments."""
@@ -135,48 +125,32 @@ def _copy(data: memoryview, address: int, device: int) -> None:
 
 def _launch(arguments: int, device: int) -> None:
     """One block of copy_bytes on the current stream of `device`, which is the current device."""
-    driver = _driver()
-    context, function = _copy_bytes(device)
+    launch = driver.library().cuLaunchKernel
+    function = _copy_bytes(device)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    result = driver.cuLaunchKernel(function, 1, 1, 1, NUM_THREADS, 1, 1, 0, stream, arguments, None)
+    result = launch(function, 1, 1, 1, NUM_THREADS, 1, 1, 0, stream, arguments, None)
     if result == _INVALID_CONTEXT:  # a thread that has not used the device yet
-        _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-        result = driver.cuLaunchKernel(function, 1, 1, 1, NUM_THREADS, 1, 1, 0, stream, arguments, None)
+        driver.set_context(driver.primary_context(device))
+        result = launch(function, 1, 1, 1, NUM_THREADS, 1, 1, 0, stream, arguments, None)
     if result:
-        _check(result, "cuLaunchKernel")
+        driver.check(result, "cuLaunchKernel")
 
 
 @functools.cache
-def _copy_bytes(device: int) -> tuple[int, int]:
-    """(context, function) of copy_bytes on a device; loaded on first use, also while a graph is captured."""
-    driver = _driver()
-    context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+def _copy_bytes(device: int) -> int:
+    """The function copy_bytes on a device; loaded on first use, also while a graph is captured."""
+    cuda = driver.library()
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-    _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-    exchange = driver.cuThreadExchangeStreamCaptureMode
-    _check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+    driver.set_context(driver.primary_context(device))
+    exchange = cuda.cuThreadExchangeStreamCaptureMode
+    driver.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
     try:
-        _check(driver.cuModuleLoadData(ctypes.byref(module), COPY_PTX.encode()), "cuModuleLoadData")
-        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, b"copy_bytes"), "cuModuleGetFunction")
+        driver.check(cuda.cuModuleLoadData(ctypes.byref(module), COPY_PTX.encode()), "cuModuleLoadData")
+        driver.check(cuda.cuModuleGetFunction(ctypes.byref(function), module, b"copy_bytes"), "cuModuleGetFunction")
     finally:
         exchange(ctypes.byref(mode))
-    return context.value, function.value
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    for name, types in _SIGNATURES.items():
-        getattr(driver, name).argtypes = types
-    return driver
-
-
-def _check(result: int, call: str) -> None:
-    if result:
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(result, ctypes.byref(name))
-        raise SymmoeError(f"{call} returned {result} ({(name.value or b'unknown').decode()})")
+    return function.value
 
 
 # read_addresses in C, through the C interface that torch gives to compiled models (aoti_torch), whose functions report

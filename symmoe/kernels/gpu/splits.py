@@ -1,11 +1,13 @@
 """From the number of rows of each group to where its rows start (Triton). See the twin."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from symmoe.kernels.gpu.gemm import next_power_of_2
-from symmoe.kernels.gpu.launch import fast_launch
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 
 @fast_launch
@@ -31,13 +33,10 @@ def splits_to_row_start(splits: torch.Tensor, row_start: torch.Tensor, num_rows:
 
     Negative splits count as 0 and the sums end at num_rows, so no splits can lead a kernel out of its tensors.
     """
-    num_groups = splits.shape[0]
-    with torch.cuda.device_of(splits):
-        splits_to_row_start_kernel[(1,)](
-            splits,
-            row_start,
-            num_rows,
-            NUM_GROUPS=num_groups,
-            GROUP_LANES=next_power_of_2(num_groups),
-            num_warps=4,
-        )
+    constants = _constants(splits.shape[0])
+    launch(splits_to_row_start_kernel, (1,), constants, splits, row_start, num_rows)
+
+
+@functools.cache
+def _constants(num_groups: int) -> Constants:
+    return Constants({"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups), "num_warps": 4})
