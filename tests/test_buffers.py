@@ -171,7 +171,6 @@ def x_with_room(op: Op) -> torch.Tensor:
     return memory[N : 2 * N]
 
 
-# PACKAGE BUG: overlap with weights and biases is not looked for.
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("what", "make", "parts"), [pytest.param(*mistake, id=mistake[0]) for mistake in mistakes()])
 def test_refused_in_forward(op, name, what, make, parts):
@@ -250,7 +249,6 @@ def test_released_lease_is_refused(op, heap, name):
         op(op.inputs.x, **{name: fresh.tensor})
 
 
-# PACKAGE BUG: nobody asks whether x is memory of a released lease.
 def test_released_input_is_refused(op, heap):
     lease = heap.lease((N, H), torch.float32, name="mine")
     x = lease.tensor.copy_(op.inputs.x)
@@ -336,7 +334,6 @@ def test_second_consumer_without_a_buffer(op, is_leaf):
     assert_near(used_rows_of(grad_input_out), want, torch.float32)
 
 
-# PACKAGE BUG: the second gradient overwrites the first, silently.
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_two_consumers_share_a_buffer(op, is_leaf):
     """The second gradient must not overwrite the first before autograd has added them."""
@@ -355,7 +352,6 @@ def test_two_consumers_share_a_buffer(op, is_leaf):
     right_or_error(compute, check)
 
 
-# PACKAGE BUG: the first producer gets the other's gradient, silently.
 def test_two_micro_batches_in_one_backward_share_a_buffer(op):
     """The producers of both x run after both gradients have been written."""
     grad_input_out, given = buffer(), batches(2)
@@ -457,7 +453,6 @@ def test_x_is_written_before_backward(op):
         y.backward(op.inputs.d_y)
 
 
-# PACKAGE BUG: backward_dw does not notice that its rows were written.
 @pytest.mark.usefixtures("raw_writes")
 def test_delayed_gradients_and_buffers_that_are_used_again():
     """backward_dw of the first micro-batch comes after the second one has written x and d_y of the first."""
@@ -585,7 +580,6 @@ def test_lease_dropped_before_backward(op, heap):
     assert all((other.tensor == SENTINEL).all() for other in others)
 
 
-# PACKAGE BUG: releasing a lease does not bump its version counter.
 def test_input_lease_released_before_backward(op, heap):
     """x is saved for the weight gradient; its memory belongs to somebody else by the time of backward."""
     (lease,) = leases(heap, 1)
@@ -608,7 +602,6 @@ def test_input_lease_released_before_backward(op, heap):
     right_or_error(compute, check)
 
 
-# PACKAGE BUG: releasing a lease does not bump its version counter.
 @pytest.mark.parametrize("how", ["released", "dropped"])
 def test_output_lease_released_while_a_result_is_saved(op, heap, how):
     """y ** 2 keeps y, whose memory belongs to somebody else by the time of backward."""

@@ -40,7 +40,6 @@ FUSED_PATHS = PATHS[1:]
 OTHER_ORDER = ("d_scale", "d_fc1.bias")
 
 
-# PACKAGE BUG: backward_dw records a graph (all delayed cases); it needs torch.no_grad.
 @pytest.mark.parametrize("path", ["modules", "fused"])
 @pytest.mark.parametrize("case", matrix(), ids=str)
 def test_matrix(case, path):

@@ -209,7 +209,6 @@ def test_no_second_derivatives():
         d_h.sum().backward()
 
 
-# PACKAGE BUG: h that is no tensor is an AttributeError.
 @pytest.mark.parametrize(
     ("activation", "h", "scale", "parts"),
     [

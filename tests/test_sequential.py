@@ -219,7 +219,6 @@ def test_module_that_stands_twice():
     assert notes.notes == [1, 2]
 
 
-# PACKAGE BUG: they are a TypeError or ValueError that names nothing.
 @pytest.mark.parametrize("value", [None, 3, ["out"]], ids=str)
 def test_keywords_that_are_no_mapping(value):
     with pytest.raises(ArgumentError, match="op_kwargs"):
@@ -248,7 +247,6 @@ def same_splits_forms():
     yield "one address, other strides", both[:4], both[::2], False
 
 
-# PACKAGE BUG: same_splits does not compare strides: wrong results, silently.
 @pytest.mark.parametrize(
     ("first", "second", "fuses"), [pytest.param(*rest, id=name) for name, *rest in same_splits_forms()]
 )
@@ -311,7 +309,6 @@ def test_backward_hooks_run(num_fused):
     assert not num_fused
 
 
-# PACKAGE BUG: global hooks do not keep the modules apart.
 def test_hooks_of_all_modules_run():
     """Profilers and debuggers register these; a fused path that skips modules would hide them."""
     ran = []

@@ -87,7 +87,10 @@ def _stand_in(parameter: nn.Parameter) -> torch.Tensor | None:
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
         # The shared zeros must not come out of a graph's memory.
         return parameter.new_zeros(()).expand(parameter.shape)
-    return _zeros(tuple(parameter.shape), parameter.dtype, parameter.device).detach()
+    key = tuple(parameter.shape), parameter.dtype, parameter.device
+    if _zeros(*key)._version:  # somebody has written into their gradient
+        _zeros.cache_clear()
+    return _zeros(*key).detach()
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""What autograd must know of memory that kernels write into behind its back, and what must be found out in its place."""
+"""What autograd must know of memory that kernels write into behind its back."""
 
 from __future__ import annotations
 

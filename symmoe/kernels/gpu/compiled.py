@@ -37,7 +37,7 @@ def compiled_launch(
         tensors: the places of tensors in args; the launch gets these tensors, and their addresses, in this order.
         describe: by place, what makes a tensor a descriptor.
     """
-    described = {i: function for i, function in describe.items() if args[i] is not None}
+    described = {i: describe[i] for i in sorted(describe) if args[i] is not None}
     launcher = _Launcher.of_kernel(compiled, described)
     if launcher is None:
         return _ordinary_launch(compiled, constants, tensors, described)
