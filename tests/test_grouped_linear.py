@@ -631,19 +631,15 @@ def test_no_weight_gradient_is_left_for_later_if_none_is_wanted():
 
 @pytest.mark.parametrize("what", ["x", "d_y"])
 def test_delayed_gradients_of_rows_that_were_overwritten(what):
-    """backward_dw reads x and d_y later: written meanwhile, the gradient would be wrong. An error, or right."""
+    """backward_dw reads x and d_y later: written meanwhile, the gradient would be wrong."""
     case = Case(delayed=True, buffers=())
     layer, inputs = layer_and_inputs(case)
     x, d_y = inputs.x.clone(), inputs.d_y.clone()
     layer(x, inputs.splits).backward(d_y)
     {"x": x, "d_y": d_y}[what].fill_(1e6)
-    try:
+    with pytest.raises(StaleRows, match=rf"^{what} \[12"):
         layer.backward_dw()
-    except StaleRows as error:
-        assert f"{what} [12" in str(error)
-        assert layer.weight.grad is None
-        return
-    assert_near(layer.weight.grad, linear_oracle(inputs, case)["d_fc.weight"], torch.float32)
+    assert layer.weight.grad is None
 
 
 # -- autocast, second backward ----------------------------------------------------------------------------------------

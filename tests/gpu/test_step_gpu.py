@@ -1,0 +1,317 @@
+"""A whole training step of MoELayer on GPUs: what it launches, as a CUDA graph, on several streams, in two groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from step_trace import StepTrace, trace_step, training_step
+from test_layer import flat
+from worker import GPU_TIMEOUT_S, Findings, open_heap
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.errors import ArgumentError, CapacityError
+from symmoe.moe import fused
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, FFN, TOKENS, TOP_K = 256, 128, 512, 4
+
+
+def config_for(num_ranks: int, **options) -> MoEConfig:
+    options = {
+        "capacity": TOKENS * TOP_K * 2,
+        "overflow": "drop",
+        "aux_loss_coef": 1e-2,
+        "z_loss_coef": 1e-3,
+        **options,
+    }
+    return MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=8 * num_ranks, top_k=TOP_K, **options)
+
+
+def layer_for(heap: SymmetricHeap, config: MoEConfig, shared: bool = False) -> MoELayer:
+    torch.manual_seed(5)
+    module = torch.nn.Linear(HIDDEN, HIDDEN, device=heap.device, dtype=torch.bfloat16) if shared else None
+    layer = MoELayer(config, heap, dtype=torch.bfloat16, shared_expert=module)
+    torch.manual_seed(7 + heap.rank)
+    for weight in (layer.experts.fc1.weight, layer.experts.fc2.weight):
+        weight.data.normal_(std=0.05)
+    return layer
+
+
+# -- what a step launches ---------------------------------------------------------------------------------------------
+
+
+def traced(rank: int, num_ranks: int, spoil: str = "") -> StepTrace:
+    with open_heap("cuda", num_bytes=256 << 20) as heap:
+        layer = layer_for(heap, config_for(num_ranks))
+        step = training_step(layer, TOKENS)
+        collect, send = fused.collect_rows, fused.send_packed
+        if spoil == "output":
+            fused.collect_rows = lambda rows, plan, order: collect(rows.clone(), plan, order=order)
+            heap.offset_of = lambda tensor, phase=None, find=heap.offset_of: (  # the copy is no lease: pull the rows
+                find(tensor, phase=phase) if heap.owns(tensor) else heap._layout.num_bytes
+            )
+        elif spoil == "input":
+            fused.send_packed = lambda x, *rest: send(x.clone(), *rest)
+        elif spoil == "wait":
+            fused.send_packed = lambda x, *rest: (torch.cuda.current_stream().synchronize(), send(x, *rest))[1]
+        try:
+            torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
+            for _ in range(3):
+                step()
+            return trace_step(step, row_numel=TOKENS * HIDDEN)
+        finally:
+            fused.collect_rows, fused.send_packed = collect, send
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int):
+    for trace in cluster(num_ranks, "cuda").run(traced):
+        assert trace.findings == []
+        launched = " ".join(trace.kernels)
+        for kernel in ("barrier", "push_rows", "pull_rows", "grouped_gemm"):
+            assert kernel in launched
+
+
+@pytest.mark.parametrize(
+    ("spoil", "finding"), [("output", "DtoD"), ("input", "DtoD"), ("wait", "cudaStreamSynchronize")]
+)
+def test_what_the_trace_must_find(cluster, spoil: str, finding: str):
+    (trace,) = cluster(1, "cuda").run(traced, spoil)
+    assert any(finding in text for text in trace.findings), trace.findings
+
+
+# -- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+
+def check_replays(rank: int, num_ranks: int, num_replays: int, stash: str, shared: bool) -> list[str]:
+    """Replays with new tokens (so new routing) against eager steps on another layer with the same weights."""
+    findings = Findings()
+    with open_heap("cuda", num_bytes=512 << 20) as heap:
+        torch.use_deterministic_algorithms(False)
+        layers = [layer_for(heap, config_for(num_ranks, stash=stash), shared) for _ in range(2)]
+        x = torch.zeros(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.zeros_like(x)
+
+        def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y, metrics = layer(x)
+            torch.autograd.backward((y, metrics.aux_loss), (dy, torch.ones_like(metrics.aux_loss)))
+            return y.detach(), metrics.aux_loss.detach(), metrics.expert_load, metrics.num_dropped
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles, and makes every .grad
+                step(layers[0], x, dy)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = step(layers[0], x, dy)
+        findings.check(heap.graph_bytes > 0, "the graph holds no leases")
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+        x.grad.zero_()
+        other_x = x.detach().clone().requires_grad_()
+        generator = torch.Generator(heap.device).manual_seed(rank)
+        loads = set()
+        for turn in range(num_replays):
+            for tensor in (x.data, dy):
+                tensor.normal_(generator=generator)
+            other_x.data.copy_(x.data)
+            graph.replay()
+            want = step(layers[1], other_x, dy)
+            if turn % 50 and turn < num_replays - 1:
+                continue
+            findings.where = f"rank {rank} of {num_ranks}, replay {turn}, stash {stash}"
+            for name, one, other in zip(("y", "aux_loss", "expert_load", "num_dropped"), got, want, strict=True):
+                findings.check(torch.equal(one, other), f"{name} differs")
+            findings.check(torch.equal(x.grad, other_x.grad), "the gradient of x differs")
+            loads.add(tuple(got[2].tolist()))
+            for (name, one), other in zip(layers[0].named_parameters(), layers[1].parameters(), strict=True):
+                findings.check(torch.equal(one.grad, other.grad), f"the accumulated gradient of {name} differs")
+            if findings.texts:
+                break
+        findings.check(len(loads) > 1 or num_replays < 2, "the routing never changed")
+        heap.synchronize()
+        del graph
+        heap.release_graphs()
+        findings.equal("bytes of graphs", heap.graph_bytes, 0)
+        findings.equal("leased bytes", heap.leased_bytes, 0)
+    return findings.texts
+
+
+@pytest.mark.parametrize("stash", ["all", "none"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str):
+    assert flat(cluster(num_ranks, "cuda").run(check_replays, 101, stash, True)) == []
+
+
+def test_a_thousand_replays(cluster):
+    assert flat(cluster(2, "cuda").run(check_replays, 1000, "all", False, timeout_s=240.0)) == []
+
+
+def check_refusals(rank: int, num_ranks: int) -> list[str]:
+    """What a graph cannot hold raises while it is captured, with the reason; the next step is right."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cuda", num_bytes=256 << 20) as heap:
+        exact = layer_for(heap, config_for(num_ranks, capacity=None, overflow="raise"))
+        x = torch.randn(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16)
+        before = exact(x)[0]
+        heap.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        error = ""
+        try:
+            with torch.cuda.graph(graph):
+                exact(x)
+        except ArgumentError as caught:
+            error = str(caught)
+        findings.check("capacity (None)" in error and "CUDA graph" in error, f"the error is {error!r}")
+        del graph
+        heap.release_graphs()
+        findings.check(torch.equal(exact(x)[0], before), "the next call differs")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_graph_cannot_hold(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks, "cuda").run(check_refusals)) == []
+
+
+def check_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
+    """An overflow during a replay is raised at the next check; what was computed stays inside its buffers."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cuda", num_bytes=256 << 20) as heap:
+        torch.use_deterministic_algorithms(False)
+        config = config_for(
+            num_ranks, capacity=TOKENS * TOP_K + 64, overflow="raise", aux_loss_coef=0.0, z_loss_coef=0.0
+        )
+        layer = layer_for(heap, config)
+        x = torch.zeros(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16)
+        few = torch.randn_like(x)
+        # Every token the same: all go to the same experts, which lie on one rank or two.
+        many = few[:1].expand_as(few)
+        with torch.no_grad():
+            layer.router.weight.copy_(torch.randn_like(layer.router.weight))
+            x.copy_(few)
+            graph = torch.cuda.CUDAGraph()
+            for _ in range(2):
+                try:
+                    layer(x)
+                    heap.synchronize()
+                except CapacityError:
+                    pass
+            with torch.cuda.graph(graph):
+                _, metrics = layer(x)
+            raised = []
+            for tokens in (many, few, many, few):
+                x.copy_(tokens)
+                graph.replay()
+                try:
+                    heap.synchronize()
+                except CapacityError:
+                    raised.append(True)
+                else:
+                    raised.append(False)
+                per_rank = metrics.expert_load.cpu().view(num_ranks, -1).sum(1)
+                overflows = int(per_rank.max()) > config.capacity
+                findings.equal("raised", raised[-1], overflows)
+        findings.check(num_ranks == 1 or raised[0], "nothing overflowed")
+        del graph
+        heap.release_graphs()
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_overflow_in_graphs(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks, "cuda").run(check_overflow_in_graphs)) == []
+
+
+# -- several streams, several groups ----------------------------------------------------------------------------------
+
+
+def check_streams(rank: int, num_ranks: int, num_steps: int) -> list[str]:
+    """Four micro-batches in flight, in turn on two streams, against one after the other on one."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cuda", num_bytes=512 << 20) as heap:
+        torch.use_deterministic_algorithms(False)
+        layer = layer_for(heap, config_for(num_ranks))
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        generator = torch.Generator(heap.device).manual_seed(rank)
+        batches = [torch.randn(TOKENS, HIDDEN, generator=generator, device=heap.device).bfloat16() for _ in range(4)]
+
+        def forward(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x = batches[turn].clone().requires_grad_()
+            return x, layer(x)[0]
+
+        want = []
+        for turn in range(4):
+            x, y = forward(turn)
+            y.float().square().sum().backward()
+            want.append((y.detach().clone(), x.grad.clone()))
+        layer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        for step in range(num_steps):
+            flying = []
+            for turn in range(4):
+                with torch.cuda.stream(streams[turn % 2]):
+                    flying.append(forward(turn))
+            for turn in (0, 1, 2, 3) if step % 2 else (3, 2, 1, 0):
+                with torch.cuda.stream(streams[turn % 2]):
+                    x, y = flying[turn]
+                    y.float().square().sum().backward()
+            if step % 20 == 0 or step == num_steps - 1:
+                torch.cuda.synchronize()
+                for turn, (x, y) in enumerate(flying):
+                    findings.check(torch.equal(y, want[turn][0]), f"step {step}: y of micro-batch {turn} differs")
+                    findings.check(torch.equal(x.grad, want[turn][1]), f"step {step}: dx of micro-batch {turn} differs")
+            if findings.texts:
+                break
+            del flying, x, y
+            layer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        findings.equal("leased bytes", heap.leased_bytes, 0)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_micro_batches_on_two_streams(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks, "cuda").run(check_streams, 500, timeout_s=240.0)) == []
+
+
+def check_groups(rank: int, num_ranks: int) -> list[str]:
+    """Disjoint EP groups work at once, at their own pace."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    size = num_ranks // 2
+    groups = [dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)]
+    group = groups[rank // size]
+    with SymmetricHeap(group, num_bytes=256 << 20, timeout_s=GPU_TIMEOUT_S) as heap:
+        layer = layer_for(heap, config_for(size))
+        results = []
+        for turn in range(30 + 10 * (rank // size)):  # the groups take different numbers of steps
+            torch.manual_seed(1000 * (turn % 10) + heap.rank)
+            x = torch.randn(TOKENS, HIDDEN, device=heap.device).bfloat16().requires_grad_()
+            y, _ = layer(x)
+            y.float().square().sum().backward()
+            results.append((y.detach(), x.grad))
+        for turn, (y, dx) in enumerate(results):
+            findings.check(torch.equal(y, results[turn % 10][0]), f"y of step {turn} differs")
+            findings.check(torch.equal(dx, results[turn % 10][1]), f"dx of step {turn} differs")
+        total = torch.stack([y.float().abs().sum() for y, _ in results[:10]]).cpu()
+    everywhere = [torch.zeros_like(total) for _ in range(num_ranks)]
+    dist.all_gather(everywhere, total)
+    for other in range(rank % size, num_ranks, size):
+        findings.check(torch.equal(everywhere[other], total), f"rank {other} of another group has other results")
+    for made in groups:
+        dist.destroy_process_group(made)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_disjoint_groups(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks, "cuda").run(check_groups)) == []
