@@ -131,7 +131,7 @@ def main() -> int:
     step = training_step(layer, args.tokens)
     for _ in range(3):
         step()
-    found = trace_step(step, row_numel=args.tokens * config.hidden)
+    found = trace_step(step, row_numel=args.tokens * config.top_k * config.hidden)
     if heap.rank == 0:
         text = summary(found, config, num_ranks, args.tokens)
         print(text)

@@ -14,7 +14,7 @@ from simulated_ranks import CASES, differences, run_case
 
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.kernels.gpu import plan, sync, tokens
+from symmoe.kernels.gpu import plan, route, sync, tokens
 
 
 class gpu:
@@ -95,6 +95,21 @@ def run_barrier(barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending
     return {"received": received, "status": status, **{f"arena {i}": view for i, view in enumerate(views)}}
 
 
+def hard_scores(num_tokens: int, num_experts: int) -> torch.Tensor:
+    """Scores with many ties, both zeros, infinities and NaN."""
+    generator = torch.Generator().manual_seed(num_experts)
+    scores = torch.randn((num_tokens, num_experts), generator=generator)
+    rare = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 1e-42])
+    which = torch.randint(0, 3 * len(rare), scores.shape, generator=generator)
+    return torch.where(which < len(rare), rare[which % len(rare)], scores)
+
+
+def choices(module, scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    topk_idx = torch.full((scores.shape[0], top_k), -7)
+    module.select_experts(scores, topk_idx)
+    return topk_idx
+
+
 def main() -> int:
     sync.wait_for_words, sync.system_fence, sync.now_ns = look_once, no_fence, no_clock
     failures = 0
@@ -105,6 +120,11 @@ def main() -> int:
             )
             failures += bool(wrong)
             print(f"barrier, {name}, epoch {epoch}: {wrong or 'ok'}")
+    for num_tokens, num_experts, top_k in ((7, 1, 1), (40, 6, 6), (33, 128, 8), (3, 1000, 32)):
+        scores = hard_scores(num_tokens, num_experts)
+        is_equal = torch.equal(choices(route, scores, top_k), choices(twin, scores, top_k))
+        failures += not is_equal
+        print(f"select_experts, {top_k} of {num_experts}: {'ok' if is_equal else 'differs'}")
     for name, case in CASES.items():
         start = time.perf_counter()
         expected = run_case(twin, case)

@@ -27,4 +27,6 @@ def test_kernels_match_twins():
     assert result.returncode == 0, result.stdout + result.stderr
     num_barriers = result.stdout.count("barrier, ")
     assert num_barriers >= 30
-    assert result.stdout.count(": ok") == 2 * len(CASES) + num_barriers
+    num_routes = result.stdout.count("select_experts, ")
+    assert num_routes >= 4
+    assert result.stdout.count(": ok") == 2 * len(CASES) + num_barriers + num_routes

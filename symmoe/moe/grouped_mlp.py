@@ -200,8 +200,10 @@ def _problem(
         num_rows = math.prod(x.shape[:-1])
         error = splits_problem(splits, num_groups=fc1.num_groups, rows=x, num_rows=num_rows)
     error = error or scale_problem("row_probs", scale, x)
+    if error is not None or (out is None and grad_input_out is None):
+        return error
     inputs = (x, scale, *fc1.parameters(), *fc2.parameters())
-    return error or result_buffers_problem(x, fc2.out_features, out, grad_input_out, inputs=inputs)
+    return result_buffers_problem(x, fc2.out_features, out, grad_input_out, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)

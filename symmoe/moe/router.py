@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 
@@ -123,9 +124,7 @@ class Router(nn.Module):
 
 
 def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices [T, k] int64 of the k largest per row, best first, ties to the lower index.
-
-    A stable sort, because `torch.topk` leaves ties open and picks its algorithm by shape, so that the same
-    token could be routed differently in a batch of another size.
-    """
-    return values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    """Indices [T, k] int64 of the k largest per row, best first, ties to the lower index."""
+    topk_idx = torch.empty((values.shape[0], k), dtype=torch.int64, device=values.device)
+    kernels.for_device(values.device).select_experts(values.contiguous(), topk_idx)
+    return topk_idx

@@ -60,7 +60,7 @@ def traced(rank: int, num_ranks: int, spoil: str = "") -> StepTrace:
             torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
             for _ in range(3):
                 step()
-            return trace_step(step, row_numel=TOKENS * HIDDEN)
+            return trace_step(step, row_numel=TOKENS * TOP_K * HIDDEN)
         finally:
             fused.collect_rows, fused.send_packed = collect, send
 

@@ -6,6 +6,7 @@ from symmoe.kernels.gpu.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_ge
 from symmoe.kernels.gpu.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact
 from symmoe.kernels.gpu.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts
 from symmoe.kernels.gpu.pointers import copy_host_to_device, read_addresses, swizzle_scales
+from symmoe.kernels.gpu.route import select_experts
 from symmoe.kernels.gpu.splits import splits_to_row_start
 from symmoe.kernels.gpu.sync import barrier
 from symmoe.kernels.gpu.tokens import (
@@ -45,6 +46,7 @@ __all__ = [
     "read_addresses",
     "scaled_activation",
     "scaled_activation_grad",
+    "select_experts",
     "send_counts",
     "splits_to_row_start",
     "swizzle_scales",

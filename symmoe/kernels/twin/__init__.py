@@ -6,6 +6,7 @@ from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_g
 from symmoe.kernels.twin.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact
 from symmoe.kernels.twin.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts
 from symmoe.kernels.twin.pointers import copy_host_to_device, read_addresses, swizzle_scales
+from symmoe.kernels.twin.route import select_experts
 from symmoe.kernels.twin.splits import splits_to_row_start
 from symmoe.kernels.twin.sync import barrier
 from symmoe.kernels.twin.tokens import (
@@ -45,6 +46,7 @@ __all__ = [
     "read_addresses",
     "scaled_activation",
     "scaled_activation_grad",
+    "select_experts",
     "send_counts",
     "splits_to_row_start",
     "swizzle_scales",
