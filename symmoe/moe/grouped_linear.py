@@ -270,11 +270,10 @@ def linear_problem(
         if linear.bias is None or linear.return_bias:
             return ArgumentError(f"bias_scale {list(bias_scale.shape)} needs a bias that is added; {linear} adds none")
         error = scale_problem("bias_scale", bias_scale, x)
-    if error is not None:
+    if error is not None or (out is None and grad_input_out is None):
         return error
-    return result_buffers_problem(
-        x, linear.out_features, out, grad_input_out, inputs=(x, bias_scale, *linear.parameters())
-    )
+    inputs = (x, bias_scale, *linear.parameters())
+    return result_buffers_problem(x, linear.out_features, out, grad_input_out, inputs=inputs)
 
 
 def rows_problem(name: str, x: torch.Tensor, linear: GroupedLinear) -> ArgumentError | None:
@@ -311,8 +310,6 @@ def result_buffers_problem(
     inputs: tuple[torch.Tensor | None, ...],
 ) -> Exception | None:
     """What keeps the two buffers of a caller from taking the result [..., O] and the gradient of x, or None."""
-    if out is None and grad_input_out is None:
-        return None
     device_type = x.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
     taken = tuple(tensor for tensor in inputs if tensor is not None)
