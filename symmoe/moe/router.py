@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
@@ -85,7 +86,7 @@ class Router(nn.Module):
             logits = nn.functional.linear(x.float(), self.weight)
             scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
             topk_idx = self._select(scores.detach())
-            probs = scores.gather(1, topk_idx)
+            probs = _Gather.apply(scores, topk_idx)
             if config.renormalize:
                 probs = probs / (probs.sum(-1, keepdim=True) + _TINY)
             probs = probs * config.route_scale
@@ -121,6 +122,23 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         c = self.config
         return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}"
+
+
+class _Gather(torch.autograd.Function):
+    """scores.gather(1, topk_idx), of which torch's own backward copies a [T, E] tensor of zeros."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(topk_idx)
+        ctx.shape = scores.shape
+        return scores.gather(1, topk_idx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_probs: torch.Tensor):
+        (topk_idx,) = ctx.saved_tensors
+        # A token's choices are distinct: nothing is added up.
+        return d_probs.new_zeros(ctx.shape).scatter_(1, topk_idx, d_probs), None
 
 
 def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
