@@ -16,9 +16,8 @@ from symmoe.combine.collect import collect_rows, collect_rows_and_values
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import PHASE as SEND
 from symmoe.dispatch.send import send_packed, send_packed_gradient
-from symmoe.kernels.table import TensorTable
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, first_layer, second_layer
-from symmoe.moe.grouped_mlp import GroupedMLP, mlp_tables
+from symmoe.moe.grouped_mlp import GroupedMLP, kernel_weights
 
 PACKED = "packed rows"
 
@@ -71,7 +70,7 @@ def expert_parallel_mlp(
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
     weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
     b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
-    call = _Call(experts=experts, tables=mlp_tables(weights1, weights2), plan=plan, order=order, stash=STASHES[stash])
+    call = _Call(experts=experts, plan=plan, order=order, stash=STASHES[stash])
     return _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2)
 
 
@@ -80,7 +79,6 @@ class _Call:
     """What one call hands to autograd beside the tensors it differentiates."""
 
     experts: GroupedMLP
-    tables: tuple[TensorTable | None, TensorTable | None]
     plan: Plan
     order: str
     stash: Stash
@@ -104,11 +102,11 @@ class _Call:
         weights: tuple[torch.Tensor, ...],
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
-        (w1, *_), (w2, *_) = self.split(weights)
+        w1, w2 = kernel_weights(*self.split(weights))
         plan = self.plan
         return (
             ExpertRows(packed, plan.row_start, row_probs, None if b2 is None else row_probs, plan.row_to_packed_row),
-            ExpertWeights(self.tables[0] or w1, b1, self.tables[1] or w2, b2, self.experts.activation.activation),
+            ExpertWeights(w1, b1, w2, b2, self.experts.activation.activation),
         )
 
 

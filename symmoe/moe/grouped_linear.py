@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,7 +162,6 @@ class GroupedLinear(nn.Module):
         call = _Call(
             linear=self,
             row_start=splits_to_row_start(splits, rows=x, num_rows=num_rows),
-            table=None if self.is_packed else weight_table(weights),
             out=out,
             grad_input_out=grad_input_out,
             overwrite_main_grad=is_first_microbatch,
@@ -248,10 +247,16 @@ class GroupedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def weight_table(weights: tuple[torch.Tensor, ...]) -> TensorTable:
-    """The addresses of discrete weights on their device. One small launch, no synchronisation."""
-    pointers = copy_data_ptrs_to_device(weights, weights[0].device)
-    return TensorTable(pointers, weight_grad.packed_shape(weights), weights[0].dtype)
+def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable:
+    """Weights as the kernels take them: one packed tensor as it is, discrete ones as a table of their addresses.
+
+    The table is made anew in forward and in backward: trainers may move weights in between.
+    """
+    first = weights[0]
+    if first.dim() == 3:
+        return first
+    pointers = copy_data_ptrs_to_device(weights, first.device, alignment=control.ACCESS_BYTES)
+    return TensorTable(pointers, weight_grad.packed_shape(weights), first.dtype)
 
 
 def linear_problem(
@@ -330,14 +335,9 @@ class _Call:
 
     linear: GroupedLinear
     row_start: torch.Tensor
-    table: TensorTable | None
     out: torch.Tensor | None
     grad_input_out: torch.Tensor | None
     overwrite_main_grad: bool
-
-    def weight(self, weights: tuple[torch.Tensor, ...]) -> torch.Tensor | TensorTable:
-        """The weights as the kernels take them."""
-        return weights[0] if self.table is None else self.table
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -357,7 +357,7 @@ class _GroupedLinear(torch.autograd.Function):
         y = x.new_empty(shape) if call.out is None else call.out
         kernels.for_device(x.device).grouped_gemm(
             x.view(-1, linear.in_features),
-            call.weight(weights),
+            kernel_weight(weights),
             call.row_start,
             y.view(-1, linear.out_features),
             bias=bias,
@@ -385,7 +385,7 @@ class _GroupedLinear(torch.autograd.Function):
             d_x = gradient_buffer(call.grad_input_out, x, d_y)
             ops.grouped_gemm_dgrad(
                 d_y,
-                call.weight(weights),
+                kernel_weight(weights),
                 call.row_start,
                 d_x.view(-1, linear.in_features),
                 zero_tail=call.grad_input_out is None,

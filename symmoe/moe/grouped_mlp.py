@@ -21,9 +21,9 @@ from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, exper
 from symmoe.moe.grouped_linear import (
     GroupedLinear,
     gradient_buffer,
+    kernel_weight,
     result_buffers_problem,
     rows_problem,
-    weight_table,
     width_problem,
 )
 from symmoe.moe.pointers import pack_weight_ptrs
@@ -154,13 +154,11 @@ def fused_mlp(
     raise_for(_problem(fc1, fc2, x, splits, scale, out, grad_input_out))
     x, weights1, b1 = fc1.operands(x)
     _, weights2, b2 = fc2.operands(x)
-    tables = mlp_tables(weights1, weights2)
     call = _Call(
         fc1=fc1,
         fc2=fc2,
         activation=activation,
         row_start=splits_to_row_start(splits, rows=x, num_rows=math.prod(x.shape[:-1])),
-        tables=tables,
         scale_bias=scale_bias and b2 is not None,
         out=out,
         grad_input_out=grad_input_out,
@@ -169,21 +167,17 @@ def fused_mlp(
     return _FusedMLP.apply(call, x, scale.float(), b1, b2, *weights1, *weights2)
 
 
-def mlp_tables(
+def kernel_weights(
     weights1: tuple[torch.Tensor, ...], weights2: tuple[torch.Tensor, ...]
-) -> tuple[TensorTable | None, TensorTable | None]:
-    """Address tables of the layers whose weights are discrete, for both in one launch."""
-    is_discrete1, is_discrete2 = weights1[0].dim() == 2, weights2[0].dim() == 2
-    if is_discrete1 and is_discrete2:
+) -> tuple[torch.Tensor | TensorTable, torch.Tensor | TensorTable]:
+    """Weights of both layers as the kernels take them; if both are discrete, their addresses travel in one launch."""
+    if weights1[0].dim() == 2 and weights2[0].dim() == 2:
         packed = pack_weight_ptrs(weights1, weights2)
         return (
             TensorTable(packed.fc1, packed_shape(weights1), weights1[0].dtype),
             TensorTable(packed.fc2, packed_shape(weights2), weights2[0].dtype),
         )
-    return (
-        weight_table(weights1) if is_discrete1 else None,
-        weight_table(weights2) if is_discrete2 else None,
-    )
+    return kernel_weight(weights1), kernel_weight(weights2)
 
 
 def _problem(
@@ -214,7 +208,6 @@ class _Call:
     fc2: GroupedLinear
     activation: ScaledActivation
     row_start: torch.Tensor
-    tables: tuple[TensorTable | None, TensorTable | None]
     scale_bias: bool
     out: torch.Tensor | None
     grad_input_out: torch.Tensor | None
@@ -234,11 +227,11 @@ class _Call:
         weights: tuple[torch.Tensor, ...],
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
-        (w1, *_), (w2, *_) = self.split(weights)
+        w1, w2 = kernel_weights(*self.split(weights))
         scale = scale.view(-1)
         return (
             ExpertRows(x.view(-1, x.shape[-1]), self.row_start, scale, scale if self.scale_bias else None),
-            ExpertWeights(self.tables[0] or w1, b1, self.tables[1] or w2, b2, self.activation.activation),
+            ExpertWeights(w1, b1, w2, b2, self.activation.activation),
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels import control
 from symmoe.kernels.table import TensorTable
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 
@@ -42,7 +43,7 @@ def add_to_main_grad(
     if parameters[0].dim() == 3:
         out = targets[0]
     else:
-        table = copy_data_ptrs_to_device(targets, parameters[0].device)
+        table = copy_data_ptrs_to_device(targets, parameters[0].device, alignment=control.ACCESS_BYTES)
         out = TensorTable(table, packed_shape(parameters), targets[0].dtype)
     compute(out, not overwrite)
     return [_stand_in(parameter) for parameter in parameters]
