@@ -16,6 +16,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.activation import SRELU, Activation
+from symmoe.moe.arguments import scale_problem
 
 
 class ScaledActivation(nn.Module):
@@ -122,18 +123,6 @@ def _paired(tensor: torch.Tensor, block: int, dim: int) -> tuple[torch.Size, int
     if block < 1 or tensor.shape[dim] % (2 * block):
         raise ArgumentError(f"dimension {dim} ({tensor.shape[dim]}) must be a multiple of 2 * block ({2 * block})")
     return tensor.shape, dim % tensor.dim()
-
-
-def scale_problem(name: str, scale: torch.Tensor, rows: torch.Tensor) -> ArgumentError | None:
-    """What is wrong with a factor per row of `rows`, or None."""
-    if not isinstance(scale, torch.Tensor):
-        return ArgumentError(f"{name} ({type(scale).__name__}) must be a tensor")
-    if scale.shape != rows.shape[:-1] or scale.device != rows.device or not scale.dtype.is_floating_point:
-        given = f"{scale.dtype} {list(scale.shape)} on {scale.device}"
-        return ArgumentError(
-            f"{name} is {given}; it must be floating point {list(rows.shape[:-1])} on {rows.device}: one for each row"
-        )
-    return None
 
 
 class _ScaledActivation(torch.autograd.Function):

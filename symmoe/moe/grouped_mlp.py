@@ -16,16 +16,16 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.table import TensorTable
-from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU, scale_problem
-from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
-from symmoe.moe.grouped_linear import (
-    GroupedLinear,
+from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU
+from symmoe.moe.arguments import (
     gradient_buffer,
-    kernel_weight,
     result_buffers_problem,
     rows_problem,
+    scale_problem,
     width_problem,
 )
+from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
+from symmoe.moe.grouped_linear import GroupedLinear, kernel_weight
 from symmoe.moe.pointers import pack_weight_ptrs
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.moe.weight_grad import packed_shape

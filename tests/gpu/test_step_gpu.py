@@ -44,7 +44,8 @@ def layer_for(heap: SymmetricHeap, config: MoEConfig, shared: bool = False) -> M
 
 def traced(rank: int, num_ranks: int, spoil: str = "") -> StepTrace:
     with open_heap("cuda", num_bytes=256 << 20) as heap:
-        layer = layer_for(heap, config_for(num_ranks))
+        exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
+        layer = layer_for(heap, config_for(num_ranks, **exact))
         step = training_step(layer, TOKENS)
         collect, send = fused.collect_rows, fused.send_packed
         if spoil == "output":
@@ -72,6 +73,15 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int):
         launched = " ".join(trace.kernels)
         for kernel in ("barrier", "push_rows", "pull_rows", "grouped_gemm"):
             assert kernel in launched
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_with_exact_capacity_waits_once(cluster, num_ranks: int):
+    """For the plan's small read."""
+    for trace in cluster(num_ranks, "cuda").run(traced, "exact"):
+        assert trace.waits == {"cudaEventSynchronize": 1}
+        assert [name for name in trace.copies if name.startswith("Memcpy")] == ["Memcpy DtoH (Device -> Pinned)"]
+        assert not trace.row_copies
 
 
 @pytest.mark.parametrize(
