@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import struct
@@ -153,6 +154,10 @@ class SymmetricHeap:
         num_bytes = dtype.itemsize * math.prod(shape)
         self._take_back_dropped()
         arena, span = self._take(num_bytes)
+        if span is None:  # cycles of dead objects may hold leases
+            gc.collect()
+            self._take_back_dropped()
+            arena, span = self._take(num_bytes)
         if span is None:
             problem = (
                 f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "

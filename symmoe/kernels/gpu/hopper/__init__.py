@@ -1,0 +1,34 @@
+"""The grouped GEMMs again, for Hopper alone: warp-specialised kernels in Gluon, with the bits of Triton's kernels.
+
+Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. Here it runs beside the
+next tile's products; docs/performance.md has the numbers. What these kernels do not take (fp32, tables of weights,
+bias, interleaved features, narrow outputs), and other devices, stay with gpu/gemm.py and gpu/gemm_act.py.
+"""
+
+import functools
+from types import ModuleType
+
+import torch
+import triton
+
+VERSIONS = ((3, 6), (3, 7))  # of Triton: Gluon is experimental, and changes
+MIN_COLUMNS = 256  # of the output: a whole tile
+MAX_ROWS = 2**30  # of an output that is stored by TMA
+
+
+@functools.cache
+def kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleType | None:
+    """The module of the kernels (act.py) where they can run and pay; None elsewhere."""
+    if (
+        device.type != "cuda"
+        or dtype not in (torch.bfloat16, torch.float16)
+        or columns < MIN_COLUMNS
+        or tuple(map(int, triton.__version__.split(".")[:2])) not in VERSIONS
+        or torch.cuda.get_device_capability(device) != (9, 0)
+    ):
+        return None
+    try:
+        from symmoe.kernels.gpu.hopper import act
+    except (ImportError, AttributeError):
+        return None
+    return act
