@@ -15,7 +15,6 @@ from symmoe.kernels.gpu.hopper.pipeline import (
     CHUNK,
     RAGGED,
     Pipeline,
-    load,
     run,
     store_chunk,
     write_dump,
@@ -64,7 +63,7 @@ def hopper_gemm_kernel(
     num_rows,  # N; None: leave the tail alone
     PIPE: gl.constexpr,
 ):
-    run(load, rows_desc, weight_desc, row_start, store_tile, out_desc, rows_desc.dtype, PIPE)
+    run(rows_desc, weight_desc, row_start, store_tile, out_desc, rows_desc.dtype, PIPE)
     if num_rows is not None:
         zero_tail_rows(out, row_start, num_rows, PIPE)
 

@@ -34,6 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from symmoe.kernels.activation import Activation
+
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
 CHUNK = gl.constexpr(64)  # products leave the registers in chunks [CHUNK, CHUNK]
@@ -55,6 +57,7 @@ class Pipeline:
     num_groups: int
     columns: int
     in_width: int
+    activation: Activation | None = None
     weight_k_first: bool = False
     gathered: bool = False
     block_n: int = 256
@@ -167,9 +170,8 @@ def skip_tile(stage, phase, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def load_weight(b_desc, ring, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr):
+def load_weight(b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr):
     """Asks for a stage's weights, and says that NUM_BYTES will come to it by TMA."""
-    _, b, full, _ = ring
     mbarrier.expect(full.index(stage), NUM_BYTES)
     column = n_tile * PIPE.tile_columns
     if PIPE.weight_k_first:
@@ -183,17 +185,25 @@ def load_weight(b_desc, ring, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, 
 
 @gluon.jit
 def load(source, b_desc, row_start, ring, PIPE: gl.constexpr):
-    """The role, for contiguous rows: source is their descriptor."""
-    a, _, full, empty = ring
+    """The role. source: descriptor of contiguous rows, or the tensor of packed rows and row_index."""
+    if PIPE.gathered:
+        load_gathered(source, b_desc, row_start, ring, PIPE)
+    else:
+        load_contiguous(source, b_desc, row_start, ring, PIPE)
+
+
+@gluon.jit
+def load_contiguous(source, b_desc, row_start, ring, PIPE: gl.constexpr):
+    a, b, full, empty = ring
     prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
-            load_weight(b_desc, ring, stage, group, n_tile, k, num_bytes, PIPE)
+            load_weight(b_desc, b, full, stage, group, n_tile, k, num_bytes, PIPE)
             place = [first_row, k * BLOCK_K]
             tma.async_copy_global_to_shared(source, place, full.index(stage), a.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
@@ -201,13 +211,13 @@ def load(source, b_desc, row_start, ring, PIPE: gl.constexpr):
 
 @gluon.jit
 def load_gathered(source, b_desc, row_start, ring, PIPE: gl.constexpr):
-    """The role, for rows [P, in_width] and row_index int32[N], the source.
+    """The rows of [P, in_width] that row_index int32[N] names, by cp.async, whose bytes no barrier counts.
 
-    The threads' copies have no bytes to count: LAG stages later they have landed, and one arrival says so.
+    LAG stages later they have landed, and one arrival says so.
     """
     gl.static_assert(LAG <= PIPE.stages - 2)  # a stage is freed after the next one was waited for
     rows, row_index = source
-    a, _, full, empty = ring
+    a, b, full, empty = ring
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
@@ -223,7 +233,7 @@ def load_gathered(source, b_desc, row_start, ring, PIPE: gl.constexpr):
         pointers = rows + row.to(gl.int64)[:, None] * PIPE.in_width + column[None, :]
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
-            load_weight(b_desc, ring, stage, group, n_tile, k, b_desc.block_type.nbytes, PIPE)
+            load_weight(b_desc, b, full, stage, group, n_tile, k, b_desc.block_type.nbytes, PIPE)
             if PIPE.in_width % BLOCK_K == 0:
                 async_copy.async_copy_global_to_shared(a.index(stage), pointers)
             else:  # zeros past the last feature
@@ -261,17 +271,18 @@ def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl
     """
     a_ring, b_ring, full, empty = ring
     ROWS: gl.constexpr = BLOCK_M if PIPE.alternate else CHUNK
+    COLUMNS: gl.constexpr = PIPE.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIPE.instruction_n, 16])
-    acc = gl.zeros([ROWS, PIPE.block_n], gl.float32, layout)
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for k in range(PIPE.num_k):
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(stage)
         if not PIPE.alternate:
             a = a.slice(CHUNK * WARPGROUP, CHUNK, dim=0)
         if PIPE.weight_k_first:
-            b = b_ring.index(stage).reshape([BLOCK_K, PIPE.block_n])
+            b = b_ring.index(stage).reshape([BLOCK_K, COLUMNS])
         else:
-            b = b_ring.index(stage).reshape([PIPE.block_n, BLOCK_K]).permute([1, 0])
+            b = b_ring.index(stage).reshape([COLUMNS, BLOCK_K]).permute([1, 0])
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         # NOTE: not a carried `previous = stage`: Triton 3.6 takes a name that the loop's body sets to the value it had
@@ -319,7 +330,7 @@ def multiply(
         acc, stage, phase = product(ring, turn_barriers, stage, phase, WARPGROUP, PIPE)
         if PIPE.alternate:
             stage, phase = skip_tile(stage, phase, PIPE)
-        _, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
         EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE)
         turn ^= 1
     tma.store_wait(0)
@@ -384,14 +395,14 @@ def finish(FINISH: gl.constexpr, args, row_start, dump, PIPE: gl.constexpr):
     prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
     turn = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        _, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
         FINISH(args, dump, turn, first_row, end, n_tile, PIPE)
         turn ^= 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def run(LOAD: gl.constexpr, source, b_desc, row_start, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
+def run(source, b_desc, row_start, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
     """All roles. EPILOGUE: of multiply; with finish_warps, of finish."""
     ring = make_ring(dtype, b_desc, PIPE)
     dump = make_dump(dtype)
@@ -403,18 +414,19 @@ def run(LOAD: gl.constexpr, source, b_desc, row_start, EPILOGUE: gl.constexpr, a
             [
                 (multiply, (EPILOGUE, args, row_start, ring, turn_barriers, dump, 0, PIPE)),
                 (multiply, (EPILOGUE, args, row_start, ring, turn_barriers, dump, 1, PIPE)),
-                (LOAD, (source, b_desc, row_start, ring, PIPE)),
+                (load, (source, b_desc, row_start, ring, PIPE)),
             ],
             [4, LOAD_WARPS],
             [PIPE.multiply_registers, PIPE.load_registers],
         )
     else:
+        LEAVE: gl.constexpr = leave_to_finish
         gl.warp_specialize(
             [
-                (multiply, (leave_to_finish, None, row_start, ring, turn_barriers, dump, 0, PIPE)),
-                (multiply, (leave_to_finish, None, row_start, ring, turn_barriers, dump, 1, PIPE)),
+                (multiply, (LEAVE, None, row_start, ring, turn_barriers, dump, 0, PIPE)),
+                (multiply, (LEAVE, None, row_start, ring, turn_barriers, dump, 1, PIPE)),
                 (finish, (EPILOGUE, args, row_start, dump, PIPE)),
-                (LOAD, (source, b_desc, row_start, ring, PIPE)),
+                (load, (source, b_desc, row_start, ring, PIPE)),
             ],
             [4, PIPE.finish_warps, LOAD_WARPS],
             [PIPE.multiply_registers, PIPE.finish_registers, PIPE.load_registers],
