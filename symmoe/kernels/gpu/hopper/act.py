@@ -171,10 +171,11 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     PIECES: gl.constexpr = STRIPS * ACROSS  # in CHUNK rows
     pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
     column = n_tile * PIPE.tile_columns
-    row, _ = piece_lanes()
+    row, pair = piece_lanes()
+    layout: gl.constexpr = row.type.layout
     even = load_piece(h, row_scale, tile_row, end, column, PIPE)
     odd = load_piece(h, row_scale, tile_row, end, column + CHUNK, PIPE)
-    total = gl.zeros([ROWS], gl.float32, row.type.layout)
+    total = gl.zeros([ROWS], gl.float32, layout)
     for half in range(2):
         if PIPE.finish_warps > 0:
             mbarrier.wait(dumped.index(half), turn)
