@@ -136,13 +136,14 @@ def dact_piece(
     WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
     mask = piece_mask(row, pair, first_row, end, first_column, PIPE)
+    ACTIVATION: gl.constexpr = PIPE.activation
     gates, ups, scale = hidden
     gate_low, gate_high = unpack(gates, DTYPE)
     up_low, up_high = unpack(ups, DTYPE)
     da_low, da_high = unpack(piece.load(gates.type.layout), DTYPE)
     scale = scale[:, None]
-    a_low, dgate_low, dup_low, term_low = dact_features(gate_low, up_low, da_low, scale, PIPE.activation)
-    a_high, dgate_high, dup_high, term_high = dact_features(gate_high, up_high, da_high, scale, PIPE.activation)
+    a_low, dgate_low, dup_low, term_low = dact_features(gate_low, up_low, da_low, scale, ACTIVATION)
+    a_high, dgate_high, dup_high, term_high = dact_features(gate_high, up_high, da_high, scale, ACTIVATION)
     pointers = piece_pointers(a, row, pair, first_row, first_column, PIPE.columns)
     gl.store(pointers, pack(a_low, a_high, DTYPE), mask=mask)
     pointers = piece_pointers(dh, row, pair, first_row, first_column, WIDTH)
