@@ -3,6 +3,7 @@
     python benchmarks/gemm.py                                     chosen tiles, three shapes
     python benchmarks/gemm.py --sweep --ops dfc2                  other tiles and epilogues of FC2 dgrad + activation
     python benchmarks/gemm.py --sweep fc2,wgrad1 --json out.json  everything, and other tiles of two products
+    python benchmarks/gemm.py --compare                           Hopper's kernels, Triton's, torch's, unfused ones
 
 Experts get mildly uneven numbers of rows, the same in every run; gathered rows come from half as many packed rows,
 in ascending order within an expert, as after dispatch. Every output is checked against fp32 matmul on three experts
@@ -12,10 +13,14 @@ Our kernels write into tensors that exist; torch._grouped_mm, which cannot, take
 fc1, dfc2, wgrad1, wgrad2 are the calls of the layer, which gather and fuse; names that end in -plain are contiguous
 products alone, for which torch has a counterpart. forward-fusion and backward-fusion compare one fused kernel with the
 three modules: with our kernels, and with torch._grouped_mm and eager bf16 SwiGLU. Their TFLOP/s count the product.
+
+These are Triton's kernels, with their chosen tiles. --compare times all ways to the same result in turn, one call of
+each after the other, so that a GPU that slows down as it warms up slows all of them down.
 """
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import statistics
@@ -30,7 +35,7 @@ from triton.errors import TritonError
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gpu import activation as gpu_activation
-from symmoe.kernels.gpu import gemm, gemm_act
+from symmoe.kernels.gpu import gemm, gemm_act, hopper
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "qwen3-30b": (32, 2048, 768, 65536),
@@ -110,6 +115,7 @@ class Op:
     """One measured call: run(config) writes outputs; reference(g) gives group g's outputs in fp32.
 
     torch_run: the same by torch._grouped_mm. others: (name, run, outputs, largest error) of ways to the same result.
+    special: by name, runs of Hopper's kernels; they write into the same outputs.
     """
 
     flops: int
@@ -120,6 +126,7 @@ class Op:
     reference: Callable[[int], list[torch.Tensor]]
     torch_run: Callable[[], torch.Tensor] | None = None
     others: list["Other"] = field(default_factory=list)
+    special: dict[str, Callable[[], object]] = field(default_factory=dict)
 
 
 @dataclass
@@ -261,11 +268,54 @@ def build_ops(shape: str) -> dict[str, Op]:
             left, right, row_start, dw, dout_index=left_index, rows_index=right_index, config=c
         )
 
+    act = hopper.kernels(row_start.device, torch.bfloat16, I)
+
+    def special_gemm(x, w, y, k_first):
+        """Runs of the product by Hopper's kernel."""
+        if act is None:
+            return {}
+        return {
+            f"hopper g{g}": functools.partial(act.launch_gemm, x, w, row_start, y, weight_k_first=k_first, group_m=g)
+            for g in (8, 16)
+        }
+
+    def variants(gather):
+        """Pipelines of the fused kernels."""
+        if act is None:
+            return {}
+        if gather:
+            return {"hopper": act.GATHERED, "hopper g16": {**act.GATHERED, "group_m": 16}}
+        return {
+            "hopper separate": act.SEPARATE,
+            "hopper two": act.TWO_WARPS,
+            "hopper alternate": act.ALTERNATE,
+            "hopper alternate g16": {**act.ALTERNATE, "group_m": 16},
+        }
+
+    def special_fc1(gather):
+        x, i = source(gather)
+        return {
+            name: functools.partial(act.launch_act, x, w1, row_start, scale, h, a, SWIGLU, row_index=i, variant=variant)
+            for name, variant in variants(gather).items()
+            if I % hopper.ACT_COLUMNS == 0 and "two" not in name
+        }
+
+    def special_dfc2(gather):
+        x, i = source(gather)
+
+        def run(variant):
+            num_n_tiles = act.launch_dact(
+                x, w2, row_start, h_in, scale, dh, a, workspace, SWIGLU, row_index=i, variant=variant
+            )
+            gemm_act.sum_dscale(workspace, row_start, dscale, num_n_tiles)
+
+        return {name: functools.partial(run, variant) for name, variant in variants(gather).items()}
+
     two_fc1, two_fc2 = 4 * N * H * I, 2 * N * H * I
     bf16 = torch.bfloat16
     act_config, dact_config = gemm_act.act_config(I, bf16, SWIGLU), gemm_act.dact_config(I, bf16)
     wgrad1_config, wgrad2_config = gemm.wgrad_config(2 * I, H, bf16), gemm.wgrad_config(H, I, bf16)
-    return {
+    ops = {
         "fc1": Op(two_fc1, fc1(True), act_config, ACT_SWEEP, rows_of(h, a), fc1_reference(True)),
         "fc1-plain": Op(
             two_fc1,
@@ -357,6 +407,12 @@ def build_ops(shape: str) -> dict[str, Op]:
             others=[Other("unfused", unfused_dfc2, MAX_ERROR), Other("torch", torch_dfc2, MAX_EAGER_ERROR)],
         ),
     }
+    ops["fc1"].special, ops["forward-fusion"].special = special_fc1(True), special_fc1(False)
+    ops["dfc2"].special, ops["backward-fusion"].special = special_dfc2(True), special_dfc2(False)
+    ops["fc2-plain"].special = special_gemm(a_in, w2, out, False)
+    ops["dfc2-plain"].special = special_gemm(rows, w2, da, True)
+    ops["dfc1-plain"].special = special_gemm(h_in, w1, out, True)
+    return ops
 
 
 def median_ms(run: Callable[[], object], reps: int = REPS) -> float:
@@ -370,6 +426,23 @@ def median_ms(run: Callable[[], object], reps: int = REPS) -> float:
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def medians_in_turn_ms(runs: dict[str, Callable[[], object]], reps: int = REPS) -> dict[str, float]:
+    """Median time of one call of each, one after the other again and again."""
+    for run in runs.values():
+        for _ in range(WARMUP):
+            run()
+    events = {name: [] for name in runs}
+    for _ in range(reps):
+        for name, run in runs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
 
 
 def sample_groups(num_groups: int) -> list[int]:
@@ -496,11 +569,61 @@ def run_shape(shape: str, ops: list[str] | None, swept: list[str]) -> list[dict[
     return results
 
 
+def compare_op(op: Op, spans: list[slice], references: dict) -> dict[str, dict[str, object]]:
+    """By name, milliseconds, TFLOP/s and error of all ways to an op's outputs; 'failed' for what fails or is wrong."""
+    others = list(op.others)
+    if op.torch_run is not None:
+        others.append(Other("torch", lambda: [op.torch_run()], MAX_ERROR))
+    ways = {"triton": (lambda: op.run(op.chosen), None, MAX_ERROR)}
+    ways |= {name: (run, None, MAX_ERROR) for name, run in op.special.items()}
+    ways |= {other.name: (other.run, other, other.max_error) for other in others}
+    results, runs = {}, {}
+    for name, (run, other, max_error) in ways.items():
+        held = []
+        try:
+            if other is None:
+                error = worst_error(op, run, op.outputs, references)
+            else:
+                error = worst_error(
+                    op,
+                    lambda run=run, held=held: held.extend(run()),
+                    lambda g, held=held: [t[spans[g]] for t in held],
+                    references,
+                )
+        except (TritonError, RuntimeError) as failure:
+            results[name] = {"failed": f"{type(failure).__name__}: {failure}"[:100]}
+            continue
+        if error < max_error:
+            results[name], runs[name] = {"error": error}, run
+        else:
+            results[name] = {"failed": f"wrong: relative error {error:.3g}"}
+    for name, ms in medians_in_turn_ms(runs).items():
+        results[name] |= {"ms": ms, "tflops": op.flops / ms / 1e9}
+    return results
+
+
+def compare_shape(shape: str, ops: list[str] | None) -> list[dict[str, object]]:
+    """Compares all ways to the outputs of one shape's ops, prints a line for each op, returns what it found."""
+    num_groups, _, _, num_rows = SHAPES[shape]
+    spans = group_spans(uneven_row_start(num_groups, num_rows, torch.Generator().manual_seed(0)))
+    results = []
+    for name, op in build_ops(shape).items():
+        if not (op.special or op.others) or (ops and name not in ops):
+            continue
+        references = {g: op.reference(g) for g in sample_groups(num_groups)}
+        found = compare_op(op, spans, references)
+        cells = [f"{way} {r['tflops']:.0f}" if "tflops" in r else f"{way}: {r['failed']}" for way, r in found.items()]
+        print(f"{shape:14}{name:16} TFLOP/s  " + "   ".join(cells), flush=True)
+        results += [{"shape": shape, "op": name, "way": way, **result} for way, result in found.items()]
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sweep", nargs="?", const="dfc2", default="", metavar="OPS", help="ops to time other tiles of (dfc2)"
     )
+    parser.add_argument("--compare", action="store_true", help="time all ways to the same results in turn")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated shapes (%(default)s)")
     parser.add_argument("--ops", default="", help="comma-separated ops, all if empty")
     parser.add_argument("--json", metavar="FILE", help="write results to FILE")
@@ -510,7 +633,7 @@ def main() -> None:
     ops = args.ops.split(",") if args.ops else None
     results = []
     for shape in args.shapes.split(","):
-        results += run_shape(shape, ops, args.sweep.split(","))
+        results += compare_shape(shape, ops) if args.compare else run_shape(shape, ops, args.sweep.split(","))
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w") as file:

@@ -36,6 +36,8 @@ from symmoe.kernels.gpu import (  # noqa: E402
     tokens,
 )
 from symmoe.kernels.gpu import launch as launches  # noqa: E402
+from symmoe.kernels.gpu.hopper import act  # noqa: E402
+from symmoe.kernels.gpu.hopper import gemm as hopper_gemm  # noqa: E402
 from symmoe.kernels.gpu.launch import Constants, FastLaunch, fast_launch  # noqa: E402
 from symmoe.kernels.table import TensorTable  # noqa: E402
 
@@ -457,6 +459,29 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkey
         gpu.scaled_activation(h, scale, a, act)
         gpu.scaled_activation_grad(a, h, scale, h, dscale, act)
         gpu.grouped_gemm_wgrad(h[:0], x[:0], row_start, table(w1), num_sms=8)
+
+    step(64)
+    before = {name: len(jit.calls) for name, jit in jits.items()}
+    assert all(before.values()), before
+    for num_rows in (1, 64, 65, 4096):
+        step(num_rows)
+    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+
+
+def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, monkeypatch):
+    jits = fake_jits(monkeypatch, hopper_gemm, act)
+
+    def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=256):
+        empty, swiglu = torch.empty, Activation()
+        w1, w2 = empty(G, 2 * ffn, H, dtype=dtype), empty(G, H, ffn, dtype=dtype)
+        row_start, scale = empty(G + 1, dtype=torch.int32), empty(num_rows)
+        x, a, h = (empty(num_rows, width, dtype=dtype) for width in (H, ffn, 2 * ffn))
+        index, sums = empty(num_rows, dtype=torch.int32), empty(4 * num_rows)
+        for k_first, source, out in ((False, a, x), (True, x, a)):
+            act.launch_gemm(source, w2, row_start, out, weight_k_first=k_first, zero_tail=True, num_sms=8)
+        act.launch_act(x, w1, row_start, scale, h, a, swiglu, row_index=index, num_sms=8)
+        act.launch_dact(x, w2, row_start, h, scale, h, a, sums, swiglu, row_index=index, num_sms=8)
+        act.launch_dact(x, w2, row_start, h, scale, h, a, sums, swiglu, num_sms=8)
 
     step(64)
     before = {name: len(jit.calls) for name, jit in jits.items()}

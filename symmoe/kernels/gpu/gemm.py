@@ -18,6 +18,8 @@ Weights, and the outputs of wgrad, are packed tensors or tables of addresses (Te
 TMA. A table's matrices have no common base, and a descriptor each would have to be made on the host, which knows the
 addresses no better than the device: they are read by pointers, with cp.async, as gathered rows are.
 
+Hopper has kernels of its own for the common cases (hopper/), with the same bits; a given config means these here.
+
 Preconditions, checked by the callers: contiguous tensors of one device and dtype (bf16, fp16, fp32; wgrad's out may
 be fp32 among 16-bit operands), 16-byte aligned, all feature dimensions multiples of 16 bytes. No function
 synchronises, allocates device memory or reads row_start.
@@ -33,6 +35,7 @@ from triton.tools.ragged_tma import load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.table import TensorTable
 
@@ -548,8 +551,15 @@ def _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, zero
     num_groups = weight.shape[0]
     if num_rows == 0:
         return
-    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first)
     is_table = isinstance(weight, TensorTable)
+    if config is None and row_index is None and bias is None and not is_table:
+        special = hopper.kernels(out.device, out.dtype, out_width)
+        if special is not None and num_rows <= hopper.MAX_ROWS:
+            special.launch_gemm(
+                rows, weight, row_start, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms
+            )
+            return
+    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first)
     launch(
         grouped_gemm_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),

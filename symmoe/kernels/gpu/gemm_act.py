@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.activation import (
     ANY_POLICY,
     act_slopes,
@@ -544,6 +545,13 @@ def grouped_gemm_act(
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
+    if config is None and bias is None and not is_table and hopper.takes_act(num_rows, ffn, activation):
+        special = hopper.kernels(a.device, a.dtype, ffn)
+        if special is not None:
+            special.launch_act(
+                rows, weight, row_start, row_scale, h, a, activation, row_index=row_index, num_sms=num_sms
+            )
+            return
     launch(
         grouped_gemm_act_kernel,
         plan.grid(num_rows, num_groups, num_sms, a.device),
@@ -630,27 +638,44 @@ def grouped_gemm_dact(
         num_slots = bias_slots(num_rows, num_groups, plan.config.block_m)
         assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
     is_table = isinstance(weight, TensorTable)
-    launch(
-        grouped_gemm_dact_kernel,
-        plan.grid(num_rows, num_groups, num_sms, a.device),
-        plan.constants,
-        dout if row_index is None else None,
-        dout,
-        row_index,
-        None if is_table else weight,
-        weight.pointers if is_table else None,
-        row_start,
-        h,
-        row_scale,
-        dh,
-        a,
-        workspace,
-        bias_sums,
-        num_rows,
-    )
-    constants = _sum_dscale_constants(num_groups, plan.num_n_tiles)
-    grid = (ceil_div(num_rows, SCALE_ROWS),)
-    launch(sum_dscale_kernel, grid, constants, workspace, row_start, dscale, num_rows)
+    special = None
+    if config is None and dbias is None and not is_table and activation.interleave is None:
+        special = hopper.kernels(a.device, a.dtype, ffn)
+    if special is not None:
+        num_n_tiles = special.launch_dact(
+            dout,
+            weight,
+            row_start,
+            h,
+            row_scale,
+            dh,
+            a,
+            workspace,
+            activation,
+            row_index=row_index,
+            num_sms=num_sms,
+        )
+    else:
+        num_n_tiles = plan.num_n_tiles
+        launch(
+            grouped_gemm_dact_kernel,
+            plan.grid(num_rows, num_groups, num_sms, a.device),
+            plan.constants,
+            dout if row_index is None else None,
+            dout,
+            row_index,
+            None if is_table else weight,
+            weight.pointers if is_table else None,
+            row_start,
+            h,
+            row_scale,
+            dh,
+            a,
+            workspace,
+            bias_sums,
+            num_rows,
+        )
+    sum_dscale(workspace, row_start, dscale, num_n_tiles)
     if dbias is not None:
         width = activation.hidden_width(ffn)
         launch(
@@ -661,6 +686,13 @@ def grouped_gemm_dact(
             row_start,
             dbias,
         )
+
+
+def sum_dscale(scale_sums: torch.Tensor, row_start: torch.Tensor, dscale: torch.Tensor, num_n_tiles: int) -> None:
+    """dscale from the first num_n_tiles rows of scale_sums; 0 in the tail."""
+    num_rows = dscale.shape[0]
+    constants = _sum_dscale_constants(row_start.shape[0] - 1, num_n_tiles)
+    launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, scale_sums, row_start, dscale, num_rows)
 
 
 @functools.cache

@@ -11,8 +11,11 @@ from types import ModuleType
 import torch
 import triton
 
+from symmoe.kernels.activation import Activation
+
 VERSIONS = ((3, 6), (3, 7))  # of Triton: Gluon is experimental, and changes
 MIN_COLUMNS = 256  # of the output: a whole tile
+ACT_COLUMNS = 128  # of a tile of grouped_gemm_act
 MAX_ROWS = 2**30  # of an output that is stored by TMA
 
 
@@ -32,3 +35,8 @@ def kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleTyp
     except (ImportError, AttributeError):
         return None
     return act
+
+
+def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
+    """Whether grouped_gemm_act has a kernel for this: gates and ups in halves that whole tiles fill."""
+    return activation.is_gated and activation.interleave is None and ffn % ACT_COLUMNS == 0 and num_rows <= MAX_ROWS

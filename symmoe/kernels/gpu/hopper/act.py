@@ -7,10 +7,10 @@ The formulas are those of gpu/activation.py, on the same rounded numbers. Two fe
 import functools
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gpu.activation import act_slopes, act_value
@@ -24,9 +24,9 @@ from symmoe.kernels.gpu.hopper.gemm import (
     launch_gemm,
 )
 from symmoe.kernels.gpu.hopper.pipeline import BLOCK_K, CHUNK, Pipeline, run, store_chunk, write_dump
-from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
-__all__ = ["grouped_gemm_act", "launch_dact", "launch_gemm", "takes_act", "takes_dact"]
+__all__ = ["launch_act", "launch_dact", "launch_gemm"]
 
 # Epilogue of dact by another warpgroup, of another warpgroup's two warps, or beside the other tile's products.
 SEPARATE = {
@@ -82,28 +82,28 @@ def piece_lanes():
 
 
 @gluon.jit
-def piece_mask(row, pair, first_row, end, first_column, PIPE: gl.constexpr):
+def piece_mask(row, pair, first_row, end, first_pair, PIPE: gl.constexpr):
     """Mask of what of a piece lies in the group and in the matrix."""
     mask = (first_row + row < end)[:, None]
     if PIPE.columns % PIPE.tile_columns != 0:
-        mask = mask & (first_column + 2 * pair < PIPE.columns)[None, :]
+        mask = mask & (pair < PIPE.columns // 2 - first_pair)[None, :]
     return mask
 
 
 @gluon.jit
-def piece_pointers(matrix, row, pair, first_row, first_column, WIDTH: gl.constexpr):
+def piece_pointers(matrix, row, pair, first_row, first_pair, WIDTH: gl.constexpr):
     """Pointers to the pairs of a piece of a matrix of WIDTH features."""
-    first = matrix + (first_row.to(gl.int64) * (WIDTH // 2) + first_column // 2)
+    first = matrix + (first_row.to(gl.int64) * (WIDTH // 2) + first_pair)
     return first + (row[:, None] * (WIDTH // 2) + pair[None, :])
 
 
 @gluon.jit
-def load_piece(h, row_scale, first_row, end, first_column, PIPE: gl.constexpr):
+def load_piece(h, row_scale, first_row, end, first_pair, PIPE: gl.constexpr):
     """Pairs of gates and of ups (not gated: of features, twice) of a piece, and the rows' scales."""
     WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
-    mask = piece_mask(row, pair, first_row, end, first_column, PIPE)
-    pointers = piece_pointers(h, row, pair, first_row, first_column, WIDTH)
+    mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
+    pointers = piece_pointers(h, row, pair, first_row, first_pair, WIDTH)
     gate = gl.load(pointers, mask=mask, other=0)
     up = gate
     if PIPE.activation.is_gated:
@@ -128,14 +128,14 @@ def dact_piece(
     a,
     first_row,
     end,
-    first_column,
+    first_pair,
     DTYPE: gl.constexpr,
     PIPE: gl.constexpr,
 ):
     """dh and a of a piece, from its da in shared memory; returns the sums of dscale."""
     WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
-    mask = piece_mask(row, pair, first_row, end, first_column, PIPE)
+    mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
     ACTIVATION: gl.constexpr = PIPE.activation
     gates, ups, scale = hidden
     gate_low, gate_high = unpack(gates, DTYPE)
@@ -144,9 +144,9 @@ def dact_piece(
     scale = scale[:, None]
     a_low, dgate_low, dup_low, term_low = dact_features(gate_low, up_low, da_low, scale, ACTIVATION)
     a_high, dgate_high, dup_high, term_high = dact_features(gate_high, up_high, da_high, scale, ACTIVATION)
-    pointers = piece_pointers(a, row, pair, first_row, first_column, PIPE.columns)
+    pointers = piece_pointers(a, row, pair, first_row, first_pair, PIPE.columns)
     gl.store(pointers, pack(a_low, a_high, DTYPE), mask=mask)
-    pointers = piece_pointers(dh, row, pair, first_row, first_column, WIDTH)
+    pointers = piece_pointers(dh, row, pair, first_row, first_pair, WIDTH)
     gl.store(pointers, pack(dgate_low, dgate_high, DTYPE), mask=mask)
     if PIPE.activation.is_gated:
         gl.store(pointers + PIPE.columns // 2, pack(dup_low, dup_high, DTYPE), mask=mask)
@@ -157,7 +157,7 @@ def dact_piece(
 def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.constexpr):
     """dh, a and sums of dscale of a tile of 128 rows, from chunks first_chunk.. of rounded da.
 
-    In pieces of a few rows and CHUNK columns, from left to right. Two pieces of h are on their way while one is worked
+    In pieces of a few rows of a chunk, from left to right. Two pieces of h are on their way while one is worked
     on; they take turns in two sets of registers, as a copy from one to the other would wait for the load.
     """
     h, row_scale, dh, a, scale_sums, num_rows = args
@@ -171,11 +171,11 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     ACROSS: gl.constexpr = PIPE.tile_chunks
     PIECES: gl.constexpr = STRIPS * ACROSS  # in CHUNK rows
     pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
-    column = n_tile * PIPE.tile_columns
-    row, pair = piece_lanes()
+    tile_pair = n_tile * (PIPE.tile_columns // 2)
+    row, _pair = piece_lanes()
     layout: gl.constexpr = row.type.layout
-    even = load_piece(h, row_scale, tile_row, end, column, PIPE)
-    odd = load_piece(h, row_scale, tile_row, end, column + CHUNK, PIPE)
+    even = load_piece(h, row_scale, tile_row, end, tile_pair, PIPE)
+    odd = load_piece(h, row_scale, tile_row, end, tile_pair + PAIRS, PIPE)
     total = gl.zeros([ROWS], gl.float32, layout)
     for half in range(2):
         if PIPE.finish_warps > 0:
@@ -185,20 +185,18 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
             c = 2 * i % ACROSS
             piece = (first_chunk + half * ACROSS + c) * STRIPS + strip
             first_row = tile_row + half * CHUNK + strip * ROWS
-            first_column = column + c * CHUNK
+            first_pair = tile_pair + c * PAIRS
             following = half * PIECES + 2 * i + 2
             next_row = tile_row + following // ACROSS * ROWS
-            next_column = column + following % ACROSS * CHUNK
+            next_pair = tile_pair + following % ACROSS * PAIRS
             next_end = gl.where(following < 2 * PIECES, end, 0)
             total = gl.where(c == 0, gl.zeros_like(total), total)
+            total += dact_piece(pieces.index(piece), even, dh, a, first_row, end, first_pair, DTYPE, PIPE)
+            even = load_piece(h, row_scale, next_row, next_end, next_pair, PIPE)
             total += dact_piece(
-                pieces.index(piece), even, dh, a, first_row, end, first_column, DTYPE, PIPE
+                pieces.index(piece + STRIPS), odd, dh, a, first_row, end, first_pair + PAIRS, DTYPE, PIPE
             )
-            even = load_piece(h, row_scale, next_row, next_end, next_column, PIPE)
-            total += dact_piece(
-                pieces.index(piece + STRIPS), odd, dh, a, first_row, end, first_column + CHUNK, DTYPE, PIPE
-            )
-            odd = load_piece(h, row_scale, next_row, next_end, next_column + CHUNK, PIPE)
+            odd = load_piece(h, row_scale, next_row, next_end, next_pair + PAIRS, PIPE)
             place = scale_sums + n_tile.to(gl.int64) * num_rows + first_row + row
             gl.store(place, total, mask=(first_row + row < end) & (c + 2 == ACROSS))
         if PIPE.finish_warps > 0:
@@ -216,6 +214,95 @@ def dact_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.c
 @gluon.jit
 def dact_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
     dact_tile(args, dump, turn, 0, first_row, end, n_tile, PIPE)
+
+
+@gluon.jit
+def act_piece(gates, ups, row_scale, a, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
+    """a of a piece, from its gates and ups in shared memory."""
+    ACTIVATION: gl.constexpr = PIPE.activation
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row, pair = piece_lanes()
+    mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
+    scale = gl.load(row_scale + first_row + row, mask=first_row + row < end, other=0.0)[:, None]
+    gate_low, gate_high = unpack(gates.load(layout), DTYPE)
+    up_low, up_high = unpack(ups.load(layout), DTYPE)
+    low = act_value(gate_low, up_low, ACTIVATION) * scale
+    high = act_value(gate_high, up_high, ACTIVATION) * scale
+    pointers = piece_pointers(a, row, pair, first_row, first_pair, PIPE.columns)
+    gl.store(pointers, pack(low, high, DTYPE), mask=mask)
+
+
+@gluon.jit
+def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.constexpr):
+    """h, by TMA, and a of a tile of 128 rows, from chunks first_chunk.. of rounded h: gates, then as many of ups."""
+    h_desc, row_scale, a = args
+    chunks, dumped, taken = dump
+    DTYPE: gl.constexpr = a.dtype.element_ty
+    a = a.to(gl.pointer_type(gl.int32))
+    ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
+    STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
+    ACROSS: gl.constexpr = PIPE.tile_chunks // 2  # chunks of gates beside each other
+    pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
+    column = n_tile * PIPE.tile_columns
+    for half in range(2):
+        if PIPE.finish_warps > 0:
+            mbarrier.wait(dumped.index(half), turn)
+        first_row = tile_row + half * CHUNK
+        gates = first_chunk + half * (2 * ACROSS)
+        for i in gl.static_range(ACROSS):
+            store_chunk(h_desc, chunks.index(gates + i), first_row, end, column + i * CHUNK)
+            store_chunk(h_desc, chunks.index(gates + ACROSS + i), first_row, end, PIPE.columns + column + i * CHUNK)
+        for i in range(ACROSS * STRIPS):
+            piece = (gates + i // STRIPS) * STRIPS + i % STRIPS
+            act_piece(
+                pieces.index(piece),
+                pieces.index(piece + ACROSS * STRIPS),
+                row_scale,
+                a,
+                first_row + i % STRIPS * ROWS,
+                end,
+                n_tile * (PIPE.tile_columns // 2) + i // STRIPS * PAIRS,
+                DTYPE,
+                PIPE,
+            )
+        if PIPE.finish_warps > 0:
+            tma.store_wait(0)
+            mbarrier.arrive(taken.index(half))
+
+
+@gluon.jit
+def act_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Of a multiplying warpgroup."""
+    chunks, _, _ = dump
+    tma.store_wait(0)
+    write_dump(acc, chunks, WARPGROUP, PIPE)
+    fence_async_shared()
+    act_tile(args, dump, turn, 4 * WARPGROUP, first_row, end, n_tile, PIPE)
+
+
+@gluon.jit
+def act_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
+    act_tile(args, dump, turn, 0, first_row, end, n_tile, PIPE)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize_on_alignment=["row_index", "row_start", "row_scale"])
+def hopper_act_kernel(
+    rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]; None when gathering
+    rows,  # [P, C], for gathering
+    row_index,  # int32[N] or None
+    weight_desc,  # [G, 2, I, C], block [1, 2, tile_columns, BLOCK_K]
+    row_start,
+    row_scale,
+    h_desc,  # [N, 2I], ragged, block [CHUNK, CHUNK]
+    a,  # [N, I]
+    PIPE: gl.constexpr,
+):
+    gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # or gates would be stored among ups
+    args = (h_desc, row_scale, a)
+    source = rows_desc if row_index is None else (rows, row_index)
+    EPILOGUE: gl.constexpr = act_finish if PIPE.finish_warps > 0 else act_epilogue
+    run(source, weight_desc, row_start, EPILOGUE, args, a.dtype.element_ty, PIPE)
 
 
 @fast_launch
@@ -313,4 +400,66 @@ def _dact_plan(
         **dict(variant),
     )
     descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
+    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+
+
+def launch_act(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    row_start: torch.Tensor,
+    row_scale: torch.Tensor,
+    h: torch.Tensor,
+    a: torch.Tensor,
+    activation: Activation,
+    *,
+    row_index: torch.Tensor | None = None,
+    num_sms: int | None = None,
+    variant: dict[str, int] | None = None,
+) -> None:
+    """grouped_gemm_act, for gated activations with two halves and widths that whole tiles fill.
+
+    variant: options of the Pipeline, for comparisons.
+    """
+    num_rows, ffn = a.shape
+    num_groups, _, in_width = weight.shape
+    gathered = row_index is not None
+    variant = variant or (GATHERED if gathered else SEPARATE)
+    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, gathered, tuple(variant.items()))
+    launch(
+        hopper_act_kernel,
+        grid(pipe, num_rows, num_sms, a.device),
+        constants,
+        None if gathered else rows,
+        rows,
+        row_index,
+        weight,
+        row_start,
+        row_scale,
+        h,
+        a,
+    )
+
+
+@functools.cache
+def _act_plan(
+    num_groups: int,
+    ffn: int,
+    in_width: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    gathered: bool,
+    variant: tuple,
+) -> tuple[Pipeline, Constants]:
+    options = {"block_n": 256, **dict(variant)}
+    options["tile_columns"] = options["block_n"] // 2
+    pipe = Pipeline(
+        num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, gathered=gathered, **options
+    )
+    block = [1, 2, pipe.tile_columns, BLOCK_K.value]
+    describe_halves = describe(block, dtype)
+
+    def describe_gates_and_ups(weight: torch.Tensor) -> TensorDescriptor:
+        return describe_halves(weight.view(num_groups, 2, ffn, in_width))
+
+    descriptors = {0: describe_rows(dtype), 3: describe_gates_and_ups, 6: describe_ragged(dtype)}
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)

@@ -1,12 +1,13 @@
 """What the grouped GEMMs for Hopper have in common: tiles, roles, barriers (Gluon, warp-specialised, persistent).
 
-One program per SM walks the tiles as in gpu/gemm.py: BLOCK_M rows of one group and block_n features. Its warps have roles:
+One program per SM walks the tiles as in gpu/gemm.py: BLOCK_M rows of a group, block_n features. Its warps have roles:
 
-    load      1 warp, TMA; 4 warps, cp.async, for gathered rows: fills a ring of stages, BLOCK_K features of both operands each
-    multiply  2 warpgroups. They share a tile of 256 features, 64 rows each; or, `alternate`, each has every other tile of
-              128 features, and the one's epilogue runs beside the other's products
-    finish    1 more warpgroup, or none. With it, the multiplying warpgroups leave their rounded products in shared memory
-              and go on with the next tile; without, they do the epilogue themselves.
+    load      1 warp with TMA, for gathered rows 4 warps with cp.async: fills a ring of stages, each BLOCK_K features of
+              both operands
+    multiply  2 warpgroups. They share a tile of 256 features, 64 rows each; or, `alternate`, each has every other tile
+              of 128 features, and the one's epilogue runs beside the other's products
+    finish    1 more warpgroup, or none. With it, those that multiply leave their rounded products in shared memory and
+              go on with the next tile; without, they do the epilogue themselves.
 
 They wait for each other on mbarriers, whose phases alternate; use u of a barrier is waited for with parity u & 1.
 
@@ -35,6 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from symmoe.kernels.activation import Activation
+
+# Of a role's threads; Triton 3.7 has another name for it.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
@@ -199,7 +203,7 @@ def load_contiguous(source, b_desc, row_start, ring, PIPE: gl.constexpr):
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
@@ -254,7 +258,7 @@ def load_gathered(source, b_desc, row_start, ring, PIPE: gl.constexpr):
 def announce(full, stage, is_due, PIPE: gl.constexpr):
     """Makes what this warpgroup has copied visible to WGMMA and arrives at full[stage] if it is due; the next stage."""
     fence_async_shared()
-    gl.thread_barrier()  # every thread's fence comes before the arrival
+    thread_barrier()  # every thread's fence comes before the arrival
     mbarrier.arrive(full.index(stage), pred=is_due)
     following, _ = next_stage(stage, 0, PIPE)
     return gl.where(is_due, following, stage)
@@ -330,7 +334,7 @@ def multiply(
         acc, stage, phase = product(ring, turn_barriers, stage, phase, WARPGROUP, PIPE)
         if PIPE.alternate:
             stage, phase = skip_tile(stage, phase, PIPE)
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
         EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE)
         turn ^= 1
     tma.store_wait(0)
@@ -395,7 +399,7 @@ def finish(FINISH: gl.constexpr, args, row_start, dump, PIPE: gl.constexpr):
     prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
     turn = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
         FINISH(args, dump, turn, first_row, end, n_tile, PIPE)
         turn ^= 1
     tma.store_wait(0)

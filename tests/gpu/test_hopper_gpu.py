@@ -1,0 +1,196 @@
+"""The kernels for Hopper against Triton's: the same bits, the same rows, the same indifference to everything else."""
+
+import itertools
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from test_gemm_act_gpu import SENTINEL, Problem, backward, forward
+
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.gpu import gemm, gemm_act, hopper
+
+BF16, FP16 = torch.bfloat16, torch.float16
+act = hopper.kernels(torch.device("cuda", 0), BF16, 256)
+
+# A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]
+
+EXACT, ODD = (1024, 768), (1032, 712)  # H, I: all tiles and steps are full; none of the last ones
+SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
+SWIGLU, LIMITED, SRELU = Activation(), Activation(alpha=1.702, limit=1.0, offset=1.0), Activation(kind="srelu")
+DACT_CASES = {
+    "separate": (act.SEPARATE, SWIGLU, BF16, ODD),
+    "two warps": (act.TWO_WARPS, SWIGLU, BF16, ODD),
+    "alternate": (act.ALTERNATE, SWIGLU, BF16, ODD),
+    "gathered": (act.GATHERED, SWIGLU, BF16, ODD),
+    "separate exact": (act.SEPARATE, SWIGLU, BF16, EXACT),
+    "alternate exact": (act.ALTERNATE, SWIGLU, BF16, EXACT),
+    "gathered exact": (act.GATHERED, SWIGLU, BF16, EXACT),
+    "separate limited": (act.SEPARATE, LIMITED, BF16, ODD),
+    "alternate limited": (act.ALTERNATE, LIMITED, BF16, ODD),
+    "gathered limited": (act.GATHERED, LIMITED, BF16, ODD),
+    "separate srelu": (act.SEPARATE, SRELU, BF16, ODD),
+    "alternate srelu": (act.ALTERNATE, SRELU, BF16, EXACT),
+    "separate fp16": (act.SEPARATE, SWIGLU, FP16, ODD),
+    "alternate fp16": (act.ALTERNATE, SWIGLU, FP16, EXACT),
+    "gathered fp16": (act.GATHERED, SWIGLU, FP16, ODD),
+}
+ACT_CASES = {
+    "separate": (act.SEPARATE, SWIGLU, BF16, (1032, 384)),
+    "alternate": (act.ALTERNATE, SWIGLU, BF16, (1032, 384)),
+    "gathered": (act.GATHERED, SWIGLU, BF16, (1032, 384)),
+    "gathered exact": (act.GATHERED, SWIGLU, BF16, EXACT),
+    "gathered limited": (act.GATHERED, LIMITED, BF16, (1032, 384)),
+    "gathered fp16": (act.GATHERED, SWIGLU, FP16, (1032, 384)),
+}
+
+
+def assert_same_rows(p, got, expected):
+    """Equal bits in the groups' rows, NaN where the other has NaN; the tail untouched."""
+    n = p.num_rows
+    torch.testing.assert_close(got[:n], expected[:n], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(got[n:], torch.full_like(got[n:], SENTINEL))
+
+
+def products(p, k_first, zero_tail=False, num_sms=None):
+    """The product by the kernel for Hopper, and by Triton's."""
+    source, weight = p.rows, p.weight2 if k_first else p.weight1
+    width = p.ffn if k_first else p.width
+    special, usual = p.blank(width), p.blank(width)
+    act.launch_gemm(source, weight, p.row_start, special, weight_k_first=k_first, zero_tail=zero_tail, num_sms=num_sms)
+    function = gemm.grouped_gemm_dgrad if k_first else gemm.grouped_gemm
+    function(source, weight, p.row_start, usual, config=gemm.gemm_config(width, p.dtype))
+    return special, usual
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("widths", [EXACT, ODD], ids=str)
+@pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
+def test_products_have_the_bits_of_tritons(k_first, widths, dtype):
+    for splits, num_sms in itertools.product(SPLITS, (None, 7, 1)):
+        p = Problem(splits, widths, dtype, SWIGLU)
+        assert_same_rows(p, *products(p, k_first, num_sms=num_sms))
+
+
+def test_the_tail_becomes_zero_if_asked_for():
+    for splits in SPLITS:
+        p = Problem(splits, ODD, BF16, SWIGLU)
+        special, usual = products(p, True, zero_tail=True)
+        assert torch.equal(special[: p.num_rows], usual[: p.num_rows])
+        assert not special[p.num_rows :].any()
+
+
+def test_many_groups():
+    for num_groups in (1, 33, 256):
+        p = Problem(tuple(i % 5 * (i % 7) for i in range(1, num_groups + 1)), (64, 256), BF16, SWIGLU)
+        assert_same_rows(p, *products(p, True))
+
+
+def test_nan_stays_in_its_row():
+    """Tiles begin at a group's first row and read on into the next group."""
+    p, q = (Problem(SPLITS[0], ODD, BF16, SWIGLU) for _ in range(2))
+    row = p.spans[3].start  # which the tile of group 2 reads
+    q.rows[row] = torch.nan
+    (clean, _), (dirty, _) = products(p, True), products(q, True)
+    assert dirty[row].isnan().all()
+    dirty[row] = clean[row]
+    assert torch.equal(dirty, clean)
+
+
+def dact(p, variant, num_sms=None):
+    """dh, a and dscale by the kernel for Hopper."""
+    gathered = variant is act.GATHERED
+    dh, a = p.blank(p.width), p.blank(p.ffn)
+    sums = p.workspace()
+    num_tiles = act.launch_dact(
+        p.packed if gathered else p.rows,
+        p.weight2,
+        p.row_start,
+        p.h,
+        p.scale,
+        dh,
+        a,
+        sums,
+        p.activation,
+        row_index=p.row_index if gathered else None,
+        num_sms=num_sms,
+        variant=variant,
+    )
+    return dh, a, sums[: num_tiles * p.capacity].view(num_tiles, p.capacity)[:, : p.num_rows].sum(0)
+
+
+@pytest.mark.parametrize("case", DACT_CASES)
+def test_dact_has_the_bits_of_tritons(case):
+    variant, activation, dtype, widths = DACT_CASES[case]
+    for splits in SPLITS:
+        p = Problem(splits, widths, dtype, activation)
+        source = (p.packed, p.row_index) if variant is act.GATHERED else (p.rows, None)
+        config = gemm_act.dact_config(p.ffn, dtype)
+        dh, a, dscale, _ = backward(p, *source, p.h, with_dbias=False, config=config)
+        for num_sms in (None, 7, 1):
+            special = dact(p, variant, num_sms)
+            assert_same_rows(p, special[0], dh)
+            assert_same_rows(p, special[1], a)
+            p.assert_near(special[2], dscale[: p.num_rows], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("case", ACT_CASES)
+def test_act_has_the_bits_of_tritons(case):
+    variant, activation, dtype, widths = ACT_CASES[case]
+    for splits in SPLITS:
+        p = Problem(splits, widths, dtype, activation)
+        source, index = (p.packed, p.row_index) if variant is act.GATHERED else (p.rows, None)
+        config = gemm_act.act_config(p.ffn, dtype, activation)
+        usual = forward(p, source, index, config=config)
+        for num_sms in (None, 7, 1):
+            h, a = p.blank(p.width), p.blank(p.ffn)
+            options = {"row_index": index, "num_sms": num_sms, "variant": variant}
+            act.launch_act(source, p.weight1, p.row_start, p.scale, h, a, activation, **options)
+            assert_same_rows(p, h, usual[0])
+            assert_same_rows(p, a, usual[1])
+
+
+def test_more_than_two_to_the_31_elements():
+    """h and dh are that large, out is half of it; the last rows are right."""
+    p = Problem((1_400_000, 55_555), (64, 768), BF16, SWIGLU)
+    special, usual = products(p, True)
+    assert torch.equal(special[: p.num_rows], usual[: p.num_rows])
+    del special, usual
+    dh, a, *_ = backward(p, p.rows, None, p.h, with_dbias=False, config=gemm_act.dact_config(p.ffn, BF16))
+    for variant in (act.SEPARATE, act.ALTERNATE):
+        special = dact(p, variant)
+        assert_same_rows(p, special[0], dh)
+        assert_same_rows(p, special[1], a)
+    h, a = forward(p, p.rows, None, config=gemm_act.act_config(p.ffn, BF16, SWIGLU))
+    special = forward(p, p.rows, None)
+    assert_same_rows(p, special[0], h)
+    assert_same_rows(p, special[1], a)
+
+
+def test_public_functions_choose_these_kernels(monkeypatch):
+    """And the others for what these do not take; repeated calls, which skip the JIT, say the same."""
+    p, called = Problem(SPLITS[0], EXACT, BF16, SWIGLU), []
+    for name in ("launch_gemm", "launch_act", "launch_dact"):
+        kernel = getattr(act, name)
+
+        def recorded(*args, _kernel=kernel, _name=name, **options):
+            called.append(_name)
+            return _kernel(*args, **options)
+
+        monkeypatch.setattr(act, name, recorded)
+    results = []
+    for _ in range(3):
+        out = p.blank(p.ffn)
+        gemm.grouped_gemm_dgrad(p.rows, p.weight2, p.row_start, out)
+        results.append((out, *forward(p, p.packed, p.row_index), *backward(p, p.rows, None, p.h, with_dbias=False)[:2]))
+    assert called == ["launch_gemm", "launch_act", "launch_dact"] * 3
+    for again in results[1:]:
+        for left, right in zip(again, results[0], strict=True):
+            assert torch.equal(left, right)
+    forward(p, p.packed, p.row_index, bias=p.bias)
+    backward(p, p.rows, None, p.h)
+    assert len(called) == 9

@@ -1,0 +1,164 @@
+"""Compiles the kernels for Hopper without a GPU, with the arguments of their launchers. See test_gemm_compile.py."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from test_gemm_compile import MAX_SHARED, TYPE_NAMES, meta  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+
+from symmoe.kernels.activation import Activation  # noqa: E402
+from symmoe.kernels.gpu import hopper  # noqa: E402
+from symmoe.kernels.gpu.hopper import act, gemm  # noqa: E402
+
+SHAPES = {  # G, H, I, N
+    "qwen3-30b": (32, 2048, 768, 65536),
+    "mixtral-8x7b": (4, 4096, 14336, 16384),
+    "deepseek-like": (32, 7168, 2048, 65536),
+    "odd": (3, 1032, 712, 999),  # widths that no tile divides, contractions that no step divides
+}
+DTYPES = [torch.bfloat16, torch.float16]
+SWIGLU, LIMITED = Activation(), Activation(alpha=1.702, limit=7.0, offset=1.0)
+VARIANTS = {"separate": act.SEPARATE, "two": act.TWO_WARPS, "alternate": act.ALTERNATE, "gathered": act.GATHERED}
+MAX_SPILLED = 64  # bytes, of a separate epilogue with limits or with masks of columns
+
+shapes = pytest.mark.parametrize("shape", SHAPES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """The (kernel, constants, arguments) of launches, which do not happen; nothing comes from a cache."""
+    calls = []
+    for module in (act, gemm):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return calls
+
+
+def compiled(launched, directory):
+    """PTX of the launch, and the bytes that ptxas spills; it must fit, and its WGMMAs must run asynchronously."""
+    ((kernel, constants, *args),) = launched
+    named = dict(constants.named)
+    signature, constexprs, attributes = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, [*constants.described(tuple(args)), None], strict=True)):
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
+        elif isinstance(value, TensorDescriptor):
+            block = f"{TYPE_NAMES[value.base.dtype]}{list(value.block_shape)}"
+            signature[parameter.name] = f"tensordesc<{block},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[i,] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "i32"
+    source = GluonASTSource(kernel, signature, constexprs, attributes)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=named)
+    assert result.metadata.shared <= MAX_SHARED
+    ptx = directory / "kernel.ptx"
+    ptx.write_text(result.asm["ptx"])
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", directory / "kernel.cubin"]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "C75" not in log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert "wgmma.mma_async" in result.asm["ptx"]
+    assert "setmaxnreg" in result.asm["ptx"]
+    return result.asm["ptx"], int(log.split(" bytes spill stores")[0].split()[-1])
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
+def test_products(launched, tmp_path, k_first, dtype, shape):
+    G, H, I, N = SHAPES[shape]
+    narrow, wide = meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
+    rows, out = (wide, narrow) if k_first else (narrow, wide)
+    weight, row_start = meta(G, H, I, dtype=dtype), meta(G + 1, dtype=torch.int32)
+    gemm.launch_gemm(rows, weight, row_start, out, weight_k_first=k_first, zero_tail=True, num_sms=132)
+    _, spilled = compiled(launched, tmp_path)
+    assert spilled == 0
+
+
+@shapes
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [(SWIGLU, torch.bfloat16), (SWIGLU, torch.float16), (LIMITED, torch.bfloat16)],
+    ids=["bf16", "fp16", "limits"],
+)
+def test_dact(launched, tmp_path, activation, dtype, variant, shape):
+    G, H, I, N = SHAPES[shape]
+    row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
+    gathered = variant == "gathered"
+    act.launch_dact(
+        meta(N // 2 if gathered else N, H, dtype=dtype),
+        meta(G, H, I, dtype=dtype),
+        row_start,
+        h,
+        scale,
+        h,
+        a,
+        scale,
+        activation,
+        row_index=meta(N, dtype=torch.int32) if gathered else None,
+        num_sms=132,
+        variant=VARIANTS[variant],
+    )
+    ptx, spilled = compiled(launched, tmp_path)
+    assert ("cp.async.cg" in ptx) == gathered
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert spilled <= (0 if shape != "odd" and activation is SWIGLU else MAX_SPILLED)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b", "mixtral-8x7b", "deepseek-like"])
+@pytest.mark.parametrize("variant", ["separate", "alternate", "gathered"])
+@dtypes
+def test_act(launched, tmp_path, dtype, variant, shape):
+    G, H, I, N = SHAPES[shape]
+    row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
+    gathered = variant == "gathered"
+    rows = meta(N // 2 if gathered else N, H, dtype=dtype)
+    options = {"row_index": meta(N, dtype=torch.int32) if gathered else None, "num_sms": 132}
+    weight = meta(G, 2 * I, H, dtype=dtype)
+    act.launch_act(rows, weight, row_start, scale, h, a, SWIGLU, variant=VARIANTS[variant], **options)
+    _, spilled = compiled(launched, tmp_path)
+    assert spilled == 0
+
+
+def test_devices_and_calls_that_they_do_not_take():
+    for device in ("cpu", "meta"):
+        assert hopper.kernels(torch.device(device), torch.bfloat16, 1024) is None
+    assert hopper.takes_act(1000, 768, SWIGLU)
+    assert not hopper.takes_act(1000, 712, SWIGLU)
+    assert not hopper.takes_act(2**30 + 1, 768, SWIGLU)
+    assert not hopper.takes_act(1000, 768, Activation(interleave=8))
+    assert not hopper.takes_act(1000, 768, Activation(kind="srelu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "columns", "version", "taken"),
+    [
+        ((9, 0), torch.bfloat16, 256, "3.6.0", True),
+        ((9, 0), torch.float16, 256, "3.7.1", True),
+        ((9, 0), torch.float32, 256, "3.6.0", False),
+        ((9, 0), torch.bfloat16, 248, "3.6.0", False),
+        ((10, 0), torch.bfloat16, 256, "3.6.0", False),
+        ((8, 0), torch.bfloat16, 256, "3.6.0", False),
+        ((9, 0), torch.bfloat16, 256, "3.8.0", False),
+    ],
+)
+def test_which_gpus_have_them(monkeypatch, capability, dtype, columns, version, taken):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton, "__version__", version)
+    kernels = hopper.kernels.__wrapped__(torch.device("cuda", 0), dtype, columns)
+    assert kernels is (act if taken else None)
