@@ -293,11 +293,13 @@ def build_ops(shape: str) -> dict[str, Op]:
         }
 
     def special_fc1(gather):
-        x, i = source(gather)
+        if gather or I % hopper.ACT_COLUMNS:
+            return {}
+        x, _ = source(gather)
         return {
-            name: functools.partial(act.launch_act, x, w1, row_start, scale, h, a, SWIGLU, row_index=i, variant=variant)
+            name: functools.partial(act.launch_act, x, w1, row_start, scale, h, a, SWIGLU, variant=variant)
             for name, variant in variants(gather).items()
-            if I % hopper.ACT_COLUMNS == 0 and "two" not in name
+            if "two" not in name
         }
 
     def special_dfc2(gather):

@@ -479,7 +479,7 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, 
         index, sums = empty(num_rows, dtype=torch.int32), empty(4 * num_rows)
         for k_first, source, out in ((False, a, x), (True, x, a)):
             act.launch_gemm(source, w2, row_start, out, weight_k_first=k_first, zero_tail=True, num_sms=8)
-        act.launch_act(x, w1, row_start, scale, h, a, swiglu, row_index=index, num_sms=8)
+        act.launch_act(x, w1, row_start, scale, h, a, swiglu, num_sms=8)
         act.launch_dact(x, w2, row_start, h, scale, h, a, sums, swiglu, row_index=index, num_sms=8)
         act.launch_dact(x, w2, row_start, h, scale, h, a, sums, swiglu, num_sms=8)
 

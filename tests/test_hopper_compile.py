@@ -120,17 +120,14 @@ def test_dact(launched, tmp_path, activation, dtype, variant, shape):
 
 
 @pytest.mark.parametrize("shape", ["qwen3-30b", "mixtral-8x7b", "deepseek-like"])
-@pytest.mark.parametrize("variant", ["separate", "alternate", "gathered"])
+@pytest.mark.parametrize("variant", ["separate", "alternate"])
 @dtypes
 def test_act(launched, tmp_path, dtype, variant, shape):
     G, H, I, N = SHAPES[shape]
     row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
     h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
-    gathered = variant == "gathered"
-    rows = meta(N // 2 if gathered else N, H, dtype=dtype)
-    options = {"row_index": meta(N, dtype=torch.int32) if gathered else None, "num_sms": 132}
-    weight = meta(G, 2 * I, H, dtype=dtype)
-    act.launch_act(rows, weight, row_start, scale, h, a, SWIGLU, variant=VARIANTS[variant], **options)
+    rows, weight = meta(N, H, dtype=dtype), meta(G, 2 * I, H, dtype=dtype)
+    act.launch_act(rows, weight, row_start, scale, h, a, SWIGLU, variant=VARIANTS[variant], num_sms=132)
     _, spilled = compiled(launched, tmp_path)
     assert spilled == 0
 

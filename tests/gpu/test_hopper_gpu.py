@@ -23,29 +23,27 @@ EXACT, ODD = (1024, 768), (1032, 712)  # H, I: all tiles and steps are full; non
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
 SWIGLU, LIMITED, SRELU = Activation(), Activation(alpha=1.702, limit=1.0, offset=1.0), Activation(kind="srelu")
 DACT_CASES = {
-    "separate": (act.SEPARATE, SWIGLU, BF16, ODD),
     "two warps": (act.TWO_WARPS, SWIGLU, BF16, ODD),
     "alternate": (act.ALTERNATE, SWIGLU, BF16, ODD),
     "gathered": (act.GATHERED, SWIGLU, BF16, ODD),
-    "separate exact": (act.SEPARATE, SWIGLU, BF16, EXACT),
+    "two warps exact": (act.TWO_WARPS, SWIGLU, BF16, EXACT),
     "alternate exact": (act.ALTERNATE, SWIGLU, BF16, EXACT),
     "gathered exact": (act.GATHERED, SWIGLU, BF16, EXACT),
-    "separate limited": (act.SEPARATE, LIMITED, BF16, ODD),
+    "two warps limited": (act.TWO_WARPS, LIMITED, BF16, ODD),
     "alternate limited": (act.ALTERNATE, LIMITED, BF16, ODD),
     "gathered limited": (act.GATHERED, LIMITED, BF16, ODD),
-    "separate srelu": (act.SEPARATE, SRELU, BF16, ODD),
+    "two warps srelu": (act.TWO_WARPS, SRELU, BF16, ODD),
     "alternate srelu": (act.ALTERNATE, SRELU, BF16, EXACT),
-    "separate fp16": (act.SEPARATE, SWIGLU, FP16, ODD),
+    "two warps fp16": (act.TWO_WARPS, SWIGLU, FP16, ODD),
     "alternate fp16": (act.ALTERNATE, SWIGLU, FP16, EXACT),
     "gathered fp16": (act.GATHERED, SWIGLU, FP16, ODD),
 }
 ACT_CASES = {
     "separate": (act.SEPARATE, SWIGLU, BF16, (1032, 384)),
     "alternate": (act.ALTERNATE, SWIGLU, BF16, (1032, 384)),
-    "gathered": (act.GATHERED, SWIGLU, BF16, (1032, 384)),
-    "gathered exact": (act.GATHERED, SWIGLU, BF16, EXACT),
-    "gathered limited": (act.GATHERED, LIMITED, BF16, (1032, 384)),
-    "gathered fp16": (act.GATHERED, SWIGLU, FP16, (1032, 384)),
+    "separate exact": (act.SEPARATE, SWIGLU, BF16, EXACT),
+    "alternate limited": (act.ALTERNATE, LIMITED, BF16, (1032, 384)),
+    "alternate fp16": (act.ALTERNATE, SWIGLU, FP16, (1032, 384)),
 }
 
 
@@ -143,13 +141,11 @@ def test_act_has_the_bits_of_tritons(case):
     variant, activation, dtype, widths = ACT_CASES[case]
     for splits in SPLITS:
         p = Problem(splits, widths, dtype, activation)
-        source, index = (p.packed, p.row_index) if variant is act.GATHERED else (p.rows, None)
-        config = gemm_act.act_config(p.ffn, dtype, activation)
-        usual = forward(p, source, index, config=config)
+        usual = forward(p, p.rows, None, config=gemm_act.act_config(p.ffn, dtype, activation))
         for num_sms in (None, 7, 1):
             h, a = p.blank(p.width), p.blank(p.ffn)
-            options = {"row_index": index, "num_sms": num_sms, "variant": variant}
-            act.launch_act(source, p.weight1, p.row_start, p.scale, h, a, activation, **options)
+            options = {"num_sms": num_sms, "variant": variant}
+            act.launch_act(p.rows, p.weight1, p.row_start, p.scale, h, a, activation, **options)
             assert_same_rows(p, h, usual[0])
             assert_same_rows(p, a, usual[1])
 
@@ -161,7 +157,7 @@ def test_more_than_two_to_the_31_elements():
     assert torch.equal(special[: p.num_rows], usual[: p.num_rows])
     del special, usual
     dh, a, *_ = backward(p, p.rows, None, p.h, with_dbias=False, config=gemm_act.dact_config(p.ffn, BF16))
-    for variant in (act.SEPARATE, act.ALTERNATE):
+    for variant in (act.TWO_WARPS, act.ALTERNATE):
         special = dact(p, variant)
         assert_same_rows(p, special[0], dh)
         assert_same_rows(p, special[1], a)
@@ -186,11 +182,12 @@ def test_public_functions_choose_these_kernels(monkeypatch):
     for _ in range(3):
         out = p.blank(p.ffn)
         gemm.grouped_gemm_dgrad(p.rows, p.weight2, p.row_start, out)
-        results.append((out, *forward(p, p.packed, p.row_index), *backward(p, p.rows, None, p.h, with_dbias=False)[:2]))
+        results.append((out, *forward(p, p.rows, None), *backward(p, p.rows, None, p.h, with_dbias=False)[:2]))
     assert called == ["launch_gemm", "launch_act", "launch_dact"] * 3
     for again in results[1:]:
         for left, right in zip(again, results[0], strict=True):
             assert torch.equal(left, right)
-    forward(p, p.packed, p.row_index, bias=p.bias)
+    forward(p, p.packed, p.row_index)
+    forward(p, p.rows, None, bias=p.bias)
     backward(p, p.rows, None, p.h)
     assert len(called) == 9

@@ -545,12 +545,11 @@ def grouped_gemm_act(
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
-    if config is None and bias is None and not is_table and hopper.takes_act(num_rows, ffn, activation):
+    is_usual = config is not None or bias is not None or row_index is not None or is_table
+    if not is_usual and hopper.takes_act(num_rows, ffn, activation):
         special = hopper.kernels(a.device, a.dtype, ffn)
         if special is not None:
-            special.launch_act(
-                rows, weight, row_start, row_scale, h, a, activation, row_index=row_index, num_sms=num_sms
-            )
+            special.launch_act(rows, weight, row_start, row_scale, h, a, activation, num_sms=num_sms)
             return
     launch(
         grouped_gemm_act_kernel,

@@ -1,4 +1,4 @@
-"""grouped_gemm_act and the GEMM of grouped_gemm_dact for Hopper. Contract as in gpu/gemm_act.py, same bits of h, a, dh.
+"""grouped_gemm_act of contiguous rows and the GEMM of grouped_gemm_dact for Hopper. Same bits of h, a, dh as Triton's.
 
 The formulas are those of gpu/activation.py, on the same rounded numbers. Two features of 16 bits share a register
 (int32) from memory to arithmetic: left to itself, the compiler keeps one in each.
@@ -28,7 +28,7 @@ from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 __all__ = ["launch_act", "launch_dact", "launch_gemm"]
 
-# Epilogue of dact by another warpgroup, of another warpgroup's two warps, or beside the other tile's products.
+# The epilogue by another warpgroup, by two warps of another, or beside the other tile's products.
 SEPARATE = {
     "instruction_n": 128,
     "finish_warps": 4,
@@ -39,7 +39,8 @@ SEPARATE = {
 GATHERED = SEPARATE | {"finish_registers": 128, "load_registers": 64}
 TWO_WARPS = {"finish_warps": 2, "multiply_registers": 160, "finish_registers": 184, "load_registers": 184}
 ALTERNATE = {"alternate": True, "block_n": 128, "tile_columns": 128, "instruction_n": 128, "stages": 5}
-LONG_PRODUCT = 6144  # contracted features, from which on a separate epilogue is done before the next tile's products
+LONG_PRODUCT = 4096  # contracted features, from which on two warps finish dact before the next tile's products
+WIDE_OUTPUT = 8192  # features, from which on wider tiles of FC1 save more than alternating ones
 
 PAIRS = gl.constexpr(32)  # of features in a chunk's row
 ROWS_PER_WARP = gl.constexpr(8)  # of a piece of a chunk
@@ -286,11 +287,9 @@ def act_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
 
 
 @fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_index", "row_start", "row_scale"])
+@gluon.jit(do_not_specialize_on_alignment=["row_start", "row_scale"])
 def hopper_act_kernel(
-    rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]; None when gathering
-    rows,  # [P, C], for gathering
-    row_index,  # int32[N] or None
+    rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, 2, I, C], block [1, 2, tile_columns, BLOCK_K]
     row_start,
     row_scale,
@@ -300,9 +299,8 @@ def hopper_act_kernel(
 ):
     gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # or gates would be stored among ups
     args = (h_desc, row_scale, a)
-    source = rows_desc if row_index is None else (rows, row_index)
     EPILOGUE: gl.constexpr = act_finish if PIPE.finish_warps > 0 else act_epilogue
-    run(source, weight_desc, row_start, EPILOGUE, args, a.dtype.element_ty, PIPE)
+    run(rows_desc, weight_desc, row_start, EPILOGUE, args, a.dtype.element_ty, PIPE)
 
 
 @fast_launch
@@ -377,7 +375,7 @@ def dact_variant(dout_width: int, gathered: bool) -> dict[str, int]:
     """The fastest of the variants that there are."""
     if gathered:
         return GATHERED
-    return SEPARATE if dout_width >= LONG_PRODUCT else ALTERNATE
+    return TWO_WARPS if dout_width >= LONG_PRODUCT else ALTERNATE
 
 
 @functools.cache
@@ -412,26 +410,22 @@ def launch_act(
     a: torch.Tensor,
     activation: Activation,
     *,
-    row_index: torch.Tensor | None = None,
     num_sms: int | None = None,
     variant: dict[str, int] | None = None,
 ) -> None:
-    """grouped_gemm_act, for gated activations with two halves and widths that whole tiles fill.
+    """grouped_gemm_act of contiguous rows, for gated activations with two halves and widths that whole tiles fill.
 
     variant: options of the Pipeline, for comparisons.
     """
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    gathered = row_index is not None
-    variant = variant or (GATHERED if gathered else SEPARATE)
-    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, gathered, tuple(variant.items()))
+    variant = variant or (SEPARATE if ffn >= WIDE_OUTPUT else ALTERNATE)
+    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, tuple(variant.items()))
     launch(
         hopper_act_kernel,
         grid(pipe, num_rows, num_sms, a.device),
         constants,
-        None if gathered else rows,
         rows,
-        row_index,
         weight,
         row_start,
         row_scale,
@@ -447,19 +441,16 @@ def _act_plan(
     in_width: int,
     dtype: torch.dtype,
     activation: Activation,
-    gathered: bool,
     variant: tuple,
 ) -> tuple[Pipeline, Constants]:
     options = {"block_n": 256, **dict(variant)}
     options["tile_columns"] = options["block_n"] // 2
-    pipe = Pipeline(
-        num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, gathered=gathered, **options
-    )
+    pipe = Pipeline(num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, **options)
     block = [1, 2, pipe.tile_columns, BLOCK_K.value]
     describe_halves = describe(block, dtype)
 
     def describe_gates_and_ups(weight: torch.Tensor) -> TensorDescriptor:
         return describe_halves(weight.view(num_groups, 2, ffn, in_width))
 
-    descriptors = {0: describe_rows(dtype), 3: describe_gates_and_ups, 6: describe_ragged(dtype)}
+    descriptors = {0: describe_rows(dtype), 1: describe_gates_and_ups, 4: describe_ragged(dtype)}
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
