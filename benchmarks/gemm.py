@@ -1,21 +1,18 @@
 """Speed of the grouped GEMM kernels on one GPU, next to torch._grouped_mm where that can do the same.
 
-    python benchmarks/gemm.py                                     chosen tiles, three shapes
-    python benchmarks/gemm.py --sweep --ops dfc2                  other tiles and epilogues of FC2 dgrad + activation
-    python benchmarks/gemm.py --sweep fc2,wgrad1 --json out.json  everything, and other tiles of two products
-    python benchmarks/gemm.py --compare                           Hopper's kernels, Triton's, torch's, unfused ones
+    python benchmarks/gemm.py --json out.json      symmoe, torch and unfused pairs, three shapes
+    python benchmarks/gemm.py --compare            also the kernels that symmoe chooses from
+    python benchmarks/gemm.py --sweep dfc2,wgrad1  other tiles of Triton's kernels
 
 Experts get mildly uneven numbers of rows, the same in every run; gathered rows come from half as many packed rows,
 in ascending order within an expert, as after dispatch. Every output is checked against fp32 matmul on three experts
-before it is timed. Times are medians of CUDA events around single calls; the tensors are larger than the L2 cache.
+before it is timed. Times are medians of CUDA events around single calls, of all ways in turn, so that a GPU that slows
+down with heat slows them alike; the tensors are larger than the L2 cache.
 Our kernels write into tensors that exist; torch._grouped_mm, which cannot, takes its output from the allocator's cache.
 
 fc1, dfc2, wgrad1, wgrad2 are the calls of the layer, which gather and fuse; names that end in -plain are contiguous
 products alone, for which torch has a counterpart. forward-fusion and backward-fusion compare one fused kernel with the
 three modules: with our kernels, and with torch._grouped_mm and eager bf16 SwiGLU. Their TFLOP/s count the product.
-
-These are Triton's kernels, with their chosen tiles. --compare times all ways to the same result in turn, one call of
-each after the other, so that a GPU that slows down as it warms up slows all of them down.
 """
 
 import argparse
@@ -491,42 +488,6 @@ def measure(op: Op, config: gemm.TileConfig, references: dict) -> dict[str, obje
     return {"ms": ms, "tflops": op.flops / ms / 1e9, "error": error}
 
 
-def measure_other(op: Op, other: Other, spans: list[slice], references: dict) -> dict[str, object]:
-    """The same for another way to the op's outputs, under its name."""
-    results = []
-
-    def run():
-        results[:] = other.run()
-
-    try:
-        error = worst_error(op, run, lambda g: [t[spans[g]] for t in results], references)
-        results.clear()
-        if not error < other.max_error:
-            return {f"{other.name}_failed": f"wrong: relative error {error:.3g}"}
-        return {f"{other.name}_ms": median_ms(other.run), f"{other.name}_error": error}
-    except RuntimeError as failure:
-        return {f"{other.name}_failed": f"{type(failure).__name__}: {failure}"[:100]}
-
-
-def torch_tflops(op: Op, spans: list[slice], references: dict) -> float | None:
-    """TFLOP/s of torch._grouped_mm; None where it has no such product or a wrong one."""
-    if op.torch_run is None:
-        return None
-    try:
-        out = op.torch_run()
-        error = max(
-            relative_error(out[g] if out.ndim == 3 else out[spans[g]], expected)
-            for g, (expected,) in references.items()
-        )
-        if not error < MAX_ERROR:
-            print(f"torch._grouped_mm is wrong: relative error {error:.3g}")
-            return None
-        return op.flops / median_ms(op.torch_run) / 1e9
-    except RuntimeError as failure:
-        print(f"torch._grouped_mm: {failure}"[:160])
-        return None
-
-
 def environment() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
@@ -541,43 +502,37 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_shape(shape: str, ops: list[str] | None, swept: list[str]) -> list[dict[str, object]]:
-    """Measures the ops of one shape, prints a line for each, returns the lines."""
-    num_groups, _, _, num_rows = SHAPES[shape]
-    spans = group_spans(uneven_row_start(num_groups, num_rows, torch.Generator().manual_seed(0)))
+def sweep_shape(shape: str, swept: list[str]) -> list[dict[str, object]]:
+    """Measures other tiles of one shape's ops, prints a line for each, returns the lines."""
     results = []
     for name, op in build_ops(shape).items():
-        if ops and name not in ops:
+        if name not in swept:
             continue
-        references = {g: op.reference(g) for g in sample_groups(num_groups)}
-        yardstick = torch_tflops(op, spans, references)
-        others = {}
-        for other in op.others:
-            others |= measure_other(op, other, spans, references)
-        for config in list(dict.fromkeys([op.chosen, *op.sweep])) if name in swept else [op.chosen]:
+        references = {g: op.reference(g) for g in sample_groups(SHAPES[shape][0])}
+        for config in dict.fromkeys([op.chosen, *op.sweep]):
             result = measure(op, config, references)
             numbers = (
                 result["failed"]
                 if "failed" in result
                 else f"{result['ms']:8.3f} ms {result['tflops']:6.0f} TFLOP/s  error {result['error']:.1e}"
             )
-            beside = f"torch {yardstick:4.0f}" if yardstick else ""
             chosen = "*" if config == op.chosen else " "
-            extra = "".join(f"  {k[:-3]} {v:.3f} ms" for k, v in others.items() if k.endswith("_ms"))
-            extra += "".join(f"  {k[:-7]} {v}" for k, v in others.items() if k.endswith("_failed"))
-            print(f"{shape:14}{name:16}{chosen}{label(config):52}{beside:12}{numbers}{extra}", flush=True)
-            about = {"shape": shape, "op": name, "config": label(config), "chosen": config == op.chosen}
-            results.append({**about, "torch_tflops": yardstick, **result, **others})
+            print(f"{shape:14}{name:16}{chosen}{label(config):52}{numbers}", flush=True)
+            results.append({"shape": shape, "op": name, "config": label(config), "chosen": chosen == "*", **result})
     return results
 
 
-def compare_op(op: Op, spans: list[slice], references: dict) -> dict[str, dict[str, object]]:
-    """By name, milliseconds, TFLOP/s and error of all ways to an op's outputs; 'failed' for what fails or is wrong."""
+def compare_op(
+    op: Op, kernels: dict[str, Callable[[], object]], spans: list[slice], references: dict
+) -> dict[str, dict[str, object]]:
+    """By name, milliseconds, TFLOP/s and error of ways to an op's outputs; 'failed' for what fails or is wrong.
+
+    kernels: what writes the op's outputs. The op's other ways are added.
+    """
     others = list(op.others)
     if op.torch_run is not None:
         others.append(Other("torch", lambda: [op.torch_run()], MAX_ERROR))
-    ways = {"triton": (lambda: op.run(op.chosen), None, MAX_ERROR)}
-    ways |= {name: (run, None, MAX_ERROR) for name, run in op.special.items()}
+    ways = {name: (run, None, MAX_ERROR) for name, run in kernels.items()}
     ways |= {other.name: (other.run, other, other.max_error) for other in others}
     results, runs = {}, {}
     for name, (run, other, max_error) in ways.items():
@@ -589,7 +544,7 @@ def compare_op(op: Op, spans: list[slice], references: dict) -> dict[str, dict[s
                 error = worst_error(
                     op,
                     lambda run=run, held=held: held.extend(run()),
-                    lambda g, held=held: [t[spans[g]] for t in held],
+                    lambda g, held=held: [t[g] if t.ndim == 3 else t[spans[g]] for t in held],
                     references,
                 )
         except (TritonError, RuntimeError) as failure:
@@ -604,16 +559,26 @@ def compare_op(op: Op, spans: list[slice], references: dict) -> dict[str, dict[s
     return results
 
 
-def compare_shape(shape: str, ops: list[str] | None) -> list[dict[str, object]]:
-    """Compares all ways to the outputs of one shape's ops, prints a line for each op, returns what it found."""
+def symmoe_alone(op: Op) -> dict[str, Callable[[], object]]:
+    """What the package launches."""
+    return {"symmoe": lambda: op.run(None)}
+
+
+def all_kernels(op: Op) -> dict[str, Callable[[], object]]:
+    """And the kernels that it chooses from."""
+    return symmoe_alone(op) | {"triton": lambda: op.run(op.chosen)} | op.special
+
+
+def compare_shape(shape: str, ops: list[str] | None, kernels_of: Callable[[Op], dict]) -> list[dict[str, object]]:
+    """Compares ways to the outputs of one shape's ops, prints a line for each op, returns what it found."""
     num_groups, _, _, num_rows = SHAPES[shape]
     spans = group_spans(uneven_row_start(num_groups, num_rows, torch.Generator().manual_seed(0)))
     results = []
     for name, op in build_ops(shape).items():
-        if not (op.special or op.others) or (ops and name not in ops):
+        if ops and name not in ops:
             continue
         references = {g: op.reference(g) for g in sample_groups(num_groups)}
-        found = compare_op(op, spans, references)
+        found = compare_op(op, kernels_of(op), spans, references)
         cells = [f"{way} {r['tflops']:.0f}" if "tflops" in r else f"{way}: {r['failed']}" for way, r in found.items()]
         print(f"{shape:14}{name:16} TFLOP/s  " + "   ".join(cells), flush=True)
         results += [{"shape": shape, "op": name, "way": way, **result} for way, result in found.items()]
@@ -625,7 +590,7 @@ def main() -> None:
     parser.add_argument(
         "--sweep", nargs="?", const="dfc2", default="", metavar="OPS", help="ops to time other tiles of (dfc2)"
     )
-    parser.add_argument("--compare", action="store_true", help="time all ways to the same results in turn")
+    parser.add_argument("--compare", action="store_true", help="also time the kernels that symmoe chooses from")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated shapes (%(default)s)")
     parser.add_argument("--ops", default="", help="comma-separated ops, all if empty")
     parser.add_argument("--json", metavar="FILE", help="write results to FILE")
@@ -635,7 +600,10 @@ def main() -> None:
     ops = args.ops.split(",") if args.ops else None
     results = []
     for shape in args.shapes.split(","):
-        results += compare_shape(shape, ops) if args.compare else run_shape(shape, ops, args.sweep.split(","))
+        if args.sweep:
+            results += sweep_shape(shape, args.sweep.split(","))
+        else:
+            results += compare_shape(shape, ops, all_kernels if args.compare else symmoe_alone)
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w") as file:
