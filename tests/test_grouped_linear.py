@@ -698,3 +698,46 @@ def test_weight_changed_before_backward():
         layer.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(inputs.d_y)
+
+
+# -- discrete weights that were changed -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda w: w.t().contiguous().t(), ["has strides", "contiguous"]),
+        (lambda w: w.double(), ["weight1 has dtype torch.float64", "torch.float32"]),
+        (lambda w: w[:8], ["weight1 has shape torch.Size([8, 16])", "[24, 16]"]),
+    ],
+    ids=["strides", "dtype", "shape"],
+)
+def test_discrete_weights_that_do_not_fit_each_other(change, parts):
+    case = Case()
+    inputs = linear_inputs(case)
+    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    layer.weight1.data = change(layer.weight1.data)
+    with pytest.raises(ArgumentError) as caught:
+        layer(inputs.x, inputs.splits)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_frozen_weight_among_others(main_grad, delayed):
+    """It gets no gradient; the others get theirs."""
+    case = Case(main_grad=main_grad, delayed=delayed)
+    inputs = linear_inputs(case)
+    whole, partly = (make_linear(case, inputs.w1, inputs.b1, weights="discrete") for _ in range(2))
+    partly.weight1.requires_grad_(False)
+    if main_grad:
+        del partly.weight1.main_grad
+    for layer in (whole, partly):
+        layer(inputs.x, inputs.splits).backward(inputs.d_y)
+        layer.backward_dw()
+    name = "main_grad" if main_grad else "grad"
+    assert partly.weight1.grad is None
+    assert not hasattr(partly.weight1, "main_grad")
+    for g in (0, 2, 3):
+        assert torch.equal(getattr(getattr(partly, f"weight{g}"), name), getattr(getattr(whole, f"weight{g}"), name))

@@ -14,6 +14,7 @@ import torch
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
+from symmoe.symm_mem.autograd import wrote_into
 
 READY_ROWS, READY_VALUES = range(2)  # what a rank publishes: where its rows are, and its per-row values
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
@@ -72,7 +73,7 @@ def _collect(
     if order == "rank":
         ops.pre_reduce(rows, packed_to_row, plan.num_packed)
         # Autograd must refuse a later use of what stood in the primary rows.
-        torch.autograd.graph.increment_version(rows)
+        wrote_into(rows)
         sources = (None, plan.token_to_primary_row)
     else:
         sources = (plan.slot_to_rank, plan.slot_to_row)

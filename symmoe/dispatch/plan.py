@@ -38,7 +38,7 @@ class Plan:
         expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
         num_dropped: int32 [1], slots of the whole EP group that were dropped.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
-        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is undefined.
+        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
     """
 
     heap: SymmetricHeap

@@ -77,6 +77,12 @@ def scale_problem(name: str, scale: torch.Tensor, rows: torch.Tensor) -> Argumen
     return None
 
 
+def kernel_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy if it is not contiguous or where kernels cannot read it in full accesses."""
+    x = x.contiguous()
+    return x if x.data_ptr() % control.ACCESS_BYTES == 0 else x.clone()
+
+
 def gradient_buffer(buffer: torch.Tensor | None, x: torch.Tensor, d_y: torch.Tensor) -> torch.Tensor:
     """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes."""
     if buffer is None:

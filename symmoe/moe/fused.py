@@ -16,6 +16,7 @@ from symmoe.combine.collect import collect_rows, collect_rows_and_values
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import PHASE as SEND
 from symmoe.dispatch.send import send_packed, send_packed_gradient
+from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, first_layer, second_layer
 from symmoe.moe.grouped_mlp import GroupedMLP, kernel_weights
 
@@ -122,7 +123,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         plan, hidden = call.plan, x.shape[1]
-        heap, x = plan.heap, x.contiguous()
+        heap, x = plan.heap, kernel_rows(x)
         packed = heap.lease((plan.packed_row_capacity, hidden), x.dtype, name=PACKED, phase=SEND)
         row_probs = send_packed(x, plan, packed.tensor, probs.contiguous())
         rows, experts = call.operands(packed.tensor, row_probs, b1, b2, weights)
@@ -155,10 +156,10 @@ class _ExpertParallelMLP(torch.autograd.Function):
         if h is None:
             h, _ = first_layer(rows, experts, num_rows=call.num_rows)
         d_packed = heap.lease(packed_shape, dy.dtype, name="packed output gradients", phase=SEND).tensor
-        send_packed_gradient(dy.contiguous(), plan, d_packed)
+        send_packed_gradient(kernel_rows(dy), plan, d_packed)
         # Holds both leases, beyond this call if weight gradients are delayed.
         step = ExpertsBackward(rows, experts, h, d_packed)
-        with heap.lease(shape, dy.dtype, name="input gradients", phase=SEND) as d_rows:
+        with heap.lease(shape, dy.dtype, name="input gradients", phase=COLLECT) as d_rows:
             step.input_gradient(d_rows.tensor)
             dw2 = fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=False)
             dw1 = fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=False)

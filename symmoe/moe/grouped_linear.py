@@ -7,6 +7,7 @@ are a tail that is never read: it stays as it is in a buffer of the caller, and 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.table import TensorTable
 from symmoe.moe import weight_grad
-from symmoe.moe.arguments import gradient_buffer, result_buffers_problem, rows_problem, scale_problem
+from symmoe.moe.arguments import gradient_buffer, kernel_rows, result_buffers_problem, rows_problem, scale_problem
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.symm_mem.autograd import Unmodified, hand_on, wrote_into
@@ -254,8 +255,21 @@ def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable
     first = weights[0]
     if first.dim() == 3:
         return first
-    pointers = copy_data_ptrs_to_device(weights, first.device, alignment=control.ACCESS_BYTES)
+    check_uniform(weights)
+    pointers = copy_data_ptrs_to_device(weights, first.device, alignment=control.ACCESS_BYTES, contiguous=True)
     return TensorTable(pointers, weight_grad.packed_shape(weights), first.dtype)
+
+
+def check_uniform(weights: Sequence[torch.Tensor]) -> None:
+    """
+    Raises:
+        ArgumentError: discrete weights differ in shape or dtype; a table has one of each.
+    """
+    for name in ("shape", "dtype"):
+        found = list(map(operator.attrgetter(name), weights))
+        if found.count(found[0]) != len(found):
+            g = next(g for g, value in enumerate(found) if value != found[0])
+            raise ArgumentError(f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one")
 
 
 def linear_problem(
@@ -302,7 +316,7 @@ class _GroupedLinear(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         linear = call.linear
-        x = x.contiguous()
+        x = kernel_rows(x)
         bias_scale = None if bias_scale is None else bias_scale.contiguous()
         shape = (*x.shape[:-1], linear.out_features)
         y = x.new_empty(shape) if call.out is None else call.out
@@ -329,7 +343,7 @@ class _GroupedLinear(torch.autograd.Function):
         call: _Call = ctx.call
         linear, ops = call.linear, kernels.for_device(x.device)
         _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
-        d_y = d_y.contiguous().view(-1, linear.out_features)
+        d_y = kernel_rows(d_y).view(-1, linear.out_features)
         rows = x.view(-1, linear.in_features)
         d_x = d_bias = d_scale = None
         if needs_x:

@@ -19,13 +19,14 @@ from symmoe.kernels.table import TensorTable
 from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU
 from symmoe.moe.arguments import (
     gradient_buffer,
+    kernel_rows,
     result_buffers_problem,
     rows_problem,
     scale_problem,
     width_problem,
 )
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
-from symmoe.moe.grouped_linear import GroupedLinear, kernel_weight
+from symmoe.moe.grouped_linear import GroupedLinear, check_uniform, kernel_weight
 from symmoe.moe.pointers import pack_weight_ptrs
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.moe.weight_grad import packed_shape
@@ -172,6 +173,8 @@ def kernel_weights(
 ) -> tuple[torch.Tensor | TensorTable, torch.Tensor | TensorTable]:
     """Weights of both layers as the kernels take them; if both are discrete, their addresses travel in one launch."""
     if weights1[0].dim() == 2 and weights2[0].dim() == 2:
+        check_uniform(weights1)
+        check_uniform(weights2)
         packed = pack_weight_ptrs(weights1, weights2)
         return (
             TensorTable(packed.fc1, packed_shape(weights1), weights1[0].dtype),
@@ -246,7 +249,7 @@ class _FusedMLP(torch.autograd.Function):
         b2: torch.Tensor | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        x, scale = x.contiguous(), scale.contiguous()
+        x, scale = kernel_rows(x), scale.contiguous()
         hidden = call.fc2.out_features
         y = x.new_empty((*x.shape[:-1], hidden)) if call.out is None else call.out
         rows, experts = call.operands(x, scale, b1, b2, weights)
@@ -265,7 +268,7 @@ class _FusedMLP(torch.autograd.Function):
         call: _Call = ctx.call
         weights1, weights2 = call.split(tuple(weights))
         rows, experts = call.operands(x, scale, b1, b2, tuple(weights))
-        step = ExpertsBackward(rows, experts, h, d_y.contiguous().view(-1, d_y.shape[-1]))
+        step = ExpertsBackward(rows, experts, h, kernel_rows(d_y).view(-1, d_y.shape[-1]))
         d_x = None
         if ctx.needs_input_grad[1]:
             d_x = gradient_buffer(call.grad_input_out, x, d_y)

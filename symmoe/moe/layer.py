@@ -11,6 +11,7 @@ from symmoe.dispatch.plan import MAX_TOP_K, make_plan
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe import balance
+from symmoe.moe.arguments import width_problem
 from symmoe.moe.beside import join, start_beside
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.fused import expert_parallel_mlp
@@ -87,7 +88,9 @@ class MoELayer(nn.Module):
             experts = GroupedMLP(num_local, config.hidden, config.ffn, dtype=dtype, device=device)
         for name, value in (("num_groups", num_local), ("hidden", config.hidden), ("ffn", config.ffn)):
             if getattr(experts, name) != value:
-                raise ArgumentError(f"experts.{name} ({getattr(experts, name)}) must be {value}, as the config says")
+                raise ArgumentError(
+                    f"experts.{name} ({getattr(experts, name)}) must be {value} with this config and heap"
+                )
         self.experts = experts
         self.shared_expert = shared_expert
 
@@ -161,4 +164,4 @@ class MoELayer(nn.Module):
             return error
         if x.device != self.heap.device:
             return ArgumentError(f"x is on {x.device}; the heap is on {self.heap.device}")
-        return None
+        return width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)

@@ -57,7 +57,11 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
 
 
 def copy_data_ptrs_to_device(
-    tensors: Sequence[torch.Tensor], device: torch.device | str | int, *, alignment: int = 1
+    tensors: Sequence[torch.Tensor],
+    device: torch.device | str | int,
+    *,
+    alignment: int = 1,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     """The addresses of any number of tensors, as a new tensor on `device`. Not collective, no host synchronisation.
 
@@ -67,15 +71,16 @@ def copy_data_ptrs_to_device(
         tensors: on `device`, not empty.
         device: where they are and the result will be.
         alignment: a power of two that every address must be a multiple of.
+        contiguous: whether the tensors must be.
 
     Returns:
         int64 [N].
 
     Raises:
-        ArgumentError: a tensor is elsewhere, empty or misaligned.
+        ArgumentError: a tensor is elsewhere, empty, misaligned or not contiguous.
     """
     device = _with_index(device)
-    payload = _addresses({"tensors": tensors}, device, alignment=alignment)
+    payload = _addresses({"tensors": tensors}, device, alignment=alignment, contiguous=contiguous)
     pointers = torch.empty(len(tensors), dtype=torch.int64, device=device)
     if payload:
         kernels.for_device(device).copy_host_to_device(payload, pointers)

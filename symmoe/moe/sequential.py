@@ -164,7 +164,7 @@ def _is_fusible(modules: list[nn.Module], inputs: list[tuple], keywords: list[di
         and same_splits(splits1, splits2)
         and keywords[0].keys() <= _FUSED_FC1_KEYWORDS
         and keywords[2].keys() <= _FUSED_FC2_KEYWORDS
-        and (bias_scale is None or bias_scale is scale)
+        and (bias_scale is None or (bias_scale is scale and fc2.bias is not None))
     )
 
 

@@ -38,7 +38,8 @@ def add_to_main_grad(
     Raises:
         ArgumentError: a parameter has no `main_grad`, or not one that the kernel can write to.
     """
-    targets = [_main_grad(parameter) for parameter in parameters]
+    # The kernel computes a gradient for every group; that of a frozen parameter goes nowhere.
+    targets = [_main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters]
     overwrite = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
     if parameters[0].dim() == 3:
         out = targets[0]
@@ -53,6 +54,8 @@ def add_to_grad(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Te
     """What autograd does at a leaf: the first gradient is kept, later ones are added."""
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -82,7 +85,7 @@ def _main_grad(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _stand_in(parameter: nn.Parameter) -> torch.Tensor | None:
-    if not hasattr(parameter, "grad_added_to_main_grad"):
+    if not parameter.requires_grad or not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -7,6 +7,7 @@ import logging
 import math
 import struct
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NoReturn
@@ -207,7 +208,7 @@ class SymmetricHeap:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that are leased now."""
+        """Bytes that are leased now, with all that captured graphs hold."""
         self._take_back_dropped()
         return self._arena.used_bytes
 
@@ -234,8 +235,12 @@ class SymmetricHeap:
         return (arena, span) if span is not None else (self._arena, None)
 
     def _give_back(self, arena: Arena, span: tuple[int, int]) -> None:
+        self._return(arena, span, self._streams.released)
+
+    def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], None]) -> None:
         self._live.pop(span[0], None)
-        self._streams.released(span)
+        if arena is not self._arena or not capture_id(self.device):  # a capture begins when all before it is done
+            note(span)
         if arena is not self._arena and arena not in self._graph_arenas.values():
             arena = self._arena  # the graph has been released meanwhile
         arena.give_back(*span)
@@ -243,7 +248,7 @@ class SymmetricHeap:
     def _take_back_dropped(self) -> None:
         """Takes back the spans of leases that were dropped without release; see lease.py."""
         while self._dropped:
-            self._give_back(*self._dropped.popleft())
+            self._return(*self._dropped.popleft(), self._streams.dropped)
 
     @property
     def side_stream(self) -> torch.cuda.Stream | None:
@@ -331,6 +336,10 @@ class SymmetricHeap:
 
     def _launch_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
         """Tells the peers, and returns what every rank raises."""
+        with self.one_call():
+            return self._launch_ordered_fault(error, phase)
+
+    def _launch_ordered_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
         epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
         payload = torch.frombuffer(bytearray(epoch.to_bytes(8, "little") + encode(error)), dtype=torch.uint8)
         # Two slots in turn: a peer may still have to read the last fault, but has read the one before.
@@ -364,6 +373,8 @@ class SymmetricHeap:
         if kind == control.STATUS_TIMEOUT:
             self._poison = words
             return timeout_error(words, self.timeout_s)
+        if capture_id(self.device):
+            return SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
         self._synchronize()  # barriers of the failed call that are on their way must still find the flag
         self._counters[control.FAULTED] = 0
         self._status_words[control.STATUS_KIND] = control.STATUS_OK

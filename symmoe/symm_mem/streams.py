@@ -32,20 +32,17 @@ class _Order:
         self._last: int | None = None  # stream of the last call
         self._last_mark: _Mark | None = None  # its end; kept from the moment that there are two streams
         self._has_several = False
+        self._streams: set[int] = set()  # that calls have come on
         self._released: list[tuple[int, int, _Mark]] = []  # (start, end, when its last user was done)
 
     def begin_call(self) -> None:
         """The current stream waits for the last call."""
+        self._notice_stream()
         stream = _raw_stream(self._device)
-        if stream == self._last:
-            return
-        if self._last is not None and not self._has_several:
-            self._has_several = True
-            # Nobody has kept marks yet: everything so far counts as the last call.
-            self._last_mark = self._mark(torch.cuda.ExternalStream(self._last, device=self._device))
-            self._released = [(0, 1 << 62, self._last_mark)]
-        self._wait_for(self._last_mark)
-        self._last = stream
+        if stream != self._last:
+            self._wait_for(self._last_mark)
+            self._last = stream
+            self._streams.add(stream)
 
     def end_call(self) -> None:
         """The next call comes after what is on the current stream by now."""
@@ -54,17 +51,34 @@ class _Order:
 
     def released(self, start: int, end: int) -> None:
         """See StreamOrder."""
+        self._notice_stream()
         if self._has_several:
             self._released.append((start, end, self._mark(torch.cuda.current_stream(self._device))))
 
+    def dropped(self, start: int, end: int) -> None:
+        """See StreamOrder."""
+        if self._has_several:
+            for stream in self._streams:
+                mark = self._mark(torch.cuda.ExternalStream(stream, device=self._device))
+                self._released.append((start, end, mark))
+
     def taken(self, start: int, end: int) -> None:
         """See StreamOrder."""
+        self._notice_stream()
         if not self._has_several:
             return
         for other_start, other_end, mark in self._released:
             if start < other_end and other_start < end:
                 self._wait_for(mark)
         self._released = [r for r in self._released if not (start <= r[0] and r[1] <= end)]
+
+    def _notice_stream(self) -> None:
+        """From the first time that the current stream is not that of the last call, marks are kept."""
+        if not self._has_several and self._last is not None and _raw_stream(self._device) != self._last:
+            self._has_several = True
+            # Nobody has kept marks yet: everything so far counts as the last call.
+            self._last_mark = self._mark(torch.cuda.ExternalStream(self._last, device=self._device))
+            self._released = [(0, 1 << 62, self._last_mark)]
 
     def _mark(self, stream: torch.cuda.Stream) -> _Mark:
         event = torch.cuda.Event()
@@ -98,12 +112,18 @@ class StreamOrder:
         """Around a collective call: it starts after the last one has ended, whatever stream that was on."""
         order = self._order()
         order.begin_call()
-        yield
-        order.end_call()
+        try:
+            yield
+        finally:
+            order.end_call()
 
     def released(self, span: tuple[int, int]) -> None:
         """The current stream is done with (offset, size)."""
         self._order().released(span[0], sum(span))
+
+    def dropped(self, span: tuple[int, int]) -> None:
+        """(offset, size) is free; its last user may be any stream that a call has come on."""
+        self._order().dropped(span[0], sum(span))
 
     def taken(self, span: tuple[int, int]) -> None:
         """The current stream is about to use (offset, size): waits for other streams that did."""
@@ -131,6 +151,9 @@ class NoStreams:
     def released(self, span: tuple[int, int]) -> None:
         """Nothing to remember."""
 
+    def dropped(self, span: tuple[int, int]) -> None:
+        """Nothing to remember."""
+
     def taken(self, span: tuple[int, int]) -> None:
         """Nothing to wait for."""
 
@@ -148,7 +171,8 @@ def capture_id(device: torch.device) -> int:
     result = _libcuda().cuStreamGetCaptureInfo(
         ctypes.c_void_p(_raw_stream(device)), ctypes.byref(status), ctypes.byref(number)
     )
-    assert result == 0, f"cuStreamGetCaptureInfo returned {result}"
+    if result:
+        raise RuntimeError(f"cuStreamGetCaptureInfo returned {result}")
     return number.value
 
 

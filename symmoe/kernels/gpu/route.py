@@ -53,13 +53,14 @@ def select_experts(scores: torch.Tensor, topk_idx: torch.Tensor) -> None:
         return
     lanes = triton.next_power_of_2(num_experts)
     tokens = max(1, SCORES_PER_PROGRAM // lanes)
-    select_experts_kernel[(-(-num_tokens // tokens),)](
-        scores,
-        topk_idx,
-        num_tokens,
-        NUM_EXPERTS=num_experts,
-        EXPERT_LANES=lanes,
-        TOP_K=topk_idx.shape[1],
-        TOKENS=tokens,
-        num_warps=NUM_WARPS,
-    )
+    with torch.cuda.device_of(scores):
+        select_experts_kernel[(-(-num_tokens // tokens),)](
+            scores,
+            topk_idx,
+            num_tokens,
+            NUM_EXPERTS=num_experts,
+            EXPERT_LANES=lanes,
+            TOP_K=topk_idx.shape[1],
+            TOKENS=tokens,
+            num_warps=NUM_WARPS,
+        )
