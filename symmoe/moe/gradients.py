@@ -11,8 +11,8 @@ their mean, L = (1/W) * sum_r L_r.
   into D EP groups, the expert has D replicas that saw different tokens: sum over the replicas (the
   `expert_group`), then divide by W, which is not the size of that group.
 
-Parameters say which kind they are by the attribute `is_expert` (set by GroupedLinear). It is `.grad` that is reduced: with
-`accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
+Parameters say which kind they are by the attribute `is_expert` (set by GroupedLinear). It is `.grad` that is
+reduced: with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
 """
 
 from __future__ import annotations

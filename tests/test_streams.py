@@ -1,0 +1,152 @@
+"""The order of calls and of the reuse of memory over CUDA streams, with streams and events that only take notes."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from symmoe.symm_mem import streams
+from symmoe.symm_mem.streams import StreamOrder
+
+SPAN, OTHER = (512, 1024), (4096, 512)
+
+
+class Fake:
+    """Two streams, 1 and 2, and what each has waited for: (stream, how much was on it)."""
+
+    def __init__(self) -> None:
+        self.current, self.capture = 1, 0
+        self.work = {1: 0, 2: 0}
+        self.seen: dict[int, dict[int, int]] = {1: {}, 2: {}}
+
+    def stream(self, number: int) -> types.SimpleNamespace:
+        def wait_event(event: types.SimpleNamespace) -> None:
+            seen = self.seen[number]
+            seen[event.stream] = max(seen.get(event.stream, 0), event.work)
+
+        return types.SimpleNamespace(cuda_stream=number, wait_event=wait_event)
+
+    def event(self) -> types.SimpleNamespace:
+        event = types.SimpleNamespace()
+
+        def record(stream: types.SimpleNamespace) -> None:
+            event.stream, event.work = stream.cuda_stream, self.work[stream.cuda_stream]
+
+        event.record = record
+        return event
+
+    def launch(self) -> int:
+        """A kernel on the current stream; how much is on it then."""
+        self.work[self.current] += 1
+        return self.work[self.current]
+
+    def has_waited_for(self, stream: int, work: int) -> bool:
+        return self.current == stream or self.seen[self.current].get(stream, 0) >= work
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    fake = Fake()
+    monkeypatch.setattr(streams, "_raw_stream", lambda device: fake.current)
+    monkeypatch.setattr(streams, "capture_id", lambda device: fake.capture)
+    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake.stream(fake.current))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device=None: fake.stream(number))
+    return fake
+
+
+def call(fake: Fake, order: StreamOrder, stream: int) -> int:
+    fake.current = stream
+    with order.one_call():
+        return fake.launch()
+
+
+def test_one_stream_keeps_no_marks(fake: Fake):
+    order = StreamOrder(torch.device("cuda", 0))
+    for _ in range(3):
+        call(fake, order, 1)
+        order.released(SPAN)
+        order.dropped(OTHER)
+        order.taken(SPAN)
+    assert not order._eager._released
+    assert fake.seen == {1: {}, 2: {}}
+
+
+def test_calls_follow_each_other(fake: Fake):
+    order = StreamOrder(torch.device("cuda", 0))
+    for stream in (1, 2, 2, 1, 2):
+        before = dict(fake.work)
+        call(fake, order, stream)
+        for other, work in before.items():
+            assert not work or fake.has_waited_for(other, work), (stream, other)
+
+
+def test_a_call_that_raises_is_waited_for(fake: Fake):
+    order = StreamOrder(torch.device("cuda", 0))
+    call(fake, order, 1)
+    call(fake, order, 2)
+    fake.current = 1
+
+    def fail() -> None:
+        with order.one_call():
+            fake.launch()
+            raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        fail()
+    work = fake.work[1]
+    call(fake, order, 2)
+    assert fake.has_waited_for(1, work)
+
+
+def test_memory_is_taken_after_its_last_user(fake: Fake):
+    order = StreamOrder(torch.device("cuda", 0))
+    call(fake, order, 1)
+    call(fake, order, 2)
+    fake.current = 1
+    work = fake.launch()
+    order.released(SPAN)
+    fake.current = 2
+    order.taken(OTHER)
+    assert not fake.has_waited_for(1, work)
+    order.taken(SPAN)
+    assert fake.has_waited_for(1, work)
+
+
+def test_memory_from_before_the_second_streams_first_call(fake: Fake):
+    order = StreamOrder(torch.device("cuda", 0))
+    work = call(fake, order, 1)
+    order.released(SPAN)
+    fake.current = 2
+    order.taken(SPAN)
+    assert fake.has_waited_for(1, work)
+
+
+def test_dropped_memory_may_have_been_used_on_any_stream(fake: Fake):
+    """Found dropped on one stream, read last on the other by a kernel that is no call of the heap."""
+    order = StreamOrder(torch.device("cuda", 0))
+    call(fake, order, 1)
+    call(fake, order, 2)
+    fake.current = 1
+    work = fake.launch()
+    fake.current = 2
+    order.dropped(SPAN)
+    order.taken(SPAN)
+    assert fake.has_waited_for(1, work)
+
+
+def test_a_capture_has_an_order_of_its_own(fake: Fake):
+    order = StreamOrder(torch.device("cuda", 0))
+    call(fake, order, 1)
+    fake.capture = 7
+    call(fake, order, 2)
+    assert fake.seen == {1: {}, 2: {}}  # an event of another stream would end the capture
+    work = call(fake, order, 2)
+    call(fake, order, 1)
+    assert fake.has_waited_for(2, work)
+    fake.capture = 0
+    fake.seen = {1: {}, 2: {}}
+    call(fake, order, 1)
+    assert fake.seen == {1: {}, 2: {}}
