@@ -320,7 +320,8 @@ class SymmetricHeap:
         """
         try:
             if phase is not None and not capture_id(self.device):
-                error = self._launch_fault(error, phase)
+                with self.one_call():
+                    error = self._launch_fault(error, phase)
             raise error
         finally:
             # A local name would keep the traceback in a cycle, and with it the leases of the frames it passed.
@@ -336,10 +337,6 @@ class SymmetricHeap:
 
     def _launch_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
         """Tells the peers, and returns what every rank raises."""
-        with self.one_call():
-            return self._launch_ordered_fault(error, phase)
-
-    def _launch_ordered_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
         epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
         payload = torch.frombuffer(bytearray(epoch.to_bytes(8, "little") + encode(error)), dtype=torch.uint8)
         # Two slots in turn: a peer may still have to read the last fault, but has read the one before.

@@ -167,19 +167,13 @@ def capture_id(device: torch.device) -> int:
     """A number of the CUDA graph that the current stream is capturing; 0 if there is none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
+    from symmoe.kernels.gpu import driver  # needs Triton, which CPUs need not have
+
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
-    result = _libcuda().cuStreamGetCaptureInfo(
-        ctypes.c_void_p(_raw_stream(device)), ctypes.byref(status), ctypes.byref(number)
-    )
-    if result:
-        raise RuntimeError(f"cuStreamGetCaptureInfo returned {result}")
+    query = driver.library().cuStreamGetCaptureInfo
+    driver.check(query(_raw_stream(device), ctypes.byref(status), ctypes.byref(number)), "cuStreamGetCaptureInfo")
     return number.value
 
 
 def _raw_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-@functools.lru_cache(maxsize=1)
-def _libcuda() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

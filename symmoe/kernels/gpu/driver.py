@@ -16,6 +16,7 @@ _SIGNATURES = {
     "cuLaunchKernel": [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3],
     "cuModuleGetFunction": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p],
     "cuModuleLoadData": [ctypes.c_void_p, ctypes.c_char_p],
+    "cuStreamGetCaptureInfo": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p],
     "cuThreadExchangeStreamCaptureMode": [ctypes.c_void_p],
 }
 
