@@ -18,7 +18,7 @@ from symmoe.dispatch.send import PHASE as SEND
 from symmoe.dispatch.send import send_packed, send_packed_gradient
 from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, first_layer, second_layer
-from symmoe.moe.grouped_mlp import GroupedMLP, kernel_weights
+from symmoe.moe.grouped_mlp import GroupedMLP, kernel_weights, split_weights
 
 PACKED = "packed rows"
 
@@ -89,11 +89,6 @@ class _Call:
         """Rows of h."""
         return self.plan.row_capacity if self.plan.num_rows is None else max(1, self.plan.num_rows)
 
-    def split(self, weights: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The weights of fc1 and of fc2."""
-        num_first = len(self.experts.fc1.weight_parameters())
-        return weights[:num_first], weights[num_first:]
-
     def operands(
         self,
         packed: torch.Tensor,
@@ -103,7 +98,7 @@ class _Call:
         weights: tuple[torch.Tensor, ...],
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
-        w1, w2 = kernel_weights(*self.split(weights))
+        w1, w2 = kernel_weights(*split_weights(self.experts.fc1, weights))
         plan = self.plan
         return (
             ExpertRows(packed, plan.row_start, row_probs, None if b2 is None else row_probs, plan.row_to_packed_row),
@@ -145,7 +140,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy: torch.Tensor):
         call: _Call = ctx.call
         x, packed, h, row_probs, b1, b2, *weights = ctx.saved_tensors
-        weights1, weights2 = call.split(tuple(weights))
+        weights1, weights2 = split_weights(call.experts.fc1, tuple(weights))
         plan, fc1, fc2 = call.plan, call.experts.fc1, call.experts.fc2
         heap, hidden = plan.heap, dy.shape[1]
         packed_shape, shape = (plan.packed_row_capacity, hidden), (plan.row_capacity, hidden)

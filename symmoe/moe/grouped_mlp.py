@@ -168,6 +168,14 @@ def fused_mlp(
     return _FusedMLP.apply(call, x, scale.float(), b1, b2, *weights1, *weights2)
 
 
+def split_weights(
+    fc1: GroupedLinear, weights: tuple[torch.Tensor, ...]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The weights of fc1, and those after them."""
+    num_first = 1 if fc1.is_packed else fc1.num_groups
+    return weights[:num_first], weights[num_first:]
+
+
 def kernel_weights(
     weights1: tuple[torch.Tensor, ...], weights2: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | TensorTable, torch.Tensor | TensorTable]:
@@ -216,11 +224,6 @@ class _Call:
     grad_input_out: torch.Tensor | None
     overwrite_main_grad: tuple[bool, bool]
 
-    def split(self, weights: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The weights of fc1 and of fc2."""
-        num_first = 1 if self.fc1.is_packed else self.fc1.num_groups
-        return weights[:num_first], weights[num_first:]
-
     def operands(
         self,
         x: torch.Tensor,
@@ -230,7 +233,7 @@ class _Call:
         weights: tuple[torch.Tensor, ...],
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
-        w1, w2 = kernel_weights(*self.split(weights))
+        w1, w2 = kernel_weights(*split_weights(self.fc1, weights))
         scale = scale.view(-1)
         return (
             ExpertRows(x.view(-1, x.shape[-1]), self.row_start, scale, scale if self.scale_bias else None),
@@ -266,7 +269,7 @@ class _FusedMLP(torch.autograd.Function):
     def backward(ctx: FunctionCtx, d_y: torch.Tensor):
         x, scale, b1, b2, h, *weights = ctx.saved_tensors
         call: _Call = ctx.call
-        weights1, weights2 = call.split(tuple(weights))
+        weights1, weights2 = split_weights(call.fc1, tuple(weights))
         rows, experts = call.operands(x, scale, b1, b2, tuple(weights))
         step = ExpertsBackward(rows, experts, h, kernel_rows(d_y).view(-1, d_y.shape[-1]))
         d_x = None
