@@ -99,6 +99,9 @@ def test_wrong_copies_are_refused(source, destination, message):
 def test_nothing_to_copy_needs_no_memory():
     copy_host_to_device(b"", emptied(4))
     copy_host_to_device(torch.zeros(0), torch.zeros(0))
+    destination = torch.full((3,), 7.0)
+    copy_host_to_device(b"", destination)
+    assert destination.tolist() == [7.0, 7.0, 7.0]
 
 
 @pytest.mark.parametrize("num_tensors", [0, 1, 64, 65, 256, 511, 2000])

@@ -109,6 +109,10 @@ def pipeline(num_batches: int, in_flight: int) -> list[tuple[str, int]]:
     return turns
 
 
+def test_the_pipeline_is_1f1b():
+    assert pipeline(3, 2) == [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
+
+
 def run_schedule(model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]) -> list[torch.Tensor]:
     """Gradients accumulated over all micro-batches, and every y and dx."""
     flying, found = {}, {}
@@ -121,7 +125,6 @@ def run_schedule(model: Stack, heap: SymmetricHeap, turns: list[tuple[str, int]]
             y.square().sum().backward()
             found[turn] = [y.detach(), x.grad]
             del x, y
-    assert pipeline(3, 2) == [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
     return [tensor for turn in sorted(found) for tensor in found[turn]] + model.gradients()
 
 
