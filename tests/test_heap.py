@@ -639,7 +639,7 @@ def churn(rank: int, num_ranks: int, victim: int, delay_s: float, folder: str) -
     if rank == victim:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for seed in range(10_000):
-        phase = "construction"
+        heap, phase = None, "construction"
         start = time.monotonic()
         try:
             heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=1.0)
@@ -654,7 +654,8 @@ def churn(rank: int, num_ranks: int, victim: int, delay_s: float, folder: str) -
             facts = {"phase": phase, "error": type(error).__name__, "took_s": time.monotonic() - start}
             if isinstance(error, PeerTimeout):
                 facts["rank"] = error.rank
-                heap.close()
+                if heap is not None:  # a constructor that raised has closed what it opened
+                    heap.close()
             Path(folder, f"rank-{rank}.json").write_text(json.dumps(facts))
             if isinstance(error, PeerTimeout):
                 return
