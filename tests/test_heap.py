@@ -654,7 +654,7 @@ def churn(rank: int, num_ranks: int, victim: int, delay_s: float, folder: str) -
             facts = {"phase": phase, "error": type(error).__name__, "took_s": time.monotonic() - start}
             if isinstance(error, PeerTimeout):
                 facts["rank"] = error.rank
-                if heap is not None:  # a constructor that raised has closed what it opened
+                if heap is not None:  # construction may have been what timed out
                     heap.close()
             Path(folder, f"rank-{rank}.json").write_text(json.dumps(facts))
             if isinstance(error, PeerTimeout):
