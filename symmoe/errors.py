@@ -39,6 +39,10 @@ class HeapPoisoned(SymmoeError):
     """A peer timed out earlier; nothing but `close()` works on this heap any more."""
 
 
+class WrongResult(SymmoeError):
+    """A result differs from its reference: `symmoe bench` times nothing that is wrong."""
+
+
 class StaleLease(SymmoeError):
     """A lease was used or released after it had been released."""
 
@@ -49,6 +53,10 @@ class StalePlan(SymmoeError):
 
 class StaleRows(SymmoeError):
     """Rows that a delayed weight gradient needs have been overwritten since its backward pass."""
+
+
+class CheckpointError(SymmoeError):
+    """A checkpoint cannot be read or written, or is not that of the model. The text names the file or the key."""
 
 
 class BackendUnavailable(SymmoeError):
@@ -101,6 +109,7 @@ TRAVELLING: tuple[type[SymmoeError], ...] = (
     StaleLease,
     StalePlan,
     BackendUnavailable,
+    CheckpointError,
 )
 
 FAULT_BYTES = 512  # one travelling error: 2 bytes class, 2 bytes length, UTF-8 text, zero padding

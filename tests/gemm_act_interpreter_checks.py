@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import torch
+from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gpu import activation as gpu_activation
@@ -140,7 +141,7 @@ def run(splits, dtype, activation, config, is_table):
                 dh,
                 a,
                 dscale,
-                torch.empty(0),
+                torch.empty(CAPACITY),
                 activation,
                 row_index=i,
                 dbias=dbias if with_bias else None,
@@ -178,6 +179,60 @@ def run(splits, dtype, activation, config, is_table):
     )
 
 
+def check_ranges(splits, dtype, activation, config, is_table):
+    """A range's rows are written, no others; all ranges, in one workspace, give the bits of one call.
+
+    Operands are whole numbers, so that products are exact: NumPy's order of sums depends on a row's place in a tile.
+    """
+    num_groups, num_rows, width = len(splits), sum(splits), activation.hidden_width(FFN)
+
+    def whole_numbers(*shape):
+        return torch.randint(-2, 3, shape).to(dtype)
+
+    row_start = torch.tensor([0, *itertools.accumulate(splits)], dtype=torch.int32)
+    rows, dout, h = (whole_numbers(CAPACITY, n) for n in (HIDDEN, HIDDEN, width))
+    weight1, weight2 = whole_numbers(num_groups, width, HIDDEN), whole_numbers(num_groups, HIDDEN, FFN)
+    (w1, _keep1), (w2, _keep2) = (table(w) if is_table else (w, None) for w in (weight1, weight2))
+    index, scale = torch.randperm(CAPACITY, dtype=torch.int32), torch.rand(CAPACITY)
+    flatten, parts, lead = config
+    act_options = {"num_sms": NUM_SMS, "config": replace(ACT_CONFIG, flatten=flatten, parts=parts)}
+    dact_options = {"num_sms": NUM_SMS, "config": replace(DACT_CONFIG, flatten=flatten, parts=parts, lead=lead)}
+    num_tiles = -(-FFN // DACT_CONFIG.block_n)
+
+    def blanks():
+        outputs = [blank(CAPACITY, n, dtype=dtype) for n in (width, FFN, width, FFN)]
+        return *outputs, torch.full((num_tiles * CAPACITY,), torch.nan)
+
+    def run_all(row_start, outputs, dscale, inside):
+        """Both kernels; what they must not read is NaN."""
+        h_out, a, dh, a_again, workspace = outputs
+        kept = torch.where(inside[:, None], h, torch.nan)
+        gemm_act.grouped_gemm_act(
+            torch.where(inside[:, None], rows, torch.nan), w1, row_start, scale, h_out, a, activation, **act_options
+        )
+        options = {"row_index": index, **dact_options}
+        return gemm_act.grouped_gemm_dact(
+            dout, w2, row_start, kept, scale, dh, a_again, dscale, workspace, activation, **options
+        )
+
+    whole, dscale = blanks(), torch.full((2, CAPACITY), SENTINEL)
+    assert run_all(row_start, whole, dscale[0], torch.arange(CAPACITY) < num_rows) == num_tiles
+    union = blanks()
+    for ranges in random_ranges(splits, 3):
+        inside = rows_of(ranges, CAPACITY)
+        outputs = blanks()
+        assert run_all(ranges, outputs, None, inside) == num_tiles
+        for out, expected in zip(outputs[:4], whole[:4], strict=True):
+            assert torch.equal(out[inside], expected[inside]), ranges
+            assert (out[~inside] == SENTINEL).all(), ranges
+        run_all(ranges, union, dscale[1], inside)
+    for out, expected in zip(union[:4], whole[:4], strict=True):
+        assert torch.equal(out, expected), splits
+    assert (dscale[1] == SENTINEL).all()
+    gemm_act.sum_dact_partials(union[4], row_start, dscale[1], num_tiles)
+    assert torch.equal(dscale[1], dscale[0])
+
+
 def check_no_rows():
     """Nothing is launched; a gradient of no rows is zero."""
     activation, row_start = Activation(), torch.zeros(3, dtype=torch.int32)
@@ -211,6 +266,10 @@ def main():
         started = time.perf_counter()
         run(*case)
         print(f"{case[:3]}: ok, {time.perf_counter() - started:.1f} s", flush=True)
+    for case in (CASES[0], CASES[2], CASES[5]):
+        started = time.perf_counter()
+        check_ranges(*case)
+        print(f"ranges of {case[:3]}: ok, {time.perf_counter() - started:.1f} s", flush=True)
     check_no_rows()
     print("no rows: ok")
 

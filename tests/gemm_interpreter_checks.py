@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import torch
+from row_ranges import random_ranges, rows_of
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from symmoe.kernels.gpu import bias, gemm, splits
@@ -182,6 +183,84 @@ def check_bias(p, sizes, dtype):
             )
 
 
+def only(tensor, rows):
+    """NaN in all rows but these."""
+    return torch.where(rows[:, None], tensor, torch.nan)
+
+
+def whole_numbers(*shape, dtype, nan_from=None):
+    """Their sums are exact: NumPy's order of them, which depends on a row's place in a tile, does not matter."""
+    tensor = torch.randint(-4, 5, shape).to(dtype)
+    if nan_from is not None:
+        tensor[nan_from:] = torch.nan
+    return tensor
+
+
+def check_ranges(p, sizes, dtype, options):
+    """The kernels write the rows of a range and no others; all ranges together give the bits of one call."""
+    biases = {"bias": p.bias, "bias_scale": p.scale}
+    packed, weight = (whole_numbers(*like.shape, dtype=dtype) for like in (p.packed, p.weight))
+    every_row, dout = (whole_numbers(CAPACITY, n, dtype=dtype, nan_from=p.num_rows) for n in (HIDDEN, FFN))
+
+    def gathered(row_start, out, rows):
+        gemm.grouped_gemm(packed, weight, row_start, out, row_index=p.row_index, **options)
+
+    def contiguous(row_start, out, rows):
+        gemm.grouped_gemm(only(every_row, rows), weight, row_start, out, **biases, **options)
+
+    def dgrad(row_start, out, rows):
+        gemm.grouped_gemm_dgrad(only(dout, rows), table_of(weight), row_start, out, **options)
+
+    all_rows = torch.arange(CAPACITY) < p.num_rows
+    for call, width in ((gathered, FFN), (contiguous, FFN), (dgrad, HIDDEN)):
+        whole, union = (blank(CAPACITY, width, dtype=dtype) for _ in range(2))
+        call(p.row_start, whole, all_rows)
+        for ranges in random_ranges(sizes, 3):
+            rows, out = rows_of(ranges, CAPACITY), blank(CAPACITY, width, dtype=dtype)
+            call(ranges, out, rows)
+            name = f"{call.__name__} of ranges {ranges.tolist()} of {sizes} {dtype}"
+            assert torch.equal(out, torch.where(rows[:, None], whole, blank(1, width, dtype=dtype))), name
+            call(ranges, union, rows)
+        assert torch.equal(union, whole), f"{call.__name__} of all ranges of {sizes} {dtype}"
+
+
+def check_panels():
+    """The kernels write the columns of a panel and no others; with the bits of the whole."""
+    width, sizes, in_width = 600, [5, 0, 11], 8
+    row_start, num_rows = row_starts(sizes), sum(sizes)
+    for dtype in (torch.float32, torch.float16):
+        config = replace(CONFIG, block_n=128, flatten=dtype == torch.float16)
+        rows, row_index = whole_numbers(20, in_width, dtype=dtype, nan_from=num_rows), index(num_rows)
+        packed = whole_numbers(NUM_PACKED, in_width, dtype=dtype)
+        weight, bias = whole_numbers(3, width, in_width, dtype=dtype), random(3, width, dtype=dtype)
+        weight_t, table = weight.transpose(1, 2).contiguous(), table_of(weight)
+
+        def plain(row_start, out, rows=rows, weight=weight, **options):
+            gemm.grouped_gemm(rows, weight, row_start, out, **options)
+
+        def biased(row_start, out, packed=packed, i=row_index, table=table, bias=bias, **options):
+            gemm.grouped_gemm(packed, table, row_start, out, row_index=i, bias=bias, **options)
+
+        def dgrad(row_start, out, rows=rows, weight=weight_t, **options):
+            gemm.grouped_gemm_dgrad(rows, weight, row_start, out, **options)
+
+        ranges = torch.tensor([[1, 9, 5], [5, 5, 14]], dtype=torch.int32)
+        for call, zero_tail in ((plain, True), (biased, False), (dgrad, True)):
+            options = {"num_sms": NUM_SMS, "config": config}
+            whole, in_ranges = (blank(20, width, dtype=dtype) for _ in range(2))
+            call(row_start, whole, zero_tail=zero_tail, **options)
+            call(ranges, in_ranges, **options)
+            for columns in ((0, 256), (256, 512), (512, width), (256, width)):
+                inside = slice(*columns)
+                for where, expected, extra in (
+                    (row_start, whole, {"zero_tail": zero_tail}), (ranges, in_ranges, {})
+                ):  # fmt: skip
+                    out, right = (blank(20, width, dtype=dtype) for _ in range(2))
+                    right[:, inside] = expected[:, inside]
+                    call(where, out, columns=columns, **extra, **options)
+                    assert torch.equal(out, right), f"{call.__name__} of columns {columns} {dtype} {extra}"
+
+
 def check_many_groups():
     """More groups than rows, and more than a power of two."""
     sizes = [1, 0, 0, 2] * 17
@@ -248,10 +327,12 @@ def main():
         dtype = (torch.float32, torch.float16)[i % 2]
         options = {"num_sms": NUM_SMS, "config": replace(CONFIG, flatten=i % 2 == 0)}
         p = Problem(sizes, dtype)
-        for check_it in (check_gemm, check_dgrad, check_wgrad):
+        for check_it in (check_gemm, check_dgrad, check_wgrad, check_ranges):
             timed(f"{check_it.__name__} {sizes} {dtype}", check_it, p, sizes, dtype, options)
         timed(f"check_bias {sizes} {dtype}", check_bias, p, sizes, dtype)
-    for check_it in (check_many_groups, check_no_rows, check_splits, check_ragged_descriptor):
+    sizes, options = [37], {"num_sms": NUM_SMS, "config": CONFIG}
+    timed("check_ranges of one group", check_ranges, Problem(sizes, torch.float16), sizes, torch.float16, options)
+    for check_it in (check_panels, check_many_groups, check_no_rows, check_splits, check_ragged_descriptor):
         timed(check_it.__name__, check_it)
     print("all is well")
 

@@ -22,6 +22,7 @@ class gpu:
 
     count_slots, send_counts, lay_out = plan.count_slots, plan.send_counts, plan.lay_out
     assign_rows, assign_packed_rows = plan.assign_rows, plan.assign_packed_rows
+    split_by_source = plan.split_by_source
     push_rows, push_slots, index_rows = tokens.push_rows, tokens.push_slots, tokens.index_rows
     fan_out, pre_reduce, gather_values = tokens.fan_out, tokens.pre_reduce, tokens.gather_values
     pull_rows, pull_values = tokens.pull_rows, tokens.pull_values
@@ -72,15 +73,22 @@ BARRIERS = {
 }
 
 
-def run_barrier(barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending=control.STATUS_OK, rank=1):
-    """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record."""
-    num_ranks = len(sent)
+def make_arenas(num_ranks: int, rank: int, epoch: int, aborted: int = 0, faulted: int = 0) -> Peers:
+    """Zeros, but for the counters of `rank`."""
     layout = ControlLayout(num_ranks)
-    views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in sent)
+    views = tuple(torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(num_ranks))
     bases = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
     peers = Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout)
     counters = peers.region(rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
-    counters[control.BARRIER_EPOCH], counters[control.ABORTED], counters[control.FAULTED] = epoch - 1, aborted, faulted
+    counters[control.BARRIER_EPOCH], counters[control.ABORTED], counters[control.FAULTED] = epoch, aborted, faulted
+    return peers
+
+
+def run_barrier(barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending=control.STATUS_OK, rank=1):
+    """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record."""
+    num_ranks = len(sent)
+    peers = make_arenas(num_ranks, rank, epoch - 1, aborted, faulted)
+    layout, views = peers.layout, peers.views
     mail = peers.region(rank, layout.mailbox, (2, num_ranks, control.MAIL_WORDS), torch.int64)
     for peer, state in enumerate(sent):
         if state is not None:
@@ -93,6 +101,42 @@ def run_barrier(barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending
     status[control.STATUS_KIND] = pending
     barrier(peers, (2**41, 0, 5), received, status, call=CALL, fault=fault, timeout_ns=10**6)
     return {"received": received, "status": status, **{f"arena {i}": view for i, view in enumerate(views)}}
+
+
+# What stands in the slot of rank 2 when rank 1 waits for its signal: an epoch relative to the last barrier's.
+SIGNALS = {
+    "there": {"seen": 0},
+    "of the last trip": {"seen": -2},
+    "later than asked for": {"seen": 1},
+    "aborted before": {"seen": 0, "aborted": 1},
+    "faulted before": {"seen": 0, "faulted": 1},
+    "missing, a record pending": {"seen": -1, "pending": control.STATUS_PLAN},
+}
+
+
+def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATUS_OK):
+    """Bytes that rank 1 leaves: it signals ranks 0 and 1, then waits for rank 2."""
+    peers = make_arenas(3, 1, epoch, aborted, faulted)
+    signals = peers.region(1, peers.layout.signals, (3, control.SIGNAL_WORDS), torch.int64)
+    signals[2, 0] = epoch + seen
+    arrived, status = torch.full((1,), -7), torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
+    status[control.STATUS_KIND] = pending
+    for rank in (0, 1):
+        module.send_signal(peers, rank)
+    module.wait_for_signal(peers, 2, arrived, status, phase=3, timeout_ns=10**6)
+    return {"arrived": arrived, "status": status, **{f"arena {i}": view for i, view in enumerate(peers.views)}}
+
+
+def parts(module, num_ranks: int, num_experts: int, rank: int) -> torch.Tensor:
+    """What split_by_source makes of experts with none, few and many rows of a source."""
+    generator = torch.Generator().manual_seed(100 * num_ranks + rank)
+    most = torch.tensor([0, 3, 130, 700])[torch.randint(0, 4, (num_ranks, num_experts), generator=generator)]
+    counts = (torch.rand((num_ranks, num_experts), generator=generator) * (most + 1)).int()
+    ends = counts.t().flatten().cumsum(0).view(num_experts, num_ranks).t()
+    starts = torch.cat([ends[:1] - counts[:1], ends]).int()
+    source_to_rows = torch.full((num_ranks, 2, num_experts), -7, dtype=torch.int32)
+    module.split_by_source(starts, source_to_rows, rank=rank)
+    return source_to_rows
 
 
 def hard_scores(num_tokens: int, num_experts: int) -> torch.Tensor:
@@ -120,6 +164,15 @@ def main() -> int:
             )
             failures += bool(wrong)
             print(f"barrier, {name}, epoch {epoch}: {wrong or 'ok'}")
+    for name, signals in SIGNALS.items():
+        wrong = differences(run_signals(sync, 6, **signals), run_signals(twin, 6, **signals))
+        failures += bool(wrong)
+        print(f"signal, {name}: {wrong or 'ok'}")
+    for num_ranks, num_experts in ((1, 3), (2, 5), (4, 33), (8, 16)):
+        ranks = range(num_ranks)
+        wrong = [r for r in ranks if not torch.equal(*(parts(m, num_ranks, num_experts, r) for m in (plan, twin)))]
+        failures += bool(wrong)
+        print(f"parts of {num_ranks} ranks: {wrong or 'ok'}")
     for num_tokens, num_experts, top_k in ((7, 1, 1), (40, 6, 6), (33, 128, 8), (3, 1000, 32)):
         scores = hard_scores(num_tokens, num_experts)
         is_equal = torch.equal(choices(route, scores, top_k), choices(twin, scores, top_k))

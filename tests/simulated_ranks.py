@@ -221,6 +221,7 @@ class _Call:
                 "packed_start": self.int32(num_ranks),
                 "packed_limit": self.int32(num_ranks),
                 "source_to_packed_start": self.int32(num_ranks + 1),
+                "source_to_row_start": self.int32(num_ranks + 1, local),
                 "expert_load": self.int32(num_experts),
                 "report": self.int32(control.SUMMARY_WORDS),
             }
@@ -239,6 +240,9 @@ class _Call:
             for name, tensor in layout.items():
                 self.keep(f"rank {rank} {name}", tensor)
             self.keep(f"rank {rank} status", status)
+            source_to_rows = self.int32(num_ranks, 2, local)
+            ops.split_by_source(layout["source_to_row_start"], source_to_rows, rank=rank)
+            self.keep(f"rank {rank} source_to_rows", source_to_rows)
             slots = {
                 "slot_to_row": self.int32(num_tokens, top_k),
                 "slot_to_rank": self.int32(num_tokens, top_k),
@@ -268,10 +272,7 @@ class _Call:
         case, ops = self.case, self.ops
         ready_packed = self.received((PACKED, SLOTS, PROBS), case.trip_fails)
         ready_rows = self.received((ROWS, SLOTS, PROBS), case.trip_fails)
-        options = {} if case.num_ctas is None else {"num_ctas": case.num_ctas}
-        if ops.__name__.endswith("twin"):
-            options = {}
-        self.options = options
+        self.options = options = {"num_ctas": case.num_ctas}
         for rank, maps in enumerate(self.maps):
             generator = torch.Generator().manual_seed(77 + rank)
             num_tokens = case.tokens[rank]
@@ -281,7 +282,11 @@ class _Call:
                 probs = torch.rand((num_tokens, case.top_k), generator=generator).to(self.device)
             peers = self.peers[rank]
             ops.push_rows(x, maps["token_to_packed_row"], peers, ready_packed, column=READY_ROWS, **options)
-            ops.push_rows(x, maps["token_to_primary_row"], peers, ready_rows, column=READY_ROWS, **options)
+            for peer in range(case.num_ranks):  # one after the other, as when GEMMs run beside it
+                ranks = range(peer, peer + 1)
+                ops.push_rows(
+                    x, maps["token_to_primary_row"], peers, ready_rows, column=READY_ROWS, ranks=ranks, **options
+                )
             ops.push_slots(
                 maps["slot_to_row"],
                 maps["slot_to_rank"],
@@ -297,26 +302,33 @@ class _Call:
             )
         self.keep_arenas("dispatched")
 
-        arrived = self.received((), case.trip_fails)
+        arrived = self.received((), case.trip_fails)[:1, 0]
         for rank, maps in enumerate(self.maps):
+            start = maps["source_to_packed_start"]
             packed_to_row, row_to_packed_row = self.int32(self.num_packed, case.top_k), self.int32(self.num_rows)
             row_probs = wire_probs = None
             if case.with_probs:
                 row_probs = torch.full((self.num_rows,), -7.0, device=self.device)
                 wire_probs = self.buffer(rank, PROBS, (self.num_packed, case.top_k), torch.float32)
-            ops.index_rows(
-                self.buffer(rank, SLOTS, (self.num_packed, case.top_k), torch.int32),
-                wire_probs,
-                maps["source_to_packed_start"][-1:],
-                ready_rows,
-                arrived,
-                packed_to_row,
-                row_to_packed_row,
-                row_probs,
-            )
+            # All at once on even ranks, source by source on odd ones.
+            step = 1 if rank % 2 else case.num_ranks
+            for source in range(0, case.num_ranks, step):
+                ops.index_rows(
+                    self.buffer(rank, SLOTS, (self.num_packed, case.top_k), torch.int32),
+                    wire_probs,
+                    start[source : source + 1],
+                    start[source + step : source + step + 1],
+                    ready_rows,
+                    arrived,
+                    packed_to_row,
+                    row_to_packed_row,
+                    row_probs,
+                )
             self.keep(f"rank {rank} index", packed_to_row, row_to_packed_row, row_probs)
-            maps["packed_to_row"], maps["num_packed"] = packed_to_row, maps["source_to_packed_start"][-1:]
-            ops.fan_out(self.rows(rank), packed_to_row, maps["num_packed"], **options)
+            maps["packed_to_row"], maps["num_packed"] = packed_to_row, start[-1:]
+            for source in reversed(range(0, case.num_ranks, step)):
+                end = source + step
+                ops.fan_out(self.rows(rank), packed_to_row, start[source : source + 1], start[end : end + 1], **options)
         self.keep_arenas("fanned out")
 
     def combine(self) -> None:
@@ -334,18 +346,29 @@ class _Call:
             packed_values = self.buffer(rank, VALUES, (self.num_packed, case.top_k), torch.float32)
             ops.gather_values(row_values, maps["packed_to_row"], maps["num_packed"], packed_values)
         self.keep_arenas("values gathered")
+        # By panels of columns, which begin where a 16-byte access does.
+        middle = case.hidden // 2 // 8 * 8
+        panels = [None] if not middle else [(0, middle), (middle, case.hidden)]
         for order in ("slot", "rank"):
             if order == "rank":
                 for rank, maps in enumerate(self.maps):
-                    ops.pre_reduce(self.rows(rank), maps["packed_to_row"], maps["num_packed"], **self.options)
+                    for columns in panels[rank % 2 :]:  # odd ranks leave the first panel as it is
+                        ops.pre_reduce(
+                            self.rows(rank),
+                            maps["packed_to_row"],
+                            maps["num_packed"],
+                            columns=columns,
+                            **self.options,
+                        )
                 self.keep_arenas("pre-reduced")
             for rank, maps in enumerate(self.maps):
                 out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
                 sources = (maps["slot_to_rank"], maps["slot_to_row"])
                 if order == "rank":
                     sources = (None, maps["token_to_primary_row"])
-                ops.pull_rows(*sources, self.peers[rank], ready, out, column=0, **self.options)
-                self.keep(f"rank {rank} sum by {order}", out)
+                for columns in panels if rank % 2 else [None]:
+                    ops.pull_rows(*sources, self.peers[rank], ready, out, column=0, columns=columns, **self.options)
+                    self.keep(f"rank {rank} sum by {order}, {columns}", out)
         for rank, maps in enumerate(self.maps):
             values = torch.full((case.tokens[rank], case.top_k), -7.0, device=self.device)
             ops.pull_values(

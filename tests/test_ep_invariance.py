@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from test_layer import WAYS
 from worker import experts_of, open_heap
 
 from symmoe import make_plan
@@ -92,8 +94,9 @@ def run_layer(
     order: str,
     lag_s: float,
 ) -> list[dict[str, np.ndarray]]:
-    """Forward and backward of this rank's part, once per cut. Results as bit patterns."""
+    """Forward and backward of this rank's part, once per cut, in another way each time. Results as bit patterns."""
     results = []
+    ways = itertools.cycle(WAYS)
     generator = random.Random(rank)
     whole = batch.make(dtype)
     with open_heap(device, num_bytes=16 << 20) as heap:
@@ -110,7 +113,7 @@ def run_layer(
             limits = {"capacity": batch.num_tokens * batch.top_k, "max_tokens": max(cut)} if batch.static else {}
             plan = make_plan(mine["topk_idx"], num_experts=NUM_EXPERTS, heap=heap, **limits)
             time.sleep(lag_s * generator.random())
-            y = expert_parallel_mlp(mine["x"], mine["probs"], experts_here, plan, order=order)
+            y = expert_parallel_mlp(mine["x"], mine["probs"], experts_here, plan, order=order, **next(ways))
             time.sleep(lag_s * generator.random())
             y.backward(mine["dy"])
             found = {"y": y, "dx": mine["x"].grad, "dprobs": mine["probs"].grad}

@@ -36,7 +36,7 @@ from symmoe.kernels.gpu import (  # noqa: E402
     tokens,
 )
 from symmoe.kernels.gpu import launch as launches  # noqa: E402
-from symmoe.kernels.gpu.hopper import act  # noqa: E402
+from symmoe.kernels.gpu.hopper import act, wgrad  # noqa: E402
 from symmoe.kernels.gpu.hopper import gemm as hopper_gemm  # noqa: E402
 from symmoe.kernels.gpu.launch import Constants, FastLaunch, fast_launch  # noqa: E402
 from symmoe.kernels.table import TensorTable  # noqa: E402
@@ -427,6 +427,9 @@ def test_every_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch
         peers = Peers(rank=1, num_ranks=2, bases=bases, views=(), layout=ControlLayout(2))
         words = (number, 2**40 * number, 16)
         sync.barrier(peers, words, received, status, call=number, fault=number == 1, timeout_ns=number)
+        sync.send_signal(peers, number % 2)
+        arrived = torch.zeros(1, dtype=torch.int64)
+        sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
 
     case = Case(tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600)
     step(case, 0)
@@ -459,6 +462,11 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkey
         gpu.scaled_activation(h, scale, a, act)
         gpu.scaled_activation_grad(a, h, scale, h, dscale, act)
         gpu.grouped_gemm_wgrad(h[:0], x[:0], row_start, table(w1), num_sms=8)
+        ranges, wide = empty(2, G, dtype=torch.int32), empty(G, 512, H, dtype=dtype)
+        gpu.grouped_gemm_act(x, w1, ranges, scale, h, a, act, num_sms=8)
+        partials = gpu.grouped_gemm_dact(y, w2, ranges, h, scale, h, a, None, workspace, act, num_sms=8)
+        gpu.sum_dact_partials(workspace, row_start, dscale, partials)
+        gpu.grouped_gemm(x, wide, ranges, empty(num_rows, 512, dtype=dtype), columns=(256, 512), num_sms=8)
 
     step(64)
     before = {name: len(jit.calls) for name, jit in jits.items()}
@@ -469,7 +477,7 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkey
 
 
 def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, monkeypatch):
-    jits = fake_jits(monkeypatch, hopper_gemm, act)
+    jits = fake_jits(monkeypatch, hopper_gemm, act, wgrad)
 
     def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=256):
         empty, swiglu = torch.empty, Activation()
@@ -482,6 +490,11 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, 
         act.launch_act(x, w1, row_start, scale, h, a, swiglu, num_sms=8)
         act.launch_dact(x, w2, row_start, h, scale, h, a, sums, swiglu, row_index=index, num_sms=8)
         act.launch_dact(x, w2, row_start, h, scale, h, a, sums, swiglu, num_sms=8)
+        ranges = empty(2, G, dtype=torch.int32)
+        act.launch_act(x, w1, ranges, scale, h, a, swiglu, num_sms=8)
+        act.launch_dact(x, w2, ranges, h, scale, h, a, sums, swiglu, num_sms=8)
+        act.launch_gemm(x, w1, ranges, h, weight_k_first=False, columns=(256, 512), num_sms=8)
+        wgrad.launch_wgrad(h, x, row_start, w1, num_sms=8)
 
     step(64)
     before = {name: len(jit.calls) for name, jit in jits.items()}
@@ -489,6 +502,23 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, 
     for num_rows in (1, 64, 65, 4096):
         step(num_rows)
     assert {name: len(jit.calls) for name, jit in jits.items()} == before
+
+
+def test_parts_of_a_gemm_are_other_variants(fake_driver, monkeypatch):
+    """The whole, ranges of rows and panels of columns have different constants, and nothing else that differs."""
+    jits = fake_jits(monkeypatch, gemm, hopper_gemm)
+    G, H, N, dtype = 4, 64, 48, torch.bfloat16
+    x, weight, out = (torch.empty(*shape, dtype=dtype) for shape in ((N, H), (G, 1024, H), (N, 1024)))
+    bounds, ranges = torch.empty(G + 1, dtype=torch.int32), torch.empty(2, G, dtype=torch.int32)
+    kinds = list(itertools.product((bounds, ranges), (None, (0, 256), (256, 512), (256, 1024))))
+    for _ in range(3):
+        for row_start, columns in kinds:
+            gpu.grouped_gemm(x, weight, row_start, out, columns=columns, num_sms=8)
+            act.launch_gemm(x, weight, row_start, out, weight_k_first=False, columns=columns, num_sms=8)
+    for name in ("grouped_gemm_kernel", "hopper_gemm_kernel"):
+        calls = jits[name].calls
+        assert len(calls) == len(kinds)
+        assert len({tuple(sorted((n, str(v)) for n, v in named.items())) for _, _, named in calls}) == len(kinds)
 
 
 def table(matrices):

@@ -56,14 +56,15 @@ def private_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
-def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None):
+def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None, ranges=False):
     """Calls all functions on one shape the way the layer does."""
     G, H, I, N = SHAPES[shape]
     W = activation.hidden_width(I)
     gather = layout != "contiguous"
     index = meta(N, dtype=torch.int32) if gather else None
     x = meta(N // 2 if gather else N, H, dtype=dtype)
-    row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    bounds, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    row_start = meta(2, G, dtype=torch.int32) if ranges else bounds
     h, a = meta(N, W, dtype=dtype), meta(N, I, dtype=dtype)
     bias = meta(G, W, dtype=dtype) if layout == "biased" else None
 
@@ -74,7 +75,7 @@ def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None
         x, weight(G, W, H), row_start, scale, h, a, activation, row_index=index, bias=bias, num_sms=132
     )
     workspace = meta(gemm_act.dact_workspace_numel(N, G, I, activation), dtype=torch.float32)
-    gemm_act.grouped_gemm_dact(
+    num_partials = gemm_act.grouped_gemm_dact(
         x,
         weight(G, H, I),
         row_start,
@@ -90,6 +91,8 @@ def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None
         num_sms=132,
         config=config,
     )
+    if ranges:
+        gemm_act.sum_dact_partials(workspace, bounds, scale, num_partials)
     gpu_activation.scaled_activation(h, scale, a, activation)
     gpu_activation.scaled_activation_grad(a, h, scale, h, scale, activation)
 
@@ -119,6 +122,23 @@ def test_bf16_uses_wgmma_and_wide_accesses_and_does_not_spill(recorders, tmp_pat
         assert spilled <= MAX_SPILLED
     else:
         assert spilled == 0
+
+
+@pytest.mark.parametrize("layout", ["gather", "contiguous"])
+@pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["interleave"]], ids=["halves", "blocks"])
+@pytest.mark.parametrize("kernel", ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"])
+def test_ranges_of_rows_are_as_fast_code(recorders, tmp_path, kernel, activation, layout):
+    launch("qwen3-30b", activation, layout=layout)
+    whole = {name: recorder.kwargs for name, recorder in recorders.items()}
+    launch("qwen3-30b", activation, layout=layout, ranges=True)
+    assert recorders[kernel].grid == (132,)
+    assert recorders[kernel].kwargs == whole[kernel] | {"END": SHAPES["qwen3-30b"][0]}
+    assert recorders["sum_dscale_kernel"].kwargs == whole["sum_dscale_kernel"]
+    ptx, spilled = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {layout} of ranges")
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert spilled == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -8,7 +8,7 @@ from pathlib import Path
 from interpreter import interpreter
 
 CHECKS = Path(__file__).with_name("gemm_act_interpreter_checks.py")
-NUM_CHECKS = 9
+NUM_CHECKS = 12
 
 
 @interpreter

@@ -210,9 +210,9 @@ def test_fused_is_bitwise_the_three_modules(activation, dtype):
     h, a = p.blank(p.width), p.blank(FFN)
     gemm_act.grouped_gemm_act(rows, p.weight1, p.row_start, p.scale, h, a, activation, bias=p.bias)
     dh, a_again, dscale = p.blank(p.width), p.blank(FFN), p.blank(dtype=torch.float32)
-    dbias, empty = torch.full_like(p.bias, torch.nan), torch.empty(0)
+    dbias, workspace = torch.full_like(p.bias, torch.nan), torch.empty(CAPACITY)
     gemm_act.grouped_gemm_dact(
-        rows, p.weight2, p.row_start, h, p.scale, dh, a_again, dscale, empty, activation, dbias=dbias
+        rows, p.weight2, p.row_start, h, p.scale, dh, a_again, dscale, workspace, activation, dbias=dbias
     )
 
     h3, a3, da3, dh3 = p.blank(p.width), p.blank(FFN), p.blank(FFN), p.blank(p.width)

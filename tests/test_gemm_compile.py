@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from symmoe.errors import ArgumentError  # noqa: E402
 from symmoe.kernels.gpu import bias, gemm, splits  # noqa: E402
 from symmoe.kernels.table import TensorTable  # noqa: E402
 
@@ -50,10 +51,11 @@ class Recorder:
     """Stands in for a kernel: keeps the arguments of its launch."""
 
     def __init__(self, kernel):
-        self.kernel, self.args, self.kwargs = kernel.kernel, None, None
+        self.kernel, self.grid, self.args, self.kwargs = kernel.kernel, None, None, None
 
     def __getitem__(self, grid):
         assert all(size > 0 for size in grid)
+        self.grid = grid
         return self.launch
 
     def launch(self, *args, **kwargs):
@@ -219,6 +221,57 @@ def test_odd_widths(recorders, tmp_path, function, options, shape):
     assert code.wgmma
     assert not code.cp_async_narrow
     assert code.spilled == 0
+
+
+PARTS = [
+    ("gemm", {"ranges": True}),
+    ("gemm", {"ranges": True, "gather": True}),
+    ("gemm", {"columns": (256, 512), "zero_tail": True}),
+    ("gemm", {"columns": (512, 1536), "table": True, "biased": True}),
+    ("dgrad", {"ranges": True, "columns": (0, 256)}),
+    ("dgrad", {"columns": (1792, 2048), "zero_tail": True}),
+]
+
+
+@pytest.mark.parametrize(("function", "options"), PARTS, ids=str)
+def test_parts_are_as_fast_code(recorders, tmp_path, function, options):
+    """Ranges of rows and panels of columns cost neither registers nor wide accesses."""
+    G, H, W, N = SHAPES["qwen3-30b"]
+    dtype = torch.bfloat16
+    row_start = meta(2, G, dtype=torch.int32) if "ranges" in options else meta(G + 1, dtype=torch.int32)
+    weight = (
+        TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype) if "table" in options else meta(G, W, H, dtype=dtype)
+    )
+    x, h = meta(N, H, dtype=dtype), meta(N, W, dtype=dtype)
+    parts = {"columns": options.get("columns"), "zero_tail": "zero_tail" in options, "num_sms": 100}
+    if function == "gemm":
+        index = meta(N, dtype=torch.int32) if "gather" in options else None
+        bias = meta(G, W, dtype=dtype) if "biased" in options else None
+        gemm.grouped_gemm(x, weight, row_start, h, row_index=index, bias=bias, **parts)
+    else:
+        gemm.grouped_gemm_dgrad(h, weight, row_start, x, **parts)
+    recorder = recorders["grouped_gemm_kernel"]
+    assert recorder.grid == (100,)
+    code = examine(recorder, tmp_path, f"{function} {options}")
+    assert code.wgmma
+    assert code.tma
+    assert not code.cp_async_narrow
+    assert code.wide_stores
+    assert code.spilled == 0
+
+
+@pytest.mark.parametrize("function", ["gemm", "dgrad", "wgrad"])
+def test_no_more_programs_than_sms_are_lent(recorders, function):
+    """launch gives them 132."""
+    launch(function, "qwen3-30b", torch.bfloat16)
+    assert recorders[KERNEL_OF[function]].grid == (132,)
+
+
+def test_tiles_that_do_not_fill_a_panel(recorders):
+    config = gemm.TileConfig(block_m=64, block_n=512, block_k=32, num_stages=2, num_warps=8)
+    x, weight, out = (meta(*shape, dtype=torch.bfloat16) for shape in ((64, 64), (2, 1024, 64), (64, 1024)))
+    with pytest.raises(ArgumentError, match="tiles of 512 columns do not fill the columns"):
+        gemm.grouped_gemm(x, weight, meta(3, dtype=torch.int32), out, columns=(256, 1024), config=config, num_sms=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

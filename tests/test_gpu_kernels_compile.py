@@ -134,6 +134,25 @@ def test_barrier(compiled, tmp_path, num_ranks):
     assert release < acquire < kernel.ptx.index("ld.volatile.global", release)
 
 
+def test_signals(compiled, tmp_path):
+    peers, status = make_peers(4), torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
+    sync.send_signal(peers, 3)
+    kernel = compiled["send_signal_kernel"]
+    registers, local_bytes = kernel.resources(tmp_path)
+    assert local_bytes == 0
+    assert registers <= 64
+    # One store, a release that covers the payload of the kernels before it.
+    (atomic,) = [line for line in kernel.ptx.splitlines() if re.search(r"\b(atom|red)\.", line)]
+    assert "sys" in atomic
+    assert "release" in atomic
+    assert "exch" in atomic
+    sync.wait_for_signal(peers, 3, torch.zeros(1, dtype=torch.int64), status, phase=3, timeout_ns=10**9)
+    kernel = compiled["wait_for_signal_kernel"]
+    check(kernel, tmp_path, 64)
+    assert kernel.ptx.count("ld.acquire.sys") == 1
+    assert "%globaltimer" in kernel.ptx
+
+
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plan_kernels(compiled, tmp_path, shape, id_dtype):
@@ -185,12 +204,21 @@ def test_lay_out(compiled, tmp_path, shape, drop):
         packed_start=empty(num_ranks),
         packed_limit=empty(num_ranks),
         source_to_packed_start=empty(num_ranks + 1),
+        source_to_row_start=empty(num_ranks + 1, num_experts // num_ranks),
         expert_load=empty(num_experts),
         report=empty(control.SUMMARY_WORDS),
     )
     kernel = compiled["lay_out_kernel"]
     check(kernel, tmp_path, 255)
     assert kernel.ptx.count("fence.acq_rel.sys") == 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_split_by_source(compiled, tmp_path, shape):
+    _, _, num_experts, _, num_ranks = SHAPES[shape]
+    local = num_experts // num_ranks
+    plan.split_by_source(empty(num_ranks + 1, local), empty(num_ranks, 2, local), rank=num_ranks - 1)
+    check(compiled["split_by_source_kernel"], tmp_path, 128)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -203,12 +231,15 @@ def test_rows_move_in_16_byte_accesses(compiled, tmp_path, shape, dtype):
     received = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64)
 
     tokens.push_rows(x, token_to_row, peers, received, column=0)
-    tokens.fan_out(rows, packed_to_row, num_packed)
-    tokens.pre_reduce(rows, packed_to_row, num_packed)
-    tokens.pull_rows(None, token_to_row, peers, received, x, column=0)
-    for name in ("push_rows", "fan_out", "pre_reduce", "pull_rows"):
-        if top_k > 1 or name in ("push_rows", "pull_rows"):  # with one slot per token there are no secondary rows
-            check_rows_kernel(compiled[f"{name}_kernel"], tmp_path, f"{name}, {shape}")
+    tokens.fan_out(rows, packed_to_row, num_packed, num_packed)
+    for columns in (None, (hidden // 2 // 8 * 8, hidden)):
+        tokens.pre_reduce(rows, packed_to_row, num_packed, columns=columns)
+        tokens.pull_rows(None, token_to_row, peers, received, x, column=0, columns=columns)
+        for name in ("push_rows", "fan_out", "pre_reduce", "pull_rows"):
+            if top_k > 1 or name in ("push_rows", "pull_rows"):  # with one slot per token there are no secondary rows
+                check_rows_kernel(compiled[f"{name}_kernel"], tmp_path, f"{name}, {shape}, {columns}")
+    tokens.pull_rows(None, token_to_row, peers, received, x, column=0, num_ctas=8)
+    check_rows_kernel(compiled["pull_rows_kernel"], tmp_path, f"pull_rows with few programs, {shape}")
     tokens.pull_rows(packed_to_row, packed_to_row, peers, received, x, column=0)
     check_rows_kernel(compiled["pull_rows_kernel"], tmp_path, f"pull_rows by slot, {shape}")
 
@@ -250,7 +281,7 @@ def test_slot_kernels(compiled, tmp_path, shape, with_probs):
         row_column=1,
         prob_column=2,
     )
-    tokens.index_rows(slots, probs, num_packed, received, received, slots, rows, row_probs)
+    tokens.index_rows(slots, probs, num_packed, num_packed, received, received, slots, rows, row_probs)
     tokens.gather_values(row_values, slots, num_packed, values)
     tokens.pull_values(slots, token_to_row, peers, received, values, column=1)
     for name in ("push_slots", "index_rows", "gather_values", "pull_values"):
@@ -301,7 +332,10 @@ def test_steps_do_not_compile_again(monkeypatch):
         run_case(gpu, case)
         status, received = torch.zeros(control.STATUS_WORDS, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
         words = (number, 2**40 * number, 16)
-        sync.barrier(make_peers(2), words, received, status, call=number, fault=number == 1, timeout_ns=number)
+        peers, arrived = make_peers(2), torch.zeros(1, dtype=torch.int64)
+        sync.barrier(peers, words, received, status, call=number, fault=number == 1, timeout_ns=number)
+        sync.send_signal(peers, number % 2)
+        sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
 
     case = Case(tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600)
     step(case, 0)

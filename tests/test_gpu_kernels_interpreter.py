@@ -27,6 +27,10 @@ def test_kernels_match_twins():
     assert result.returncode == 0, result.stdout + result.stderr
     num_barriers = result.stdout.count("barrier, ")
     assert num_barriers >= 30
+    num_signals = result.stdout.count("signal, ")
+    assert num_signals >= 6
+    num_parts = result.stdout.count("parts of ")
+    assert num_parts >= 4
     num_routes = result.stdout.count("select_experts, ")
     assert num_routes >= 4
-    assert result.stdout.count(": ok") == 2 * len(CASES) + num_barriers + num_routes
+    assert result.stdout.count(": ok") == 2 * len(CASES) + num_barriers + num_signals + num_parts + num_routes

@@ -14,8 +14,10 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
 from symmoe.kernels.activation import Activation  # noqa: E402
+from symmoe.kernels.gpu import gemm as gpu_gemm  # noqa: E402
+from symmoe.kernels.gpu import gemm_act as gpu_gemm_act  # noqa: E402
 from symmoe.kernels.gpu import hopper  # noqa: E402
-from symmoe.kernels.gpu.hopper import act, gemm  # noqa: E402
+from symmoe.kernels.gpu.hopper import act, gemm, wgrad  # noqa: E402
 
 SHAPES = {  # G, H, I, N
     "qwen3-30b": (32, 2048, 768, 65536),
@@ -130,6 +132,84 @@ def test_act(launched, tmp_path, dtype, variant, shape):
     act.launch_act(rows, weight, row_start, scale, h, a, SWIGLU, variant=VARIANTS[variant], num_sms=132)
     _, spilled = compiled(launched, tmp_path)
     assert spilled == 0
+
+
+@dtypes
+@pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
+@pytest.mark.parametrize(
+    ("ranges", "columns", "zero_tail"),
+    [(True, None, False), (False, (256, 512), True), (False, (512, 712), True), (True, (0, 256), False)],
+    ids=["ranges", "panel", "last panel", "both"],
+)
+def test_parts_of_products(launched, tmp_path, ranges, columns, zero_tail, k_first, dtype):
+    G, K, O, N = 3, 1032, 712, 999
+    rows, out = meta(N, K, dtype=dtype), meta(N, O, dtype=dtype)
+    weight = meta(G, K, O, dtype=dtype) if k_first else meta(G, O, K, dtype=dtype)
+    row_start = meta(2, G, dtype=torch.int32) if ranges else meta(G + 1, dtype=torch.int32)
+    gemm.launch_gemm(
+        rows, weight, row_start, out, weight_k_first=k_first, columns=columns, zero_tail=zero_tail, num_sms=132
+    )
+    _, spilled = compiled(launched, tmp_path)
+    assert spilled == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranges_of_the_fused_kernels(launched, tmp_path, variant):
+    G, H, I, N = SHAPES["qwen3-30b"]
+    dtype = torch.bfloat16
+    ranges, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
+    h, a, rows = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
+    w1, w2 = meta(G, 2 * I, H, dtype=dtype), meta(G, H, I, dtype=dtype)
+    options = {"num_sms": 132, "variant": VARIANTS[variant]}
+    index = meta(N, dtype=torch.int32) if variant == "gathered" else None
+    act.launch_dact(rows, w2, ranges, h, scale, h, a, scale, SWIGLU, row_index=index, **options)
+    assert compiled(launched, tmp_path)[1] == 0
+    if variant in ("separate", "alternate"):
+        launched.clear()
+        act.launch_act(rows, w1, ranges, scale, h, a, SWIGLU, **options)
+        assert compiled(launched, tmp_path)[1] == 0
+
+
+def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
+    """From the public functions, as on a Hopper GPU; and row_start decides what the end of a group's rows is."""
+    launches = []
+    for module in (act, gemm, wgrad):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
+    for module in (gpu_gemm, gpu_gemm_act):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
+    monkeypatch.setattr(hopper, "kernels", lambda device, dtype, columns: act)
+    G, H, I, N = SHAPES["qwen3-30b"]
+    bf16 = torch.bfloat16
+    bounds, ranges = meta(G + 1, dtype=torch.int32), meta(2, G, dtype=torch.int32)
+    scale, sums = meta(N, dtype=torch.float32), meta(12 * N, dtype=torch.float32)
+    h, a, rows = meta(N, 2 * I, dtype=bf16), meta(N, I, dtype=bf16), meta(N, H, dtype=bf16)
+    w1, w2 = meta(G, 2 * I, H, dtype=bf16), meta(G, H, I, dtype=bf16)
+    index = meta(N, dtype=torch.int32)
+
+    def launched_by(function, *args, **options):
+        function(*args, num_sms=5, **options)
+        (grid, constants), *rest = launches
+        launches.clear()
+        assert grid == (5,)
+        return constants.named["PIPE"], rest
+
+    panel = {"columns": (256, 768)}
+    for row_start, end in ((bounds, 1), (ranges, G)):
+        whole, _ = launched_by(gpu_gemm.grouped_gemm, a, w2, row_start, rows)
+        part, _ = launched_by(gpu_gemm.grouped_gemm, a, w2, row_start, rows, **panel)
+        dgrad, _ = launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_start, a, **panel)
+        assert [(p.end, p.first_column, p.num_n_tiles) for p in (whole, part, dgrad)] == [
+            (end, 0, H // 256), (end, 256, 2), (end, 256, 2)
+        ]  # fmt: skip
+        pipe, _ = launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_start, scale, h, a, SWIGLU)
+        assert pipe.end == end
+        for i in (None, index):
+            arguments = (rows, w2, row_start, h, scale, h, a, scale, sums, SWIGLU)
+            pipe, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
+            assert pipe.end == end
+            assert rest == ([] if row_start is ranges else ["sum_dscale_kernel"])
+    wgrad.launch_wgrad(h, rows, bounds, w1, num_sms=5)
+    assert launches[0][0] == (5,)
 
 
 def test_devices_and_calls_that_they_do_not_take():

@@ -29,10 +29,11 @@ class Barrier:
 class Program:
     """Shared memory of one program; `landing` holds copies that TMA has not finished."""
 
-    def __init__(self, kind, num_tiles, num_k, stages):
+    def __init__(self, kind, lengths, stages):
+        """lengths: stages that each tile takes; all the same where the ring skips another warpgroup's tiles."""
         self.alternate, self.gathered, self.finishes = kind == "alternate", kind == "gathered", kind != "alternate"
         self.finishes &= kind != "together"
-        self.tiles, self.num_k, self.stages = range(num_tiles), num_k, stages
+        self.tiles, self.lengths, self.stages = range(len(lengths)), lengths, stages
         # The bytes of TMA count as one more arrival.
         self.full = [Barrier(3 if self.gathered else 2) for _ in range(stages)]
         self.empty = [Barrier(1 if self.alternate else 2) for _ in range(stages)]
@@ -48,13 +49,13 @@ class Program:
         return (0, phase ^ 1) if stage == self.stages - 1 else (stage + 1, phase)
 
     def skip_tile(self, stage, phase):
-        position = phase * self.stages + stage + self.num_k
+        position = phase * self.stages + stage + (self.lengths or [1])[0]
         return position % self.stages, position // self.stages & 1
 
     def load(self):
         stage, phase, landed, copies = 0, 1, 0, []
         for tile in self.tiles:
-            for k in range(self.num_k):
+            for k in range(self.lengths[tile]):
                 yield self.empty[stage], phase
                 assert self.readers[stage] == 0
                 self.full[stage].arrive()
@@ -92,7 +93,7 @@ class Program:
         for tile in tiles:
             if self.alternate:
                 yield self.turn[warpgroup], turn ^ (1 - warpgroup)
-            for k in range(self.num_k):
+            for k in range(self.lengths[tile]):
                 yield self.full[stage], phase
                 assert self.a[stage] == self.b[stage] == (tile, k)
                 self.readers[stage] += 1
@@ -103,7 +104,8 @@ class Program:
             if self.alternate:
                 self.turn[1 - warpgroup].arrive()
             yield None
-            self.free(stage - 1)
+            if self.lengths[tile] > 0:
+                self.free(stage - 1)
             if self.alternate:
                 stage, phase = self.skip_tile(stage, phase)
             if self.finishes:
@@ -157,8 +159,19 @@ def test_no_order_of_the_warps_hangs_or_mixes_up_tiles(kind, num_k):
     for num_tiles in (0, 1, 2, 3, 4, 7):
         for stages in (3, 4, 5):
             for _ in range(6):
-                program = Program(kind, num_tiles, num_k, stages)
+                program = Program(kind, [num_k] * num_tiles, stages)
                 program.play(choice)
                 halves = [(t, t % 2) for t in range(num_tiles)]
                 both = [(t, half) for t in range(num_tiles) for half in range(2)]
                 assert sorted(program.done) == (halves if program.alternate else both)
+
+
+def test_tiles_of_different_lengths():
+    """A weight gradient's tiles take as many stages as their group's rows do, which may be none."""
+    choice = random.Random(0)
+    for num_tiles in (1, 2, 3, 5, 8):
+        for _ in range(60):
+            lengths = [choice.choice([0, 0, 1, 2, 3, 4, 7]) for _ in range(num_tiles)]
+            program = Program("together", lengths, 3)
+            program.play(choice)
+            assert sorted(program.done) == [(t, half) for t in range(num_tiles) for half in range(2)]

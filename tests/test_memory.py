@@ -41,8 +41,9 @@ def bytes_kept(config: MoEConfig) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
 @pytest.mark.parametrize("capacity", [None, 150])
-def test_bytes_of_a_call(stash: str, capacity: int | None):
-    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity)
+@pytest.mark.parametrize("layout", ["packed", "expert-major"])
+def test_bytes_of_a_call(stash: str, capacity: int | None, layout: str):
+    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, stash=stash, capacity=capacity, layout=layout)
     plan = plan_memory(config, num_ranks=1, num_tokens=T, dtype=torch.float32)
     leased, ordinary = bytes_kept(config)
     assert plan.lease_bytes_per_call == leased

@@ -92,17 +92,16 @@ def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
-def check_faults(rank: int, num_ranks: int, device: str) -> list[str]:
+def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[str]:
     """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
     findings = Findings()
     last = rank == num_ranks - 1
     experts = 2 * num_ranks
     with open_heap(device) as heap:
-        exact = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=experts, top_k=K), heap)
-        static = MoELayer(
-            MoEConfig(hidden=H, ffn=H, num_experts=experts, top_k=K, capacity=T * K * num_ranks), heap
-        )
-        tight = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=experts, top_k=K, capacity=1), heap)
+        sizes = {"hidden": H, "ffn": H, "num_experts": experts, "top_k": K, "schedule": schedule}
+        exact = MoELayer(MoEConfig(**sizes), heap)
+        static = MoELayer(MoEConfig(**sizes, capacity=T * K * num_ranks), heap)
+        tight = MoELayer(MoEConfig(**sizes, capacity=1), heap)
 
         def wrong_shape(layer: MoELayer) -> None:
             layer(tokens(heap, H + 8 if last else H))
@@ -155,16 +154,43 @@ def check_faults(rank: int, num_ranks: int, device: str) -> list[str]:
     return findings.texts
 
 
+ALL_CHECKS = [(check_disagreement,), (check_faults, "serial"), (check_faults, "overlapped")]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("check", [check_disagreement, check_faults])
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=str)
 def test_every_rank_raises_and_all_go_on(cluster, num_ranks: int, check):
-    assert [text for texts in cluster(num_ranks).run(check, "cpu") for text in texts] == []
+    assert [text for texts in cluster(num_ranks).run(check[0], "cpu", *check[1:]) for text in texts] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", [check_disagreement, check_faults])
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=str)
 def test_every_rank_raises_and_all_go_on_on_gpus(cluster, check):
-    assert [text for texts in cluster(2, "cuda").run(check, "cuda") for text in texts] == []
+    assert [text for texts in cluster(2, "cuda").run(check[0], "cuda", *check[1:]) for text in texts] == []
+
+
+def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
+    """Rows of the last rank that never arrive while the experts compute: the next rank names it, and nobody hangs."""
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=1.0)
+    layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="overlapped"), heap)
+    y, _ = layer(tokens(heap))
+    if rank == num_ranks - 1:
+        heap.send_signal = lambda peer: None
+    raised = ""
+    try:
+        layer(tokens(heap))
+    except PeerTimeout as error:
+        raised = str(error)
+    heap.close()
+    return raised, bool(y.isfinite().all())
+
+
+def test_a_signal_that_does_not_come(cluster):
+    results = cluster(3).run(lose_a_signal, timeout_s=30)
+    assert all(fine for _, fine in results)
+    for text, _ in results[:2]:  # whichever wait of theirs ends first, theirs or that for a rank that has given up
+        assert "within timeout_s=1" in text
+    assert any("rank 2 did not reach 'dispatch: arrived'" in text for text, _ in results[:2])
 
 
 def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
+import time
 
 import pytest
 import torch
-from test_layer import GPU_H, GPU_I, H, I, flat, make_layer, tokens_of
+from test_layer import GPU_H, GPU_I, WAYS, H, I, flat, make_layer, tokens_of
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
@@ -95,6 +97,64 @@ def test_stashes_give_the_same_bits_on_gpus(cluster, num_ranks: int):
     assert flat(cluster(num_ranks, "cuda").run(check_stashes, "cuda")) == []
 
 
+# -- layouts and schedules of one step --------------------------------------------------------------------------------
+
+BIG_H, BIG_I = 768, 96  # FC2 of several panels
+RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles; ranks that, alone, would cut a call differently
+
+
+def check_ways(rank: int, num_ranks: int, device: str, dtype: torch.dtype) -> list[str]:
+    """The same bits in every way, when rows come in many parts and FC2 is computed by panels; ranks lag."""
+    findings = Findings()
+    generator = random.Random(rank)
+    num_tokens = RANK_TO_TOKENS[rank]
+    with open_heap(device, num_bytes=64 << 20) as heap:
+        x, dy = (tokens_of(rank, num_tokens, BIG_H, salt=salt).to(heap.device, dtype) for salt in (1, 2))
+        x.requires_grad_()
+        for order, stash, limits in (
+            ("rank", "all", {}),
+            ("slot", "none", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": max(RANK_TO_TOKENS)}),
+        ):
+            want = None
+            for way in WAYS:
+                findings.where = f"rank {rank} of {num_ranks}, {way}, order {order}, stash {stash}, {limits}"
+                config = MoEConfig(
+                    hidden=BIG_H,
+                    ffn=BIG_I,
+                    num_experts=2 * num_ranks,
+                    top_k=2,
+                    order=order,
+                    stash=stash,
+                    **limits,
+                    **way,
+                )
+                layer, _ = make_layer(heap, config)
+                layer.experts.to(dtype)
+                time.sleep(0.01 * generator.random())
+                y, _ = layer(x)
+                time.sleep(0.01 * generator.random())
+                found = [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
+                del y
+                findings.equal("leased bytes", heap.leased_bytes, 0)
+                findings.check(all(bool(tensor.any()) for tensor in found), "a result is all zeros")
+                if want is None:
+                    want = found
+                compare_bits(findings, found, want)
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_all_ways_give_the_same_bits(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_ways, "cpu", torch.float32)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: torch.dtype):
+    assert flat(cluster(num_ranks, "cuda").run(check_ways, "cuda", dtype, timeout_s=280)) == []
+
+
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -132,10 +192,10 @@ def check_pipeline(rank: int, num_ranks: int, device: str) -> list[str]:
     """1F1B against one after the other, on a heap that has not a byte more than `plan_memory` says."""
     findings = Findings()
     num_batches = 5
-    for stash in STASHES:
-        config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8)
+    for stash, way in [(stash, WAYS[0]) for stash in STASHES] + [("all", WAYS[1]), ("none", WAYS[2]), ("all", WAYS[3])]:
+        config = config_for(num_ranks, device, stash=stash, capacity=48, max_tokens=8, **way)
         for in_flight in (1, 2, 3):
-            findings.where = f"rank {rank} of {num_ranks}, {stash}, {in_flight} in flight"
+            findings.where = f"rank {rank} of {num_ranks}, {stash}, {way}, {in_flight} in flight"
             plan = plan_memory(
                 config,
                 num_ranks=num_ranks,

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -42,50 +42,88 @@ def collect_rows(rows: torch.Tensor, plan: Plan, *, order: str) -> torch.Tensor:
     Returns:
         [T, H].
     """
-    return _collect(rows, plan, order, None)[0]
+    with Collection(rows, plan, order=order) as collection:
+        collection.collect()
+    return collection.out
 
 
 def collect_rows_and_values(
     rows: torch.Tensor, row_values: torch.Tensor, plan: Plan, *, order: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`collect_rows`, and brings one fp32 value per row home: [N_cap] to [T, K], 0 for slots without a row."""
-    packed_to_row, _ = plan.received_index()
-    shape = (plan.packed_row_capacity, plan.top_k)
-    with plan.heap.lease(shape, torch.float32, name="values to collect", phase=PHASE) as packed_values:
-        ops = kernels.for_device(rows.device)
-        ops.gather_values(row_values, packed_to_row, plan.num_packed, packed_values.tensor)
-        return _collect(rows, plan, order, packed_values.offset)
+    with Collection(rows, plan, order=order, row_values=row_values) as collection:
+        collection.collect()
+    return collection.out, collection.values
 
 
-def _collect(
-    rows: torch.Tensor, plan: Plan, order: str, values_offset: int | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One trip: the sums, and the values that the ranks have gathered at `values_offset`, if any."""
-    ops, heap = kernels.for_device(rows.device), plan.heap
-    packed_to_row, _ = plan.received_index()
-    agreed = {
-        "hidden": rows.shape[1],
-        "dtype": control.DTYPES.index(rows.dtype),
-        "order": control.ORDERS.index(order),
-        "probs": int(values_offset is not None),
-    }
-    offset = heap.offset_of(rows, phase=PHASE)  # before anything is written there
-    if order == "rank":
-        ops.pre_reduce(rows, packed_to_row, plan.num_packed)
-        # Autograd must refuse a later use of what stood in the primary rows.
-        wrote_into(rows)
-        sources = (None, plan.token_to_primary_row)
-    else:
+class Collection:
+    """One combine trip, as a context in which the sums are made, at once or by panels of columns as rows are finished.
+
+    Every call of :meth:`collect` is collective, and so is leaving the context.
+
+    Args:
+        rows: [N_cap, H] on the heap; with order "rank" its primary rows are overwritten.
+        row_values: fp32 [N_cap] that shall come home as well, complete before the first :meth:`collect`.
+
+    Attributes:
+        out: [T, H], complete after the context.
+        values: fp32 [T, K] or None, likewise.
+    """
+
+    def __init__(self, rows: torch.Tensor, plan: Plan, *, order: str, row_values: torch.Tensor | None = None) -> None:
+        self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
+        self._ops, self._exit = kernels.for_device(rows.device), ExitStack()
+        self._packed_to_row, _ = plan.received_index()
+        self._agreed = {
+            "hidden": rows.shape[1],
+            "dtype": control.DTYPES.index(rows.dtype),
+            "order": control.ORDERS.index(order),
+            "probs": int(row_values is not None),
+        }
+        self.out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+        self.values = None
+        if row_values is not None:  # here, not in `collect`: that may run on another stream
+            self.values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
+        self._has_values = row_values is None
+
+    def __enter__(self) -> Collection:
+        plan, heap = self._plan, self._plan.heap
+        with self._exit:
+            values_offset = 0
+            if self._row_values is not None:
+                shape = (plan.packed_row_capacity, plan.top_k)
+                lease = heap.lease(shape, torch.float32, name="values to collect", phase=PHASE)
+                packed_values = self._exit.enter_context(lease)
+                self._ops.gather_values(self._row_values, self._packed_to_row, plan.num_packed, packed_values.tensor)
+                values_offset = packed_values.offset
+            # Looked up before anything is written there.
+            self._publish = (heap.offset_of(self._rows, phase=PHASE), values_offset)
+            self._exit.enter_context(heap.one_call())
+            self._exit = self._exit.pop_all()
+        return self
+
+    def collect(self, columns: tuple[int, int] | None = None, *, num_ctas: int | None = None) -> None:
+        """Sums columns (the first, one past the last) of each token's rows, which are complete; None: all.
+
+        Args:
+            num_ctas: programs of the kernels that move rows; None: as many as they like.
+        """
+        plan, heap, ops = self._plan, self._plan.heap, self._ops
         sources = (plan.slot_to_rank, plan.slot_to_row)
-    out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
-    values = None
-    with heap.one_call():
-        received = heap.barrier(PHASE, publish=(offset, values_offset or 0), **agreed)
-        ops.pull_rows(*sources, heap.peers, received, out, column=READY_ROWS)
-        if values_offset is not None:
-            values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
+        if self._order == "rank":
+            ops.pre_reduce(self._rows, self._packed_to_row, plan.num_packed, columns=columns, num_ctas=num_ctas)
+            # Autograd must refuse a later use of what stood in the primary rows.
+            wrote_into(self._rows)
+            sources = (None, plan.token_to_primary_row)
+        received = heap.barrier(PHASE, publish=self._publish, **self._agreed)
+        ops.pull_rows(*sources, heap.peers, received, self.out, column=READY_ROWS, columns=columns, num_ctas=num_ctas)
+        if not self._has_values:
+            self._has_values = True
             ops.pull_values(
-                plan.slot_to_rank, plan.token_to_packed_row, heap.peers, received, values, column=READY_VALUES
+                plan.slot_to_rank, plan.token_to_packed_row, heap.peers, received, self.values, column=READY_VALUES
             )
-        heap.barrier(control.PHASE_COMBINE_DONE, **agreed)
-    return out, values
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        with self._exit:
+            if exc_type is None:
+                self._plan.heap.barrier(control.PHASE_COMBINE_DONE, **self._agreed)

@@ -35,6 +35,8 @@ class Plan:
         slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank.
         token_to_primary_row, token_to_packed_row: int32 [T, R], per destination rank.
         source_to_packed_start: int32 [R + 1], where the packed rows of each source rank start here; the last is P.
+        source_to_row_start: int32 [R + 1, e], where the rows of each source rank and local expert start here; the last
+            row is where the experts' rows end.
         expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
         num_dropped: int32 [1], slots of the whole EP group that were dropped.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
@@ -55,6 +57,7 @@ class Plan:
     token_to_primary_row: torch.Tensor
     token_to_packed_row: torch.Tensor
     source_to_packed_start: torch.Tensor
+    source_to_row_start: torch.Tensor
     expert_load: torch.Tensor
     num_dropped: torch.Tensor
     block_tokens: torch.Tensor
@@ -62,11 +65,28 @@ class Plan:
     packed_limit: torch.Tensor
     packed_to_row: torch.Tensor | None = None
     row_to_packed_row: torch.Tensor | None = None
+    _source_to_rows: torch.Tensor | None = None
 
     @property
     def num_packed(self) -> torch.Tensor:
         """int32 [1], P on the device."""
         return self.source_to_packed_start[-1:]
+
+    @property
+    def source_to_rows(self) -> torch.Tensor:
+        """int32 [R, 2, e]: per source rank and local expert, the rows (first, one past the last) that can be computed
+        once that rank's rows have arrived, after those of the ranks before it in :attr:`arrivals`."""
+        if self._source_to_rows is None:
+            shape = (self.heap.num_ranks, 2, self.splits.shape[0])
+            self._source_to_rows = torch.empty(shape, dtype=torch.int32, device=self.splits.device)
+            ops = kernels.for_device(self.splits.device)
+            ops.split_by_source(self.source_to_row_start, self._source_to_rows, rank=self.heap.rank)
+        return self._source_to_rows
+
+    @property
+    def arrivals(self) -> list[int]:
+        """The source ranks in the order in which their rows arrive, if every rank sends to the next one first."""
+        return [(self.heap.rank - step) % self.heap.num_ranks for step in range(self.heap.num_ranks)]
 
     def rows_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
@@ -158,6 +178,7 @@ def make_plan(
         slot_start, slot_limit = int32(num_experts), int32(num_experts)
         packed_start, packed_limit = int32(num_ranks), int32(num_ranks)
         source_to_packed_start, expert_load = int32(num_ranks + 1), int32(num_experts)
+        source_to_row_start = int32(num_ranks + 1, experts_per_rank)
         report = int32(control.SUMMARY_WORDS)
         ops.lay_out(
             heap.peers,
@@ -174,6 +195,7 @@ def make_plan(
             packed_start=packed_start,
             packed_limit=packed_limit,
             source_to_packed_start=source_to_packed_start,
+            source_to_row_start=source_to_row_start,
             expert_load=expert_load,
             report=report,
         )
@@ -221,6 +243,7 @@ def make_plan(
         token_to_primary_row=token_to_primary_row,
         token_to_packed_row=token_to_packed_row,
         source_to_packed_start=source_to_packed_start,
+        source_to_row_start=source_to_row_start,
         expert_load=expert_load,
         num_dropped=report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1],
         block_tokens=block_tokens,

@@ -52,16 +52,17 @@ def send_expert_major_gradient(dy: torch.Tensor, plan: Plan, rows: torch.Tensor)
 
 def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
     packed_to_row, _ = plan.received_index()
-    kernels.for_device(rows.device).fan_out(rows, packed_to_row, plan.num_packed)
+    start = plan.source_to_packed_start
+    kernels.for_device(rows.device).fan_out(rows, packed_to_row, start[:1], start[-1:])
 
 
-def _agreed(x: torch.Tensor, probs: torch.Tensor | None) -> dict[str, int]:
-    """What all ranks must bring alike, or their rows would not fit each other's buffers."""
+def agreed_fields(x: torch.Tensor, probs: torch.Tensor | None) -> dict[str, int]:
+    """What all ranks must bring alike to a dispatch, or their rows would not fit each other's buffers."""
     return {"hidden": x.shape[1], "dtype": control.DTYPES.index(x.dtype), "probs": int(probs is not None)}
 
 
 def _send_rows(x: torch.Tensor, token_to_row: torch.Tensor, plan: Plan, buffer: torch.Tensor) -> None:
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, _agreed(x, None)
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, None)
     with heap.one_call():
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed)
         ops.push_rows(x, token_to_row, heap.peers, ready, column=READY_ROWS)
@@ -71,7 +72,7 @@ def _send_rows(x: torch.Tensor, token_to_row: torch.Tensor, plan: Plan, buffer: 
 def _send_with_slots(
     x: torch.Tensor, token_to_row: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None
 ) -> torch.Tensor | None:
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, _agreed(x, probs)
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs)
     shape = (plan.packed_row_capacity, plan.top_k)
     with (
         heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as wire_slots,
@@ -104,6 +105,7 @@ def _send_with_slots(
         ops.index_rows(
             wire_slots.tensor,
             None if probs is None else wire_probs.tensor,
+            plan.source_to_packed_start[:1],
             plan.num_packed,
             ready,
             arrived,

@@ -4,6 +4,7 @@ Twins and device code share these numbers; nothing here touches memory.
 
     counters      int64[8]                       local: barrier epoch, aborted, faulted
     mailbox       int64[2][R][MAIL_WORDS]        slot [epoch & 1][s] is written by rank s alone
+    signals       int64[R][SIGNAL_WORDS]         slot s is written by rank s alone: the epoch of its last signal
     fault inbox   uint8[2][R][INBOX_BYTES]       slot [.][s] is written by rank s alone, in turn
     count table   int32[2][R][row_words]         half [epoch of the plan's barrier & 1], row s written by rank s alone
 """
@@ -29,6 +30,9 @@ NUM_COUNTERS = 8
 MAIL_WORDS = 8
 NUM_PUBLISHED = 3
 MAIL_CALL = 1 + NUM_PUBLISHED
+
+# a slot of the signals: an epoch, padding to 64 bytes
+SIGNAL_WORDS = 8
 
 # a slot of the fault inbox: the epoch of the faulted barrier (8 bytes), the error, padding to 64 bytes
 INBOX_BYTES = 64 + FAULT_BYTES
@@ -140,17 +144,20 @@ class ControlLayout:
     num_ranks: int
     counters: int = field(init=False, default=0)
     mailbox: int = field(init=False)
+    signals: int = field(init=False)
     fault_inbox: int = field(init=False)
     count_table: int = field(init=False)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         mailbox = 512
-        fault_inbox = mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
+        signals = mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
+        fault_inbox = signals + self.num_ranks * SIGNAL_WORDS * 8
         count_table = fault_inbox + 2 * self.num_ranks * INBOX_BYTES
         end = count_table + 2 * self.num_ranks * self.row_words * 4
         for name, value in (
             ("mailbox", mailbox),
+            ("signals", signals),
             ("fault_inbox", fault_inbox),
             ("count_table", count_table),
             ("num_bytes", -(-end // 4096) * 4096),

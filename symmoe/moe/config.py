@@ -14,6 +14,8 @@ _CHOICES = {
     "order": ("rank", "slot"),
     "score": ("softmax", "sigmoid"),
     "stash": ("all", "rows", "hidden", "none"),
+    "layout": ("packed", "expert-major"),
+    "schedule": ("serial", "overlapped"),
 }
 
 
@@ -33,9 +35,13 @@ class MoEConfig:
             call, which then needs the same number on every rank.
         order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of
             ranks.
-        stash: what forward keeps for backward. "all": the packed rows (on the heap) and FC1's output h; "rows":
+        stash: what forward keeps for backward. "all": the received rows (on the heap) and FC1's output h; "rows":
             backward computes h again; "hidden": only h, backward dispatches the tokens again; "none": it does both.
             The results have the same bits.
+        layout: of the received rows. "packed": one per (token, rank), from which the GEMMs gather; "expert-major": one
+            per (token, expert), which GEMMs read faster, and which take up to K times the heap. Same bits.
+        schedule: "serial": dispatch, experts, combine one after the other. "overlapped": rows travel beside the GEMMs.
+            Same bits.
         score: how logits become scores.
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
@@ -60,6 +66,8 @@ class MoEConfig:
     max_tokens: int | None = None
     order: Literal["rank", "slot"] = "rank"
     stash: Literal["all", "rows", "hidden", "none"] = "all"
+    layout: Literal["packed", "expert-major"] = "packed"
+    schedule: Literal["serial", "overlapped"] = "serial"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     num_groups: int = 1

@@ -6,6 +6,7 @@ Nothing here synchronises the host or copies rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -69,22 +70,60 @@ def experts_forward(
     return h
 
 
-def first_layer(x: ExpertRows, weights: ExpertWeights, *, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel."""
+def first_layer(
+    x: ExpertRows,
+    weights: ExpertWeights,
+    *,
+    num_rows: int,
+    parts: Iterable[torch.Tensor] | None = None,
+    num_sms: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel per part.
+
+    Args:
+        parts: which rows, one part after the other: each as row_start, or as int32 [2, G] (first row of each group, and
+            the one past its last). None: all at once.
+        num_sms: that the kernels use at most; None: all.
+    """
     h = x.rows.new_empty((num_rows, weights.w1.shape[1]))
     a = x.rows.new_empty((num_rows, weights.w2.shape[2]))
-    kernels.for_device(h.device).grouped_gemm_act(
-        x.rows, weights.w1, x.row_start, x.scale, h, a, weights.activation, row_index=x.row_index, bias=weights.b1
-    )
+    for part in (x.row_start,) if parts is None else parts:
+        kernels.for_device(h.device).grouped_gemm_act(
+            x.rows,
+            weights.w1,
+            part,
+            x.scale,
+            h,
+            a,
+            weights.activation,
+            row_index=x.row_index,
+            bias=weights.b1,
+            num_sms=num_sms,
+        )
     return h, a
 
 
 def second_layer(
-    a: torch.Tensor, x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, zero_tail: bool = False
+    a: torch.Tensor,
+    x: ExpertRows,
+    weights: ExpertWeights,
+    out: torch.Tensor,
+    *,
+    zero_tail: bool = False,
+    columns: tuple[int, int] | None = None,
+    num_sms: int | None = None,
 ) -> None:
-    """out [N, H] = W2 a + b2 * bias_scale."""
+    """out [N, H] = W2 a + b2 * bias_scale, or only columns of it (the first, and the one past the last)."""
     kernels.for_device(a.device).grouped_gemm(
-        a, weights.w2, x.row_start, out, bias=weights.b2, bias_scale=x.bias_scale, zero_tail=zero_tail
+        a,
+        weights.w2,
+        x.row_start,
+        out,
+        bias=weights.b2,
+        bias_scale=x.bias_scale,
+        zero_tail=zero_tail,
+        columns=columns,
+        num_sms=num_sms,
     )
 
 
@@ -98,6 +137,7 @@ class ExpertsBackward:
         x, weights: of forward.
         h: what forward returned.
         d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
+        parts, num_sms: of the first step, as first_layer takes them; `d_out` need not be complete before they are.
 
     Attributes:
         d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
@@ -105,10 +145,18 @@ class ExpertsBackward:
         db1, db2: gradients of the biases, or None.
     """
 
-    def __init__(self, x: ExpertRows, weights: ExpertWeights, h: torch.Tensor, d_out: torch.Tensor) -> None:
+    def __init__(
+        self,
+        x: ExpertRows,
+        weights: ExpertWeights,
+        h: torch.Tensor,
+        d_out: torch.Tensor,
+        *,
+        parts: Iterable[torch.Tensor] | None = None,
+        num_sms: int | None = None,
+    ) -> None:
         self._ops = ops = kernels.for_device(h.device)
         self._x, self._weights, self._d_out = x, weights, d_out
-        self._inputs = Unmodified(rows=x.rows, d_out=d_out)
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
         self._dh = torch.empty_like(h)
         self._a = h.new_empty((num_rows, ffn))
@@ -116,20 +164,31 @@ class ExpertsBackward:
         self.db1 = None if weights.b1 is None else torch.empty_like(weights.b1)
         self.db2 = None if weights.b2 is None else torch.empty_like(weights.b2)
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
-        ops.grouped_gemm_dact(
-            d_out,
-            weights.w2,
-            x.row_start,
-            h,
-            x.scale,
-            self._dh,
-            self._a,
-            self.d_scale,
-            torch.empty(numel, dtype=torch.float32, device=h.device),
-            weights.activation,
-            row_index=x.row_index,
-            dbias=self.db1,
-        )
+        workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
+        if parts is not None and weights.b1 is not None:  # db1 is summed over whole groups: wait for all rows
+            for _ in parts:
+                pass
+            parts = None
+        num_partials = 0
+        for part in (x.row_start,) if parts is None else parts:
+            num_partials = ops.grouped_gemm_dact(
+                d_out,
+                weights.w2,
+                part,
+                h,
+                x.scale,
+                self._dh,
+                self._a,
+                self.d_scale,
+                workspace,
+                weights.activation,
+                row_index=x.row_index,
+                dbias=self.db1,
+                num_sms=num_sms,
+            )
+        if parts is not None:
+            ops.sum_dact_partials(workspace, x.row_start, self.d_scale, num_partials)
+        self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
         if weights.b2 is not None:
             ops.grouped_bias_grad(d_out, x.row_start, self.db2, dout_index=x.row_index, scale=x.bias_scale)
             if x.bias_scale is not None:
@@ -141,16 +200,18 @@ class ExpertsBackward:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row)."""
         self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_start, d_rows, zero_tail=zero_tail)
 
-    def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+    def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """[G, W, H]; a weight_grad.Compute."""
         self._inputs.check()
         x = self._x
-        self._ops.grouped_gemm_wgrad(self._dh, x.rows, x.row_start, out, rows_index=x.row_index, accumulate=accumulate)
+        self._ops.grouped_gemm_wgrad(
+            self._dh, x.rows, x.row_start, out, rows_index=x.row_index, accumulate=accumulate, num_sms=num_sms
+        )
 
-    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """[G, H, I]; a weight_grad.Compute."""
         self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(
-            self._d_out, self._a, x.row_start, out, dout_index=x.row_index, accumulate=accumulate
+            self._d_out, self._a, x.row_start, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
         )

@@ -1,26 +1,31 @@
-"""Dispatch, experts and combine as one differentiable step on the packed layout: no copy between its parts.
+"""Dispatch, experts and combine as one differentiable step: no copy between its parts.
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
-backward, FC1's input gradient goes into a lease that combine reads in place.
+backward, FC1's input gradient goes into a lease that combine reads in place. Which layout the receive buffer has, and
+whether rows travel beside the GEMMs, is the caller's choice (moe/schedule.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe.combine.collect import PHASE as COLLECT
-from symmoe.combine.collect import collect_rows, collect_rows_and_values
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import PHASE as SEND
-from symmoe.dispatch.send import send_packed, send_packed_gradient
 from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, first_layer, second_layer
+from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import GroupedMLP, kernel_weights, split_weights
+from symmoe.moe.overlap import Sizes, num_sms_of, overlap
+from symmoe.moe.schedule import Overlapped, Schedule, Serial
 
-PACKED = "packed rows"
+RECEIVED = "received rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Stash:
     """What forward keeps for backward beside the tokens, the plan and the weights.
 
     Attributes:
-        keeps_rows: the packed rows, in a lease; without them backward dispatches the tokens again.
+        keeps_rows: the received rows, in a lease; without them backward dispatches the tokens again.
         keeps_h: FC1's output; without it backward computes it again.
     """
 
@@ -52,6 +57,8 @@ def expert_parallel_mlp(
     *,
     order: str = "rank",
     stash: str = "all",
+    layout: str = "packed",
+    schedule: str = "serial",
 ) -> torch.Tensor:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
 
@@ -64,6 +71,8 @@ def expert_parallel_mlp(
         plan: of this call's routing.
         order: of the sums in combine, "rank" or "slot".
         stash: what is kept for backward, see MoEConfig.
+        layout: of the receive buffer, "packed" or "expert-major", see MoEConfig.
+        schedule: "serial" or "overlapped", see MoEConfig.
 
     Returns:
         [T, H].
@@ -71,8 +80,40 @@ def expert_parallel_mlp(
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
     weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
     b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
-    call = _Call(experts=experts, plan=plan, order=order, stash=STASHES[stash])
+    expert_major = layout == "expert-major"
+    call = _Call(
+        experts=experts,
+        plan=plan,
+        order=order,
+        stash=STASHES[stash],
+        expert_major=expert_major,
+        schedule=_schedule(schedule, x, experts, plan, expert_major=expert_major),
+    )
     return _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2)
+
+
+def _schedule(name: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, *, expert_major: bool) -> Schedule:
+    """By name; how an overlapped one cuts a call depends on nothing but what all ranks agree on."""
+    num_ranks = plan.heap.num_ranks
+    if name == "serial" or num_ranks == 1:
+        return Serial(expert_major=expert_major)
+    sizes = Sizes(
+        num_rows=_rounded_up(plan.row_capacity),
+        hidden=experts.hidden,
+        ffn=experts.ffn,
+        top_k=plan.top_k,
+        num_experts=plan.num_experts,
+        num_ranks=num_ranks,
+        item_bytes=x.element_size(),
+        is_gated=experts.activation.activation.is_gated,
+    )
+    return Overlapped(overlap(sizes, num_sms_of(x.device)), expert_major=expert_major)
+
+
+def _rounded_up(number: int) -> int:
+    """To two significant bits: with exact capacity it changes from step to step, and what is made of it shall not."""
+    step = 1 << max(0, number.bit_length() - 2)
+    return -(-number // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +124,29 @@ class _Call:
     plan: Plan
     order: str
     stash: Stash
+    expert_major: bool
+    schedule: Schedule
+
+    def receive_shape(self, hidden: int) -> tuple[int, int]:
+        """Of the buffer that rows arrive in."""
+        return (self.plan.row_capacity if self.expert_major else self.plan.packed_row_capacity, hidden)
 
     @property
     def num_rows(self) -> int:
         """Rows of h."""
         return self.plan.row_capacity if self.plan.num_rows is None else max(1, self.plan.num_rows)
 
+    def weight_gradients(
+        self, linear: GroupedLinear, weights: tuple[torch.Tensor, ...], compute: Callable[..., None]
+    ) -> list[torch.Tensor | None]:
+        """Of one linear layer, beside combine; a delayed one has nothing beside it."""
+        num_sms = None if linear.delay_wgrad else self.schedule.gradient_combine_sms
+        return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
+
     def operands(
         self,
-        packed: torch.Tensor,
+        received: torch.Tensor,
+        row_to_packed_row: torch.Tensor,
         row_probs: torch.Tensor,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
@@ -99,9 +154,9 @@ class _Call:
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
         w1, w2 = kernel_weights(*split_weights(self.experts.fc1, weights))
-        plan = self.plan
+        bias_scale, row_index = None if b2 is None else row_probs, None if self.expert_major else row_to_packed_row
         return (
-            ExpertRows(packed, plan.row_start, row_probs, None if b2 is None else row_probs, plan.row_to_packed_row),
+            ExpertRows(received, self.plan.row_start, row_probs, bias_scale, row_index),
             ExpertWeights(w1, b1, w2, b2, self.experts.activation.activation),
         )
 
@@ -117,46 +172,55 @@ class _ExpertParallelMLP(torch.autograd.Function):
         b2: torch.Tensor | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        plan, hidden = call.plan, x.shape[1]
+        plan, schedule, hidden = call.plan, call.schedule, x.shape[1]
         heap, x = plan.heap, kernel_rows(x)
-        packed = heap.lease((plan.packed_row_capacity, hidden), x.dtype, name=PACKED, phase=SEND)
-        row_probs = send_packed(x, plan, packed.tensor, probs.contiguous())
-        rows, experts = call.operands(packed.tensor, row_probs, b1, b2, weights)
-        h, a = first_layer(rows, experts, num_rows=call.num_rows)
+        received = heap.lease(call.receive_shape(hidden), x.dtype, name=RECEIVED, phase=SEND)
+        with schedule.dispatch(x, plan, received.tensor, probs.contiguous()) as arrival:
+            row_probs = arrival.row_probs
+            rows, experts = call.operands(received.tensor, arrival.row_to_packed_row, row_probs, b1, b2, weights)
+            h, a = first_layer(
+                rows, experts, num_rows=call.num_rows, parts=arrival.parts, num_sms=schedule.dispatch_sms
+            )
         keeps, stash = any(ctx.needs_input_grad), call.stash
         if keeps:
             # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
-            kept = (None, packed.tensor) if stash.keeps_rows else (x, None)
+            kept = (None, received.tensor) if stash.keeps_rows else (x, None)
             ctx.save_for_backward(*kept, h if stash.keeps_h else None, row_probs, b1, b2, *weights)
             ctx.call = call
         if not (keeps and stash.keeps_rows):
-            packed.release()
+            received.release()
         with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
-            second_layer(a, rows, experts, out.tensor)
-            return collect_rows(out.tensor, plan, order=call.order)
+
+            def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
+                second_layer(a, rows, experts, out.tensor, columns=columns, num_sms=num_sms)
+
+            return schedule.combine(out.tensor, plan, call.order, compute)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: torch.Tensor):
         call: _Call = ctx.call
-        x, packed, h, row_probs, b1, b2, *weights = ctx.saved_tensors
+        x, received, h, row_probs, b1, b2, *weights = ctx.saved_tensors
         weights1, weights2 = split_weights(call.experts.fc1, tuple(weights))
-        plan, fc1, fc2 = call.plan, call.experts.fc1, call.experts.fc2
+        plan, schedule, fc1, fc2 = call.plan, call.schedule, call.experts.fc1, call.experts.fc2
         heap, hidden = plan.heap, dy.shape[1]
-        packed_shape, shape = (plan.packed_row_capacity, hidden), (plan.row_capacity, hidden)
-        if packed is None:
-            packed = heap.lease(packed_shape, dy.dtype, name=PACKED, phase=SEND).tensor
-            send_packed_gradient(x, plan, packed)  # the rows alone: who goes where is in the plan
-        rows, experts = call.operands(packed, row_probs, b1, b2, tuple(weights))
-        if h is None:
-            h, _ = first_layer(rows, experts, num_rows=call.num_rows)
-        d_packed = heap.lease(packed_shape, dy.dtype, name="packed output gradients", phase=SEND).tensor
-        send_packed_gradient(kernel_rows(dy), plan, d_packed)
-        # Holds both leases, beyond this call if weight gradients are delayed.
-        step = ExpertsBackward(rows, experts, h, d_packed)
-        with heap.lease(shape, dy.dtype, name="input gradients", phase=COLLECT) as d_rows:
+        _, row_to_packed_row = plan.received_index()
+        shape = call.receive_shape(hidden)
+        arrived = None
+        if received is None:
+            received = heap.lease(shape, dy.dtype, name=RECEIVED, phase=SEND).tensor
+            arrived = schedule.dispatch_rows(x, plan, received)  # who goes where is in the plan
+        rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tuple(weights))
+        with nullcontext() if arrived is None else arrived as parts:
+            if h is None:
+                h, _ = first_layer(rows, experts, num_rows=call.num_rows, parts=parts, num_sms=schedule.dispatch_sms)
+        d_out = heap.lease(shape, dy.dtype, name="output gradients", phase=SEND).tensor
+        with schedule.dispatch_rows(kernel_rows(dy), plan, d_out) as parts:
+            # Holds both leases, beyond this call if weight gradients are delayed.
+            step = ExpertsBackward(rows, experts, h, d_out, parts=parts, num_sms=schedule.gradient_dispatch_sms)
+        with heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT) as d_rows:
             step.input_gradient(d_rows.tensor)
-            dw2 = fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=False)
-            dw1 = fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=False)
-            dx, d_probs = collect_rows_and_values(d_rows.tensor, step.d_scale, plan, order=call.order)
-        return None, dx, d_probs, step.db1, step.db2, *dw1, *dw2
+            with schedule.combine_beside(d_rows.tensor, plan, call.order, step.d_scale) as collection:
+                dw2 = call.weight_gradients(fc2, weights2, step.w2_gradient)
+                dw1 = call.weight_gradients(fc1, weights1, step.w1_gradient)
+        return None, collection.out, collection.values, step.db1, step.db2, *dw1, *dw2

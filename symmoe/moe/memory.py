@@ -131,8 +131,12 @@ def _activation_bytes(
     num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
     per_token = 2 * top_k + 2 * num_ranks  # where its slots and its rows went
     received = packed_rows * top_k + rows
-    # block_tokens, splits, row_start, source_to_packed_start, packed_start, packed_limit, expert_load, report
-    small = (num_blocks + 3) * num_ranks + 1 + 2 * (experts // num_ranks) + 1 + experts + control.SUMMARY_WORDS
+    # block_tokens, source_to_packed_start, packed_start, packed_limit; expert_load, report; splits, row_start,
+    # source_to_row_start
+    small = (num_blocks + 3) * num_ranks + 1 + experts + control.SUMMARY_WORDS
+    small += (3 + num_ranks) * (experts // num_ranks) + 1
+    if config.schedule == "overlapped" and num_ranks > 1:  # source_to_rows
+        small += 2 * experts
     plan_bytes = INT_BYTES * (num_tokens * per_token + received + small)
     h_bytes = rows * width * itemsize if stash.keeps_h else 0
     x_bytes = 0 if stash.keeps_rows else num_tokens * config.hidden * itemsize
@@ -145,7 +149,7 @@ Step = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """The leases of one call of a layer, in the order in which moe/fused.py makes and ends them."""
+    """The leases of one call of a layer, in the order in which moe/fused.py makes and ends them, in either schedule."""
 
     config: MoEConfig
     rows: int
@@ -154,31 +158,32 @@ class _Calls:
 
     @property
     def kept_bytes(self) -> int:
-        """The packed rows, if they are kept."""
-        return self._packed_bytes if STASHES[self.config.stash].keeps_rows else 0
+        """The received rows, if they are kept."""
+        return self._received_bytes if STASHES[self.config.stash].keeps_rows else 0
 
     @property
-    def _packed_bytes(self) -> int:
-        return self.packed_rows * self.config.hidden * self.itemsize
+    def _received_bytes(self) -> int:
+        rows = self.packed_rows if self.config.layout == "packed" else self.rows
+        return rows * self.config.hidden * self.itemsize
 
     def forward(self) -> list[Step]:
         """Dispatch, experts, combine."""
         slots_bytes = self.packed_rows * self.config.top_k * INT_BYTES
-        steps = [("+packed", self._packed_bytes), ("+slots", slots_bytes), ("+probs", slots_bytes)]
+        steps = [("+received", self._received_bytes), ("+slots", slots_bytes), ("+probs", slots_bytes)]
         steps += [("-probs", 0), ("-slots", 0)]
         if not self.kept_bytes:
-            steps.append(("-packed", 0))
+            steps.append(("-received", 0))
         return [*steps, ("+out", self.rows * self.config.hidden * self.itemsize), ("-out", 0)]
 
     def backward(self) -> list[Step]:
         """Dispatch again, experts, combine; ends with the rows that forward kept."""
-        steps = [] if self.kept_bytes else [("+packed", self._packed_bytes)]
+        steps = [] if self.kept_bytes else [("+received", self._received_bytes)]
         steps += [
-            ("+d_packed", self._packed_bytes),
+            ("+d_out", self._received_bytes),
             ("+d_rows", self.rows * self.config.hidden * self.itemsize),
             ("+values", self.packed_rows * self.config.top_k * FLOAT_BYTES),
         ]
-        return [*steps, ("-values", 0), ("-d_rows", 0), ("-d_packed", 0), ("-packed", 0)]
+        return [*steps, ("-values", 0), ("-d_rows", 0), ("-d_out", 0), ("-received", 0)]
 
     @staticmethod
     def peak_of(steps: list[Step]) -> int:

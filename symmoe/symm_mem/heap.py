@@ -37,11 +37,11 @@ from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.records import mismatch_error, plan_error, timeout_error
-from symmoe.symm_mem.streams import capture_id, stream_order
+from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 
 logger = logging.getLogger("symmoe")
 
-_PROTOCOL_VERSION = 1
+_PROTOCOL_VERSION = 2
 _FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend, timeout_s
 _BACKENDS = ("host", "nvshmem")
 
@@ -255,6 +255,10 @@ class SymmetricHeap:
         """A CUDA stream for what callers want to run beside the heap's calls, always the same one; None on CPUs."""
         return self._streams.side_stream
 
+    def branch(self) -> Branch:
+        """Where a collective call moves rows beside the GEMMs of the current stream. Joined before the call ends."""
+        return Branch(self._streams.wire_stream)
+
     def one_call(self) -> AbstractContextManager[None]:
         """Goes around the kernels of a collective call, which start after those of the last one (see streams.py)."""
         return self._streams.one_call()
@@ -291,6 +295,23 @@ class SymmetricHeap:
         if self.device.type == "cpu":
             self.check()
         return received
+
+    def send_signal(self, rank: int) -> None:
+        """Tells `rank` that what the current stream has written there since the last barrier is complete."""
+        self._kernels.send_signal(self.peers, rank)
+
+    def wait_for_signal(self, rank: int, phase: int) -> torch.Tensor:
+        """Waits (on the device) for `rank`'s signal since the last barrier, bounded by `timeout_s`.
+
+        Returns:
+            int64[1]: 0, or -1 if the call has failed.
+        """
+        arrived = torch.empty(1, dtype=torch.int64, device=self.device)
+        timeout_ns = int(self.timeout_s * 1e9)
+        self._kernels.wait_for_signal(self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns)
+        if self.device.type == "cpu":
+            self.check()
+        return arrived
 
     def synchronize(self) -> None:
         """Waits for this rank's stream and raises what has been reported. Local.
@@ -334,6 +355,11 @@ class SymmetricHeap:
                 self.fail(problem, phase)
         finally:
             del problem
+
+    def agree(self, problem: SymmoeError | None) -> None:
+        """Raises the first rank's problem on every rank; returns if nobody has one. For slow work on the host: it is
+        collective over the process group, waits as long as the group does, and uses no symmetric memory."""
+        self._bootstrap.agree(problem)
 
     def _launch_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
         """Tells the peers, and returns what every rank raises."""

@@ -90,6 +90,32 @@ class _Order:
             torch.cuda.current_stream(self._device).wait_event(mark.event)
 
 
+class Branch:
+    """A stream that leaves the current one and comes back to it: `with branch: ...` launches there, after what the
+    current stream has by then and beside what it gets later, until :meth:`join`. Without a stream: nothing happens.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._inside: torch.cuda.StreamContext | None = None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._inside = torch.cuda.stream(self._stream)
+            self._inside.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._inside is not None:
+            self._inside.__exit__(*exc)
+            self._inside = None
+
+    def join(self) -> None:
+        """What the current stream gets from now on comes after what is on the branch."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
 class StreamOrder:
     """Orders a CUDA heap's calls and the reuse of its memory over streams.
 
@@ -106,6 +132,11 @@ class StreamOrder:
     def side_stream(self) -> torch.cuda.Stream:
         """One more stream of the device."""
         return torch.cuda.Stream(self._device)
+
+    @functools.cached_property
+    def wire_stream(self) -> torch.cuda.Stream:
+        """Another one, which comes first where both want to start a kernel: on it, rows travel beside GEMMs."""
+        return torch.cuda.Stream(self._device, priority=-1)
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
@@ -141,7 +172,7 @@ class StreamOrder:
 class NoStreams:
     """The same for memory that only the host touches."""
 
-    side_stream = None
+    side_stream = wire_stream = None
 
     @contextmanager
     def one_call(self) -> Iterator[None]:

@@ -9,6 +9,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from row_ranges import random_ranges, rows_of
+
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gpu import activation as gpu_activation
 from symmoe.kernels.gpu import gemm, gemm_act
@@ -321,6 +323,66 @@ def test_repeated_runs_and_other_grids_give_the_same_bits(activation, dtype):
     for num_sms in (None, 100, 1):
         same_bits(p, (h, a), forward(p, p.packed, p.row_index, num_sms=num_sms))
         same_bits(p, gradients, backward(p, p.packed, p.row_index, h, num_sms=num_sms))
+
+
+def check_ranges(p, source, index, bias, step, act_options, dact_options):
+    """Both functions in parts; what parts must not read is NaN, and what they must not write stays as it is."""
+
+    def forward_and_backward(row_start, rows, hidden, outputs, dscale, workspace):
+        h, a, dh, a_again = outputs
+        gemm_act.grouped_gemm_act(
+            rows, p.weight1, row_start, p.scale, h, a, p.activation, row_index=index, bias=bias, **act_options
+        )
+        arguments = (row_start, hidden, p.scale, dh, a_again, dscale, workspace, p.activation)
+        return gemm_act.grouped_gemm_dact(rows, p.weight2, *arguments, row_index=index, **dact_options)
+
+    def blanks():
+        return [p.blank(width) for width in (p.width, p.ffn, p.width, p.ffn)]
+
+    workspace = p.workspace(dact_options.get("config"))
+    whole, union, (dscale, in_parts) = blanks(), blanks(), (p.blank(dtype=torch.float32) for _ in range(2))
+    num_partials = forward_and_backward(p.row_start, source, p.h, whole, dscale, workspace.clone())
+    for ranges in random_ranges(p.splits, 3, step=step):
+        ranges, outputs = ranges.cuda(), blanks()
+        come = rows_of(ranges, p.capacity)
+        rows = source if index is not None else torch.where(come[:, None], source, torch.nan)
+        hidden = torch.where(come[:, None], p.h, torch.nan)
+        forward_and_backward(ranges, rows, hidden, outputs, None, workspace.clone())
+        for out, expected in zip(outputs, whole, strict=True):
+            assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL))
+        assert forward_and_backward(ranges, rows, hidden, union, in_parts, workspace) == num_partials
+    for out, expected in zip(union, whole, strict=True):
+        assert torch.equal(out, expected)
+    assert (in_parts == SENTINEL).all()
+    gemm_act.sum_dact_partials(workspace, p.row_start, in_parts, num_partials)
+    assert not dscale.isnan().any()
+    assert torch.equal(in_parts, dscale)
+
+
+@dtypes
+@pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["blocks"]], ids=["halves", "blocks"])
+@pytest.mark.parametrize("step", [1, 128])
+def test_ranges_of_rows_give_the_bits_of_the_whole(step, activation, dtype):
+    """By the kernels that the functions choose, and by Triton's; with fewer SMs."""
+    for splits, widths in ((SPLITS[0], WIDTHS[1]), (SPLITS[2], WIDTHS[0])):
+        p = Problem(splits, widths, dtype, activation)
+        config = {"config": gemm_act.act_config(p.ffn, dtype, activation)}
+        dact_config = {"config": gemm_act.dact_config(p.ffn, dtype), "num_sms": 7}
+        check_ranges(p, p.rows, None, None, step, {}, {})
+        check_ranges(p, p.packed, p.row_index, p.bias, step, config, dact_config)
+
+
+def test_a_forgotten_range_is_seen():
+    p = Problem(SPLITS[0], WIDTHS[0], torch.bfloat16, ACTIVATIONS["swiglu"])
+    ranges = torch.stack([p.row_start[:-1], p.row_start[1:]])
+    ranges[1, 3] -= 100
+    workspace, dh, a, dscale = p.workspace(), p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
+    arguments = (ranges, p.h, p.scale, dh, a, None, workspace, p.activation)
+    num_partials = gemm_act.grouped_gemm_dact(p.rows, p.weight2, *arguments)
+    gemm_act.sum_dact_partials(workspace, p.row_start, dscale, num_partials)
+    forgotten = slice(p.spans[3].stop - 100, p.spans[3].stop)
+    assert dscale[forgotten].isnan().all()
+    assert dscale.isnan().sum() == 100
 
 
 @dtypes

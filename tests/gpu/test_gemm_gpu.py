@@ -8,6 +8,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from row_ranges import random_ranges, rows_of
+
 from symmoe.kernels.gpu import bias, gemm
 from symmoe.kernels.gpu.splits import splits_to_row_start
 from symmoe.kernels.table import TensorTable
@@ -236,6 +238,99 @@ def test_every_combination_of_options(dtype):
         check_wgrad(p, *case)
     for case in itertools.product(both, both, both):
         check_biases(p, *case)
+
+
+def part_calls(p):
+    """(width of the output, function (row_start, out, mask of the rows that have come, **options)), one of a kind."""
+    table, usual, usual_dgrad = (
+        Scattered(p.weight),
+        gemm.gemm_config(p.ffn, p.dtype),
+        gemm.gemm_config(p.hidden, p.dtype),
+    )
+    biased = {"bias": p.bias, "bias_scale": p.scale}
+
+    def only(rows, come):
+        return torch.where(come[:, None], rows, torch.nan)
+
+    def plain(row_start, out, come, **options):
+        gemm.grouped_gemm(only(p.rows, come), p.weight, row_start, out, **options)
+
+    def by_triton(row_start, out, come, **options):
+        gemm.grouped_gemm(only(p.rows, come), p.weight, row_start, out, config=usual, **biased, **options)
+
+    def gathered(row_start, out, come, **options):
+        gemm.grouped_gemm(p.packed, table.table, row_start, out, row_index=p.row_index, bias=p.bias, **options)
+
+    def dgrad(row_start, out, come, **options):
+        gemm.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_start, out, **options)
+
+    def dgrad_by_triton(row_start, out, come, **options):
+        gemm.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_start, out, config=usual_dgrad, **options)
+
+    yield from ((p.ffn, call) for call in (plain, by_triton, gathered))
+    yield from ((p.hidden, call) for call in (dgrad, dgrad_by_triton))
+
+
+@of_every_dtype
+@pytest.mark.parametrize("step", [1, 128])
+def test_ranges_of_rows(step, dtype):
+    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole."""
+    for splits in SPLITS:
+        p = Problem(splits, WIDTHS[1], dtype)
+        everything = torch.arange(p.capacity, device="cuda") < p.num_rows
+        for width, call in part_calls(p):
+            whole, union = p.blank(width), p.blank(width)
+            call(p.row_start, whole, everything)
+            assert not whole.isnan().any()
+            for ranges in random_ranges(splits, 3, step=step):
+                ranges, out = ranges.cuda(), p.blank(width)
+                come = rows_of(ranges, p.capacity)
+                call(ranges, out, come, num_sms=7)
+                assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), call.__name__
+                call(ranges, union, come)
+            assert torch.equal(union, whole), call.__name__
+
+
+@of_every_dtype
+def test_ranges_of_a_single_group(dtype):
+    """Rows in the middle of it, none at the end, and an end far before the begin."""
+    p = Problem((500,), WIDTHS[1], dtype)
+    for width, call in part_calls(p):
+        whole = p.blank(width)
+        call(p.row_start, whole, torch.arange(p.capacity, device="cuda") < 500)
+        for begin, end in ((131, 402), (500, 500), (499, 3), (0, 1)):
+            ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
+            come, out = rows_of(ranges, p.capacity), p.blank(width)
+            call(ranges, out, come)
+            assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (call.__name__, begin, end)
+
+
+@of_every_dtype
+def test_panels_of_columns(dtype):
+    """A panel's columns are written, no others, in the tail too; of all rows and of ranges."""
+    for splits in SPLITS:
+        p = Problem(splits, WIDTHS[1], dtype)
+        everything = torch.arange(p.capacity, device="cuda") < p.num_rows
+        parts = [ranges.cuda() for ranges in random_ranges(splits, 2, step=128)]
+        for width, call in part_calls(p):
+            if call.__name__ in (
+                "by_triton",
+                "dgrad",
+            ):  # to compile less; the kernels of `dgrad` are in test_hopper_gpu
+                continue
+            whole, union = p.blank(width), p.blank(width)
+            call(p.row_start, whole, everything, zero_tail=True)
+            for columns in ((0, 256), (256, width)):
+                inside = slice(*columns)
+                out, right = p.blank(width), p.blank(width)
+                right[:, inside] = whole[:, inside]
+                call(p.row_start, out, everything, columns=columns, zero_tail=True, num_sms=13)
+                assert torch.equal(out, right), (call.__name__, columns)
+                for ranges in parts:
+                    call(ranges, union, rows_of(ranges, p.capacity), columns=columns)
+            assert torch.equal(union[: p.num_rows], whole[: p.num_rows]), call.__name__
+            assert (union[p.num_rows :] == SENTINEL).all()
+            assert not whole[p.num_rows :].any()
 
 
 BASE = {"block_m": 128, "block_k": 64, "num_stages": 3, "num_warps": 8}

@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from row_ranges import random_ranges, rows_of
 from test_gemm_act_gpu import SENTINEL, Problem, backward, forward
 
 from symmoe.kernels.activation import Activation
@@ -74,6 +75,37 @@ def test_products_have_the_bits_of_tritons(k_first, widths, dtype):
         assert_same_rows(p, *products(p, k_first, num_sms=num_sms))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("widths", [EXACT, ODD], ids=str)
+@pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
+def test_parts_of_products_have_the_bits_of_the_whole(k_first, widths, dtype):
+    """Ranges of rows (what has not come is NaN), panels of columns, and both."""
+    for splits, step in itertools.product(SPLITS, (1, 128)):
+        p = Problem(splits, widths, dtype, SWIGLU)
+        weight = p.weight2 if k_first else p.weight1
+        _, whole = products(p, k_first)
+        width = whole.shape[1]
+        in_ranges, in_both = p.blank(width), p.blank(width)
+        panels = [(0, 512), (512, width)]
+        for ranges in random_ranges(splits, 3, step=step):
+            ranges, out = ranges.cuda(), p.blank(width)
+            come = rows_of(ranges, p.capacity)
+            rows = torch.where(come[:, None], p.rows, torch.nan)
+            act.launch_gemm(rows, weight, ranges, out, weight_k_first=k_first, num_sms=7)
+            assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL))
+            act.launch_gemm(rows, weight, ranges, in_ranges, weight_k_first=k_first)
+            for columns in panels:
+                act.launch_gemm(rows, weight, ranges, in_both, weight_k_first=k_first, columns=columns)
+        assert torch.equal(in_ranges, whole)
+        assert torch.equal(in_both, whole)
+        for columns, num_sms in itertools.product(panels, (None, 5)):
+            inside, options = slice(*columns), {"weight_k_first": k_first, "columns": columns, "num_sms": num_sms}
+            out, right = p.blank(width), p.blank(width)
+            right[: p.num_rows, inside], right[p.num_rows :, inside] = whole[: p.num_rows, inside], 0
+            act.launch_gemm(p.rows, weight, p.row_start, out, zero_tail=True, **options)
+            assert torch.equal(out, right)
+
+
 def test_the_tail_becomes_zero_if_asked_for():
     for splits in SPLITS:
         p = Problem(splits, ODD, BF16, SWIGLU)
@@ -99,25 +131,26 @@ def test_nan_stays_in_its_row():
     assert torch.equal(dirty, clean)
 
 
-def dact(p, variant, num_sms=None):
-    """dh, a and dscale by the kernel for Hopper."""
+def dact(p, variant, num_sms=None, parts=None):
+    """dh, a and dscale by the kernel for Hopper. parts: ranges of rows, one after the other."""
     gathered = variant is act.GATHERED
     dh, a = p.blank(p.width), p.blank(p.ffn)
     sums = p.workspace()
-    num_tiles = act.launch_dact(
-        p.packed if gathered else p.rows,
-        p.weight2,
-        p.row_start,
-        p.h,
-        p.scale,
-        dh,
-        a,
-        sums,
-        p.activation,
-        row_index=p.row_index if gathered else None,
-        num_sms=num_sms,
-        variant=variant,
-    )
+    for row_start in [p.row_start] if parts is None else parts:
+        num_tiles = act.launch_dact(
+            p.packed if gathered else p.rows,
+            p.weight2,
+            row_start,
+            p.h,
+            p.scale,
+            dh,
+            a,
+            sums,
+            p.activation,
+            row_index=p.row_index if gathered else None,
+            num_sms=num_sms,
+            variant=variant,
+        )
     return dh, a, sums[: num_tiles * p.capacity].view(num_tiles, p.capacity)[:, : p.num_rows].sum(0)
 
 
@@ -134,6 +167,42 @@ def test_dact_has_the_bits_of_tritons(case):
             assert_same_rows(p, special[0], dh)
             assert_same_rows(p, special[1], a)
             p.assert_near(special[2], dscale[: p.num_rows], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("case", DACT_CASES)
+def test_dact_of_ranges_has_the_bits_of_the_whole(case):
+    variant, activation, dtype, widths = DACT_CASES[case]
+    for splits, step in itertools.product(SPLITS, (1, 128)):
+        p = Problem(splits, widths, dtype, activation)
+        parts = [ranges.cuda() for ranges in random_ranges(splits, 3, step=step)]
+        whole = dact(p, variant)
+        assert not whole[2].isnan().any()
+        for num_sms in (None, 7):
+            for out, expected in zip(dact(p, variant, num_sms, parts), whole, strict=True):
+                assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("case", ACT_CASES)
+def test_act_of_ranges_has_the_bits_of_the_whole(case):
+    variant, activation, dtype, widths = ACT_CASES[case]
+    for splits, step in itertools.product(SPLITS, (1, 128)):
+        p = Problem(splits, widths, dtype, activation)
+        whole, union = ((p.blank(p.width), p.blank(p.ffn)) for _ in range(2))
+
+        def run(row_start, rows, h, a, p=p, **options):
+            act.launch_act(rows, p.weight1, row_start, p.scale, h, a, p.activation, variant=variant, **options)
+
+        run(p.row_start, p.rows, *whole)
+        for ranges in random_ranges(splits, 3, step=step):
+            ranges, outs = ranges.cuda(), (p.blank(p.width), p.blank(p.ffn))
+            come = rows_of(ranges, p.capacity)
+            rows = torch.where(come[:, None], p.rows, torch.nan)
+            run(ranges, rows, *outs, num_sms=7)
+            run(ranges, rows, *union)
+            for out, expected in zip(outs, whole, strict=True):
+                assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL))
+        for out, expected in zip(union, whole, strict=True):
+            assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("case", ACT_CASES)

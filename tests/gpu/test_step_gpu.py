@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from step_trace import StepTrace, trace_step, training_step
-from test_layer import flat
+from test_layer import WAYS, flat
 from worker import GPU_TIMEOUT_S, Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, CapacityError
-from symmoe.moe import fused
+from symmoe.moe import schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -42,37 +42,39 @@ def layer_for(heap: SymmetricHeap, config: MoEConfig, shared: bool = False) -> M
 # -- what a step launches ---------------------------------------------------------------------------------------------
 
 
-def traced(rank: int, num_ranks: int, spoil: str = "") -> StepTrace:
+def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAYS[0]) -> StepTrace:
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
-        layer = layer_for(heap, config_for(num_ranks, **exact))
+        layer = layer_for(heap, config_for(num_ranks, **exact, **way))
         step = training_step(layer, TOKENS)
-        collect, send = fused.collect_rows, fused.send_packed
+        collection, send = schedule.Collection, schedule.send_packed
         if spoil == "output":
-            fused.collect_rows = lambda rows, plan, order: collect(rows.clone(), plan, order=order)
+            schedule.Collection = lambda rows, plan, **options: collection(rows.clone(), plan, **options)
             heap.offset_of = lambda tensor, phase=None, find=heap.offset_of: (  # the copy is no lease: pull the rows
                 find(tensor, phase=phase) if heap.owns(tensor) else heap._layout.num_bytes
             )
         elif spoil == "input":
-            fused.send_packed = lambda x, *rest: send(x.clone(), *rest)
+            schedule.send_packed = lambda x, *rest: send(x.clone(), *rest)
         elif spoil == "wait":
-            fused.send_packed = lambda x, *rest: (torch.cuda.current_stream().synchronize(), send(x, *rest))[1]
+            schedule.send_packed = lambda x, *rest: (torch.cuda.current_stream().synchronize(), send(x, *rest))[1]
         try:
             torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
             for _ in range(3):
                 step()
             return trace_step(step, row_numel=TOKENS * TOP_K * HIDDEN)
         finally:
-            fused.collect_rows, fused.send_packed = collect, send
+            schedule.Collection, schedule.send_packed = collection, send
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int):
-    for trace in cluster(num_ranks, "cuda").run(traced):
+def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dict[str, str]):
+    for trace in cluster(num_ranks, "cuda").run(traced, way=way):
         assert trace.findings == []
         launched = " ".join(trace.kernels)
         for kernel in ("barrier", "push_rows", "pull_rows", "grouped_gemm"):
             assert kernel in launched
+        assert ("wait_for_signal" in launched) == (num_ranks > 1 and way["schedule"] == "overlapped")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -95,12 +97,14 @@ def test_what_the_trace_must_find(cluster, spoil: str, finding: str):
 # -- CUDA graphs ------------------------------------------------------------------------------------------------------
 
 
-def check_replays(rank: int, num_ranks: int, num_replays: int, stash: str, shared: bool) -> list[str]:
+def check_replays(
+    rank: int, num_ranks: int, num_replays: int, stash: str, shared: bool, way: dict[str, str]
+) -> list[str]:
     """Replays with new tokens (so new routing) against eager steps on another layer with the same weights."""
     findings = Findings()
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
-        layers = [layer_for(heap, config_for(num_ranks, stash=stash), shared) for _ in range(2)]
+        layers = [layer_for(heap, config_for(num_ranks, stash=stash, **way), shared) for _ in range(2)]
         x = torch.zeros(TOKENS, HIDDEN, device=heap.device, dtype=torch.bfloat16, requires_grad=True)
         dy = torch.zeros_like(x)
 
@@ -152,14 +156,15 @@ def check_replays(rank: int, num_ranks: int, num_replays: int, stash: str, share
     return findings.texts
 
 
-@pytest.mark.parametrize("stash", ["all", "none"])
+@pytest.mark.parametrize(("stash", "way"), [("all", WAYS[0]), ("none", WAYS[0]), ("all", WAYS[3]), ("none", WAYS[2])])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str):
-    assert flat(cluster(num_ranks, "cuda").run(check_replays, 101, stash, True)) == []
+def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str, way: dict[str, str]):
+    assert flat(cluster(num_ranks, "cuda").run(check_replays, 101, stash, True, way)) == []
 
 
-def test_a_thousand_replays(cluster):
-    assert flat(cluster(2, "cuda").run(check_replays, 1000, "all", False, timeout_s=240.0)) == []
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=str)
+def test_a_thousand_replays(cluster, way: dict[str, str]):
+    assert flat(cluster(2, "cuda").run(check_replays, 1000, "all", False, way, timeout_s=240.0)) == []
 
 
 def check_refusals(rank: int, num_ranks: int) -> list[str]:
@@ -243,13 +248,13 @@ def test_overflow_in_graphs(cluster, num_ranks: int):
 # -- several streams, several groups ----------------------------------------------------------------------------------
 
 
-def check_streams(rank: int, num_ranks: int, num_steps: int) -> list[str]:
+def check_streams(rank: int, num_ranks: int, num_steps: int, way: dict[str, str]) -> list[str]:
     """Four micro-batches in flight, in turn on two streams, against one after the other on one."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
     with open_heap("cuda", num_bytes=512 << 20) as heap:
         torch.use_deterministic_algorithms(False)
-        layer = layer_for(heap, config_for(num_ranks))
+        layer = layer_for(heap, config_for(num_ranks, **way))
         streams = [torch.cuda.Stream() for _ in range(2)]
         generator = torch.Generator(heap.device).manual_seed(rank)
         batches = [torch.randn(TOKENS, HIDDEN, generator=generator, device=heap.device).bfloat16() for _ in range(4)]
@@ -288,9 +293,9 @@ def check_streams(rank: int, num_ranks: int, num_steps: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_micro_batches_on_two_streams(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks, "cuda").run(check_streams, 500, timeout_s=240.0)) == []
+@pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
+def test_micro_batches_on_two_streams(cluster, num_ranks: int, way: dict[str, str]):
+    assert flat(cluster(num_ranks, "cuda").run(check_streams, 500, way, timeout_s=240.0)) == []
 
 
 def check_groups(rank: int, num_ranks: int) -> list[str]:

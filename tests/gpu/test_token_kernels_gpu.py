@@ -218,6 +218,7 @@ def test_layer_call_in_a_graph(gpu):
         header = (num_tokens, top_k, num_experts, capacity, num_tokens) + (0,) * (control.HEADER_WORDS - 5)
         gpu.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
         slot_start, slot_limit, packed_start, packed_limit = int32(num_experts), int32(num_experts), int32(1), int32(1)
+        source_rows, parts = int32(2, num_experts), int32(1, 2, num_experts)
         source_start, load, report = int32(2), int32(num_experts), int32(control.SUMMARY_WORDS)
         gpu.lay_out(
             peers,
@@ -234,6 +235,7 @@ def test_layer_call_in_a_graph(gpu):
             packed_start=packed_start,
             packed_limit=packed_limit,
             source_to_packed_start=source_start,
+            source_to_row_start=source_rows,
             expert_load=load,
             report=report,
         )
@@ -246,12 +248,16 @@ def test_layer_call_in_a_graph(gpu):
         gpu.push_slots(
             *slots[:2], probs, packed, slots[2], packed_start, packed_limit, peers, ready, row_column=1, prob_column=2
         )
-        arrived = barrier((0, 0, 0))
+        gpu.send_signal(peers, 0)
+        arrived = torch.empty(1, dtype=torch.int64, device=DEVICE)
+        gpu.wait_for_signal(peers, 0, arrived, status, phase=3, timeout_ns=10**9)
+        gpu.split_by_source(source_rows, parts, rank=0)
         packed_to_row, row_to_packed = int32(num_tokens, top_k), int32(capacity)
         row_probs = torch.empty(capacity, device=DEVICE)
         gpu.index_rows(
             peers.region(0, offsets[1], (num_tokens, top_k), torch.int32),
             peers.region(0, offsets[2], (num_tokens, top_k), torch.float32),
+            source_start[:1],
             source_start[1:],
             ready,
             arrived,
@@ -260,7 +266,7 @@ def test_layer_call_in_a_graph(gpu):
             row_probs,
         )
         rows = peers.region(0, offsets[0], (capacity, hidden), torch.bfloat16)
-        gpu.fan_out(rows, packed_to_row, source_start[1:])
+        gpu.fan_out(rows, packed_to_row, source_start[:1], source_start[1:])
         by_slot, by_rank, values = torch.empty_like(x), torch.empty_like(x), torch.empty_like(probs)
         gpu.pull_rows(*reversed(slots[:2]), peers, ready, by_slot, column=0)
         gpu.pre_reduce(rows, packed_to_row, source_start[1:])
@@ -273,13 +279,13 @@ def test_layer_call_in_a_graph(gpu):
         gpu.pull_rows(None, primary, peers, ready, by_rank, column=0)
         gpu.pull_values(slots[1], packed, peers, ready, values, column=2)
         barrier((0, 0, 0))
-        return by_slot, by_rank, values, load
+        return by_slot, by_rank, values, load, parts
 
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        by_slot, by_rank, values, load = call()
+        by_slot, by_rank, values, load, parts = call()
     for seed in range(3):
         torch.manual_seed(seed)
         topk_idx.copy_(torch.randint(-1, num_experts, topk_idx.shape))
@@ -287,6 +293,8 @@ def test_layer_call_in_a_graph(gpu):
         torch.cuda.synchronize()
         assert not status.any()
         assert torch.equal(load.long(), torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts))
+        assert torch.equal(parts[0, 1] - parts[0, 0], load)
+        assert torch.equal(parts[0, 1], load.cumsum(0).int())
         expected = torch.zeros_like(x, dtype=torch.float32)
         for k in range(top_k):
             expected += x.float() * (topk_idx[:, k : k + 1] >= 0)

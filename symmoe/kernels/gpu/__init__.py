@@ -3,12 +3,12 @@
 from symmoe.kernels.gpu.activation import scaled_activation, scaled_activation_grad
 from symmoe.kernels.gpu.bias import grouped_bias_dot, grouped_bias_grad
 from symmoe.kernels.gpu.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from symmoe.kernels.gpu.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact
-from symmoe.kernels.gpu.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts
+from symmoe.kernels.gpu.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
+from symmoe.kernels.gpu.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts, split_by_source
 from symmoe.kernels.gpu.pointers import copy_host_to_device, read_addresses, swizzle_scales
 from symmoe.kernels.gpu.route import select_experts
 from symmoe.kernels.gpu.splits import splits_to_row_start
-from symmoe.kernels.gpu.sync import barrier
+from symmoe.kernels.gpu.sync import barrier, send_signal, wait_for_signal
 from symmoe.kernels.gpu.tokens import (
     fan_out,
     gather_values,
@@ -48,6 +48,10 @@ __all__ = [
     "scaled_activation_grad",
     "select_experts",
     "send_counts",
+    "send_signal",
+    "split_by_source",
     "splits_to_row_start",
+    "sum_dact_partials",
     "swizzle_scales",
+    "wait_for_signal",
 ]

@@ -24,6 +24,7 @@ from symmoe.kernels.gpu.gemm import (
     source_rows,
 )
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
+from symmoe.kernels.parts import refuse_ranges
 
 # A program of the gradient owns 128 bytes of every row: a full cache line, and as many programs as full lines allow.
 GRAD_COLUMN_BYTES = 128
@@ -115,6 +116,7 @@ def grouped_bias_grad(
 
     dout [N, O], or [P, O] with dout_index int32[N]; scale fp32[N], without: 1; dbias [G, O] in any dtype.
     """
+    refuse_ranges(row_start, "dbias")
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
     launch(
@@ -147,6 +149,7 @@ def grouped_bias_dot(
 
     dout [N, O], or [P, O] with dout_index int32[N]; bias [G, O]; dscale fp32[N]. accumulate: it is added to dscale.
     """
+    refuse_ranges(row_start, "dscale")
     num_rows = dscale.shape[0]
     num_groups, width = bias.shape
     if num_rows == 0:

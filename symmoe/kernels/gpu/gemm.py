@@ -14,6 +14,11 @@ in its group, never on N, on where the group lies, or on the grid: results are b
 What lies beyond a group's end (the next group's rows, tail rows, NaN) is read but has no effect: rows are
 independent in the first two GEMMs, so masked stores are enough; wgrad sums over rows and reads zeros there.
 
+The first two GEMMs also compute parts (kernels/parts.py): row_start may be ranges int32[2, G], and `columns` a panel of
+the output. In a kernel, row_start[g] is where the rows of group g begin, and row_start[g + END] where they end. A row's
+bits do not depend on the tile that it is in, so parts have the bits of the whole; tiles begin where ranges begin, so
+begins that are a group's start plus a multiple of 128 rows cost no more tiles than the whole.
+
 Weights, and the outputs of wgrad, are packed tensors or tables of addresses (TensorTable). A packed weight is read by
 TMA. A table's matrices have no common base, and a descriptor each would have to be made on the host, which knows the
 addresses no better than the device: they are read by pointers, with cp.async, as gathered rows are.
@@ -37,6 +42,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import ArgumentError
 from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.parts import are_ranges, panel, refuse_ranges
 from symmoe.kernels.table import TensorTable
 
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
@@ -120,11 +126,15 @@ def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
 
 
 @triton.jit
-def row_tile_prefix(row_start, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+def row_tile_prefix(
+    row_start, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, BLOCK_M: tl.constexpr, END: tl.constexpr = 1
+):
     """Inclusive prefix sum of the groups' row tiles [GROUP_LANES], and their total."""
     group = tl.arange(0, GROUP_LANES)
     start = tl.load(row_start + group, mask=group < NUM_GROUPS, other=0)
-    end = tl.load(row_start + group + 1, mask=group < NUM_GROUPS, other=0)
+    end = tl.load(row_start + group + END, mask=group < NUM_GROUPS, other=0)
+    if END > 1:  # ranges may end before they begin; a single one makes a total below 0, which is as good as 0
+        end = tl.maximum(start, end)
     num_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
     return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
 
@@ -139,14 +149,22 @@ def swizzle_tile(local, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.cons
 
 
 @triton.jit
-def locate_tile(tile, prefix, row_start, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr):
+def locate_tile(
+    tile,
+    prefix,
+    row_start,
+    NUM_N_TILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    END: tl.constexpr = 1,
+):
     """Group, first row, end of the group's rows, and column tile of a tile; groups without rows have no tiles."""
     # A group lies before the tile if all of its tiles do; lanes past the last group repeat the total: never before.
     before = prefix * NUM_N_TILES <= tile
     group = tl.sum(before.to(tl.int32), axis=0)
     first = tl.max(tl.where(before, prefix, 0), axis=0) * NUM_N_TILES
     start = tl.load(row_start + group)
-    end = tl.load(row_start + group + 1)
+    end = tl.load(row_start + group + END)
     num_m_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
     m_tile, n_tile = swizzle_tile(tile - first, num_m_tiles, NUM_N_TILES, GROUP_M)
     return group, start + m_tile * BLOCK_M, end, n_tile
@@ -303,6 +321,26 @@ def zero_rows(out, first, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(base + offset, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offset < size)
 
 
+@triton.jit
+def zero_panel(
+    out,
+    first,
+    num_rows,
+    WIDTH: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """zero_rows, but of COLUMNS columns from FIRST_COLUMN on."""
+    base = out + first.to(tl.int64) * WIDTH + FIRST_COLUMN
+    size = (num_rows - first).to(tl.int64) * COLUMNS
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        offset = i + tl.arange(0, BLOCK)
+        pointers = base + offset // COLUMNS * WIDTH + offset % COLUMNS
+        tl.store(pointers, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offset < size)
+
+
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows"],
@@ -324,19 +362,22 @@ def grouped_gemm_kernel(
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
     WEIGHT_K_FIRST: tl.constexpr,
+    END: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,  # of the panel
+    COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
-    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M)
+    NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
     num_tiles = num_row_tiles * NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = n_tile * BLOCK_N
+        first_column = FIRST_COLUMN + n_tile * BLOCK_N
         pointers = None
         if row_index is not None:
             pointers = gather_pointers(rows, row_index, row, end, IN_WIDTH, BLOCK_K)
@@ -356,7 +397,11 @@ def grouped_gemm_kernel(
         mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
         tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=mask)
     if num_rows is not None:
-        zero_rows(out, tl.load(row_start + NUM_GROUPS), num_rows, OUT_WIDTH, ZERO_BLOCK)
+        first = tl.load(row_start + NUM_GROUPS)
+        if COLUMNS == OUT_WIDTH:
+            zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
+        else:
+            zero_panel(out, first, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
 
 
 @triton.jit
@@ -497,6 +542,7 @@ def grouped_gemm(
     row_index: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
+    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
@@ -504,9 +550,12 @@ def grouped_gemm(
     """out[r] = rows[row_index[r]] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g.
 
     rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]; bias [G, O]; bias_scale fp32[N],
-    without: 1. zero_tail: rows of out that belong to no group become 0. See the module docstring.
+    without: 1. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. columns: only these are
+    computed and written. zero_tail: rows of out that belong to no group become 0 (in these columns); not with ranges.
+    num_sms: most SMs that run it, so that others are left to other kernels. Ranges and columns: kernels/parts.py, and
+    the errors there. See the module docstring.
     """
-    _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, zero_tail, num_sms, config, False)
+    _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, columns, zero_tail, num_sms, config, False)
 
 
 def grouped_gemm_dgrad(
@@ -515,15 +564,16 @@ def grouped_gemm_dgrad(
     row_start: torch.Tensor,
     out: torch.Tensor,
     *,
+    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
     """out[r] = dout[r] @ weight[g] for every row r of every group g: dout [N, O], weight [G, O, C], out [N, C].
 
-    zero_tail: rows of out that belong to no group become 0.
+    row_start, columns, zero_tail, num_sms: as in grouped_gemm.
     """
-    _launch_gemm(dout, weight, row_start, out, None, None, None, zero_tail, num_sms, config, True)
+    _launch_gemm(dout, weight, row_start, out, None, None, None, columns, zero_tail, num_sms, config, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,9 +596,14 @@ class Plan:
         return launch_grid(self.config, num_tiles, num_sms, device)
 
 
-def _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, zero_tail, num_sms, config, weight_k_first):
+def _launch_gemm(
+    rows, weight, row_start, out, row_index, bias, bias_scale, columns, zero_tail, num_sms, config, weight_k_first
+):
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
+    columns = panel(columns, out_width)
+    if zero_tail:
+        refuse_ranges(row_start, "zero_tail")
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
@@ -556,10 +611,18 @@ def _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, zero
         special = hopper.kernels(out.device, out.dtype, out_width)
         if special is not None and num_rows <= hopper.MAX_ROWS:
             special.launch_gemm(
-                rows, weight, row_start, out, weight_k_first=weight_k_first, zero_tail=zero_tail, num_sms=num_sms
+                rows,
+                weight,
+                row_start,
+                out,
+                weight_k_first=weight_k_first,
+                columns=columns,
+                zero_tail=zero_tail,
+                num_sms=num_sms,
             )
             return
-    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first)
+    end = end_of_rows(row_start, num_groups)
+    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, end, columns)
     launch(
         grouped_gemm_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),
@@ -577,6 +640,11 @@ def _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, zero
     )
 
 
+def end_of_rows(row_start: torch.Tensor, num_groups: int) -> int:
+    """The kernels' END: how far behind the begin of a group's rows their end stands."""
+    return num_groups if are_ranges(row_start) else 1
+
+
 @functools.cache
 def _gemm_plan(
     config: TileConfig | None,
@@ -585,19 +653,27 @@ def _gemm_plan(
     out_width: int,
     in_width: int,
     weight_k_first: bool,
+    end: int,
+    columns: tuple[int, int] | None,
 ) -> Plan:
     config = config or gemm_config(out_width, dtype)
     weight_block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
+    first_column, end_column = columns or (0, out_width)
+    if first_column % config.block_n or (end_column < out_width and end_column % config.block_n):
+        raise ArgumentError(f"tiles of {config.block_n} columns do not fill the columns {columns}")
     constants = {
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
         "WEIGHT_K_FIRST": weight_k_first,
+        "END": end,
+        "FIRST_COLUMN": first_column,
+        "COLUMNS": end_column - first_column,
         **tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, *weight_block])}
-    return Plan(config, ceil_div(out_width, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
 
 
 def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
@@ -647,8 +723,10 @@ def grouped_gemm_wgrad(
     """out[g] = sum over the rows r of group g of dout[dout_index[r]]^T rows[rows_index[r]]; no rows give zeros.
 
     dout [N, O] or [P, O] with dout_index int32[N]; rows [N, C] or [P, C] with rows_index int32[N]; out [G, O, C] in
-    the dtype of dout or fp32. accumulate: the sum is added to out[g] in fp32; no rows leave it alone.
+    the dtype of dout or fp32. accumulate: the sum is added to out[g] in fp32; no rows leave it alone. row_start: the
+    groups' bounds. num_sms: as in grouped_gemm.
     """
+    refuse_ranges(row_start, "a weight gradient")
     num_groups, out_rows, out_width = out.shape
     num_rows = (dout if dout_index is None else dout_index).shape[0]
     if num_rows == 0:

@@ -11,7 +11,9 @@ The functions of activation.py work on the rounded h and da in both directions a
 a has the same bits in forward and backward, and h, a and dh have the same bits fused and not fused. (The products are
 the same sums, too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
 
-dscale and dbias are summed within a tile, then over the tiles in order, by two more kernels: no atomics.
+dscale and dbias are summed within a tile, then over the tiles in order, by two more kernels: no atomics. A row has sums
+of dscale of its own, so calls for ranges of rows (kernels/parts.py) fill one workspace between them. The sums of dbias
+have a slot for a row tile, and tiles of two ranges may have the same: with ranges there is no dbias.
 """
 
 import functools
@@ -42,6 +44,7 @@ from symmoe.kernels.gpu.gemm import (
     ceil_div,
     column_parts,
     describe,
+    end_of_rows,
     gather_pointers,
     halves,
     lanes_inside,
@@ -56,6 +59,7 @@ from symmoe.kernels.gpu.gemm import (
     tile_mask,
 )
 from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable
 
 
@@ -229,6 +233,7 @@ def grouped_gemm_act_kernel(
     GROUP_LANES: tl.constexpr,
     FFN: tl.constexpr,
     IN_WIDTH: tl.constexpr,
+    END: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -239,10 +244,10 @@ def grouped_gemm_act_kernel(
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
     NUM_HALVES: tl.constexpr = 2 if ACTIVATION.is_gated else 1
     NUM_N_TILES: tl.constexpr = (FFN + BLOCK_N - 1) // BLOCK_N
-    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M)
+    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
     num_tiles = num_row_tiles * NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
         row = first_row + tl.arange(0, BLOCK_M)
         first_column = n_tile * BLOCK_N
         pointers = None
@@ -376,6 +381,7 @@ def grouped_gemm_dact_kernel(
     GROUP_LANES: tl.constexpr,
     FFN: tl.constexpr,
     DOUT_WIDTH: tl.constexpr,
+    END: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -391,10 +397,10 @@ def grouped_gemm_dact_kernel(
     WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
     NUM_N_TILES: tl.constexpr = (FFN + BLOCK_N - 1) // BLOCK_N
     PART: tl.constexpr = BLOCK_N // PARTS
-    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M)
+    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
     num_tiles = num_row_tiles * NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
         row = first_row + tl.arange(0, BLOCK_M)
         first_column = n_tile * BLOCK_N
         pointers = None
@@ -537,11 +543,11 @@ def grouped_gemm_act(
     """h[r] = rows[row_index[r]] @ weight[g]^T + bias[g]; a[r] = act(h[r]) * row_scale[r], from the rounded h.
 
     rows [N, C], or [P, C] with row_index int32[N]; weight [G, W, C]; row_scale fp32[N]; h [N, W]; a [N, I]; bias
-    [G, W].
+    [G, W]. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. num_sms: as in grouped_gemm.
     """
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    plan = _act_plan(config, a.dtype, activation, num_groups, ffn, in_width)
+    plan = _act_plan(config, a.dtype, activation, num_groups, ffn, in_width, end_of_rows(row_start, num_groups))
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
@@ -570,7 +576,13 @@ def grouped_gemm_act(
 
 @functools.cache
 def _act_plan(
-    config: TileConfig | None, dtype: torch.dtype, activation: Activation, num_groups: int, ffn: int, in_width: int
+    config: TileConfig | None,
+    dtype: torch.dtype,
+    activation: Activation,
+    num_groups: int,
+    ffn: int,
+    in_width: int,
+    end: int,
 ) -> Plan:
     fields = activation_fields(activation, ffn)
     config = config or act_config(ffn, dtype, activation)
@@ -580,6 +592,7 @@ def _act_plan(
         "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
         "IN_WIDTH": in_width,
+        "END": end,
         "PARTS": config.parts,
         **tile_constants(config),
     }
@@ -610,7 +623,7 @@ def grouped_gemm_dact(
     row_scale: torch.Tensor,
     dh: torch.Tensor,
     a: torch.Tensor,
-    dscale: torch.Tensor,
+    dscale: torch.Tensor | None,
     workspace: torch.Tensor,
     activation: Activation,
     *,
@@ -618,19 +631,31 @@ def grouped_gemm_dact(
     dbias: torch.Tensor | None = None,
     num_sms: int | None = None,
     config: DactConfig | None = None,
-) -> None:
+) -> int:
     """Gradient through the second GEMM and the activation: dh, dscale, the forward's a again, the first GEMM's dbias.
 
     dout [N, O], or [P, O] with row_index int32[N]; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N];
     dbias [G, W]. dscale is 0 in the tail. workspace: fp32, of dact_workspace_numel(...) elements.
+    num_sms: as in grouped_gemm.
+
+    row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. Then dh and a of these rows are written,
+    and what dscale needs of them is left in the workspace: when all rows have been computed, in calls that differ in
+    their ranges only, sum_dact_partials makes dscale of it. dscale is left alone and may be None; dbias must be None
+    (ArgumentError): grouped_bias_grad sums dh.
+
+    Returns:
+        How many partial sums of dscale the workspace has for a row.
     """
+    if dbias is not None:
+        refuse_ranges(row_start, "dbias")
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
-    plan = _dact_plan(config, a.dtype, activation, num_groups, ffn, dout_width)
+    end = end_of_rows(row_start, num_groups)
+    plan = _dact_plan(config, a.dtype, activation, num_groups, ffn, dout_width, end)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
-        return
+        return plan.num_n_tiles
     bias_sums = None
     if dbias is not None:
         bias_sums = workspace[plan.num_n_tiles * num_rows :]
@@ -641,7 +666,7 @@ def grouped_gemm_dact(
     if config is None and dbias is None and not is_table and activation.interleave is None:
         special = hopper.kernels(a.device, a.dtype, ffn)
     if special is not None:
-        num_n_tiles = special.launch_dact(
+        num_partials = special.launch_dact(
             dout,
             weight,
             row_start,
@@ -655,7 +680,7 @@ def grouped_gemm_dact(
             num_sms=num_sms,
         )
     else:
-        num_n_tiles = plan.num_n_tiles
+        num_partials = plan.num_n_tiles
         launch(
             grouped_gemm_dact_kernel,
             plan.grid(num_rows, num_groups, num_sms, a.device),
@@ -674,7 +699,8 @@ def grouped_gemm_dact(
             bias_sums,
             num_rows,
         )
-    sum_dscale(workspace, row_start, dscale, num_n_tiles)
+    if not are_ranges(row_start):
+        sum_dact_partials(workspace, row_start, dscale, num_partials)
     if dbias is not None:
         width = activation.hidden_width(ffn)
         launch(
@@ -685,18 +711,33 @@ def grouped_gemm_dact(
             row_start,
             dbias,
         )
+    return num_partials
 
 
-def sum_dscale(scale_sums: torch.Tensor, row_start: torch.Tensor, dscale: torch.Tensor, num_n_tiles: int) -> None:
-    """dscale from the first num_n_tiles rows of scale_sums; 0 in the tail."""
+def sum_dact_partials(
+    workspace: torch.Tensor, row_start: torch.Tensor, dscale: torch.Tensor, num_partials: int
+) -> None:
+    """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact with ranges have filled.
+
+    row_start: the groups' bounds int32[G+1], which the ranges have covered. num_partials: what those calls returned.
+    """
+    refuse_ranges(row_start, "dscale")
     num_rows = dscale.shape[0]
-    constants = _sum_dscale_constants(row_start.shape[0] - 1, num_n_tiles)
-    launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, scale_sums, row_start, dscale, num_rows)
+    if num_rows == 0:
+        return
+    constants = _sum_dscale_constants(row_start.shape[0] - 1, num_partials)
+    launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, workspace, row_start, dscale, num_rows)
 
 
 @functools.cache
 def _dact_plan(
-    config: DactConfig | None, dtype: torch.dtype, activation: Activation, num_groups: int, ffn: int, dout_width: int
+    config: DactConfig | None,
+    dtype: torch.dtype,
+    activation: Activation,
+    num_groups: int,
+    ffn: int,
+    dout_width: int,
+    end: int,
 ) -> Plan:
     fields = activation_fields(activation, ffn)
     config = config or dact_config(ffn, dtype)
@@ -706,6 +747,7 @@ def _dact_plan(
         "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
         "DOUT_WIDTH": dout_width,
+        "END": end,
         "PARTS": config.parts,
         "LEAD": config.lead,
         "PREFETCH": config.prefetch,

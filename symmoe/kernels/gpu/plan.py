@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control
+from symmoe.kernels import control, parts
 from symmoe.kernels.control import Peers
 from symmoe.kernels.gpu.launch import fast_launch
 from symmoe.kernels.gpu.sync import FAULTED, barrier_epoch, write_record
@@ -45,6 +45,7 @@ PLAN_OVERFLOW = tl.constexpr(control.PLAN_OVERFLOW)
 PHASE_PLAN = tl.constexpr(control.PHASE_PLAN)
 STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
+PART_ROWS = tl.constexpr(parts.PART_ROWS)
 
 _VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_MAX_TOKENS)
 
@@ -336,6 +337,7 @@ def clip_to_capacity(load, capacity):
         "packed_start",
         "packed_limit",
         "source_to_packed_start",
+        "source_to_row_start",
         "expert_load",
         "report",
     ],
@@ -352,6 +354,7 @@ def lay_out_kernel(
     packed_start,
     packed_limit,
     source_to_packed_start,
+    source_to_row_start,
     expert_load,
     report,
     RANK: tl.constexpr,
@@ -390,6 +393,9 @@ def lay_out_kernel(
     kept = clip_to_capacity(load, capacity) if DROP else load
     kept = tl.where(error == PLAN_OK, kept, 0)
 
+    start = tl.cumsum(kept, axis=1) - kept
+    num_kept = tl.sum(kept, axis=1)
+    own_row = expert - RANK * EXPERTS_PER_RANK
     before = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)  # slots of the expert on earlier sources
     own_before = before
     packed = tl.zeros((RANK_LANES,), tl.int32)  # packed rows of earlier sources
@@ -404,15 +410,16 @@ def lay_out_kernel(
         tl.store(packed_start + rank, packed, mask=is_rank & (source == RANK))
         tl.store(packed_limit + rank, region, mask=is_rank & (source == RANK))
         tl.store(source_to_packed_start + source + rank * 0, packed, mask=rank == RANK)
+        row = start + tl.minimum(before, kept)
+        tl.store(source_to_row_start + source * EXPERTS_PER_RANK + own_row, row, mask=is_mine)
         own_before = tl.where(source == RANK, before, own_before)
         before += count
         packed += region
     tl.store(source_to_packed_start + NUM_RANKS + rank * 0, packed, mask=rank == RANK)
 
-    start = tl.cumsum(kept, axis=1) - kept
-    num_kept = tl.sum(kept, axis=1)
-    tl.store(splits + expert - RANK * EXPERTS_PER_RANK, kept, mask=is_mine)
-    tl.store(row_start + expert - RANK * EXPERTS_PER_RANK, start, mask=is_mine)
+    tl.store(source_to_row_start + NUM_RANKS * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
+    tl.store(splits + own_row, kept, mask=is_mine)
+    tl.store(row_start + own_row, start, mask=is_mine)
     tl.store(row_start + EXPERTS_PER_RANK + rank * 0, num_kept, mask=rank == RANK)
     tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
     tl.store(expert_load + expert, load, mask=is_expert)
@@ -453,6 +460,7 @@ def lay_out(
     packed_start: torch.Tensor,
     packed_limit: torch.Tensor,
     source_to_packed_start: torch.Tensor,
+    source_to_row_start: torch.Tensor,
     expert_load: torch.Tensor,
     report: torch.Tensor,
 ) -> None:
@@ -475,6 +483,7 @@ def lay_out(
             packed_start,
             packed_limit,
             source_to_packed_start,
+            source_to_row_start,
             expert_load,
             report,
             RANK=peers.rank,
@@ -487,6 +496,57 @@ def lay_out(
             EXPERT_LANES=triton.next_power_of_2(experts_per_rank),
             DROP=drop,
             RECORD_ERRORS=record_errors,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def round_up(rows, STEP: tl.constexpr):
+    """The next multiple of STEP."""
+    return (rows + (STEP - 1)) // STEP * STEP
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["source_to_row_start", "source_to_rows"])
+def split_by_source_kernel(
+    source_to_row_start,  # [R + 1, e]
+    source_to_rows,  # [R, 2, e]
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,  # of this rank
+    EXPERT_LANES: tl.constexpr,
+):
+    expert = tl.arange(0, EXPERT_LANES)
+    mask = expert < NUM_EXPERTS
+    first = tl.load(source_to_row_start + expert, mask=mask, other=0)
+    end = tl.load(source_to_row_start + NUM_RANKS * NUM_EXPERTS + expert, mask=mask, other=0)
+    known = end
+    if RANK + 1 < NUM_RANKS:
+        later = tl.load(source_to_row_start + (RANK + 1) * NUM_EXPERTS + expert, mask=mask, other=0)
+        known = first + (later - first) // PART_ROWS * PART_ROWS
+    begin = first
+    for source in tl.static_range(NUM_RANKS):
+        if source + 1 == RANK + 1:
+            bound = known
+        else:
+            start = tl.load(source_to_row_start + (source + 1) * NUM_EXPERTS + expert, mask=mask, other=0)
+            bound = tl.minimum(first + round_up(start - first, PART_ROWS), known if source < RANK else end)
+        tl.store(source_to_rows + 2 * source * NUM_EXPERTS + expert, begin, mask=mask)
+        tl.store(source_to_rows + (2 * source + 1) * NUM_EXPERTS + expert, bound, mask=mask)
+        begin = bound
+
+
+def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, *, rank: int) -> None:
+    """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive. See the twin."""
+    num_ranks, _, num_experts = source_to_rows.shape
+    with torch.cuda.device_of(source_to_rows):
+        split_by_source_kernel[(1,)](
+            source_to_row_start,
+            source_to_rows,
+            RANK=rank,
+            NUM_RANKS=num_ranks,
+            NUM_EXPERTS=num_experts,
+            EXPERT_LANES=triton.next_power_of_2(num_experts),
             num_warps=4,
         )
 

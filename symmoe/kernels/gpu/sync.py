@@ -18,6 +18,7 @@ ABORTED = tl.constexpr(control.ABORTED)
 FAULTED = tl.constexpr(control.FAULTED)
 MAIL_WORDS = tl.constexpr(control.MAIL_WORDS)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
+SIGNAL_WORDS = tl.constexpr(control.SIGNAL_WORDS)
 MAIL_CALL = tl.constexpr(control.MAIL_CALL)
 STATUS_KIND = tl.constexpr(control.STATUS_KIND)
 STATUS_PHASE = tl.constexpr(control.STATUS_PHASE)
@@ -201,5 +202,88 @@ def barrier(
             LANES=triton.next_power_of_2(peers.num_ranks),
             COUNTERS=peers.layout.counters,
             MAILBOX=peers.layout.mailbox,
+            num_warps=1,
+        )
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["bases"])
+def send_signal_kernel(
+    bases,
+    rank: tl.int32,
+    RANK: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    SIGNALS: tl.constexpr,
+):
+    counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
+    if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
+        slot = (tl.load(bases + rank) + SIGNALS + RANK * (SIGNAL_WORDS * 8)).to(tl.pointer_type(tl.int64))
+        # The release covers the payload, as in the barrier.
+        tl.atomic_xchg(slot, tl.load(counters + BARRIER_EPOCH), sem="release", scope="sys")
+
+
+def send_signal(peers: Peers, rank: int) -> None:
+    """Tells `rank` that what this rank has written there since the last barrier is complete. See the twin."""
+    with torch.cuda.device_of(peers.bases):
+        send_signal_kernel[(1,)](
+            peers.bases,
+            rank,
+            RANK=peers.rank,
+            COUNTERS=peers.layout.counters,
+            SIGNALS=peers.layout.signals,
+            num_warps=1,
+        )
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["status", "rank", "phase", "timeout_ns"], do_not_specialize_on_alignment=["bases", "arrived"]
+)
+def wait_for_signal_kernel(
+    bases,
+    arrived,
+    status: tl.int64,
+    rank: tl.int32,
+    phase: tl.int32,
+    timeout_ns: tl.int64,
+    RANK: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    SIGNALS: tl.constexpr,
+):
+    own = tl.load(bases + RANK)
+    counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
+    epoch = tl.load(counters + BARRIER_EPOCH)
+    lane = tl.arange(0, 1)  # wait_for_words wants a tensor
+    result = lane.to(tl.int64) - 1
+    if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
+        slot = own + SIGNALS + rank * (SIGNAL_WORDS * 8)
+        seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
+        tl.debug_barrier()  # what any thread has acquired holds for all
+        if seen >= epoch:
+            result += 1
+        else:
+            tl.store(counters + ABORTED, 1)
+            write_record(status, STATUS_TIMEOUT, phase, rank, epoch, seen, epoch, 0)
+    tl.store(arrived + lane, result)
+
+
+def wait_for_signal(
+    peers: Peers, rank: int, arrived: torch.Tensor, status: torch.Tensor, *, phase: int, timeout_ns: int
+) -> None:
+    """Waits for `rank`'s signal since the last barrier, at most `timeout_ns`. See the twin.
+
+    `status` is pinned host memory.
+    """
+    with torch.cuda.device_of(arrived):
+        wait_for_signal_kernel[(1,)](
+            peers.bases,
+            arrived,
+            status.data_ptr(),
+            rank,
+            phase,
+            timeout_ns,
+            RANK=peers.rank,
+            COUNTERS=peers.layout.counters,
+            SIGNALS=peers.layout.signals,
             num_warps=1,
         )

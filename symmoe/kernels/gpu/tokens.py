@@ -22,6 +22,7 @@ ROW_WARPS = 8
 CAPPED_ROW_WARPS = 16  # where a caller wants few programs, each has to keep more in flight
 COPY_ACCESSES = 4  # 16-byte accesses per thread and tile: a copy needs 4 registers for each
 SUM_ACCESSES = 2  # a sum of 16-bit rows needs 8 more for each, and several rows are in flight
+WIDE_SUM_ACCESSES = 4  # of few programs that wait for peers, where no more than two rows are in flight
 MAX_TILE_COLUMNS_BYTES = 4096
 UNROLL = 8  # rows of one token whose loads may be in flight together
 SLOTS_PER_PROGRAM = 1024  # of the kernels that move slots and values
@@ -60,13 +61,18 @@ def row_pointers(address, ELEMENT: tl.constexpr):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["token_to_row", "bases", "received"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "first_rank", "end_rank"],
+    do_not_specialize_on_alignment=["token_to_row", "bases", "received"],
+)
 def push_rows_kernel(
     x,  # [T, H]
     token_to_row,  # [T, R]
     bases,
     received,
     num_tokens: tl.int32,
+    first_rank: tl.int32,
+    end_rank: tl.int32,
     COLUMN: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -83,7 +89,7 @@ def push_rows_kernel(
         is_token = token < num_tokens
         source = x + token.to(tl.int64)[:, None] * WIDTH + column
         values = tl.load(source, mask=is_token[:, None] & is_column)
-        for rank in range(NUM_RANKS):
+        for rank in range(first_rank, end_rank):
             row = tl.load(token_to_row + token * NUM_RANKS + rank, mask=is_token, other=-1)
             offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN)
             goes = (row >= 0) & (offset >= 0)
@@ -98,10 +104,12 @@ def push_rows(
     received: torch.Tensor,
     *,
     column: int,
+    ranks: range | None = None,
     num_ctas: int | None = None,
 ) -> None:
     """Writes each token's row to the ranks it goes to: peer's buffer row `token_to_row[t, r]` = x[t]. See the twin."""
     num_tokens, width = x.shape
+    ranks = range(peers.num_ranks) if ranks is None else ranks
     if num_tokens == 0:
         return
     grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, num_ctas)
@@ -112,6 +120,8 @@ def push_rows(
             peers.bases,
             received,
             num_tokens,
+            ranks.start,
+            ranks.stop,
             COLUMN=column,
             NUM_RANKS=peers.num_ranks,
             **meta,
@@ -233,7 +243,8 @@ def push_slots(
     do_not_specialize_on_alignment=[
         "wire_to_row",
         "wire_probs",
-        "num_packed",
+        "packed_begin",
+        "packed_end",
         "ready",
         "arrived",
         "packed_to_row",
@@ -244,7 +255,8 @@ def push_slots(
 def index_rows_kernel(
     wire_to_row,  # [P_cap, K]
     wire_probs,  # [P_cap, K] or None
-    num_packed,
+    packed_begin,
+    packed_end,
     ready,
     arrived,
     packed_to_row,  # [P_cap, K]
@@ -261,8 +273,9 @@ def index_rows_kernel(
         tl.store(packed_to_row + entry, none, mask=entry < num_slots)
         tl.store(row_to_packed_row + entry, none + 1, mask=entry < num_rows)
     else:
+        entry += tl.load(packed_begin) * TOP_K
         packed = entry // TOP_K
-        used = packed < tl.load(num_packed)
+        used = packed < tl.load(packed_end)
         row = tl.load(wire_to_row + entry, mask=used, other=-1)
         tl.store(packed_to_row + entry, row, mask=used)
         tl.store(row_to_packed_row + row, packed, mask=row >= 0)
@@ -274,7 +287,8 @@ def index_rows_kernel(
 def index_rows(
     wire_to_row: torch.Tensor,
     wire_probs: torch.Tensor | None,
-    num_packed: torch.Tensor,
+    packed_begin: torch.Tensor,
+    packed_end: torch.Tensor,
     ready: torch.Tensor,
     arrived: torch.Tensor,
     packed_to_row: torch.Tensor,
@@ -289,7 +303,8 @@ def index_rows(
         index_rows_kernel[(triton.cdiv(max(num_slots, num_rows), SLOTS_PER_PROGRAM),)](
             wire_to_row,
             wire_probs,
-            num_packed,
+            packed_begin,
+            packed_end,
             ready,
             arrived,
             packed_to_row,
@@ -318,11 +333,12 @@ def primary_row(packed_to_row, packed, is_packed, TOP_K: tl.constexpr, UNROLL: t
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["packed_to_row", "num_packed"])
+@triton.jit(do_not_specialize_on_alignment=["packed_to_row", "packed_begin", "packed_end"])
 def fan_out_kernel(
     rows,  # [N_cap, H]
     packed_to_row,  # [P_cap, K]
-    num_packed,
+    packed_begin,
+    packed_end,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -330,11 +346,12 @@ def fan_out_kernel(
     UNROLL: tl.constexpr,
 ):
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    num = tl.load(num_packed)
-    for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
-        packed = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+    begin = tl.load(packed_begin)
+    end = tl.load(packed_end)
+    for tile in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
+        packed = begin + tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        primary, num_rows = primary_row(packed_to_row, packed, packed < num, TOP_K, UNROLL)
+        primary, num_rows = primary_row(packed_to_row, packed, packed < end, TOP_K, UNROLL)
         several = num_rows > 1
         source = rows + primary.to(tl.int64)[:, None] * WIDTH + column
         values = tl.load(source, mask=several[:, None] & is_column)
@@ -345,9 +362,14 @@ def fan_out_kernel(
 
 
 def fan_out(
-    rows: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor, *, num_ctas: int | None = None
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    packed_begin: torch.Tensor,
+    packed_end: torch.Tensor,
+    *,
+    num_ctas: int | None = None,
 ) -> None:
-    """Copies each primary row of `rows` [N_cap, H] to the token's secondary rows, in place. See the twin."""
+    """Copies primary rows of `rows` [N_cap, H] to the tokens' secondary rows, in place. See the twin."""
     num_packed_cap, top_k = packed_to_row.shape
     if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1:  # one slot per token: no secondary rows
         return
@@ -357,7 +379,8 @@ def fan_out(
         fan_out_kernel[grid](
             rows,
             packed_to_row,
-            num_packed,
+            packed_begin,
+            packed_end,
             TOP_K=top_k,
             UNROLL=min(UNROLL, triton.next_power_of_2(top_k)),
             **meta,
@@ -371,6 +394,8 @@ def pre_reduce_kernel(
     packed_to_row,  # [P_cap, K]
     num_packed,
     TOP_K: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -378,20 +403,21 @@ def pre_reduce_kernel(
 ):
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     num = tl.load(num_packed)
+    rows += FIRST_COLUMN
     for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
         packed = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
         primary, num_rows = primary_row(packed_to_row, packed, packed < num, TOP_K, UNROLL)
         several = num_rows > 1
         mask = several[:, None] & is_column
-        target = rows + primary.to(tl.int64)[:, None] * WIDTH + column
+        target = rows + primary.to(tl.int64)[:, None] * ROW_WIDTH + column
         total = tl.load(target, mask=mask, other=0.0).to(tl.float32)
         for first in range(0, TOP_K, UNROLL):
             masks, values = (), ()
             for step in tl.static_range(UNROLL):
                 k = first + step
                 row = tl.load(packed_to_row + packed * TOP_K + k, mask=several & (k < TOP_K), other=-1)
-                source = rows + row.to(tl.int64)[:, None] * WIDTH + column
+                source = rows + row.to(tl.int64)[:, None] * ROW_WIDTH + column
                 masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
                 values += (tl.load(source, mask=masks[step], other=0.0),)
             for step in tl.static_range(UNROLL):
@@ -401,20 +427,27 @@ def pre_reduce_kernel(
 
 
 def pre_reduce(
-    rows: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor, *, num_ctas: int | None = None
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    num_packed: torch.Tensor,
+    *,
+    columns: tuple[int, int] | None = None,
+    num_ctas: int | None = None,
 ) -> None:
     """Sums each token's rows of `rows` [N_cap, H] into its primary row: fp32, in k order, in place. See the twin."""
     num_packed_cap, top_k = packed_to_row.shape
     if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1:  # one slot per token: no secondary rows
         return
-    width = rows.shape[1]
-    grid, meta = _launch(num_packed_cap, width, rows.element_size(), SUM_ACCESSES, num_ctas)
+    first, end = columns or (0, rows.shape[1])
+    grid, meta = _launch(num_packed_cap, end - first, rows.element_size(), SUM_ACCESSES, num_ctas)
     with torch.cuda.device_of(rows):
         pre_reduce_kernel[grid](
             rows,
             packed_to_row,
             num_packed,
             TOP_K=top_k,
+            ROW_WIDTH=rows.shape[1],
+            FIRST_COLUMN=first,
             UNROLL=min(UNROLL, triton.next_power_of_2(top_k)),
             **meta,
         )
@@ -482,19 +515,22 @@ def pull_rows_kernel(
     NUM_SOURCES: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_LANES: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    ROW_BYTES: tl.constexpr = WIDTH * ELEMENT.primitive_bitwidth // 8
+    ROW_BYTES: tl.constexpr = ROW_WIDTH * ELEMENT.primitive_bitwidth // 8
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     failed = call_failed(received, COLUMN, NUM_RANKS, RANK_LANES)
     num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * NUM_COLUMN_TILES
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        column += FIRST_COLUMN
         is_token = token < num_tokens
         total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
         for first in range(0, NUM_SOURCES, UNROLL):
@@ -521,7 +557,7 @@ def pull_rows_kernel(
                 # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
                 total += values[step].to(tl.float32)
         total = tl.where(failed, float("nan"), total)
-        target = out + token.to(tl.int64)[:, None] * WIDTH + column
+        target = out + token.to(tl.int64)[:, None] * ROW_WIDTH + column
         tl.store(target, total.to(ELEMENT), mask=is_token[:, None] & is_column)
 
 
@@ -533,6 +569,7 @@ def pull_rows(
     out: torch.Tensor,
     *,
     column: int,
+    columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
     """out[t] = sum over s of row `source_row[t, s]` of rank `source_rank[t, s]`: fp32, in order of s. See the twin."""
@@ -540,7 +577,9 @@ def pull_rows(
     if num_tokens == 0:
         return
     num_sources = source_row.shape[1]
-    grid, meta = _launch(num_tokens, width, out.element_size(), SUM_ACCESSES, num_ctas)
+    first, end = columns or (0, width)
+    accesses = SUM_ACCESSES if num_ctas is None or num_sources > 2 else WIDE_SUM_ACCESSES
+    grid, meta = _launch(num_tokens, end - first, out.element_size(), accesses, num_ctas)
     with torch.cuda.device_of(out):
         pull_rows_kernel[grid](
             source_rank,
@@ -553,6 +592,8 @@ def pull_rows(
             NUM_SOURCES=num_sources,
             NUM_RANKS=peers.num_ranks,
             RANK_LANES=triton.next_power_of_2(peers.num_ranks),
+            ROW_WIDTH=width,
+            FIRST_COLUMN=first,
             UNROLL=min(UNROLL, triton.next_power_of_2(num_sources)),
             **meta,
         )

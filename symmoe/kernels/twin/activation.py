@@ -62,17 +62,20 @@ def _value_and_slopes(
         return positive * positive, [2 * positive] if need_slopes else []
     limit, alpha, offset = activation.limit, activation.alpha, activation.offset
     gate, up = (part.float().reshape(h.shape[0], h.shape[1] // 2) for part in gate_and_up(h, activation))
-    gate_above, up_outside = gate > limit, up.abs() > limit
-    if math.isfinite(limit):
+    has_limit = math.isfinite(limit)
+    if has_limit:
+        gate_above, up_outside = gate > limit, up.abs() > limit
         # Not clamp with a minimum of two numbers: comparisons let NaN through.
         gate = torch.where(gate_above, limit, gate)
         up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     # Not torch.sigmoid: on CPUs its vector code and the code for the last few elements round differently.
     sigmoid = 1 / (1 + torch.exp(-alpha * gate))
     swish = gate * sigmoid
-    shifted = up + offset
+    shifted = up + offset if offset else up
     value = shifted * swish
     if not need_slopes:
         return value, []
     by_gate = shifted * (sigmoid * (1 + alpha * gate * (1 - sigmoid)))
-    return value, [by_gate.masked_fill(gate_above, 0), swish.masked_fill(up_outside, 0)]
+    if has_limit:
+        by_gate, swish = by_gate.masked_fill(gate_above, 0), swish.masked_fill(up_outside, 0)
+    return value, [by_gate, swish]

@@ -9,6 +9,7 @@ written nor read into a sum.
 
 import torch
 
+from symmoe.kernels.parts import refuse_ranges
 from symmoe.kernels.twin.gemm import groups, take_rows
 
 
@@ -24,6 +25,7 @@ def grouped_bias_grad(
 
     dout [N, O], or [P, O] with dout_index int32[N]; scale fp32[N], without: 1; dbias [G, O] in any dtype.
     """
+    refuse_ranges(row_start, "dbias")
     for g, span in groups(row_start):
         addends = take_rows(dout, dout_index, span).float()
         if scale is not None:
@@ -44,6 +46,7 @@ def grouped_bias_dot(
 
     dout [N, O], or [P, O] with dout_index int32[N]; bias [G, O]; dscale fp32[N]. accumulate: it is added to dscale.
     """
+    refuse_ranges(row_start, "dscale")
     for g, span in groups(row_start):
         dots = (take_rows(dout, dout_index, span).float() * bias[g].float()).sum(dim=1)
         dscale[span] = dscale[span] + dots if accumulate else dots

@@ -4,16 +4,21 @@
     O, C output and contracted features of the forward GEMM; P packed rows that a row_index points into.
 
 Products and sums are fp32, results are rounded once. Rows past row_start[G] are not read into a sum, and written only
-by zero_tail. A group's result has the same bits wherever its rows lie: MKL promises equal bits for equally aligned
-operands only, so operands that are not aligned to ALIGNMENT go through a copy that is.
+by zero_tail.
+
+A row's result in the first two GEMMs has the same bits wherever it lies and however the rows of its group and the
+columns of the output are cut into parts (kernels/parts.py). MKL promises no such thing, so it gets operands aligned to
+ALIGNMENT, never fewer than min_rows() rows, and at most PANEL_COLUMNS columns at a time.
 """
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 
 import torch
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels.parts import PANEL_COLUMNS, are_ranges, panel, refuse_ranges
 from symmoe.kernels.table import TensorTable
 
 ALIGNMENT = 64  # bytes: what torch gives a fresh CPU tensor, and one vector of the widest CPUs
@@ -23,6 +28,13 @@ def groups(row_start: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """Every group and its rows, in order, groups without rows included."""
     bounds = row_start.tolist()
     return ((g, slice(bounds[g], bounds[g + 1])) for g in range(len(bounds) - 1))
+
+
+def row_ranges(row_start: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Every group that has rows to compute, and these: its own, or with row_start int32[2, G] its range of them."""
+    bounds = row_start.tolist()
+    spans = zip(*bounds, strict=True) if are_ranges(row_start) else itertools.pairwise(bounds)
+    return ((g, slice(begin, end)) for g, (begin, end) in enumerate(spans) if begin < end)
 
 
 def take_rows(rows: torch.Tensor, row_index: torch.Tensor | None, span: slice) -> torch.Tensor:
@@ -42,9 +54,41 @@ def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=matrices.dtype).view(num_rows, num_columns)
 
 
-def zero_rows(out: torch.Tensor, row_start: torch.Tensor) -> None:
-    """Zeros in out's tail: rows at and past row_start[G]."""
-    out[int(row_start[-1]) :].zero_()
+def zero_rows(out: torch.Tensor, row_start: torch.Tensor, columns: tuple[int, int] | None) -> None:
+    """Zeros in out's tail: rows at and past row_start[G], in all columns or in these."""
+    first, end = columns or (0, out.shape[1])
+    out[int(row_start[-1]) :, first:end].zero_()
+
+
+def min_rows() -> int:
+    """Rows that MKL is given at least: it sums in another order for fewer than 4, or for 10 that two threads share."""
+    return 8 if torch.get_num_threads() == 1 else 16
+
+
+def multiply_rows(
+    out: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    columns: tuple[int, int] | None = None,
+    addend: torch.Tensor | None = None,
+) -> None:
+    """out = left @ right + addend, only in `columns`, summed in fp32 and rounded to out's dtype."""
+    num_rows, least = left.shape[0], min_rows()
+    may_write = out.dtype == left.dtype == torch.float32 and addend is None and num_rows >= least and _is_aligned(out)
+    if num_rows < least:
+        filled = torch.zeros((least, left.shape[1]), dtype=torch.float32, device=left.device)
+        filled[:num_rows] = left
+        left = filled
+    left = _aligned(left.float())
+    first, end = columns or (0, out.shape[1])
+    for column in range(first, end, PANEL_COLUMNS):
+        block = slice(column, min(column + PANEL_COLUMNS, end))
+        part, out_part = right[:, block], out[:, block]
+        if may_write:
+            torch.mm(left, _aligned(part), out=out_part)
+            continue
+        product = torch.mm(left, _aligned(part.float()))[:num_rows]
+        out_part.copy_(product if addend is None else product + addend[..., block])
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -77,24 +121,27 @@ def grouped_gemm(
     row_index: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
+    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
+    num_sms: int | None = None,
 ) -> None:
     """out[r] = rows[row_index[r]] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g.
 
     rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]; bias [G, O]; bias_scale fp32[N],
-    without: 1. zero_tail: rows of out that belong to no group become 0.
+    without: 1. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. columns: only these are
+    computed and written. zero_tail: rows of out that belong to no group become 0 (in these columns); not with ranges.
+    num_sms: the kernels'. Ranges and columns: kernels/parts.py, and the errors there.
     """
-    for g, span in groups(row_start):
-        if span.start == span.stop:
-            continue
-        source, weight_t = take_rows(rows, row_index, span), matrix(weight, g).t()
-        if bias is None:
-            multiply_into(out[span], source, weight_t)
-        else:
-            addend = bias[g].float() if bias_scale is None else bias[g].float() * bias_scale[span, None]
-            out[span] = multiply(source, weight_t) + addend
+    columns = panel(columns, out.shape[1])
     if zero_tail:
-        zero_rows(out, row_start)
+        refuse_ranges(row_start, "zero_tail")
+    for g, span in row_ranges(row_start):
+        addend = None
+        if bias is not None:
+            addend = bias[g].float() if bias_scale is None else bias[g].float() * bias_scale[span, None]
+        multiply_rows(out[span], take_rows(rows, row_index, span), matrix(weight, g).t(), columns, addend)
+    if zero_tail:
+        zero_rows(out, row_start, columns)
 
 
 def grouped_gemm_dgrad(
@@ -103,17 +150,21 @@ def grouped_gemm_dgrad(
     row_start: torch.Tensor,
     out: torch.Tensor,
     *,
+    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
+    num_sms: int | None = None,
 ) -> None:
     """out[r] = dout[r] @ weight[g] for every row r of every group g: dout [N, O], weight [G, O, C], out [N, C].
 
-    zero_tail: rows of out that belong to no group become 0.
+    row_start, columns, zero_tail, num_sms: as in grouped_gemm.
     """
-    for g, span in groups(row_start):
-        if span.start < span.stop:
-            multiply_into(out[span], dout[span], matrix(weight, g))
+    columns = panel(columns, out.shape[1])
     if zero_tail:
-        zero_rows(out, row_start)
+        refuse_ranges(row_start, "zero_tail")
+    for g, span in row_ranges(row_start):
+        multiply_rows(out[span], dout[span], matrix(weight, g), columns)
+    if zero_tail:
+        zero_rows(out, row_start, columns)
 
 
 def grouped_gemm_wgrad(
@@ -125,12 +176,15 @@ def grouped_gemm_wgrad(
     dout_index: torch.Tensor | None = None,
     rows_index: torch.Tensor | None = None,
     accumulate: bool = False,
+    num_sms: int | None = None,
 ) -> None:
     """out[g] = sum over the rows r of group g of dout[dout_index[r]]^T rows[rows_index[r]]; no rows give zeros.
 
     dout [N, O] or [P, O] with dout_index int32[N]; rows [N, C] or [P, C] with rows_index int32[N]; out [G, O, C] in
-    the dtype of dout or fp32. accumulate: the sum is added to out[g] in fp32; no rows leave it alone.
+    the dtype of dout or fp32. accumulate: the sum is added to out[g] in fp32; no rows leave it alone. row_start: the
+    groups' bounds. num_sms: the kernels'.
     """
+    refuse_ranges(row_start, "a weight gradient")
     for g, span in groups(row_start):
         if span.start < span.stop:
             left, right = take_rows(dout, dout_index, span).t(), take_rows(rows, rows_index, span)

@@ -9,14 +9,22 @@ or, where they sum in another order, these numbers.
 import torch
 
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad
-from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, groups
+from symmoe.kernels.twin.gemm import grouped_gemm, groups, matrix, multiply_rows, row_ranges, take_rows
 
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
-    """Elements of grouped_gemm_dact's fp32 workspace: the twin sums at once and needs none."""
-    return 0
+    """Elements of grouped_gemm_dact's fp32 workspace: here dscale, until sum_dact_partials."""
+    return num_rows
+
+
+def spans_of(row_start: torch.Tensor) -> list[slice]:
+    """The rows to compute, in as few pieces as there are."""
+    if are_ranges(row_start):
+        return [span for _, span in row_ranges(row_start)]
+    return [slice(0, int(row_start[-1]))]
 
 
 def grouped_gemm_act(
@@ -30,16 +38,16 @@ def grouped_gemm_act(
     *,
     row_index: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    num_sms: int | None = None,
 ) -> None:
     """h[r] = rows[row_index[r]] @ weight[g]^T + bias[g]; a[r] = act(h[r]) * row_scale[r], from the rounded h.
 
     rows [N, C], or [P, C] with row_index int32[N]; weight [G, W, C]; row_scale fp32[N]; h [N, W]; a [N, I]; bias
-    [G, W].
+    [G, W]. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. num_sms: the kernels'.
     """
-    num_rows = int(row_start[-1])
-    options = {} if bias is None else {"bias": bias}
-    grouped_gemm(rows, weight, row_start, h, row_index=row_index, **options)
-    scaled_activation(h[:num_rows], row_scale[:num_rows], a[:num_rows], activation)
+    grouped_gemm(rows, weight, row_start, h, row_index=row_index, bias=bias)
+    for span in spans_of(row_start):
+        scaled_activation(h[span], row_scale[span], a[span], activation)
 
 
 def grouped_gemm_dact(
@@ -50,26 +58,53 @@ def grouped_gemm_dact(
     row_scale: torch.Tensor,
     dh: torch.Tensor,
     a: torch.Tensor,
-    dscale: torch.Tensor,
+    dscale: torch.Tensor | None,
     workspace: torch.Tensor,
     activation: Activation,
     *,
     row_index: torch.Tensor | None = None,
     dbias: torch.Tensor | None = None,
-) -> None:
+    num_sms: int | None = None,
+) -> int:
     """Gradient through the second GEMM and the activation: dh, dscale, the forward's a again, the first GEMM's dbias.
 
     dout [N, O], or [P, O] with row_index int32[N]; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N];
-    dbias [G, W]. dscale is 0 in the tail. workspace is the kernels'; the twin leaves it alone.
+    dbias [G, W]. dscale is 0 in the tail. workspace: fp32, of dact_workspace_numel(...) elements.
+    num_sms: the kernels'.
+
+    row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. Then dh and a of these rows are written,
+    and what dscale needs of them is left in the workspace: when all rows have been computed, in calls that differ in
+    their ranges only, sum_dact_partials makes dscale of it. dscale is left alone and may be None; dbias must be None
+    (ArgumentError): grouped_bias_grad sums dh.
+
+    Returns:
+        How many partial sums of dscale the workspace has for a row.
     """
-    num_rows = int(row_start[-1])
-    da = torch.empty((num_rows, a.shape[1]), dtype=dout.dtype, device=dout.device)
-    gathered = dout if row_index is None else dout[row_index[:num_rows].long()]
-    grouped_gemm_dgrad(gathered, weight, row_start, da)
-    kept = h[:num_rows], row_scale[:num_rows]
-    scaled_activation_grad(da, *kept, dh[:num_rows], dscale[:num_rows], activation)
-    scaled_activation(*kept, a[:num_rows], activation)
-    dscale[num_rows:] = 0
+    if dbias is not None:
+        refuse_ranges(row_start, "dbias")
+    da = torch.empty(a.shape, dtype=dout.dtype, device=dout.device)
+    for g, span in row_ranges(row_start):
+        multiply_rows(da[span], take_rows(dout, row_index, span), matrix(weight, g))
+    for span in spans_of(row_start):
+        kept = h[span], row_scale[span]
+        scaled_activation_grad(da[span], *kept, dh[span], workspace[span], activation)
+        scaled_activation(*kept, a[span], activation)
+    if not are_ranges(row_start):
+        sum_dact_partials(workspace, row_start, dscale, 1)
     if dbias is not None:
         for g, span in groups(row_start):
             dbias[g] = dh[span].float().sum(dim=0)
+    return 1
+
+
+def sum_dact_partials(
+    workspace: torch.Tensor, row_start: torch.Tensor, dscale: torch.Tensor, num_partials: int
+) -> None:
+    """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact with ranges have filled.
+
+    row_start: the groups' bounds int32[G+1], which the ranges have covered. num_partials: what those calls returned.
+    """
+    refuse_ranges(row_start, "dscale")
+    num_rows = int(row_start[-1])
+    dscale[:num_rows] = workspace[:num_rows]
+    dscale[num_rows:] = 0

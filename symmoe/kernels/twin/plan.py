@@ -9,6 +9,7 @@ import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.kernels.parts import PART_ROWS
 
 _NO_SLOT = 2**31 - 1
 
@@ -83,6 +84,7 @@ def lay_out(
     packed_start: torch.Tensor,
     packed_limit: torch.Tensor,
     source_to_packed_start: torch.Tensor,
+    source_to_row_start: torch.Tensor,
     expert_load: torch.Tensor,
     report: torch.Tensor,
 ) -> None:
@@ -100,6 +102,8 @@ def lay_out(
             how many of this rank's slots of it are kept.
         packed_start, packed_limit: int32 [R]; this rank's region of packed rows on each rank.
         source_to_packed_start: int32 [R + 1]; where each source's packed rows start here; the last is P.
+        source_to_row_start: int32 [R + 1, e]; where each source's rows of each local expert start here; the last row
+            is where the experts' rows end.
         expert_load: int32 [E]; slots of each expert in the whole group, before dropping.
         report: int32 [SUMMARY_WORDS].
     """
@@ -131,6 +135,8 @@ def lay_out(
     packed_limit.copy_(regions[rank])
     source_to_packed_start[:-1] = region_starts[:, rank]
     source_to_packed_start[-1] = regions[:, rank].sum()
+    source_to_row_start[:-1] = starts[rank] + before.view(num_ranks, num_ranks, -1)[:, rank].minimum(kept[rank])
+    source_to_row_start[-1] = starts[rank] + kept[rank]
     expert_load.copy_(load.flatten())
 
     report.zero_()
@@ -144,6 +150,30 @@ def lay_out(
         counters = peers.region(rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
         counters[control.FAULTED] = 1  # on every rank: no trip of this plan moves anything
         _record_error(status, error)
+
+
+def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, *, rank: int) -> None:
+    """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive.
+
+    Rows arrive from `rank` itself first, then from rank - 1, rank - 2 and so on, the last rank following rank 0. The
+    part of a source needs no rows but those that have arrived by then. Parts begin at multiples of PART_ROWS, counted
+    from the expert's first row, or at its end; together they are all rows.
+
+    Args:
+        source_to_row_start: int32 [R + 1, e] from :func:`lay_out`.
+        source_to_rows: int32 [R, 2, e]; first row of each part, and the row past its last.
+    """
+    starts, end = source_to_row_start[:-1].long(), source_to_row_start[-1].long()
+    first, num_ranks = starts[0], starts.shape[0]
+    # Whole tiles: from the first one that begins in a source's rows, and before the first one with rows of later ranks.
+    begins = (first + -((first - starts) // PART_ROWS) * PART_ROWS).minimum(end)
+    known = end
+    if rank + 1 < num_ranks:
+        known = first + (starts[rank + 1] - first) // PART_ROWS * PART_ROWS
+    bounds = [*begins[: rank + 1].minimum(known), known, *begins[rank + 2 :], end]
+    for source in range(num_ranks):
+        source_to_rows[source, 0] = bounds[source]
+        source_to_rows[source, 1] = bounds[source + 1]
 
 
 def assign_rows(

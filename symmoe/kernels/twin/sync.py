@@ -1,4 +1,4 @@
-"""Twin of the barrier: plain loads and stores in shared memory, in the order that x86-64 keeps."""
+"""Twins of the barrier and the signals: plain loads and stores in shared memory, in the order that x86-64 keeps."""
 
 from __future__ import annotations
 
@@ -73,9 +73,40 @@ def barrier(
         received.copy_(torch.from_numpy(mail[:, 1 : 1 + control.NUM_PUBLISHED].copy()))
 
 
-def _wait(mail: np.ndarray, rank: int, value: int, deadline_ns: int) -> bool:
+def send_signal(peers: Peers, rank: int) -> None:
+    """Tells `rank` that what this rank has written there since the last barrier is complete. Not after a failure."""
+    counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
+    if not (counters[control.ABORTED] or counters[control.FAULTED]):
+        _signals(peers, rank)[peers.rank, 0] = counters[control.BARRIER_EPOCH]
+
+
+def wait_for_signal(
+    peers: Peers, rank: int, arrived: torch.Tensor, status: torch.Tensor, *, phase: int, timeout_ns: int
+) -> None:
+    """Waits for `rank`'s signal since the last barrier, at most `timeout_ns`.
+
+    Args:
+        arrived: int64 [1], gets 0, or -1 if nothing can be relied on: the signal did not come, or an earlier failure
+            has not been raised yet.
+        status: int64[STATUS_WORDS] that the host reads; gets a record if the signal did not come and none is pending.
+        phase: for the record.
+    """
+    counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
+    arrived.fill_(-1)
+    if counters[control.ABORTED] or counters[control.FAULTED]:
+        return
+    epoch = int(counters[control.BARRIER_EPOCH])
+    signals = _signals(peers, peers.rank)
+    if _wait(signals, rank, epoch, time.monotonic_ns() + timeout_ns):
+        arrived.fill_(0)
+    else:
+        counters[control.ABORTED] = 1
+        _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, int(signals[rank, 0]), epoch)
+
+
+def _wait(words: np.ndarray, rank: int, value: int, deadline_ns: int) -> bool:
     spins = 0
-    while mail[rank, 0] < value:
+    while words[rank, 0] < value:
         spins += 1
         if spins > _SPINS_BEFORE_SLEEP:
             if time.monotonic_ns() > deadline_ns:
@@ -98,6 +129,10 @@ def _record(status: torch.Tensor, kind: int, phase: int, peer: int, expected: in
 
 def _mailbox(peers: Peers, rank: int) -> np.ndarray:
     return _int64s(peers, rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS))
+
+
+def _signals(peers: Peers, rank: int) -> np.ndarray:
+    return _int64s(peers, rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS))
 
 
 def _int64s(peers: Peers, rank: int, offset: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -13,15 +13,24 @@ from symmoe.kernels.control import Peers
 
 
 def push_rows(
-    x: torch.Tensor, token_to_row: torch.Tensor, peers: Peers, received: torch.Tensor, *, column: int
+    x: torch.Tensor,
+    token_to_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    *,
+    column: int,
+    ranks: range | None = None,
+    num_ctas: int | None = None,
 ) -> None:
     """Writes each token's row to the ranks it goes to: peer's buffer [., H] row `token_to_row[t, r]` = x[t].
 
     Args:
         x: [T, H].
         token_to_row: int32 [T, R]; -1: the token does not go to that rank.
+        ranks: that are written to, one after the other; None: all.
+        num_ctas: of kernels; here and below the twin has no use for it.
     """
-    for rank in range(peers.num_ranks):
+    for rank in range(peers.num_ranks) if ranks is None else ranks:
         offset = int(received[rank, column])
         tokens = (token_to_row[:, rank] >= 0).nonzero().flatten()
         if offset < 0 or tokens.numel() == 0:
@@ -73,7 +82,8 @@ def push_slots(
 def index_rows(
     wire_to_row: torch.Tensor,
     wire_probs: torch.Tensor | None,
-    num_packed: torch.Tensor,
+    packed_begin: torch.Tensor,
+    packed_end: torch.Tensor,
     ready: torch.Tensor,
     arrived: torch.Tensor,
     packed_to_row: torch.Tensor,
@@ -86,37 +96,63 @@ def index_rows(
     that kernels already on their way stay inside their buffers.
 
     Args:
-        ready, arrived: what the trip's two barriers returned; negative words mean that the call has failed.
+        packed_begin, packed_end: int32 [1]; the packed rows that have arrived.
+        ready, arrived: what the trip's barriers, or the wait for a signal, returned; a negative first word means that
+            the call has failed.
         wire_to_row: int32 [P_cap, K]; row of each slot of a packed row, or -1.
         wire_probs: fp32 [P_cap, K] or None.
         packed_to_row: int32 [P_cap, K], gets a copy.
         row_to_packed_row: int32 [N_cap], gets the packed row of each row; the tail stays as it is.
         row_probs: fp32 [N_cap] or None, gets the prob of each row; the tail stays as it is.
     """
-    if min(int(ready[0, 0]), int(arrived[0, 0])) < 0:
+    if min(int(ready.flatten()[0]), int(arrived.flatten()[0])) < 0:
         packed_to_row.fill_(-1)
         row_to_packed_row.zero_()
         return
-    count = int(num_packed)
-    packed_to_row[:count] = wire_to_row[:count]
-    packed, slot = (wire_to_row[:count] >= 0).nonzero(as_tuple=True)
+    begin, end = int(packed_begin), int(packed_end)
+    packed_to_row[begin:end] = wire_to_row[begin:end]
+    packed, slot = (wire_to_row[begin:end] >= 0).nonzero(as_tuple=True)
+    packed += begin
     rows = wire_to_row[packed, slot].long()
     row_to_packed_row[rows] = packed.int()
     if row_probs is not None and wire_probs is not None:
         row_probs[rows] = wire_probs[packed, slot]
 
 
-def fan_out(rows: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor) -> None:
-    """Copies each primary row of `rows` [N_cap, H] to the token's secondary rows, in place."""
-    primary, others = _primary_and_others(packed_to_row, num_packed)
+def fan_out(
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    packed_begin: torch.Tensor,
+    packed_end: torch.Tensor,
+    *,
+    num_ctas: int | None = None,
+) -> None:
+    """Copies primary rows of `rows` [N_cap, H] to the tokens' secondary rows, in place.
+
+    Args:
+        packed_begin, packed_end: int32 [1]; the packed rows whose tokens are meant.
+    """
+    primary, others = _primary_and_others(packed_to_row[int(packed_begin) : int(packed_end)])
     for secondary in others:
         has = secondary >= 0
         rows[secondary[has]] = rows[primary[has]]
 
 
-def pre_reduce(rows: torch.Tensor, packed_to_row: torch.Tensor, num_packed: torch.Tensor) -> None:
-    """Sums each token's rows of `rows` [N_cap, H] into its primary row: fp32, in k order, in place."""
-    primary, others = _primary_and_others(packed_to_row, num_packed)
+def pre_reduce(
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    num_packed: torch.Tensor,
+    *,
+    columns: tuple[int, int] | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    """Sums each token's rows of `rows` [N_cap, H] into its primary row: fp32, in k order, in place.
+
+    Args:
+        columns: first column that is summed and the one past the last; None: all.
+    """
+    primary, others = _primary_and_others(packed_to_row[: int(num_packed)])
+    rows = rows[:, slice(*columns or (None,))]
     several = torch.zeros_like(primary, dtype=torch.bool)
     for secondary in others:
         several |= secondary >= 0
@@ -148,6 +184,8 @@ def pull_rows(
     out: torch.Tensor,
     *,
     column: int,
+    columns: tuple[int, int] | None = None,
+    num_ctas: int | None = None,
 ) -> None:
     """out[t] = sum over s of row `source_row[t, s]` of rank `source_rank[t, s]`: fp32, in order of s.
 
@@ -157,11 +195,13 @@ def pull_rows(
         source_rank: int32 [T, S]; None: rank s for column s.
         source_row: int32 [T, S]; -1: nothing to add.
         out: [T, H].
+        columns: first column of `out` that is written and the one past the last; None: all.
     """
+    panel = slice(*columns or (None,))
     if received.numel() and int(received[:, column].min()) < 0:
-        out.fill_(float("nan"))
+        out[:, panel] = float("nan")
         return
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    total = torch.zeros(out[:, panel].shape, dtype=torch.float32, device=out.device)
     for s in range(source_row.shape[1]):
         for rank in range(peers.num_ranks) if source_rank is not None else (s,):
             here = source_row[:, s] >= 0
@@ -172,8 +212,8 @@ def pull_rows(
                 continue
             rows = source_row[tokens, s].long()
             shape = (int(rows.max()) + 1, out.shape[1])
-            total[tokens] += peers.region(rank, int(received[rank, column]), shape, out.dtype)[rows].float()
-    out.copy_(total)
+            total[tokens] += peers.region(rank, int(received[rank, column]), shape, out.dtype)[rows, panel].float()
+    out[:, panel] = total
 
 
 def pull_values(
@@ -203,11 +243,9 @@ def pull_values(
         out[tokens] = values.where(slot_to_rank[tokens] == rank, out[tokens])
 
 
-def _primary_and_others(
-    packed_to_row: torch.Tensor, num_packed: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Primary row of each used packed row, and, per k, its secondary rows (-1 for none)."""
-    index = packed_to_row[: int(num_packed)].long()
+def _primary_and_others(packed_to_row: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Primary row of each packed row that is used, and, per k, its secondary rows (-1 for none)."""
+    index = packed_to_row.long()
     index = index[(index >= 0).any(1)]
     first = (index >= 0).int().argmax(1, keepdim=True)
     primary = index.gather(1, first)[:, 0]

@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gpu.activation import act_slopes, act_value
+from symmoe.kernels.gpu.gemm import end_of_rows
 from symmoe.kernels.gpu.hopper.gemm import (
     NUM_WARPS,
     describe,
@@ -351,7 +352,10 @@ def launch_dact(
     num_groups, dout_width, _ = weight.shape
     gathered = row_index is not None
     variant = variant or dact_variant(dout_width, gathered)
-    pipe, constants = _dact_plan(num_groups, ffn, dout_width, a.dtype, activation, gathered, tuple(variant.items()))
+    end = end_of_rows(row_start, num_groups)
+    pipe, constants = _dact_plan(
+        num_groups, ffn, dout_width, a.dtype, activation, gathered, end, tuple(variant.items())
+    )
     launch(
         hopper_dact_kernel,
         grid(pipe, num_rows, num_sms, a.device),
@@ -386,6 +390,7 @@ def _dact_plan(
     dtype: torch.dtype,
     activation: Activation,
     gathered: bool,
+    end: int,
     variant: tuple,
 ) -> tuple[Pipeline, Constants]:
     pipe = Pipeline(
@@ -395,6 +400,7 @@ def _dact_plan(
         activation=activation,
         weight_k_first=True,
         gathered=gathered,
+        end=end,
         **dict(variant),
     )
     descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
@@ -420,7 +426,8 @@ def launch_act(
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
     variant = variant or (SEPARATE if ffn >= WIDE_OUTPUT else ALTERNATE)
-    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, tuple(variant.items()))
+    end = end_of_rows(row_start, num_groups)
+    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, end, tuple(variant.items()))
     launch(
         hopper_act_kernel,
         grid(pipe, num_rows, num_sms, a.device),
@@ -441,11 +448,12 @@ def _act_plan(
     in_width: int,
     dtype: torch.dtype,
     activation: Activation,
+    end: int,
     variant: tuple,
 ) -> tuple[Pipeline, Constants]:
     options = {"block_n": 256, **dict(variant)}
     options["tile_columns"] = options["block_n"] // 2
-    pipe = Pipeline(num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, **options)
+    pipe = Pipeline(num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, end=end, **options)
     block = [1, 2, pipe.tile_columns, BLOCK_K.value]
     describe_halves = describe(block, dtype)
 

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from symmoe.kernels.gpu.gemm import device_num_sms, max_row_tiles
+from symmoe.kernels.gpu.gemm import device_num_sms, end_of_rows, max_row_tiles
 from symmoe.kernels.gpu.hopper.pipeline import (
     BLOCK_K,
     BLOCK_M,
@@ -43,13 +43,18 @@ def store_tile(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.cons
 @gluon.jit
 def zero_tail_rows(out, row_start, num_rows, PIPE: gl.constexpr):
     """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn."""
-    first = gl.load(row_start + PIPE.num_groups).to(gl.int64) * PIPE.columns
-    end = num_rows.to(gl.int64) * PIPE.columns
+    first = gl.load(row_start + PIPE.num_groups).to(gl.int64) * PIPE.panel_columns
+    end = num_rows.to(gl.int64) * PIPE.panel_columns
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, ZERO_BLOCK, layout)
     zeros = gl.zeros([ZERO_BLOCK], out.dtype.element_ty, layout)
     for i in range(first + gl.program_id(0) * ZERO_BLOCK, end, gl.num_programs(0) * ZERO_BLOCK):
-        gl.store(out + i + lane, zeros, mask=i + lane < end)
+        if PIPE.panel_columns == PIPE.columns:
+            pointers = out + i + lane
+        else:
+            row = (i + lane) // PIPE.panel_columns
+            pointers = out + PIPE.first_column + row * (PIPE.columns - PIPE.panel_columns) + (i + lane)
+        gl.store(pointers, zeros, mask=i + lane < end)
 
 
 @fast_launch
@@ -75,17 +80,25 @@ def launch_gemm(
     out: torch.Tensor,
     *,
     weight_k_first: bool,
+    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     **options: int,
 ) -> None:
     """grouped_gemm, or grouped_gemm_dgrad if weight_k_first, without an index and without bias.
 
-    options: of the Pipeline, for comparisons.
+    columns: what parts.panel returns. options: of the Pipeline, for comparisons.
     """
-    num_rows = out.shape[0]
+    num_rows, num_groups = out.shape[0], weight.shape[0]
     pipe, constants = _gemm_plan(
-        weight.shape[0], out.shape[1], rows.shape[1], out.dtype, weight_k_first, tuple(options.items())
+        num_groups,
+        out.shape[1],
+        rows.shape[1],
+        out.dtype,
+        weight_k_first,
+        end_of_rows(row_start, num_groups),
+        columns,
+        tuple(options.items()),
     )
     launch(
         hopper_gemm_kernel,
@@ -102,13 +115,24 @@ def launch_gemm(
 
 @functools.cache
 def _gemm_plan(
-    num_groups: int, columns: int, in_width: int, dtype: torch.dtype, weight_k_first: bool, options: tuple
+    num_groups: int,
+    out_width: int,
+    in_width: int,
+    dtype: torch.dtype,
+    weight_k_first: bool,
+    end: int,
+    columns: tuple[int, int] | None,
+    options: tuple,
 ) -> tuple[Pipeline, Constants]:
+    first_column, end_column = columns or (0, None)
     pipe = Pipeline(
         num_groups=num_groups,
-        columns=columns,
+        columns=out_width,
         in_width=in_width,
         weight_k_first=weight_k_first,
+        end=end,
+        first_column=first_column,
+        end_column=end_column,
         **{"group_m": 8 if weight_k_first else 16, **dict(options)},
     )
     descriptors = {0: describe_rows(dtype), 1: describe_weight(pipe, dtype), 2: describe_ragged(dtype)}

@@ -54,6 +54,7 @@ class Pipeline:
     columns: features of a row of the result, tile_columns of them to a tile. A tile multiplies block_n features, which
     is more if it has gates and ups. in_width: contracted features. weight_k_first: weights are [G, in_width, columns].
     gathered: rows come from a tensor of packed rows.
+    end: END of gpu/gemm.py. first_column, end_column: of the panel; end_column None: all columns.
     group_m: tiles of M that share a column of tiles while it is in L2. alternate, finish_warps: see above.
     instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes what is left.
     """
@@ -64,6 +65,9 @@ class Pipeline:
     activation: Activation | None = None
     weight_k_first: bool = False
     gathered: bool = False
+    end: int = 1
+    first_column: int = 0
+    end_column: int | None = None
     block_n: int = 256
     tile_columns: int = 256
     instruction_n: int = 256
@@ -77,8 +81,13 @@ class Pipeline:
 
     @property
     def num_n_tiles(self) -> int:
-        """Tiles across the result."""
-        return -(-self.columns // self.tile_columns)
+        """Tiles across the panel."""
+        return -(-self.panel_columns // self.tile_columns)
+
+    @property
+    def panel_columns(self) -> int:
+        """Features of a row that are computed."""
+        return (self.columns if self.end_column is None else self.end_column) - self.first_column
 
     @property
     def num_k(self) -> int:
@@ -115,7 +124,9 @@ def row_tile_prefix(row_start, PIPE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
     group = gl.arange(0, PIPE.group_lanes, layout=layout)
     start = gl.load(row_start + group, mask=group < PIPE.num_groups, other=0)
-    end = gl.load(row_start + group + 1, mask=group < PIPE.num_groups, other=0)
+    end = gl.load(row_start + group + PIPE.end, mask=group < PIPE.num_groups, other=0)
+    if PIPE.end > 1:  # ranges may end before they begin
+        end = gl.maximum(start, end)
     num_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
     return gl.associative_scan(num_tiles, 0, _add), gl.sum(num_tiles, axis=0)
 
@@ -127,13 +138,14 @@ def locate_tile(tile, prefix, row_start, PIPE: gl.constexpr):
     group = gl.sum(before.to(gl.int32), axis=0)
     local = tile - gl.max(gl.where(before, prefix, 0), axis=0) * PIPE.num_n_tiles
     start = gl.load(row_start + group)
-    end = gl.load(row_start + group + 1)
+    end = gl.load(row_start + group + PIPE.end)
     BAND: gl.constexpr = PIPE.group_m * PIPE.num_n_tiles
     band = local // BAND
     height = gl.minimum((end - start + (BLOCK_M - 1)) // BLOCK_M - band * PIPE.group_m, PIPE.group_m)
     in_band = local - band * BAND
     m_tile = band * PIPE.group_m + in_band % height
-    return group, start + m_tile * BLOCK_M, end, in_band // height
+    n_tile = PIPE.first_column // PIPE.tile_columns + in_band // height
+    return group, start + m_tile * BLOCK_M, end, n_tile
 
 
 # ------------------------------------------------------------------------------------------------------ the ring

@@ -1,0 +1,149 @@
+"""The two schedules of an expert-parallel step: one thing after the other, or rows travelling beside the GEMMs.
+
+They launch the same kernels on the same rows and give the same bits. A schedule has four parts, each a collective call
+of the heap: dispatch, dispatch_rows, combine, combine_beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from symmoe.combine.collect import Collection
+from symmoe.dispatch.arrival import Arrival, arriving, rows_arriving
+from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.send import (
+    send_expert_major,
+    send_expert_major_gradient,
+    send_packed,
+    send_packed_gradient,
+)
+from symmoe.moe.overlap import Overlap, panels
+
+# Computes columns (first, one past the last; None: all) of the rows that combine reads, on so many SMs (None: all).
+Columns = tuple[int, int] | None
+ComputePanel = Callable[[Columns, int | None], None]
+
+
+class Schedule(Protocol):
+    """What moe/fused.py wants.
+
+    Attributes:
+        dispatch_sms, gradient_dispatch_sms, gradient_combine_sms: SMs for GEMMs that run while rows travel in
+            :meth:`dispatch`, in :meth:`dispatch_rows` of a gradient, in :meth:`combine_beside`; None: all.
+    """
+
+    dispatch_sms: int | None
+    gradient_dispatch_sms: int | None
+    gradient_combine_sms: int | None
+
+    def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor):
+        """Context of an :class:`Arrival`: rows, slots and probs of x go to every rank's buffer."""
+
+    def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor):
+        """Context of the parts of an :class:`Arrival`: rows of x alone go to every buffer, along a plan in use."""
+
+    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
+        """Has `rows` computed, and sums them at home: [T, H]."""
+
+    def combine_beside(self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor):
+        """Context of a :class:`Collection`, complete after it, beside which the caller may compute other things."""
+
+
+class Serial:
+    """One thing after the other."""
+
+    dispatch_sms = gradient_dispatch_sms = gradient_combine_sms = None
+
+    def __init__(self, *, expert_major: bool) -> None:
+        self._expert_major = expert_major
+
+    @contextmanager
+    def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor) -> Iterator[Arrival]:
+        """See Schedule."""
+        send = send_expert_major if self._expert_major else send_packed
+        row_probs = send(x, plan, buffer, probs)
+        yield Arrival(None, row_probs, plan.row_to_packed_row)
+
+    @contextmanager
+    def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor) -> Iterator[None]:
+        """See Schedule."""
+        send = send_expert_major_gradient if self._expert_major else send_packed_gradient
+        send(x, plan, buffer)
+        yield None
+
+    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
+        """See Schedule."""
+        compute(None, None)
+        with Collection(rows, plan, order=order) as collection:
+            collection.collect()
+        return collection.out
+
+    @contextmanager
+    def combine_beside(
+        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor
+    ) -> Iterator[Collection]:
+        """See Schedule."""
+        collection = Collection(rows, plan, order=order, row_values=row_values)
+        yield collection
+        with collection:
+            collection.collect()
+
+
+class Overlapped:
+    """Rows travel on a branch stream, beside the GEMMs of the current one.
+
+    * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 computes panels of
+      columns; a panel that is finished goes home while the next one is computed.
+    * Backward: FC2's dgrad begins with the own rows likewise. The input gradients go home under both weight gradients.
+    """
+
+    def __init__(self, overlap: Overlap, *, expert_major: bool) -> None:
+        self._overlap, self._expert_major = overlap, expert_major
+        self.dispatch_sms = overlap.dispatch.num_sms
+        self.gradient_dispatch_sms = overlap.gradient_dispatch.num_sms
+        self.gradient_combine_sms = overlap.gradient_combine.num_sms
+
+    def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor):
+        """See Schedule."""
+        num_ctas = self._overlap.dispatch.num_ctas
+        return arriving(x, plan, buffer, probs, expert_major=self._expert_major, num_ctas=num_ctas)
+
+    def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor):
+        """See Schedule."""
+        num_ctas = self._overlap.gradient_dispatch.num_ctas
+        return rows_arriving(x, plan, buffer, expert_major=self._expert_major, num_ctas=num_ctas)
+
+    def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
+        """See Schedule."""
+        division = self._overlap.combine
+        *earlier, last = panels(rows.shape[1], self._overlap.num_panels)
+        branch = plan.heap.branch()
+        with Collection(rows, plan, order=order) as collection:
+            try:
+                for columns in earlier:
+                    compute(columns, division.num_sms)
+                    with branch:
+                        collection.collect(columns, num_ctas=division.num_ctas)
+                compute(last, division.num_sms if earlier else None)
+            finally:
+                branch.join()
+            collection.collect(last)  # nothing runs beside it
+        return collection.out
+
+    @contextmanager
+    def combine_beside(
+        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor
+    ) -> Iterator[Collection]:
+        """See Schedule."""
+        branch = plan.heap.branch()
+        with Collection(rows, plan, order=order, row_values=row_values) as collection:
+            try:
+                with branch:
+                    collection.collect(num_ctas=self._overlap.gradient_combine.num_ctas)
+                yield collection
+            finally:
+                branch.join()
