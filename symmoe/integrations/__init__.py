@@ -1,0 +1,1 @@
+"""Trainers that symmoe plugs into. A module here imports its trainer; nothing else of symmoe does."""

@@ -1,0 +1,48 @@
+"""Expert parallelism for Hugging Face transformers' MoE models.
+
+H hidden, I ffn, E experts in all, e experts on this rank, K experts per token, T tokens, R ranks.
+
+Names are imported on first use; `from_pretrained` and `register` alone import transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from symmoe.integrations.transformers.checkpoint import load_checkpoint, save_checkpoint
+    from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig
+    from symmoe.integrations.transformers.pretrained import from_pretrained
+    from symmoe.integrations.transformers.registry import register
+    from symmoe.integrations.transformers.swap import swap_moe
+
+_HOME = {
+    "ExpertParallelExperts": "experts",
+    "StepConfig": "experts",
+    "from_pretrained": "pretrained",
+    "load_checkpoint": "checkpoint",
+    "register": "registry",
+    "save_checkpoint": "checkpoint",
+    "swap_moe": "swap",
+}
+
+__all__ = [
+    "ExpertParallelExperts",
+    "StepConfig",
+    "from_pretrained",
+    "load_checkpoint",
+    "register",
+    "save_checkpoint",
+    "swap_moe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,215 @@
+"""Loads and saves swapped models in transformers' own checkpoints, each rank its own experts.
+
+All ranks of a heap's group must see the same folders, as they do on one node.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from symmoe.errors import CheckpointError, SymmoeError
+from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout, read_layout
+from symmoe.integrations.transformers.pieces import Piece, beside, layout_problem, pieces_of
+from symmoe.integrations.transformers.swap import heap_of
+
+MAX_SHARD_BYTES = 5_000_000_000  # of a new file
+_COPY_BYTES = 16 << 20
+_Result = TypeVar("_Result")
+
+
+@torch.no_grad()
+def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Fills a swapped model from a checkpoint of transformers, of this rank's experts nothing but those.
+
+    Experts may be one by one, as on the hub, or fused; names of blocks may be those on disk or in memory; values are
+    cast to the model's dtypes. Reads one expert at a time. Collective over the heap's process group.
+
+    Args:
+        model: swapped, on any device but meta; every rank the same.
+        folder: has model.safetensors, or model.safetensors.index.json and its files.
+
+    Raises:
+        ArgumentError: the model has not been swapped.
+        CheckpointError: on every rank, if any rank cannot read it, or if keys are missing, not in the model or of
+            another shape. The model is untouched unless a file broke while it was read.
+    """
+    folder, heap = Path(folder), heap_of(model)
+
+    def plan() -> tuple[Layout, list[Piece]]:
+        layout = read_layout(folder)
+        pieces = pieces_of(model, layout.tensors)
+        if (problem := layout_problem(pieces, layout, _ignored_keys(model))) is not None:
+            raise problem
+        return layout, pieces
+
+    layout, pieces = _together(heap.agree, plan)
+    _together(heap.agree, lambda: _read(folder, layout, pieces))
+
+
+@torch.no_grad()
+def save_checkpoint(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Saves a swapped model as a checkpoint of transformers.
+
+    Rank 0 lays out the files, then every rank writes its own experts where they belong, one at a time: no rank ever
+    holds another's. Collective over the heap's process group; where several EP groups train together, one of them
+    calls it. The files go into `folder` + ".partial", which is renamed when they are complete and on disk.
+
+    Args:
+        model: swapped; every rank the same, after the same number of steps.
+        folder: must not exist, or be empty.
+        like: a checkpoint of the same model, e.g. the one it was loaded from. The new one has its files, keys, dtypes
+            and index, byte for byte except for the weights' values; keys that are not in the model, and files beside
+            the weights (config, tokenizer), are copied. None: the keys of the hub, the model's dtypes, and its config.
+        max_shard_bytes: of one file, without `like`.
+
+    Raises:
+        ArgumentError: the model has not been swapped.
+        CheckpointError: on every rank, if `like` is not a checkpoint of this model, the folder is not empty, or
+            writing failed anywhere. Nothing is left in `folder` then.
+    """
+    folder, heap = Path(folder), heap_of(model)
+    like = None if like is None else Path(like)
+    partial = folder.with_name(folder.name + ".partial")
+
+    def plan() -> tuple[Layout, list[Piece]]:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder} exists; a checkpoint is written to a folder that is new or empty")
+        layout = None if like is None else read_layout(like)
+        pieces = pieces_of(model, None if layout is None else layout.tensors)
+        if layout is None:
+            tensors = {piece.key: (piece.dtype, piece.shape) for piece in pieces}
+            return new_layout(tensors, max_shard_bytes=max_shard_bytes), pieces
+        if (problem := layout_problem(pieces, layout, _ignored_keys(model))) is not None:
+            raise problem
+        return layout, pieces
+
+    layout, pieces = _together(heap.agree, plan)
+
+    def lay_out() -> None:
+        if heap.rank == 0:
+            _lay_out(partial, layout)
+            _copy_rest(partial, layout, pieces, model, like)
+
+    def write() -> None:
+        _write(partial, layout, [piece for piece in pieces if piece.writer == heap.rank])
+
+    def finish() -> None:
+        if heap.rank == 0:
+            _rename(partial, folder)
+
+    try:
+        for step in (lay_out, write, finish):
+            _together(heap.agree, step)
+    except SymmoeError:
+        if heap.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:
+    """What `work` returns; if it fails on any rank, its error on every rank."""
+    result = problem = None
+    try:
+        result = work()
+    except SymmoeError as error:
+        problem = error
+    except (OSError, SafetensorError) as error:
+        problem = CheckpointError(f"{type(error).__name__}: {error}")
+    try:
+        agree(problem)
+        return result
+    finally:
+        del problem  # its traceback would keep this frame, and the frame it
+
+
+def _ignored_keys(model: nn.Module) -> set[str]:
+    """Patterns of keys that checkpoints of this model may have beside its own, as transformers has it."""
+    return {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
+
+
+def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
+    by_file: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        if piece.tensor is not None:
+            by_file.setdefault(layout.tensors[piece.key].file, []).append(piece)
+    for name, here in by_file.items():
+        with safe_open(folder / name, framework="pt") as file:
+            for piece in here:
+                if piece.index is None:
+                    piece.tensor.copy_(file.get_tensor(piece.key))
+                else:
+                    piece.tensor.copy_(file.get_slice(piece.key)[piece.index : piece.index + 1][0])
+
+
+def _lay_out(partial: Path, layout: Layout) -> None:
+    """The files, with their headers and no values yet."""
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    partial.mkdir(parents=True)
+    for name, header in layout.headers.items():
+        with (partial / name).open("wb") as file:
+            file.write(header)
+            file.truncate(layout.file_bytes[name])
+    if layout.index is not None:
+        (partial / INDEX).write_bytes(layout.index)
+
+
+def _copy_rest(partial: Path, layout: Layout, pieces: Iterable[Piece], model: nn.Module, like: Path | None) -> None:
+    """What no piece of the model is: config and tokenizer, and tensors that the model leaves alone."""
+    if like is None:
+        config = copy.deepcopy(model.config)
+        config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
+        config.save_pretrained(partial)
+        if model.can_generate():
+            model.generation_config.save_pretrained(partial)
+        return
+    for path in like.iterdir():
+        if path.is_file() and path.name not in (*layout.headers, INDEX, WEIGHTS):
+            shutil.copyfile(path, partial / path.name)
+    for key in beside({piece.key for piece in pieces}, layout):
+        stored = layout.tensors[key]
+        with (like / stored.file).open("rb") as source, (partial / stored.file).open("r+b") as target:
+            source.seek(stored.start)
+            target.seek(stored.start)
+            for start in range(0, stored.num_bytes, _COPY_BYTES):
+                target.write(source.read(min(_COPY_BYTES, stored.num_bytes - start)))
+
+
+def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
+    by_file: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault(layout.tensors[piece.key].file, []).append(piece)
+    for name, here in by_file.items():
+        with (partial / name).open("r+b") as file:
+            for piece in here:
+                stored = layout.tensors[piece.key]
+                value = piece.tensor.to(stored.dtype).contiguous().reshape(-1).cpu().view(torch.uint8)
+                file.seek(stored.start + (piece.index or 0) * value.numel())
+                file.write(value.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _rename(partial: Path, folder: Path) -> None:
+    if folder.exists():
+        folder.rmdir()  # it is empty
+    partial.rename(folder)
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)  # the new name
+    finally:
+        os.close(parent)

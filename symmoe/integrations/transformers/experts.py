@@ -1,0 +1,148 @@
+"""The module that stands where a transformers MoE block has its `experts`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from symmoe.dispatch.plan import make_plan
+from symmoe.errors import ArgumentError
+from symmoe.integrations.transformers.families import Family
+from symmoe.kernels import control
+from symmoe.moe.arguments import width_problem
+from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.symm_mem.buffers import dtype_problem
+from symmoe.symm_mem.heap import SymmetricHeap
+
+_CHOICES = {"overflow": ("raise", "drop"), "order": ("rank", "slot"), "stash": ("all", "rows", "hidden", "none")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """How every call of the experts runs. Equal on every rank; each field as in MoEConfig.
+
+    Attributes:
+        capacity: rows a rank can receive in one call; None is exact.
+        overflow: with a static capacity, "raise" or "drop".
+        max_tokens: with a static capacity, the most tokens one rank brings to a call.
+        order: of the sums in combine, "rank" or "slot".
+        stash: what forward keeps for backward.
+
+    Raises:
+        ArgumentError: a word that is no choice.
+    """
+
+    capacity: int | None = None
+    overflow: Literal["raise", "drop"] = "raise"
+    max_tokens: int | None = None
+    order: Literal["rank", "slot"] = "rank"
+    stash: Literal["all", "rows", "hidden", "none"] = "all"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, choices))}")
+
+
+class ExpertParallelExperts(nn.Module):
+    """Experts of one MoE block, spread over the ranks of a heap; called like transformers' own.
+
+    Rank r holds experts r * e to (r + 1) * e - 1. The block's router stays what it is: its choice and its weights come
+    in as arguments.
+
+    Args:
+        mlp: this rank's e experts.
+        heap: the EP group's symmetric heap; all blocks of a model share one.
+        step: how a call runs.
+    """
+
+    def __init__(self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig) -> None:
+        super().__init__()
+        self.mlp, self.heap, self.step = mlp, heap, step
+
+    @property
+    def num_experts(self) -> int:
+        """E, of all ranks."""
+        return self.mlp.num_groups * self.heap.num_ranks
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of the experts' outputs. Collective over the EP group, forward and backward. Synchronises the
+        host only with exact capacity (one small read in make_plan).
+
+        Args:
+            hidden_states: [T, H] fp32, fp16 or bf16 on the heap's device. T may differ from rank to rank.
+            top_k_index: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert.
+            top_k_weights: [T, K], floating point; multiplied in fp32. A gradient goes back to it.
+
+        Returns:
+            [T, H] in the dtype of hidden_states.
+
+        Raises:
+            ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
+        """
+        heap, step = self.heap, self.step
+        heap.check()
+        heap.fail_for(self._problem(hidden_states, top_k_index, top_k_weights), control.PHASE_PLAN)
+        device_type = hidden_states.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype
+        plan = make_plan(
+            top_k_index,
+            num_experts=self.num_experts,
+            heap=heap,
+            capacity=step.capacity,
+            overflow=step.overflow,
+            max_tokens=step.max_tokens,
+            hidden=self.mlp.hidden,
+            dtype=dtype,
+        )
+        y = expert_parallel_mlp(
+            hidden_states.to(dtype), top_k_weights.float(), self.mlp, plan, order=step.order, stash=step.stash
+        )
+        return y.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        mlp = self.mlp
+        return f"experts={self.num_experts}, ranks={self.heap.num_ranks}, hidden={mlp.hidden}, ffn={mlp.ffn}"
+
+    def _problem(self, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> ArgumentError | None:
+        if x.dim() != 2 or x.shape[1] != self.mlp.hidden:
+            return ArgumentError(f"hidden_states has shape {list(x.shape)}; it must be [T, {self.mlp.hidden}]")
+        if topk_idx.shape[:1] != x.shape[:1] or weights.shape != topk_idx.shape:
+            return ArgumentError(
+                f"top_k_index {list(topk_idx.shape)} and top_k_weights {list(weights.shape)} must both be "
+                f"[{x.shape[0]}, K]"
+            )
+        if (error := dtype_problem("hidden_states", x.dtype)) is not None:
+            return error
+        if x.device != self.heap.device:
+            return ArgumentError(f"hidden_states is on {x.device}; the heap is on {self.heap.device}")
+        return width_problem(self.mlp.fc1, x) or width_problem(self.mlp.fc2, x)
+
+
+def empty_experts(
+    family: Family, experts: nn.Module, num_local: int, heap: SymmetricHeap, *, step: StepConfig
+) -> ExpertParallelExperts:
+    """A module for `num_local` experts shaped like those of a transformers module, its parameters on the meta device.
+
+    Raises:
+        ArgumentError: an activation that symmoe does not have.
+    """
+    dim = 2 if family.clamped else 1  # of the 2I features
+    hidden, width = experts.gate_up_proj.shape[3 - dim], experts.gate_up_proj.shape[dim]
+    mlp = GroupedMLP(
+        num_local,
+        hidden,
+        width // 2,
+        activation=family.activation(experts),
+        bias=family.clamped,
+        dtype=experts.gate_up_proj.dtype,
+        device="meta",
+    )
+    return ExpertParallelExperts(mlp, heap, step=step)

@@ -1,0 +1,74 @@
+"""The model families that are known: how each stores its experts, in memory and on disk.
+
+In memory, transformers 5 has one module `experts` per MoE block with gate_up_proj [E, 2I, H] and down_proj [E, H, I],
+or, transposed, [E, H, 2I] and [E, I, H]. On disk the experts are one by one, or fused as in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from symmoe.errors import ArgumentError
+from symmoe.moe.activations import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
+
+BLOCK = "mlp"  # what every family calls its MoE block in memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How one model type stores its experts.
+
+    Attributes:
+        block_on_disk: name of the MoE block in the keys of its checkpoints.
+        matrices_on_disk: names of gate, up and down, in keys `{block}.experts.{i}.{name}.weight`; None: fused.
+        clamped: gpt-oss' layout: transposed, gate and up alternate, with biases, and a clamped activation.
+    """
+
+    block_on_disk: str = BLOCK
+    matrices_on_disk: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    clamped: bool = False
+
+    def activation(self, experts: nn.Module) -> ScaledActivation:
+        """What stands between the GEMMs of a transformers experts module.
+
+        Raises:
+            ArgumentError: an activation that symmoe does not have.
+        """
+        if self.clamped:
+            return ScaledClampedSwiGLU(alpha=experts.alpha, limit=experts.limit, interleave=1)
+        hidden_act = experts.config.hidden_act
+        if hidden_act not in ("silu", "swish"):
+            raise ArgumentError(f"hidden_act ({hidden_act!r}) of the model's config must be 'silu'")
+        return ScaledSwiGLU()
+
+
+# Keyed by `config.model_type`.
+FAMILIES = {
+    "deepseek_v3": Family(),
+    "gpt_oss": Family(matrices_on_disk=None, clamped=True),
+    "mixtral": Family(block_on_disk="block_sparse_moe", matrices_on_disk=("w1", "w3", "w2")),
+    "olmoe": Family(),
+    "qwen3_moe": Family(),
+}
+
+
+def family_of(config: object) -> Family:
+    """The family of a transformers configuration.
+
+    Raises:
+        ArgumentError: a model type that is not known.
+    """
+    model_type = getattr(config, "model_type", None)
+    if model_type not in FAMILIES:
+        raise ArgumentError(f"model_type ({model_type!r}) must be one of {', '.join(map(repr, FAMILIES))}")
+    return FAMILIES[model_type]
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of every experts module of transformers' own in a model."""
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == "experts" and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+            yield path, module

@@ -1,0 +1,85 @@
+"""A swapped model straight from a checkpoint: no rank ever holds another's experts."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from symmoe.integrations.transformers.checkpoint import load_checkpoint
+from symmoe.integrations.transformers.experts import StepConfig
+from symmoe.integrations.transformers.swap import set_parameter, swap_moe
+from symmoe.symm_mem.heap import SymmetricHeap
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    heap: SymmetricHeap,
+    *,
+    config: PretrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    model_class: Any = AutoModelForCausalLM,
+    step: StepConfig | None = None,
+) -> PreTrainedModel:
+    """A model of transformers with this rank's experts, read from a local checkpoint. Collective over the heap's group.
+
+    Args:
+        folder: config.json, and weights as load_checkpoint reads them; huggingface_hub.snapshot_download makes one.
+        heap: the EP group's symmetric heap. The model is built on its device.
+        config: in place of the folder's, e.g. with another attn_implementation.
+        dtype: of the parameters; None is the config's. What the model keeps in fp32 stays fp32.
+        model_class: an auto class or a model class.
+        step: see swap_moe.
+
+    Returns:
+        the model in evaluation mode, as transformers' from_pretrained does.
+
+    Raises:
+        ArgumentError, CheckpointError: see swap_moe and load_checkpoint.
+    """
+    folder = Path(folder)
+    config = AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)  # building changes it
+    with torch.device("meta"):
+        build = getattr(model_class, "from_config", None) or model_class._from_config
+        model = build(config, dtype=dtype or config.dtype or torch.get_default_dtype())
+    swap_moe(model, heap, step=step)
+    _materialise(model, heap.device)
+    load_checkpoint(model, folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _materialise(model: PreTrainedModel, device: torch.device) -> None:
+    """Memory for everything on the meta device; ties and marks of parameters stay."""
+    kept_in_fp32 = _kept_in_fp32(model)
+    made: dict[int, nn.Parameter] = {}
+
+    def empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_kept = tensor.is_floating_point() and not kept_in_fp32.isdisjoint(name.split("."))
+        return torch.empty_like(tensor, device=device, dtype=torch.float32 if is_kept else None)
+
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                value = empty(f"{path}.{name}", parameter)
+                made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            set_parameter(module, name, made[id(parameter)])
+        computed = module._non_persistent_buffers_set
+        if computed:  # rotary embeddings: not in checkpoints, made by their constructor from the config
+            with torch.device("cpu"):
+                fresh = dict(type(module)(module.config).named_buffers(recurse=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            value = fresh[name].to(device) if name in computed else empty(f"{path}.{name}", buffer)
+            setattr(module, name, value)
+
+
+def _kept_in_fp32(model: PreTrainedModel) -> set[str]:
+    """Names of modules and tensors that transformers loads in fp32 whatever the dtype asked for."""
+    strict = set(model._keep_in_fp32_modules_strict or ())
+    return strict | set(model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else strict

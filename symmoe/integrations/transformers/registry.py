@@ -1,0 +1,73 @@
+"""symmoe as an expert-parallel implementation of transformers >= 5.23: models that transformers shards itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from symmoe.errors import ArgumentError
+from symmoe.integrations.transformers.experts import StepConfig, empty_experts
+from symmoe.integrations.transformers.families import family_of
+from symmoe.integrations.transformers.swap import local_weights
+from symmoe.symm_mem.heap import SymmetricHeap
+
+NAME = "symmoe"
+
+
+def register(heap: SymmetricHeap, *, step: StepConfig | None = None) -> None:
+    """Makes `DistributedConfig(ep_implementation="symmoe")` run experts over `heap`, in models loaded from now on.
+
+    Local; a second call takes another heap. The parameters stay transformers' DTensors, so its FSDP2, its gradient
+    scaling, `from_pretrained` and `save_pretrained` work as with its own implementations.
+
+    Args:
+        heap: over the ranks of the mesh's "ep" dimension, in their order.
+        step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
+    """
+
+    class SymmoeEPOverHeap(SymmoeEP):
+        pass
+
+    SymmoeEPOverHeap.heap, SymmoeEPOverHeap.step = heap, step or StepConfig()
+    EPImplementationInterface.register(NAME, SymmoeEPOverHeap)
+
+
+class SymmoeEP(EPImplementation):
+    """Dispatch, fused experts and combine of symmoe, with the local weights of a transformers experts module.
+
+    The same step as ExpertParallelExperts. gpt-oss' transposed weights are copied into symmoe's layout in every call;
+    swap_moe does that once.
+
+    Attributes:
+        heap, step: of `register`.
+
+    Raises:
+        ArgumentError: the mesh is not the heap's group, tp_size is not 1, or the model type is not known.
+    """
+
+    heap: SymmetricHeap
+    step: StepConfig
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        heap = self.heap
+        if tp_mesh.size() > 1:
+            raise ArgumentError(f"tp_size ({tp_mesh.size()}) must be 1: every rank brings tokens of its own")
+        if (ep_mesh.size(), ep_mesh.get_local_rank()) != (heap.num_ranks, heap.rank):
+            raise ArgumentError(
+                f"this is rank {ep_mesh.get_local_rank()} of {ep_mesh.size()} in the expert-parallel mesh, and rank "
+                f"{heap.rank} of {heap.num_ranks} in the heap; they must be the same"
+            )
+        self._experts, self._family = experts, family_of(experts.config)
+        self._step_module = empty_experts(self._family, experts, self.num_local_experts, heap, step=self.step)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As ExpertParallelExperts.forward; transformers has made the experts' parameters local tensors."""
+        weights = local_weights(self._family, self._experts)
+        weights = {f"mlp.{name}": weight.contiguous() for name, weight in weights.items()}
+        return functional_call(self._step_module, weights, (hidden_states, top_k_index, top_k_weights))

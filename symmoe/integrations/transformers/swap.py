@@ -1,0 +1,99 @@
+"""Puts expert-parallel experts into a transformers model."""
+
+from __future__ import annotations
+
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from symmoe.errors import ArgumentError
+from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
+from symmoe.integrations.transformers.families import Family, experts_modules, family_of
+from symmoe.symm_mem.heap import SymmetricHeap
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@torch.no_grad()
+def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = None) -> Model:
+    """Replaces the experts of every MoE block by this rank's share of them, in place.
+
+    Routers, shared experts and everything else stay transformers' own modules, so router logits, auxiliary losses and
+    gradient checkpointing work as before. From here on forward and backward are collective over the heap's group: each
+    rank brings its own tokens. Not collective itself; copies this rank's weights and lets go of the others.
+
+    `model.save_pretrained` raises afterwards, as it would write this rank's experts alone: see save_checkpoint.
+
+    Args:
+        model: of a known family (families.py), on any device; move it to the heap's before the first call. On the
+            meta device the experts stay there too.
+        heap: the EP group's symmetric heap.
+        step: how every call runs; None is exact capacity and everything else MoEConfig's defaults.
+
+    Returns:
+        the model.
+
+    Raises:
+        ArgumentError: an unknown model type or activation, a number of experts that the ranks do not divide, or no
+            experts to replace (as in a model that is swapped already). The model is as it was.
+    """
+    family, step = family_of(model.config), step or StepConfig()
+    found = dict(experts_modules(model))
+    if not found:
+        raise ArgumentError(f"{type(model).__name__} has no experts to replace; is it swapped already?")
+    swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
+    for path, share in swapped.items():
+        model.set_submodule(path, share)
+    model.save_pretrained = _refuse_save_pretrained
+    return model
+
+
+def heap_of(model: nn.Module) -> SymmetricHeap:
+    """The heap of a swapped model.
+
+    Raises:
+        ArgumentError: the model has not been swapped.
+    """
+    for module in model.modules():
+        if isinstance(module, ExpertParallelExperts):
+            return module.heap
+    raise ArgumentError(f"{type(model).__name__} has no expert-parallel experts: swap_moe comes first")
+
+
+def local_weights(family: Family, experts: nn.Module) -> dict[str, torch.Tensor]:
+    """All weights of a transformers experts module, by the names and in the layout of GroupedMLP."""
+    w1, w2 = experts.gate_up_proj, experts.down_proj
+    if not family.clamped:
+        return {"fc1.weight": w1, "fc2.weight": w2}
+    biases = {"fc1.bias": experts.gate_up_proj_bias, "fc2.bias": experts.down_proj_bias}
+    return {"fc1.weight": w1.transpose(1, 2), "fc2.weight": w2.transpose(1, 2), **biases}
+
+
+def _share_of(family: Family, experts: nn.Module, heap: SymmetricHeap, step: StepConfig) -> ExpertParallelExperts:
+    """This rank's experts, on the device of `experts`."""
+    if experts.num_experts % heap.num_ranks:
+        raise ArgumentError(
+            f"the number of experts ({experts.num_experts}) must be divisible by the number of ranks ({heap.num_ranks})"
+        )
+    num_local = experts.num_experts // heap.num_ranks
+    share = empty_experts(family, experts, num_local, heap, step=step)
+    start = heap.rank * num_local
+    for name, whole in local_weights(family, experts).items():
+        linear, _, kind = name.partition(".")
+        weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
+        set_parameter(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
+    return share.train(experts.training)
+
+
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replaces a parameter by another that is marked like it (GroupedLinear's `is_expert`)."""
+    parameter.__dict__.update(getattr(module, name).__dict__)
+    setattr(module, name, parameter)
+
+
+def _refuse_save_pretrained(*args: object, **kwargs: object) -> NoReturn:
+    raise ArgumentError(
+        "save_pretrained would write this rank's experts alone; "
+        "symmoe.integrations.transformers.save_checkpoint(model, folder) writes those of all ranks"
+    )

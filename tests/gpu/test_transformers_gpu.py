@@ -1,0 +1,74 @@
+"""transformers models with expert-parallel experts on GPUs, and the example that fine-tunes one."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import torch
+import torch.distributed as dist
+from worker import open_heap
+
+from symmoe.integrations.transformers import ExpertParallelExperts, swap_moe
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "integrations"))  # also in the ranks, which import this module
+
+from hf_cases import FAMILIES, random_model  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+BOUND = 0.03  # of bf16, relative to the largest entry
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return (got.float() - want.float()).abs().max().item() / want.float().abs().max().item()
+
+
+def compare(rank: int, num_ranks: int, family: str) -> tuple[float, float]:
+    """Errors of one block's output and of this rank's gradient of its down projection, in bf16."""
+    device = torch.device("cuda", rank)
+    model = random_model(family, dtype=torch.bfloat16).to(device)
+    reference = copy.deepcopy(model.model.layers[-1].mlp)
+    inputs = [torch.randn(1, 40 + 8 * r, 32, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
+    inputs = [x.to(device, torch.bfloat16) for x in inputs]
+    with open_heap("cuda") as heap:
+        block = swap_moe(model, heap).model.layers[-1].mlp
+        first = block(inputs[rank])
+        y = first[0] if isinstance(first, tuple) else first
+        y.float().square().sum().backward()
+        got = next(m for m in block.modules() if isinstance(m, ExpertParallelExperts)).mlp.fc2.weight.grad
+        wanted = [reference(x) for x in inputs]
+        wanted = [out[0] if isinstance(out, tuple) else out for out in wanted]
+        sum(out.float().square().sum() for out in wanted).backward()
+        want = reference.experts.down_proj.grad
+        want = want.transpose(1, 2) if family == "gpt_oss" else want
+        dist.barrier()
+        return error(y.detach(), wanted[rank].detach()), error(got, want.chunk(num_ranks)[rank])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_block_equals_the_unmodified_one(cluster, family: str, num_ranks: int):
+    for output, gradient in cluster(num_ranks, "cuda").run(compare, family):
+        assert output < BOUND
+        assert gradient < BOUND
+
+
+def test_example_learns_on_gpus(tmp_path: Path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={min(2, torch.cuda.device_count())}"]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "finetune_transformers.py")]
+    command += ["--out", str(tmp_path / "out"), "--steps", "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", done.stdout)]
+    assert losses[-1] < losses[0] - 1
+    ours, theirs = re.search(r"held-out loss (\S+); of .* in plain transformers (\S+)", done.stdout).groups()
+    assert float(theirs) == pytest.approx(float(ours), abs=0.02)

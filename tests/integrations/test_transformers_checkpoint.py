@@ -1,0 +1,443 @@
+"""Checkpoints of transformers, loaded by ranks that hold a share of the experts, and saved back byte for byte.
+
+transformers writes the checkpoints and reads ours; tests change files with the safetensors package, never with ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import torch
+import transformers
+from hf_cases import FAMILIES, batch_of, random_model
+from safetensors.torch import load_file, save_file
+from worker import open_heap
+
+import symmoe
+from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
+from symmoe.integrations.transformers import (
+    ExpertParallelExperts,
+    checkpoint,
+    from_pretrained,
+    load_checkpoint,
+    save_checkpoint,
+    swap_moe,
+)
+
+SHARD = 50_000  # bytes; makes three to six files of every model
+
+
+def digests(folder: Path | str) -> dict[str, str]:
+    """sha256 of every file in a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """`saved(family)`: a sharded checkpoint that transformers wrote, with a tokenizer's file beside it."""
+    folders: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in folders:
+            folders[family] = folder = tmp_path_factory.mktemp(family)
+            random_model(family).save_pretrained(folder, max_shard_size=SHARD)
+            (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+        return folders[family]
+
+    return get
+
+
+def named_shares(model: torch.nn.Module) -> list[tuple[str, ExpertParallelExperts]]:
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, ExpertParallelExperts)]
+
+
+def differing(model: torch.nn.Module, whole: torch.nn.Module, rank: int) -> list[str]:
+    """Tensors of a swapped model that are not, bit for bit, this rank's part of an unmodified one."""
+    wanted, wrong = whole.state_dict(), []
+    transposed = model.config.model_type == "gpt_oss"
+    for path, share in named_shares(model):
+        for ours, theirs in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+            for kind, suffix in (("weight", ""), ("bias", "_bias")):
+                mine = getattr(getattr(share.mlp, ours), kind)
+                if mine is None:
+                    continue
+                mine = mine.transpose(1, 2) if transposed and kind == "weight" else mine
+                name = f"{path}.{theirs}{suffix}"
+                if not torch.equal(mine, wanted[name][rank * len(mine) : (rank + 1) * len(mine)]):
+                    wrong.append(name)
+    mine = {name: tensor for name, tensor in model.state_dict().items() if ".experts.mlp." not in name}
+    wrong += [name for name in mine if not torch.equal(mine[name], wanted[name])]
+    wrong += [name for name in wanted if name not in mine and ".mlp.experts." not in name]
+    return wrong
+
+
+# -- there and back -----------------------------------------------------------------------------------------------
+
+
+def round_trip(rank: int, num_ranks: int, source: str, target: str) -> tuple[list[str], float]:
+    """Loads and saves like the source: what differs from transformers' own model, and the error of the logits."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+    batch = batch_of(rank)
+    with open_heap("cpu") as heap, torch.no_grad():
+        config = transformers.AutoConfig.from_pretrained(source, attn_implementation="eager")
+        model = from_pretrained(source, heap, config=config)
+        ours, theirs = (each(batch, output_router_logits=True) for each in (model, whole))
+        off = (ours.logits - theirs.logits).abs().max().item()
+        for router_logits in zip(ours.get("router_logits", ()), theirs.get("router_logits", ()), strict=True):
+            off = max(off, torch.sub(*router_logits).abs().max().item())
+        assert ("aux_loss" in ours) == ("aux_loss" in theirs) == (model.config.model_type != "deepseek_v3")
+        assert not model.training
+        assert model.generation_config.to_dict() == whole.generation_config.to_dict()
+        assert all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        save_checkpoint(model, target, like=source)
+        if num_ranks > 1:  # negative control
+            assert len(differing(model, whole, num_ranks - 1 - rank)) >= 2
+        return differing(model, whole, rank), off
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_and_save_leave_every_byte(cluster, saved, tmp_path: Path, family: str, num_ranks: int):
+    source, target = saved(family), tmp_path / "target"
+    for wrong, off in cluster(num_ranks).run(round_trip, str(source), str(target)):
+        assert wrong == []
+        assert off < 1e-5
+    before = digests(source)
+    assert len(before) > 5  # several shards, index, config, generation config, tokenizer
+    assert digests(target) == before
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("form", ["fused", "bf16", "one file"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_other_forms_on_disk(cluster, tmp_path: Path, family: str, form: str):
+    model = random_model(family, dtype=torch.bfloat16 if form == "bf16" else torch.float32)
+    size = 10**9 if form == "one file" else SHARD
+    model.save_pretrained(tmp_path / "a", max_shard_size=size, save_original_format=form != "fused")
+    for wrong, off in cluster(2).run(round_trip, str(tmp_path / "a"), str(tmp_path / "b")):
+        assert wrong == []
+        assert off < (0.05 if form == "bf16" else 1e-5)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
+def fresh(rank: int, num_ranks: int, family: str, folder: str, max_shard_bytes: int) -> None:
+    with open_heap("cpu") as heap:
+        save_checkpoint(swap_moe(random_model(family), heap), folder, max_shard_bytes=max_shard_bytes)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_checkpoint_is_the_one_that_transformers_writes(cluster, tmp_path: Path, family: str, num_ranks: int):
+    random_model(family).save_pretrained(tmp_path / "theirs")
+    cluster(num_ranks).run(fresh, family, str(tmp_path / "ours"), 10**9)
+    assert digests(tmp_path / "ours") == digests(tmp_path / "theirs")
+
+
+def test_new_checkpoint_in_shards(cluster, tmp_path: Path):
+    cluster(2).run(fresh, "olmoe", str(tmp_path / "ours"), SHARD)
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert len(files) >= 4
+    tensors = {}
+    for file in files:
+        assert (tmp_path / "ours" / file).stat().st_size < SHARD + 10_000  # and a header
+        held = load_file(tmp_path / "ours" / file)
+        assert set(held) == {key for key, where in index["weight_map"].items() if where == file}
+        tensors |= held
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    want = random_model("olmoe").state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in loaded.state_dict().items())
+
+
+def trained(rank: int, num_ranks: int, source: str, target: str) -> list[str]:
+    """One step of training, saved, and what transformers reads differently."""
+    with open_heap("cpu") as heap:
+        model = from_pretrained(source, heap)
+        model(batch_of(rank), labels=batch_of(rank)).loss.backward()
+        symmoe.reduce_gradients(model)
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        save_checkpoint(model, target, like=source)
+        return differing(model, transformers.AutoModelForCausalLM.from_pretrained(target), rank)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_transformers_reads_what_ranks_have_trained(cluster, saved, tmp_path: Path, family: str):
+    target = tmp_path / "target"
+    assert cluster(2).run(trained, str(saved(family)), str(target)) == [[], []]
+    before, after = digests(saved(family)), digests(target)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name in before if re.match(r"model-.*\.safetensors$", name)}  # and it did train
+
+
+def load_into_other_dtypes(rank: int, num_ranks: int, source: str, target: str) -> dict:
+    with open_heap("cpu") as heap:
+        model = from_pretrained(source, heap, dtype=torch.bfloat16)
+        save_checkpoint(model, target, like=source)
+        return {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+
+def test_dtypes(cluster, saved, tmp_path: Path):
+    source, target = saved("deepseek_v3"), tmp_path / "target"
+    dtypes = cluster(2).run(load_into_other_dtypes, str(source), str(target))[0]
+    kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert kept == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)}  # as transformers does
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
+    assert all(theirs[name].dtype == dtype for name, dtype in dtypes.items() if name in theirs)
+    for path in source.glob("*.safetensors"):
+        was, now = load_file(path), load_file(target / path.name)
+        for key in was:
+            rounded = was[key] if "correction_bias" in key else was[key].bfloat16().float()
+            assert torch.equal(now[key], rounded), key
+
+
+def tied(rank: int, num_ranks: int, source: str, target: str) -> bool:
+    with open_heap("cpu") as heap:
+        model = from_pretrained(source, heap, model_class=transformers.Qwen3MoeForCausalLM)
+        save_checkpoint(model, target, like=source)
+        save_checkpoint(model, target + "-new")
+        return model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tied_embeddings(cluster, tmp_path: Path):
+    model = random_model("qwen3_moe", tie_word_embeddings=True)
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "a")
+    assert "lm_head.weight" not in load_file(tmp_path / "a" / "model.safetensors")
+    assert cluster(2).run(tied, str(tmp_path / "a"), str(tmp_path / "b")) == [True, True]
+    assert digests(tmp_path / "a") == digests(tmp_path / "b") == digests(tmp_path / "b-new")
+
+
+def test_keys_that_transformers_ignores_are_kept(cluster, tmp_path: Path):
+    random_model("deepseek_v3").save_pretrained(tmp_path / "a")
+    file = tmp_path / "a" / "model.safetensors"
+    extra = {"model.layers.61.eh_proj.weight": torch.randn(5, 7), "model.layers.61.odd": torch.arange(3)}
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    for wrong, _ in cluster(2).run(round_trip, str(tmp_path / "a"), str(tmp_path / "b")):
+        assert wrong == []
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+
+# -- this rank's experts and no others ----------------------------------------------------------------------------
+
+
+def reads(rank: int, num_ranks: int, source: str) -> tuple[set, dict]:
+    """What was asked of safetensors: whole keys, and the experts of fused keys."""
+    whole, slices = set(), {}
+    real = checkpoint.safe_open
+
+    class Recorded:
+        def __init__(self, *args, **kwargs):
+            self.file = real(*args, **kwargs)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def get_tensor(self, key):
+            whole.add(key)
+            return self.file.get_tensor(key)
+
+        def get_slice(self, key):
+            return Slice(key, self.file.get_slice(key))
+
+    class Slice:
+        def __init__(self, key, real):
+            self.key, self.real = key, real
+
+        def __getitem__(self, where):
+            slices.setdefault(self.key, []).append((where.start, where.stop))
+            return self.real[where]
+
+    checkpoint.safe_open = Recorded
+    try:
+        with open_heap("cpu") as heap:
+            from_pretrained(source, heap)
+    finally:
+        checkpoint.safe_open = real
+    return whole, slices
+
+
+def test_a_rank_reads_its_own_experts_alone(cluster, saved):
+    for rank, (whole, slices) in enumerate(cluster(2).run(reads, str(saved("mixtral")))):
+        experts = {int(m[1]) for key in whole if (m := re.search(r"experts\.(\d+)\.", key))}
+        assert experts == set(range(4 * rank, 4 * rank + 4))
+        assert not slices
+    for rank, (whole, slices) in enumerate(cluster(2).run(reads, str(saved("gpt_oss")))):
+        assert not any("experts" in key for key in whole)
+        assert len(slices) == 2 * 4
+        assert all(found == [(i, i + 1) for i in range(4 * rank, 4 * rank + 4)] for found in slices.values())
+
+
+# -- what is wrong, on every rank ---------------------------------------------------------------------------------
+
+
+def failure(rank: int, num_ranks: int, family: str, folders: list[str]) -> tuple[str, str, bool]:
+    """The error of loading (each rank its folder), and whether the model is untouched and works on."""
+    with open_heap("cpu") as heap:
+        model = swap_moe(random_model(family, seed=1), heap)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        try:
+            load_checkpoint(model, folders[rank])
+        except SymmoeError as error:
+            same = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+            return type(error).__name__, str(error), same and model(batch_of(rank)).logits.isfinite().all().item()
+    return "", "", False
+
+
+def failures(cluster, family: str, *folders: Path) -> str:
+    """The text that both ranks raise."""
+    folders = folders if len(folders) == 2 else folders * 2
+    results = cluster(2).run(failure, family, [str(folder) for folder in folders])
+    assert [kind for kind, _, _ in results] == ["CheckpointError"] * 2
+    assert [fine for _, _, fine in results] == [True, True]
+    assert results[0][1] == results[1][1]
+    return results[0][1]
+
+
+def edited(source: Path, target: Path, edit) -> Path:
+    """A copy whose tensors went through `edit`, in one file."""
+    shutil.copytree(source, target)
+    tensors = {}
+    for path in target.glob("*.safetensors"):
+        tensors |= load_file(path)
+        path.unlink()
+    (target / "model.safetensors.index.json").unlink()
+    save_file(edit(tensors), target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_wrong_keys_are_named_with_both_shapes(cluster, saved, tmp_path: Path):
+    source = saved("qwen3_moe")
+    key = "model.layers.1.mlp.experts.6.up_proj.weight"
+    assert load_file(edited(source, tmp_path / "same", lambda t: t) / "model.safetensors")[key].shape == (24, 32)
+
+    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "a", lambda t: t.pop(key) is None or t))
+    assert f"{key} is missing (the model has shape [24, 32])" in text
+    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "b", lambda t: t | {key: torch.zeros(24, 31)}))
+    assert f"{key} has shape [24, 31]; the model has [24, 32]" in text
+    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "c", lambda t: t | {"more": torch.zeros(2, 3)}))
+    assert "more of shape [2, 3] is not in the model" in text
+    text = failures(
+        cluster, "qwen3_moe", edited(source, tmp_path / "d", lambda t: {"lm_head.weight": torch.ones(61, 32)})
+    )
+    assert re.search(r"; and \d\d more$", text)
+
+    def quantise(tensors):
+        return tensors | {key: tensors[key].to(torch.float8_e4m3fn)}
+
+    text = failures(cluster, "qwen3_moe", edited(source, tmp_path / "e", quantise))
+    assert f"{key} has a dtype that cannot become torch.float32; is the checkpoint quantised?" in text
+    fused = "model.layers.0.mlp.experts.gate_up_proj"
+    text = failures(
+        cluster, "gpt_oss", edited(saved("gpt_oss"), tmp_path / "f", lambda t: t | {fused: torch.zeros(8, 48, 32)})
+    )
+    assert f"{fused} has shape [8, 48, 32]; the model has [8, 32, 48]" in text
+
+
+def test_broken_files(cluster, saved, tmp_path: Path):
+    source = saved("olmoe")
+
+    def broken(name: str, edit) -> Path:
+        shutil.copytree(source, tmp_path / name)
+        edit(tmp_path / name)
+        return tmp_path / name
+
+    shard = sorted(source.glob("*.safetensors"))[1].name
+    size = (source / shard).stat().st_size
+    cut = broken("cut", lambda folder: (folder / shard).write_bytes((source / shard).read_bytes()[:-1]))
+    text = failures(cluster, "olmoe", source, cut)  # rank 1 alone
+    assert text.startswith("on rank 1: ")
+    assert f"has {size - 1} bytes; its header says {size}" in text
+    stub = broken("stub", lambda folder: (folder / shard).write_bytes(b"not safetensors"))
+    assert "is cut off or no safetensors file" in failures(cluster, "olmoe", stub)
+    gone = broken("gone", lambda folder: (folder / shard).unlink())
+    assert f"has no file {shard}" in failures(cluster, "olmoe", gone)
+
+    def swap_files(folder: Path) -> None:
+        text = (folder / "model.safetensors.index.json").read_text()
+        (folder / "model.safetensors.index.json").write_text(text.replace("00002-of", "00001-of", 1))
+
+    assert "disagree on where" in failures(cluster, "olmoe", broken("moved", swap_files))
+    no_json = broken("no_json", lambda folder: (folder / "model.safetensors.index.json").write_text("{}"))
+    assert "is no index" in failures(cluster, "olmoe", no_json)
+    assert "has no file model.safetensors" in failures(cluster, "olmoe", tmp_path)
+
+
+def failed_save(rank: int, num_ranks: int, source: str, parent: str) -> list[tuple[str, str]]:
+    """Saving where it cannot work; then where it can."""
+    found = []
+    real = checkpoint.os.fsync
+
+    def disk_full(descriptor: int) -> None:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    def attempt(folder: str, **kwargs: object) -> None:
+        with pytest.raises(SymmoeError) as caught:
+            save_checkpoint(model, folder, **kwargs)
+        found.append((type(caught.value).__name__, str(caught.value)))
+
+    with open_heap("cpu") as heap:
+        model = swap_moe(random_model("olmoe"), heap)
+        attempt(source)
+        attempt(f"{parent}/target", like=f"{parent}/mixtral")
+        checkpoint.os.fsync = disk_full
+        try:
+            attempt(f"{parent}/target")
+        finally:
+            checkpoint.os.fsync = real
+        if rank == 0:
+            found.append(sorted(path.name for path in Path(parent).iterdir()))
+            Path(f"{parent}/target.partial").mkdir()  # as a kill leaves it
+            Path(f"{parent}/target.partial/junk").write_text("junk")
+            Path(f"{parent}/target").mkdir()
+        heap.agree(None)
+        save_checkpoint(model, f"{parent}/target", like=source)
+    return found
+
+
+def test_failed_save_leaves_nothing(cluster, saved, tmp_path: Path):
+    shutil.copytree(saved("mixtral"), tmp_path / "mixtral")
+    first, second = cluster(2).run(failed_save, str(saved("olmoe")), str(tmp_path))
+    assert first[:3] == second
+    (kind0, text0), (kind1, text1), (kind2, text2) = second
+    assert kind0 == kind1 == kind2 == "CheckpointError"
+    assert "new or empty" in text0
+    assert "is missing" in text1
+    assert text2 == "on rank 1: OSError: [Errno 28] No space left on device"
+    assert first[3] == ["mixtral"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixtral", "target"]
+    assert digests(tmp_path / "target") == digests(saved("olmoe"))
+
+
+def test_adapters_are_refused(tmp_path: Path):
+    with open_heap("cpu") as heap:
+        model = swap_moe(random_model("olmoe"), heap)
+        model.model.layers[1].mlp.experts.mlp.fc1.lora_a = torch.nn.Parameter(torch.zeros(8, 4, 32))
+        with pytest.raises(CheckpointError, match=r"layers\.1\..*lora_a has no place in a checkpoint"):
+            save_checkpoint(model, tmp_path / "target")
+    assert not list(tmp_path.iterdir())
+
+
+def test_unswapped_models_are_refused(tmp_path: Path):
+    for call in (load_checkpoint, save_checkpoint):
+        with pytest.raises(ArgumentError, match="swap_moe comes first"):
+            call(random_model("olmoe"), tmp_path)
+    with open_heap("cpu") as heap, pytest.raises(CheckpointError, match=r"has no file model\.safetensors"):
+        load_checkpoint(swap_moe(random_model("olmoe"), heap), tmp_path)

@@ -1,0 +1,387 @@
+"""swap_moe on real transformers models: outputs and all gradients against the unmodified model.
+
+Rank r has tokens of its own and the loss L_r, a mean over them. The reference is the unmodified model, run in one
+process on every rank's batch, whose gradients are averaged: the gradient of (1 / W) sum of L_r. The swapped model gets
+there through backward and symmoe.reduce_gradients.
+
+A tensor agrees if its largest difference is at most BOUND times its largest wanted entry; fp32 has 6e-8, and sums here
+have up to a few hundred terms. A gradient that is all zeros must be so exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import torch
+import torch.distributed as dist
+from hf_cases import FAMILIES, batch_of, random_model
+from worker import open_heap
+
+import symmoe
+from symmoe.errors import ArgumentError
+from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
+
+BOUND = 5e-6  # measured: up to 1.9e-6
+WRONG = 1e-2  # what a negative control exceeds
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference over the largest wanted entry; infinite for a wrong shape or a zero that is none."""
+    if got.shape != want.shape:
+        return math.inf
+    worst, scale = (got - want).abs().max().item(), want.abs().max().item()
+    return worst / scale if scale else (0.0 if worst == 0 else math.inf)
+
+
+def mean_gradients(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[dict, list]:
+    """Gradients of the mean loss by name, and (loss, logits, aux loss) of every batch; of an unmodified model."""
+    outputs = [model(batch, labels=batch) for batch in batches]
+    (sum(output.loss for output in outputs) / len(batches)).backward()
+    seen = [(o.loss.detach(), o.logits.detach(), getattr(o, "aux_loss", None)) for o in outputs]
+    return {name: p.grad for name, p in model.named_parameters()}, seen
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Rows of all ranks of an EP group."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def gradients_as_transformers_has_them(model: torch.nn.Module, group: dist.ProcessGroup | None) -> dict:
+    """Gradients of a swapped model by the names of the unmodified one, experts of all ranks. Collective."""
+    found = {}
+    transposed = model.config.model_type == "gpt_oss"
+    for name, parameter in model.named_parameters():
+        match = re.fullmatch(r"(.*\.experts)\.mlp\.(fc[12])\.(weight|bias)", name)
+        if match is None:
+            found[name] = parameter.grad
+            continue
+        path, layer, kind = match.groups()
+        whole = gathered(parameter.grad, group)
+        projection = {"fc1": "gate_up_proj", "fc2": "down_proj"}[layer]
+        if kind == "bias":
+            projection += "_bias"
+        found[f"{path}.{projection}"] = whole.transpose(1, 2) if transposed and kind == "weight" else whole
+    return found
+
+
+def errors_of(model: torch.nn.Module, gradients: dict, group: dist.ProcessGroup | None = None) -> dict:
+    got = gradients_as_transformers_has_them(model, group)
+    if set(got) != set(gradients):
+        return {"names": math.inf}
+    return {name: error(got[name], gradients[name]) for name in got}
+
+
+# -- every family -------------------------------------------------------------------------------------------------
+
+
+def compare(rank: int, num_ranks: int, family: str) -> dict:
+    """Errors of everything, before and after reduce_gradients."""
+    reference = random_model(family)
+    batches = [batch_of(r) for r in range(num_ranks)]
+    with open_heap("cpu") as heap:
+        model = swap_moe(copy.deepcopy(reference), heap)
+        gradients, seen = mean_gradients(reference, batches)
+        output = model(batches[rank], labels=batches[rank])
+        output.loss.backward()
+        raw = errors_of(model, gradients)
+        symmoe.reduce_gradients(model)
+        errors = errors_of(model, gradients)
+        loss, logits, aux_loss = seen[rank]
+        errors["loss"], errors["logits"] = error(output.loss.detach(), loss), error(output.logits.detach(), logits)
+        if aux_loss is not None:
+            errors["aux loss"] = error(output.aux_loss.detach(), aux_loss.detach())
+        norm = symmoe.clip_grad_norm(model, 1e-3)
+        wanted_norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+        errors["norm"] = error(norm, wanted_norm)
+        return {"errors": errors, "raw": raw}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_all_gradients_equal_the_unmodified_model(cluster, family: str, num_ranks: int):
+    for found in cluster(num_ranks).run(compare, family):
+        errors = found["errors"]
+        assert max(errors.values()) < BOUND, {k: v for k, v in errors.items() if v >= BOUND}
+        assert {"logits", "loss", "norm", "model.embed_tokens.weight"} <= set(errors)
+        assert any("mlp.experts.down_proj" in name for name in errors)
+        assert any("gate.weight" in name or "router.weight" in name for name in errors)
+        assert ("aux loss" in errors) == (family != "deepseek_v3")
+        assert any("shared_experts" in name for name in errors) == (family == "deepseek_v3")
+        if num_ranks == 2:  # negative control: without the reduction, both kinds of gradient are wrong
+            assert found["raw"]["model.embed_tokens.weight"] > WRONG
+            experts = [error for name, error in found["raw"].items() if "mlp.experts.down_proj" in name]
+            assert experts == pytest.approx([1.0] * len(experts), abs=1e-3)  # the sum over ranks, not the mean
+
+
+def test_four_ranks(cluster):
+    for found in cluster(4).run(compare, "deepseek_v3"):
+        assert max(found["errors"].values()) < BOUND
+
+
+def union(rank: int, num_ranks: int) -> float:
+    """The worst error against one run of the unmodified model on the union of all ranks' tokens."""
+    reference = random_model("gpt_oss", output_router_logits=False)
+    batches = [batch_of(r, num_tokens=12) for r in range(num_ranks)]
+    with open_heap("cpu") as heap:
+        model = swap_moe(copy.deepcopy(reference), heap)
+        gradients, _ = mean_gradients(reference, [torch.cat(batches)])
+        model(batches[rank], labels=batches[rank]).loss.backward()
+        symmoe.reduce_gradients(model)
+        return max(errors_of(model, gradients).values())
+
+
+def test_equal_batches_are_one_batch(cluster):
+    assert max(cluster(2).run(union)) < BOUND
+
+
+def replicated_experts(rank: int, num_ranks: int) -> float:
+    """The worst error with two EP groups of two ranks."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    reference = random_model("qwen3_moe")
+    batches = [batch_of(r) for r in range(num_ranks)]
+    with open_heap("cpu", group=groups[rank // 2]) as heap:
+        model = swap_moe(copy.deepcopy(reference), heap)
+        gradients, _ = mean_gradients(reference, batches)
+        model(batches[rank], labels=batches[rank]).loss.backward()
+        symmoe.reduce_gradients(model, expert_group=replicas[rank % 2])
+        return max(errors_of(model, gradients, groups[rank // 2]).values())
+
+
+def test_two_groups_of_two(cluster):
+    assert max(cluster(4).run(replicated_experts)) < BOUND
+
+
+# -- what could go unnoticed --------------------------------------------------------------------------------------
+
+
+def sabotaged(rank: int, num_ranks: int, family: str, how: str) -> float:
+    """Error of the logits when one thing is wrong."""
+    reference = random_model(family)
+    batch = batch_of(rank)
+    want = reference(batch).logits
+    with open_heap("cpu") as heap, torch.no_grad():
+        model = swap_moe(reference, heap)
+        for module in model.modules():
+            if how == "correction bias" and hasattr(module, "e_score_correction_bias"):
+                module.e_score_correction_bias.zero_()
+            if how == "groups" and hasattr(module, "topk_group"):
+                module.topk_group = module.num_group
+            if isinstance(module, ExpertParallelExperts):
+                mlp = module.mlp
+                if how == "two experts exchanged" and rank == 0:
+                    mlp.fc2.weight[:2] = mlp.fc2.weight[:2].flip(0)
+                if how == "gate and up exchanged":
+                    width = mlp.fc1.weight.shape[1]
+                    mlp.fc1.weight.copy_(torch.cat(mlp.fc1.weight.split(width // 2, dim=1)[::-1], dim=1))
+                if how == "no output bias":
+                    mlp.fc2.bias.zero_()
+                if how == "no clamp":
+                    mlp.activation = symmoe.ScaledClampedSwiGLU(interleave=1)
+        return error(model(batch).logits, want)
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("qwen3_moe", "two experts exchanged"),
+        ("mixtral", "gate and up exchanged"),
+        ("deepseek_v3", "correction bias"),
+        ("deepseek_v3", "groups"),
+        ("gpt_oss", "no output bias"),
+        ("gpt_oss", "no clamp"),
+    ],
+)
+def test_negative_controls(cluster, family: str, how: str):
+    assert min(cluster(2).run(sabotaged, family, how)) > WRONG
+    assert max(cluster(2).run(sabotaged, family, "nothing")) < BOUND
+
+
+# -- ranks and experts without tokens -----------------------------------------------------------------------------
+
+
+def crowded(rank: int, num_ranks: int, family: str) -> tuple[float, bool, bool]:
+    """All tokens choose experts 0, 1 (and 2): (worst error, other experts' gradients zero, somebody's are not)."""
+    reference = random_model(family)
+    with torch.no_grad():
+        for name, tensor in reference.state_dict().items():
+            if name.endswith(("e_score_correction_bias", "router.bias")):
+                tensor[:3] += 100
+    batches = [batch_of(r) for r in range(num_ranks)]
+    with open_heap("cpu") as heap:
+        model = swap_moe(copy.deepcopy(reference), heap)
+        gradients, _ = mean_gradients(reference, batches)
+        model(batches[rank], labels=batches[rank]).loss.backward()
+        symmoe.reduce_gradients(model)
+        experts = [m.mlp for m in model.modules() if isinstance(m, ExpertParallelExperts)]
+        empty = slice(3, None) if rank == 0 else slice(None)
+        none = all(not p.grad[empty].any() for mlp in experts for p in mlp.parameters())
+        some = any(p.grad.any() for mlp in experts for p in mlp.parameters())
+        return max(errors_of(model, gradients).values()), none, some
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_rank_and_experts_without_tokens(cluster, family: str):
+    (first, none0, some0), (second, none1, some1) = cluster(2).run(crowded, family)
+    assert max(first, second) < BOUND
+    assert none0
+    assert none1
+    assert some0
+    assert not some1  # rank 1 took part in backward and received nothing
+
+
+def silent(rank: int, num_ranks: int) -> float:
+    """Rank 1 brings no tokens at all to the experts, and its experts get rank 0's: error of their gradient."""
+    reference = random_model("olmoe").model.layers[0].mlp
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(11, 32, generator=generator, requires_grad=True)
+    with open_heap("cpu") as heap:
+        holder = torch.nn.Module()
+        holder.mlp, holder.config = copy.deepcopy(reference), random_model("olmoe").config
+        mine = x[: 11 if rank == 0 else 0].unsqueeze(0)
+        y = swap_moe(holder, heap).mlp(mine)
+        y.square().sum().backward()
+        got = gathered(holder.mlp.experts.mlp.fc2.weight.grad, None)
+    reference(x.detach().unsqueeze(0)).square().sum().backward()
+    return error(got, reference.experts.down_proj.grad)
+
+
+def test_rank_without_tokens_of_its_own(cluster):
+    assert max(cluster(2).run(silent)) < BOUND
+
+
+# -- how people train ---------------------------------------------------------------------------------------------
+
+
+def losses(rank: int, num_ranks: int, options: dict) -> tuple[list[float], list[float]]:
+    """Five steps of SGD with gradient checkpointing, swapped and unmodified."""
+    reference = random_model("qwen3_moe")
+    batches = [batch_of(r) for r in range(num_ranks)]
+    got, want = [], []
+    with open_heap("cpu") as heap:
+        model = swap_moe(copy.deepcopy(reference), heap, step=StepConfig(**options)).train()
+        model.gradient_checkpointing_enable()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(batches[rank], labels=batches[rank]).loss
+            loss.backward()
+            symmoe.reduce_gradients(model)
+            optimizer.step()
+            got.append(loss.item())
+    optimizer = torch.optim.SGD(reference.train().parameters(), lr=0.2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        want.append(mean_gradients(reference, batches)[1][rank][0].item())
+        optimizer.step()
+    return got, want
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity": 256, "max_tokens": 32, "order": "slot", "stash": "none"}], ids=["exact", "static"]
+)
+def test_training_with_gradient_checkpointing(cluster, options: dict):
+    for got, want in cluster(2).run(losses, options):
+        assert got == pytest.approx(want, rel=1e-4)
+        assert got[-1] < got[0] - 0.1
+
+
+def half(rank: int, num_ranks: int, autocast: bool) -> tuple[float, torch.dtype]:
+    """Error of the logits in bf16."""
+    reference = random_model("gpt_oss", dtype=torch.float32 if autocast else torch.bfloat16)
+    batch = batch_of(rank)
+    with open_heap("cpu") as heap, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        want = reference(batch).logits
+        model = swap_moe(reference, heap)
+        output = model(batch, labels=batch)
+        output.loss.backward()
+        return error(output.logits.float(), want.float()), next(model.parameters()).grad.dtype
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16(cluster, autocast: bool):
+    for found, dtype in cluster(2).run(half, autocast):
+        assert found < 0.05  # routing may flip on rounding; what is tested exactly is fp32
+        assert dtype == (torch.float32 if autocast else torch.bfloat16)
+
+
+# -- what is imported ---------------------------------------------------------------------------------------------
+
+
+def test_transformers_is_imported_by_those_that_need_it_alone():
+    code = (
+        "import sys, symmoe.integrations\n"
+        "from symmoe.integrations.transformers import StepConfig, load_checkpoint, save_checkpoint, swap_moe\n"
+        "assert 'transformers' not in sys.modules\n"
+        "import symmoe.integrations.transformers as ours\n"
+        "assert set(ours.__all__) <= set(dir(ours))\n"
+        "assert all(getattr(ours, name) for name in ours.__all__ if name != 'register')\n"
+        "assert 'transformers' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_refusals():
+    with open_heap("cpu") as heap:
+        model = random_model("qwen3_moe")
+        state = torch.get_rng_state()
+        assert swap_moe(model, heap) is model
+        assert torch.equal(torch.get_rng_state(), state)
+        with pytest.raises(ArgumentError, match="no experts to replace"):
+            swap_moe(model, heap)
+        with pytest.raises(ArgumentError, match="save_checkpoint"):
+            model.save_pretrained("nowhere")
+        with pytest.raises(ArgumentError, match="hidden_act \\('gelu'\\)"):
+            swap_moe(random_model("olmoe", hidden_act="gelu"), heap)
+        model.config.model_type = "unheard_of"
+        with pytest.raises(ArgumentError, match="model_type \\('unheard_of'\\) must be one of 'deepseek_v3'"):
+            swap_moe(model, heap)
+        with pytest.raises(ArgumentError, match="stash \\('some'\\)"):
+            StepConfig(stash="some")
+
+
+def refusals_of_ranks(rank: int, num_ranks: int) -> list[str]:
+    texts = []
+    with open_heap("cpu") as heap:
+        odd = random_model("olmoe", num_experts=7)
+        before = odd.model.layers[0].mlp.experts
+        with pytest.raises(ArgumentError) as caught:
+            swap_moe(odd, heap)
+        texts.append(str(caught.value))
+        assert odd.model.layers[0].mlp.experts is before
+        experts = swap_moe(random_model("olmoe"), heap).model.layers[0].mlp.experts
+        x, idx, weights = torch.zeros(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+        for bad in (
+            (x[:, :8], idx, weights) if rank else (x, idx, weights),
+            (x, idx, weights[:3]) if rank else (x, idx, weights),
+            (x, idx + 8 * rank, weights),
+        ):
+            with pytest.raises(ArgumentError) as caught:
+                experts(*bad)
+            texts.append(str(caught.value))
+        assert experts(x, idx, weights).shape == x.shape
+    return texts
+
+
+def test_wrong_arguments_on_one_rank_raise_on_all(cluster):
+    for odd, hidden, shapes, ids in cluster(2).run(refusals_of_ranks):
+        assert "(7) must be divisible by the number of ranks (2)" in odd
+        assert "[4, 8]" in hidden
+        assert "[T, 32]" in hidden
+        assert "[4, 2]" in shapes
+        assert "[3, 2]" in shapes
+        assert "8" in ids
