@@ -1,14 +1,14 @@
-"""Speed of the grouped GEMM kernels on one GPU, next to torch._grouped_mm where that can do the same.
+"""For the development of the grouped GEMM kernels: the ones that symmoe chooses from beside each other, on one GPU.
 
-    python benchmarks/gemm.py --json out.json      symmoe, torch and unfused pairs, three shapes
-    python benchmarks/gemm.py --compare            also the kernels that symmoe chooses from
+    python benchmarks/gemm.py --compare            Triton's and Hopper's kernels, torch, and pairs of unfused kernels
     python benchmarks/gemm.py --sweep dfc2,wgrad1  other tiles of Triton's kernels
 
-Experts get mildly uneven numbers of rows, the same in every run; gathered rows come from half as many packed rows,
-in ascending order within an expert, as after dispatch. Every output is checked against fp32 matmul on three experts
-before it is timed. Times are medians of CUDA events around single calls, of all ways in turn, so that a GPU that slows
-down with heat slows them alike; the tensors are larger than the L2 cache.
-Our kernels write into tensors that exist; torch._grouped_mm, which cannot, takes its output from the allocator's cache.
+What users see is timed by `symmoe bench gemm`. Here experts get mildly uneven numbers of rows, the same in every run;
+gathered rows come from half as many packed rows, in ascending order within an expert, as after dispatch. Every output
+is checked against fp32 matmul on three experts before it is timed. Times are medians of CUDA events around single
+calls, of all ways in turn, so that a GPU that slows down with heat slows them alike; the tensors are larger than the L2
+cache. Our kernels write into tensors that exist; torch._grouped_mm, which cannot, takes its output from the allocator's
+cache.
 
 fc1, dfc2, wgrad1, wgrad2 are the calls of the layer, which gather and fuse; names that end in -plain are contiguous
 products alone, for which torch has a counterpart. forward-fusion and backward-fusion compare one fused kernel with the
@@ -16,20 +16,19 @@ three modules: with our kernels, and with torch._grouped_mm and eager bf16 SwiGL
 """
 
 import argparse
-import datetime
 import functools
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import triton
 from triton.errors import TritonError
 
+from symmoe.bench.records import machine
+from symmoe.bench.stock import swiglu, swiglu_grad
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gpu import activation as gpu_activation
 from symmoe.kernels.gpu import gemm, gemm_act, hopper
@@ -158,25 +157,6 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.float() - expected).abs().max() / expected.abs().max()).item()
 
 
-def eager_swiglu(h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The scaled activation as a model would write it."""
-    gate, up = h.chunk(2, dim=1)
-    return torch.nn.functional.silu(gate) * up * scale.to(h.dtype)[:, None]
-
-
-def eager_swiglu_grad(
-    da: torch.Tensor, h: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of eager_swiglu by h and by the scale, and its result again."""
-    gate, up = h.chunk(2, dim=1)
-    silu = torch.nn.functional.silu(gate)
-    value = silu * up
-    scale = scale.to(h.dtype)[:, None]
-    ds = da * scale
-    dh = torch.cat([torch.ops.aten.silu_backward(ds * up, gate), ds * silu], dim=1)
-    return dh, value * scale, (da * value).sum(dim=1, dtype=torch.float32)
-
-
 def build_ops(shape: str) -> dict[str, Op]:
     """The calls of a layer's forward and backward pass, the products alone, and what fusion saves."""
     G, H, I, N = SHAPES[shape]
@@ -232,7 +212,7 @@ def build_ops(shape: str) -> dict[str, Op]:
 
     def torch_fc1():
         hidden = torch._grouped_mm(rows, w1.transpose(1, 2), offs=offsets)
-        return [hidden, eager_swiglu(hidden, scale)]
+        return [hidden, swiglu(hidden, scale)]
 
     def dfc2(gather):
         x, i = source(gather)
@@ -258,7 +238,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         return [dh, a, dscale]
 
     def torch_dfc2():
-        return list(eager_swiglu_grad(torch._grouped_mm(rows, w2, offs=offsets), h_in, scale))
+        return swiglu_grad(torch._grouped_mm(rows, w2, offs=offsets), h_in, scale)
 
     def wgrad(left, right, dw, left_index=None, right_index=None):
         return lambda c: gemm.grouped_gemm_wgrad(
@@ -274,6 +254,16 @@ def build_ops(shape: str) -> dict[str, Op]:
         return {
             f"hopper g{g}": functools.partial(act.launch_gemm, x, w, row_start, y, weight_k_first=k_first, group_m=g)
             for g in (8, 16)
+        }
+
+    def special_wgrad(left, right, dw):
+        """Runs of the weight gradient by Hopper's kernel, which nothing else calls yet."""
+        if act is None:
+            return {}
+        from symmoe.kernels.gpu.hopper.wgrad import launch_wgrad
+
+        return {
+            f"hopper g{g}": functools.partial(launch_wgrad, left, right, row_start, dw, group_m=g) for g in (4, 8, 16)
         }
 
     def variants(gather):
@@ -306,7 +296,7 @@ def build_ops(shape: str) -> dict[str, Op]:
             num_n_tiles = act.launch_dact(
                 x, w2, row_start, h_in, scale, dh, a, workspace, SWIGLU, row_index=i, variant=variant
             )
-            gemm_act.sum_dscale(workspace, row_start, dscale, num_n_tiles)
+            gemm_act.sum_dact_partials(workspace, row_start, dscale, num_n_tiles)
 
         return {name: functools.partial(run, variant) for name, variant in variants(gather).items()}
 
@@ -411,6 +401,8 @@ def build_ops(shape: str) -> dict[str, Op]:
     ops["fc2-plain"].special = special_gemm(a_in, w2, out, False)
     ops["dfc2-plain"].special = special_gemm(rows, w2, da, True)
     ops["dfc1-plain"].special = special_gemm(h_in, w1, out, True)
+    ops["wgrad1-plain"].special = special_wgrad(h_in, rows, dw1)
+    ops["wgrad2-plain"].special = special_wgrad(rows, a_in, dw2)
     return ops
 
 
@@ -488,20 +480,6 @@ def measure(op: Op, config: gemm.TileConfig, references: dict) -> dict[str, obje
     return {"ms": ms, "tflops": op.flops / ms / 1e9, "error": error}
 
 
-def environment() -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "triton": triton.__version__,
-        "command": " ".join(sys.argv),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
 def sweep_shape(shape: str, swept: list[str]) -> list[dict[str, object]]:
     """Measures other tiles of one shape's ops, prints a line for each, returns the lines."""
     results = []
@@ -559,17 +537,12 @@ def compare_op(
     return results
 
 
-def symmoe_alone(op: Op) -> dict[str, Callable[[], object]]:
-    """What the package launches."""
-    return {"symmoe": lambda: op.run(None)}
+def kernels_of(op: Op) -> dict[str, Callable[[], object]]:
+    """What the package launches, and the kernels that it chooses from."""
+    return {"symmoe": lambda: op.run(None), "triton": lambda: op.run(op.chosen)} | op.special
 
 
-def all_kernels(op: Op) -> dict[str, Callable[[], object]]:
-    """And the kernels that it chooses from."""
-    return symmoe_alone(op) | {"triton": lambda: op.run(op.chosen)} | op.special
-
-
-def compare_shape(shape: str, ops: list[str] | None, kernels_of: Callable[[Op], dict]) -> list[dict[str, object]]:
+def compare_shape(shape: str, ops: list[str] | None) -> list[dict[str, object]]:
     """Compares ways to the outputs of one shape's ops, prints a line for each op, returns what it found."""
     num_groups, _, _, num_rows = SHAPES[shape]
     spans = group_spans(uneven_row_start(num_groups, num_rows, torch.Generator().manual_seed(0)))
@@ -587,15 +560,14 @@ def compare_shape(shape: str, ops: list[str] | None, kernels_of: Callable[[Op], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sweep", nargs="?", const="dfc2", default="", metavar="OPS", help="ops to time other tiles of (dfc2)"
-    )
-    parser.add_argument("--compare", action="store_true", help="also time the kernels that symmoe chooses from")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--compare", action="store_true", help="time the kernels that symmoe chooses from")
+    mode.add_argument("--sweep", nargs="?", const="dfc2", metavar="OPS", help="time other tiles of OPS (dfc2)")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated shapes (%(default)s)")
     parser.add_argument("--ops", default="", help="comma-separated ops, all if empty")
     parser.add_argument("--json", metavar="FILE", help="write results to FILE")
     args = parser.parse_args()
-    env = environment()
+    env = machine(torch.device("cuda")) | {"command": " ".join(sys.argv)}
     print(", ".join(f"{key} {env[key]}" for key in ("gpu", "driver", "torch", "triton")), flush=True)
     ops = args.ops.split(",") if args.ops else None
     results = []
@@ -603,7 +575,7 @@ def main() -> None:
         if args.sweep:
             results += sweep_shape(shape, args.sweep.split(","))
         else:
-            results += compare_shape(shape, ops, all_kernels if args.compare else symmoe_alone)
+            results += compare_shape(shape, ops)
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w") as file:

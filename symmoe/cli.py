@@ -1,4 +1,7 @@
-"""The command `symmoe`. `symmoe plan` says how much memory a configuration needs, before anything is allocated."""
+"""The command `symmoe`.
+
+`symmoe plan` says how much memory a configuration needs, before anything is allocated; `symmoe bench` measures.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from symmoe.bench.command import add_command as add_bench
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.memory import MemoryPlan, plan_memory
@@ -46,15 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--stash", choices=("all", "rows", "hidden", "none"), default="all", help="see MoEConfig")
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
     plan.set_defaults(run=_plan)
+    add_bench(commands)
     args = parser.parse_args(argv)
     try:
-        print(args.run(args))
+        return args.run(args)
     except ArgumentError as error:
         parser.error(str(error))
-    return 0
 
 
-def _plan(args: argparse.Namespace) -> str:
+def _plan(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.capacity_factor) and args.capacity_factor > 0):
         raise ArgumentError(f"capacity-factor ({args.capacity_factor}) must be finite and greater than 0")
     exact = MoEConfig(hidden=args.hidden, ffn=args.ffn, num_experts=args.experts, top_k=args.top_k, stash=args.stash)
@@ -72,7 +76,8 @@ def _plan(args: argparse.Namespace) -> str:
         f"static, {args.capacity_factor:g}": plan_memory(static, **numbers),
         "exact, worst": plan_memory(exact, **numbers, routing="worst"),
     }
-    return _table(plans)
+    print(_table(plans))
+    return 0
 
 
 def _table(plans: dict[str, MemoryPlan]) -> str:

@@ -1,0 +1,39 @@
+"""The ceiling: the layer's own GEMMs on the same rows, splits and weights, with no communication at all."""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe.bench.problem import Problem
+from symmoe.bench.reference import MAX_ERROR, Reference
+from symmoe.bench.timing import DIRECTIONS, Variant, in_steps
+from symmoe.kernels.activation import Activation
+from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
+
+
+def experts_alone(name: str, problem: Problem, reference: Reference) -> Variant:
+    """All six products of a step, forward and backward, in the order of the layer. Local."""
+    local, num_rows = problem.local_rows, max(1, problem.num_rows)
+    weights = ExpertWeights(problem.w1.detach(), None, problem.w2.detach(), None, Activation())
+    rows = ExpertRows(local.packed, local.row_start, local.row_probs, None, local.row_to_packed_row)
+    out = local.packed.new_empty((num_rows, problem.case.shape.hidden))
+    d_rows, dw1, dw2 = torch.empty_like(out), torch.empty_like(weights.w1), torch.empty_like(weights.w2)
+    kept: list[torch.Tensor] = []
+
+    def forward() -> None:
+        kept[:] = [experts_forward(rows, weights, out, num_rows=num_rows)]
+
+    def backward() -> None:
+        step = ExpertsBackward(rows, weights, kept.pop(), local.d_packed)
+        step.input_gradient(d_rows)
+        step.w2_gradient(dw2, False)
+        step.w1_gradient(dw1, False)
+
+    def verify() -> float:
+        for tensor in (out, d_rows, dw1, dw2):
+            tensor.fill_(torch.nan)
+        forward()
+        backward()
+        return reference.experts_error(out, d_rows, dw1, dw2)
+
+    return Variant(name, DIRECTIONS, in_steps(forward, backward), verify, MAX_ERROR)

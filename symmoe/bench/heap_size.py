@@ -1,0 +1,36 @@
+"""How large a heap the suites need."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from symmoe.bench.cases import Case
+from symmoe.bench.layer import VARIANTS, Choice
+from symmoe.bench.problem import DTYPE
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.memory import plan_memory
+
+_SPARE_BYTES = 64 << 20  # alignment and fragments
+_ROW_BUFFERS = 5  # of the public parts' step (four), and of combine beside four buffers of its two copies
+
+
+def heap_bytes(case: Case, num_ranks: int, num_rows: int) -> int:
+    """What the suites lease at one time on the busiest rank: every captured step keeps its own, beside one eager step.
+
+    Args:
+        num_rows: the most that any rank receives. Capacities are up to 1.2 times that, or the mean, if that is more.
+    """
+    shape = case.shape
+    rows = int(1.2 * max(num_rows, case.num_slots)) + 1
+    config = MoEConfig(
+        hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k, capacity=rows
+    )
+
+    def step_bytes(choice: Choice) -> int:
+        chosen = dataclasses.replace(config, **choice.options)
+        return plan_memory(chosen, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE).heap_bytes
+
+    captured = sum(step_bytes(choice) for choice in VARIANTS.values() if choice.captured)
+    eager = max(step_bytes(choice) for choice in VARIANTS.values())
+    parts = _ROW_BUFFERS * rows * shape.hidden * DTYPE.itemsize
+    return captured + max(eager, parts) + _SPARE_BYTES

@@ -1,0 +1,181 @@
+"""The suites "layer" and "variants": a step from the router's output to y, and back to every gradient.
+
+A step makes its plan, dispatches, runs the experts and combines; backward gives dx, dprobs and both weight gradients.
+FLOPs are 6 T H I K forward and twice that backward, of the mean rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe.bench.experts_alone import experts_alone
+from symmoe.bench.problem import DTYPE, Problem
+from symmoe.bench.records import Record, gbs, median_ms, tflops
+from symmoe.bench.reference import Reference
+from symmoe.bench.run import Run, case_record
+from symmoe.bench.steps import Forward, captured_step, eager_step
+from symmoe.bench.stock import STOCK, stock_layer, torch_experts
+from symmoe.bench.timing import DIRECTIONS, Variant, clock_for
+from symmoe.bench.traffic import combine_bytes, dispatch_bytes, wire_bytes
+from symmoe.combine.tokens import combine_tokens
+from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.tokens import dispatch_tokens
+from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.grouped_mlp import GroupedMLP
+
+PartsOf = Callable[[Problem, Run, GroupedMLP], Forward]
+CEILING = "gemms alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run the layer.
+
+    Attributes:
+        static: a static capacity instead of an exact one.
+        captured: forward and backward in a CUDA graph that is replayed.
+        options: keyword arguments of expert_parallel_mlp, which are fields of MoEConfig too.
+    """
+
+    static: bool = True
+    captured: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+LAYER = {
+    "static": Choice(),
+    "exact": Choice(static=False),
+    "overlapped": Choice(options={"schedule": "overlapped"}),
+    "graph": Choice(captured=True),
+    "overlapped graph": Choice(captured=True, options={"schedule": "overlapped"}),
+}
+VARIANTS = {
+    **LAYER,
+    "order=slot": Choice(options={"order": "slot"}),
+    "stash=rows": Choice(options={"stash": "rows"}),
+    "stash=hidden": Choice(options={"stash": "hidden"}),
+    "stash=none": Choice(options={"stash": "none"}),
+    "layout=expert-major": Choice(options={"layout": "expert-major"}),
+    "overlapped expert-major": Choice(options={"layout": "expert-major", "schedule": "overlapped"}),
+}
+
+
+def bench_layer(problem: Problem, run: Run) -> list[Record]:
+    """Eager and replayed steps beside the GEMMs alone and the stock layer."""
+    return _bench("layer", problem, run, LAYER, {})
+
+
+def bench_variants(problem: Problem, run: Run) -> list[Record]:
+    """The layer's choices beside each other, and the public parts with buffers of the caller."""
+    return _bench("variants", problem, run, VARIANTS, {"public parts": _public_parts})
+
+
+def _bench(
+    suite: str, problem: Problem, run: Run, choices: Mapping[str, Choice], parts: Mapping[str, PartsOf]
+) -> list[Record]:
+    experts, reference = make_experts(problem), Reference(problem)
+    inputs = (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
+    ours = []
+    for name, choice in choices.items():
+        if choice.captured and problem.device.type != "cuda":
+            continue  # there are no graphs on CPUs
+        make = captured_step if choice.captured else eager_step
+        ours.append(make(name, problem, reference, _fused(problem, run, experts, choice), inputs))
+    for name, forward in parts.items():
+        ours.append(eager_step(name, problem, reference, forward(problem, run, experts), inputs))
+    times, errors = run.measure([*ours, experts_alone(CEILING, problem, reference), stock_step(problem, reference)])
+    memory = {v.name: _peak_memory(run, v) for v in ours if not v.reuses_marks}
+    wire = _wire_bytes(problem, run)
+    records = []
+    for name, taken in times.items():
+        for column, direction in enumerate(DIRECTIONS):
+            flops = (1 + column) * problem.case.forward_flops
+            figures = {"tflops": tflops(flops, taken[:, column]), "error": errors[name]}
+            if name not in (CEILING, STOCK):
+                figures |= {
+                    "ceiling_tflops": tflops(flops, times[CEILING][:, column]),
+                    "stock_tflops": tflops(flops, times[STOCK][:, column]),
+                    "stock_ms": median_ms(times[STOCK][:, column]),
+                    "yardstick": "ceiling_tflops",
+                    "wire_bytes": wire,
+                    "wire_gbs": gbs(wire, taken[:, column]),
+                    **memory.get(name, {}),
+                }
+            records.append(case_record(problem, suite, name, direction, taken[:, column], **figures))
+    del ours  # the graphs, before their memory goes
+    run.heap.release_graphs()
+    return records
+
+
+def make_experts(problem: Problem) -> GroupedMLP:
+    """This rank's experts, over the problem's weights."""
+    shape = problem.case.shape
+    experts = GroupedMLP(problem.experts_per_rank, shape.hidden, shape.ffn, dtype=DTYPE, device="meta")
+    experts.fc1.weight = nn.Parameter(problem.w1.detach())
+    experts.fc2.weight = nn.Parameter(problem.w2.detach())
+    return experts
+
+
+def stock_step(problem: Problem, reference: Reference) -> Variant:
+    """The layer of stock torch parts."""
+    x, probs, w1, w2 = problem.inputs
+    run_experts, num_experts = torch_experts(w1, w2), problem.case.shape.num_experts
+
+    def forward() -> torch.Tensor:
+        return stock_layer(x, probs, problem.topk_idx, run_experts, num_experts, problem.num_ranks)
+
+    return eager_step(STOCK, problem, reference, forward, problem.inputs)
+
+
+def _fused(problem: Problem, run: Run, experts: GroupedMLP, choice: Choice) -> Forward:
+    x, probs, _, _ = problem.inputs
+    capacity = problem.static_capacity if choice.static else None
+    return lambda: expert_parallel_mlp(x, probs, experts, run.plan(problem, capacity), **choice.options)
+
+
+def _public_parts(problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
+    """dispatch_tokens, GroupedMLP and combine_tokens: rows arrive one per slot, in the order of the experts."""
+    x, probs, _, _ = problem.inputs
+
+    def buffer(plan: Plan, name: str) -> torch.Tensor:
+        return run.heap.lease((plan.row_capacity, x.shape[1]), x.dtype, name=name).tensor
+
+    def forward() -> torch.Tensor:
+        plan = run.plan(problem, problem.static_capacity)
+        received, out, d_out, d_rows = (buffer(plan, name) for name in ("rows", "out", "d_out", "d_rows"))
+        rows, row_probs = dispatch_tokens(x, plan, probs=probs, out=received)
+        y = experts(rows, plan.splits, row_probs, out=out, grad_input_out=d_rows)
+        return combine_tokens(y, plan, grad_out=d_out)
+
+    return forward
+
+
+def _wire_bytes(problem: Problem, run: Run) -> int:
+    """Of a forward pass, and as many of a backward pass: rows that leave a rank in dispatch and come in combine."""
+    plan, row_bytes = run.plan(problem), problem.case.shape.hidden * DTYPE.itemsize
+    moved = (dispatch_bytes(plan, row_bytes), combine_bytes(plan, "rank", row_bytes))
+    return sum(wire_bytes(each, run.ranks) for each in moved)
+
+
+def _peak_memory(run: Run, variant: Variant) -> dict[str, int | None]:
+    """Bytes that one step takes at its peak beyond what was there before: ordinary memory of a GPU, and the heap."""
+    on_gpu, heap = run.ranks.device.type == "cuda", run.heap
+    before = 0
+    if on_gpu:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    leased = heap.leased_bytes
+    heap._arena.high_water_bytes = leased
+    variant.call(clock_for(run.ranks.device))
+    if on_gpu:
+        torch.cuda.synchronize()
+    return {
+        "peak_ordinary_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None,
+        "peak_heap_bytes": heap.high_water_bytes - leased,
+    }

@@ -1,0 +1,102 @@
+"""The ranks of a run: started by torchrun, or one process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from symmoe.symm_mem.bootstrap import Bootstrap
+
+GROUP_TIMEOUT_S = 600  # of the process group: a rank may compile for minutes
+_HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
+
+
+class Ranks:
+    """This process among the ranks of the default process group. Methods are collective.
+
+    Attributes:
+        rank, num_ranks: in the group; 0 and 1 without one.
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._messages = Bootstrap(None)
+        self.rank, self.num_ranks, self.device = self._messages.rank, self._messages.num_ranks, device
+        self._token = torch.zeros(1, device=device)
+
+    def barrier(self) -> None:
+        """Every rank's device is idle and its host is here."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._messages.barrier()
+
+    def align(self) -> None:
+        """What is launched from here on starts at about the same time on all ranks.
+
+        On GPUs the stream waits, not the host: steps can follow each other without a pause.
+        """
+        if self.num_ranks == 1:
+            return
+        if self.device.type == "cuda":
+            dist.all_reduce(self._token)
+        else:
+            self._messages.barrier()
+
+    def head_start(self) -> None:
+        """On GPUs the stream sleeps, so that what the host launches meanwhile is in its queue by then."""
+        if self.device.type == "cuda":
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+
+    def align_ahead(self) -> None:
+        """A head start for the host, then :meth:`align`."""
+        self.head_start()
+        self.align()
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """Every rank's array of the same shape and dtype, stacked in rank order."""
+        payload = values.tobytes()
+        gathered = self._messages.all_gather_bytes(payload, num_bytes=len(payload))
+        return np.stack([np.frombuffer(data, dtype=values.dtype).reshape(values.shape) for data in gathered])
+
+    def texts(self, text: str, *, num_bytes: int) -> list[str]:
+        """Every rank's text, cut to `num_bytes` of UTF-8."""
+        gathered = self._messages.all_gather_bytes(text.encode()[:num_bytes], num_bytes=num_bytes)
+        return [data.rstrip(b"\0").decode(errors="replace") for data in gathered]
+
+    def largest(self, value: float) -> float:
+        """The largest of all ranks' values; NaN if any is NaN."""
+        return float(self.gather(np.array([value], dtype=np.float64)).max())
+
+
+@contextmanager
+def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) -> Iterator[Ranks]:
+    """The ranks that torchrun has started, or those that `init_method` names; else this process alone.
+
+    Uses the default process group if there is one, and otherwise makes it and ends it.
+    """
+    launched = init_method is not None or dist.is_torchelastic_launched()
+    makes_group = launched and not dist.is_initialized()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        local_rank = rank if init_method is not None else dist.get_node_local_rank(fallback_rank=0)
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+    if makes_group:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        )
+    try:
+        yield Ranks(device)
+    finally:
+        if makes_group:
+            dist.destroy_process_group()

@@ -1,0 +1,147 @@
+"""`symmoe bench` as users run it, on 1 and 2 CPU processes; and that a kernel that is wrong is not timed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from symmoe import cli
+from symmoe.bench import stock
+from symmoe.errors import WrongResult
+from symmoe.kernels import twin
+
+SIZES = ["--hidden", "16", "--ffn", "8", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
+SUITES = ["layer", "variants", "plan", "dispatch", "combine", "gemm", "overhead"]
+KEYS = (
+    "suite preset ep tokens skew direction ms_median ms_p10 ms_p90 tflops ceiling_tflops stock_tflops wire_bytes "
+    "wire_gbs copy_gbs gpu driver torch triton nvshmem commit command date"
+).split()
+CAPACITIES = {"static", "exact"}
+EAGER = CAPACITIES | {"overlapped"}
+VARIANTS = {
+    "layer": EAGER,
+    "variants": EAGER
+    | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "layout=expert-major", "public parts"},
+    "plan": CAPACITIES,
+    "dispatch": {"packed", "expert-major"},
+    "combine": {"order=rank", "order=slot"},
+    "gemm": {f"{p}{plain}" for p in ("fc1", "dfc2", "wgrad1", "wgrad2") for plain in ("", "-plain")} | {"fc2", "dfc1"},
+    "overhead": {"GroupedMLP packed", "GroupedMLP discrete"},
+}
+
+
+def run(num_ranks: int, folder: Path) -> tuple[list[dict], str]:
+    """Records and output of the command, on routing with a hot expert, in processes of its own."""
+    launcher = (
+        [] if num_ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    )
+    files = ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png")]
+    command = [sys.executable, "-m", *launcher, "symmoe", "bench", *SUITES, *SIZES, "--skew", "hot", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    return json.loads((folder / "out.json").read_text()), done.stdout
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict], str]:
+    """Number of ranks, records, output."""
+    return request.param, *run(request.param, tmp_path_factory.mktemp("bench"))
+
+
+def test_every_suite_measures(measured: tuple[int, list[dict], str]):
+    num_ranks, records, output = measured
+    assert "deepep: not measured: deep_ep is not installed" in output
+    for suite, names in VARIANTS.items():
+        assert names <= {record["variant"] for record in records if record["suite"] == suite}, suite
+    for record in records:
+        assert set(KEYS) <= set(record)
+        assert 0 < record["ms_p10"] <= record["ms_median"] <= record["ms_p90"]
+        assert (record["ep"], record["repetitions"]) == (num_ranks, 3)
+        assert record["direction"] in ("forward", "backward")
+        assert record["torch"]
+        assert record["gpu"]
+        assert "bench layer variants" in record["command"]
+        assert ("torchrun --nproc-per-node=2" in record["command"]) == (num_ranks == 2)
+        assert record["variant"] in output
+
+
+def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
+    num_ranks, records, _ = measured
+    by_name = {(r["suite"], r["variant"], r["direction"]): r for r in records}
+    flops = 6 * 24 * 2 * 16 * 8
+    for column, direction in enumerate(("forward", "backward")):
+        ours, ceiling, stock_layer = (by_name["layer", v, direction] for v in ("static", "gemms alone", "stock torch"))
+        for record in (ours, ceiling, stock_layer):
+            assert record["tflops"] == pytest.approx((1 + column) * flops / record["ms_median"] / 1e9, rel=1e-4)
+        assert (ours["ceiling_tflops"], ours["stock_tflops"]) == (ceiling["tflops"], stock_layer["tflops"])
+    both_ways = by_name["layer", "static", "forward"]["wire_bytes"]
+    dispatch = by_name["dispatch", "packed", "forward"]
+    rank, slot = (by_name["combine", f"order={order}", "forward"]["wire_bytes"] for order in ("rank", "slot"))
+    if num_ranks == 1:
+        assert both_ways == dispatch["wire_bytes"] == rank == slot == 0
+        assert dispatch["wire_gbs"] is dispatch["copy_gbs"] is None
+        return
+    copy = by_name["dispatch", "copy", "forward"]
+    row_bytes = 16 * 2
+    # Every token of rank 1 goes to the hot expert on rank 0, once: no rank can send more.
+    assert dispatch["wire_bytes"] == copy["wire_bytes"] == 24 * row_bytes
+    assert dispatch["wire_gbs"] == pytest.approx(dispatch["wire_bytes"] / dispatch["ms_median"] / 1e6, rel=1e-4)
+    assert dispatch["copy_gbs"] == pytest.approx(copy["wire_bytes"] / copy["ms_median"] / 1e6, rel=1e-4)
+    assert 24 * row_bytes == rank <= slot <= 2 * 24 * row_bytes
+    assert both_ways == dispatch["wire_bytes"] + rank
+
+
+def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
+    """The twin of that name leaves its result in `argument` with one column (of a map: one element) changed."""
+    kernel = getattr(twin, name)
+
+    def spoiled(*args, **kwargs):
+        result = kernel(*args, **kwargs)
+        changed = inspect.signature(kernel).bind(*args, **kwargs).arguments[argument]
+        changed[..., 0] += 1
+        return result
+
+    monkeypatch.setattr(twin, name, spoiled)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "argument", "suite"),
+    [
+        ("grouped_gemm", "out", "layer"),
+        ("grouped_gemm_dgrad", "out", "layer"),
+        ("grouped_gemm_wgrad", "out", "layer"),
+        ("grouped_gemm_act", "a", "layer"),
+        ("push_rows", "x", "layer"),
+        ("grouped_gemm", "out", "gemm"),
+        ("grouped_gemm_dact", "dscale", "gemm"),
+        ("push_rows", "x", "dispatch"),
+        ("fan_out", "rows", "dispatch"),
+        ("pull_rows", "out", "combine"),
+        ("pull_values", "out", "combine"),
+        ("assign_rows", "slot_to_row", "plan"),
+        ("grouped_gemm", "out", "overhead"),
+        ("copy_host_to_device", "destination", "overhead"),
+    ],
+)
+def test_a_wrong_kernel_is_not_timed(kernel: str, argument: str, suite: str, monkeypatch: pytest.MonkeyPatch):
+    _spoil(monkeypatch, kernel, argument)
+    with pytest.raises(WrongResult, match="relative error"):
+        cli.main(["bench", suite, *SIZES, "--peers", "none"])
+
+
+def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    right = stock.swiglu
+    monkeypatch.setattr(stock, "swiglu", lambda h, scale: right(h, scale * 1.1))
+    with pytest.raises(WrongResult, match="stock torch is wrong"):
+        cli.main(["bench", "layer", *SIZES, "--peers", "none"])
+
+
+def test_nothing_is_wrong_without_a_change(capsys: pytest.CaptureFixture):
+    assert cli.main(["bench", *SUITES, *SIZES, "--repetitions", "1", "--peers", "none"]) == 0
+    assert "stash=none" in capsys.readouterr().out

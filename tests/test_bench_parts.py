@@ -1,0 +1,372 @@
+"""The parts of `symmoe bench`: routings, timing, records, regression check, command line."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from symmoe import cli
+from symmoe.bench import records, regression
+from symmoe.bench.cases import HOT_EXPERT, PRESETS, Case, Shape, choose_experts
+from symmoe.bench.layer import stock_step
+from symmoe.bench.problem import Problem
+from symmoe.bench.ranks import Ranks
+from symmoe.bench.reference import Reference, relative_error, row_error
+from symmoe.bench.routing import Routing
+from symmoe.bench.steps import captured_step
+from symmoe.bench.stock import stock_layer, torch_experts
+from symmoe.bench.timing import WARM_UP, HostClock, StreamClock, Variant, in_steps, measure, summarize, verify
+from symmoe.errors import WrongResult
+
+CPU = torch.device("cpu")
+NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000
+
+
+def chosen(skew: str, seed: int = 0) -> torch.Tensor:
+    case = Case(Shape("tiny", 8, 8, NUM_EXPERTS, TOP_K), NUM_TOKENS, skew)
+    return choose_experts(case, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("skew", ["uniform", "zipf", "hot"])
+def test_a_token_chooses_distinct_experts(skew: str):
+    experts = chosen(skew).sort(dim=1).values
+    assert experts.shape == (NUM_TOKENS, TOP_K)
+    assert experts.min() >= 0
+    assert experts.max() < NUM_EXPERTS
+    assert (experts.diff(dim=1) > 0).all()
+
+
+def test_uniform_routing_is_uniform():
+    counts = torch.bincount(chosen("uniform").reshape(-1), minlength=NUM_EXPERTS)
+    expected = NUM_TOKENS * TOP_K / NUM_EXPERTS
+    # Six standard deviations of a count.
+    assert (counts - expected).abs().max() < 6 * (expected * (1 - TOP_K / NUM_EXPERTS)) ** 0.5
+
+
+def test_zipf_routing_draws_by_place():
+    first = torch.bincount(chosen("zipf")[:, 0], minlength=NUM_EXPERTS).sort(descending=True).values
+    weights = 1 / torch.arange(1, NUM_EXPERTS + 1)
+    expected = NUM_TOKENS * weights / weights.sum()
+    assert ((first - expected).abs() < 6 * expected.sqrt()).all()
+    assert (first[0] / first[7]).item() == pytest.approx(8, rel=0.2)
+
+
+def test_zipf_ranks_agree_on_the_popular_experts():
+    orders = [torch.bincount(chosen("zipf", seed)[:, 0], minlength=NUM_EXPERTS).argsort()[-4:] for seed in (0, 1)]
+    assert torch.equal(*orders)
+    assert sorted(orders[0].tolist()) != [0, 1, 2, 3]  # not all of them on the first rank
+
+
+def test_hot_routing_has_one_hot_expert():
+    experts = chosen("hot")
+    assert (experts[:, 0] == HOT_EXPERT).all()
+    counts = torch.bincount(experts[:, 1:].reshape(-1), minlength=NUM_EXPERTS)
+    assert counts[HOT_EXPERT] == 0
+    expected = NUM_TOKENS * (TOP_K - 1) / (NUM_EXPERTS - 1)
+    assert (counts[1:] - expected).abs().max() < 6 * expected**0.5
+
+
+def test_routing_of_a_hand_made_case():
+    # Rank 0 has experts 0 and 1, rank 1 has 2 and 3. Rows are ordered expert, source rank, token, k.
+    routing = Routing([torch.tensor([[1, 0], [2, 3]]), torch.tensor([[1, 2], [1, 3]])], num_experts=4)
+    assert routing.splits.tolist() == [[1, 3], [2, 2]]
+    assert (routing.num_rows, routing.num_packed) == ([4, 4], [3, 3])
+    assert routing.slot_to_row.tolist() == [[[1, 0], [0, 2]], [[2, 1], [3, 3]]]
+    assert routing.slot_to_rank.tolist() == [[[0, 0], [1, 1]], [[0, 1], [0, 1]]]
+    tokens, slots = routing.rows_of(0)
+    assert (tokens.tolist(), slots.tolist()) == ([0, 0, 2, 3], [1, 0, 4, 6])
+    packed, row_to_packed = routing.packed_rows_of(0)
+    assert (packed.tolist(), row_to_packed.tolist()) == ([0, 2, 3], [0, 0, 1, 2])
+
+
+def test_presets_have_the_published_shapes():
+    sizes = {name: (s.hidden, s.ffn, s.num_experts, s.top_k) for name, s in PRESETS.items()}
+    assert sizes == {
+        "qwen3-30b": (2048, 768, 128, 8),
+        "qwen3-235b": (4096, 1536, 128, 8),
+        "mixtral-8x7b": (4096, 14336, 8, 2),
+        "deepseek-like": (7168, 2048, 64, 8),
+        "gpt-oss-120b": (2880, 2880, 128, 4),
+        "olmoe": (2048, 1024, 64, 8),
+    }
+
+
+# -- timing -----------------------------------------------------------------------------------------------------------
+
+
+def test_summary_is_that_of_the_standard_library():
+    times = np.random.default_rng(0).lognormal(size=37)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    got = summarize(times)
+    assert (got.ms_median, got.ms_p10, got.ms_p90) == pytest.approx((statistics.median(times), deciles[0], deciles[-1]))
+
+
+class ListedClock:
+    """Marks are numbers that variants choose themselves."""
+
+    def mark(self) -> float:
+        raise AssertionError("variants of these tests bring their marks")
+
+    def intervals_ms(self, marks):
+        return [end - start for start, end in itertools.pairwise(marks)]
+
+
+def listed(name: str, log: list[str], lengths: list[float]) -> Variant:
+    left = iter(lengths)
+
+    def call(clock):
+        log.append(name)
+        return [0.0, next(left)]
+
+    return Variant(name, ("forward",), call, lambda: 0.0)
+
+
+def test_variants_take_turns_after_a_warm_up():
+    log: list[str] = []
+    ranks = Ranks(CPU)
+    ranks.barrier = lambda: log.append("barrier")
+    ranks.align = lambda: log.append("align")
+    variants = [listed(name, log, list(range(100))) for name in "ab"]
+    times = measure(variants, ranks, ListedClock(), repetitions=5, block=3)
+    turn = ["align", "a", "align", "b"]
+    assert log[: 4 * WARM_UP] == ["align", "a"] * WARM_UP + ["align", "b"] * WARM_UP
+    assert log[4 * WARM_UP :] == ["barrier", *turn * 3, "barrier", *turn * 2, "barrier"]
+    assert times["b"].tolist() == [[WARM_UP + i] for i in range(5)]
+
+
+def test_marks_that_are_used_again_are_read_in_time():
+    marks = [0.0, 0.0]
+    lengths = iter(range(100))
+
+    def call(clock):
+        marks[1] = float(next(lengths))
+        return marks
+
+    captured = Variant("captured", ("forward",), call, lambda: 0.0, reuses_marks=True)
+    times = measure([captured], Ranks(CPU), ListedClock(), repetitions=7, block=3)
+    assert times["captured"].squeeze(1).tolist() == [WARM_UP + i for i in range(7)]
+
+
+def _slowest(rank: int, num_ranks: int) -> list[float]:
+    lengths = [0.0] * WARM_UP + ([1.0, 5.0, 2.0] if rank == 0 else [4.0, 3.0, 2.5])
+    times = measure([listed("a", [], lengths)], Ranks(CPU), ListedClock(), repetitions=3)
+    return times["a"].squeeze(1).tolist()
+
+
+def test_a_repetition_takes_as_long_as_on_its_slowest_rank(cluster):
+    assert cluster(2).run(_slowest) == [[4.0, 5.0, 2.5]] * 2
+
+
+def _wrong_on_one_rank(rank: int, num_ranks: int) -> str:
+    variant = Variant("a", ("forward",), lambda clock: [], lambda: float("nan") if rank else 0.0, 0.1)
+    try:
+        verify(variant, Ranks(CPU))
+    except WrongResult as error:
+        return str(error)
+    return "right"
+
+
+def test_what_is_wrong_on_one_rank_is_wrong_on_all(cluster):
+    assert cluster(2).run(_wrong_on_one_rank) == ["a is wrong: relative error nan, allowed 0.1"] * 2
+
+
+def test_host_clock_measures_milliseconds():
+    marks = in_steps(lambda: sum(range(1000)), lambda: None)(clock := HostClock())
+    long, short = clock.intervals_ms(marks)
+    assert 0 < short < long < 1000
+
+
+class FakeEvent:
+    """An event whose time is that of the last record; `now` is the clock of the fake GPU."""
+
+    now = 0.0
+
+    def __init__(self, **_: bool) -> None:
+        self.time = float("nan")
+
+    def record(self) -> None:
+        FakeEvent.now += 1
+        self.time = FakeEvent.now
+
+    def synchronize(self) -> None:
+        assert self.time == self.time, "waited for what has not been recorded"
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.time - self.time
+
+
+class FakeGraph:
+    """Replays what the test gives it, and the events that were recorded while it was captured, 3 ms apart."""
+
+    def __init__(self) -> None:
+        self.fill, self.events = lambda: None, []
+
+    def replay(self) -> None:
+        self.fill()
+        for event in self.events:
+            FakeEvent.now += 2
+            event.record()
+
+
+def test_a_captured_step_is_verified_by_its_replay(monkeypatch: pytest.MonkeyPatch):
+    graph = FakeGraph()
+
+    @contextlib.contextmanager
+    def capture(captured: FakeGraph):
+        record = FakeEvent.record
+        monkeypatch.setattr(FakeEvent, "record", lambda event: (captured.events.append(event), record(event)))
+        yield
+        monkeypatch.setattr(FakeEvent, "record", record)
+
+    for name, fake in (("Event", FakeEvent), ("CUDAGraph", lambda: graph), ("graph", capture)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    problem = Problem(Case(Shape("tiny", 16, 8, 4, 2), 12, "uniform"), Ranks(CPU))
+    reference = Reference(problem)
+    x, probs, w1, w2 = problem.inputs
+
+    def forward() -> torch.Tensor:
+        return stock_layer(x, probs, problem.topk_idx, torch_experts(w1, w2), 4, 1)
+
+    step = captured_step("graph", problem, reference, forward, problem.inputs)
+    assert len(graph.events) == 3
+    assert np.isnan(step.verify())  # a replay that leaves everything as it was
+    values = [forward().detach(), *torch.autograd.grad(forward(), problem.inputs, problem.tokens.dy)]
+    outputs = results_of(step)
+    graph.fill = lambda: [output.copy_(value) for output, value in zip(outputs, values, strict=True)]
+    assert step.verify() == pytest.approx(stock_step(problem, reference).verify())
+    assert StreamClock().intervals_ms(step.call(StreamClock())) == [3, 3]
+
+
+def results_of(step: Variant) -> tuple[torch.Tensor, ...]:
+    """The tensors that a captured step writes."""
+    cells = inspect.getclosurevars(step.verify).nonlocals
+    return (cells["y"].detach(), *cells["gradients"])
+
+
+def test_relative_errors():
+    ones, rows = torch.ones(3), torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    assert relative_error(ones, ones) == 0
+    assert relative_error(ones * 1.5, ones) == pytest.approx(0.5)
+    assert row_error(rows, rows) == 0
+    assert row_error(rows + torch.tensor([[0.0, 1.0], [0.0, 0.0]]), rows) == pytest.approx(0.2)
+    assert row_error(rows + 1, rows) == float("inf")  # where zeros belong
+    assert np.isnan(relative_error(ones * float("nan"), ones))
+
+
+# -- records and their comparison -------------------------------------------------------------------------------------
+
+
+def record(**known) -> dict:
+    about = {"suite": "layer", "variant": "static", "preset": "olmoe", "ep": 2, "tokens": 8, "skew": "uniform"}
+    return records.new_record(np.array([1.0, 2.0, 3.0]), **{**about, "direction": "forward", **known})
+
+
+def layer(ours: float, ceiling: float, **known) -> dict:
+    return record(tflops=ours, ceiling_tflops=ceiling, yardstick="ceiling_tflops", **known)
+
+
+def test_ratios_are_better_when_larger():
+    assert records.ratio(layer(30.0, 40.0)) == 0.75
+    assert records.ratio(record(tflops=30.0, stock_tflops=20.0, yardstick="stock_tflops")) == 1.5
+    assert records.ratio(record(wire_gbs=30.0, copy_gbs=40.0, yardstick="copy_gbs")) == 0.75
+    assert records.ratio(record(stock_ms=3.0, yardstick="stock_ms")) == 1.5
+    assert records.ratio(record(tflops=30.0)) is None
+    assert records.ratio(record(yardstick="copy_gbs")) is None
+
+
+def test_check_compares_ratios_and_not_times():
+    before = [layer(30.0, 40.0), layer(30.0, 40.0, direction="backward")]
+    slower_machine = [layer(15.0, 20.0), layer(13.6, 20.0, direction="backward")]  # 0.75 and 0.68
+    assert regression.compare(slower_machine, before).passed
+    worse = [layer(30.0, 40.0), layer(26.9, 40.0, direction="backward")]  # 0.6725 of 0.75
+    found = regression.compare(worse, before)
+    assert not found.passed
+    assert [where[-1] for where, _, _ in found.dropped] == ["backward"]
+    assert "layer, variant static" in found.report()
+
+
+def test_check_tells_what_is_missing_or_new():
+    found = regression.compare([layer(1.0, 2.0), layer(1.0, 2.0, tokens=16)], [layer(1.0, 2.0), layer(1.0, 2.0, ep=4)])
+    assert found.passed
+    assert "missing  suite layer, variant static, preset olmoe, ep 4" in found.report()
+    assert "extra    suite layer, variant static, preset olmoe, ep 2, tokens 16" in found.report()
+
+
+def test_check_fails_if_nothing_can_be_compared():
+    assert not regression.compare([layer(1.0, 2.0)], [layer(1.0, 2.0, skew="zipf")]).passed
+
+
+def test_the_command_checks_and_draws_what_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path, doctored, plot = tmp_path / "now.json", tmp_path / "baseline.json", tmp_path / "now.png"
+    now = [layer(30.0, 40.0, tokens=tokens, direction=d) for tokens in (8, 16) for d in ("forward", "backward")]
+    records.save(now, str(path))
+    assert cli.main(["bench", "--load", str(path), "--check", str(path), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "4 ratios compared, 0 dropped" in capsys.readouterr().out
+    doctored.write_text(json.dumps([{**r, "tflops": r["tflops"] * 1.2} for r in now]))
+    assert cli.main(["bench", "--load", str(path), "--check", str(doctored)]) == 1
+    assert "4 dropped by more than 10%" in capsys.readouterr().out
+
+
+def test_commit_is_that_of_the_tree(tmp_path: Path):
+    assert records.commit(tmp_path) == "unknown"
+    head = records._output_of("git", "-C", str(Path(cli.__file__).parent), "rev-parse", "HEAD")
+    if head:
+        assert records.commit(Path(cli.__file__).parent).removesuffix("-dirty") == head
+    assert records._output_of("no-such-command") == ""
+
+
+# -- command line -----------------------------------------------------------------------------------------------------
+
+CUSTOM = ["--hidden", "16", "--ffn", "8", "--experts", "4", "--top-k", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["layers"], "suite (layers) must be of layer, variants"),
+        (["--preset", "qwen"], "preset (qwen) must be of qwen3-30b"),
+        (["--skew", "flat"], "skew (flat) must be of uniform, zipf, hot"),
+        (["--tokens", "12,many"], "tokens (many) must be comma-separated whole numbers"),
+        (["--tokens", "0"], "tokens (0) must be at least 1"),
+        (["--hidden", "16"], "explicit sizes also need --ffn, --experts, --top-k"),
+        (["--preset", "olmoe", *CUSTOM], "preset (olmoe) and sizes (hidden, ffn, experts, top_k) exclude each other"),
+        ([*CUSTOM[:-1], "5"], "top-k (5) must be in [1, experts (4)]"),
+        ([*CUSTOM, "--ffn", "0"], "ffn (0) must be at least 1"),
+        (["--repetitions", "0"], "repetitions (0) must be greater than 0"),
+        (["--peer-timeout", "600"], "peer-timeout (600.0) must be less than 600"),
+        (["--heap-gib", "-1"], "heap-gib (-1.0) must be greater than 0"),
+        (["--peers", "nccl"], "peers (nccl) must be of deepep"),
+        (["--plot", "out.pdf"], "plot (out.pdf) must end with .png"),
+        (["--load", "no-such-file.json"], "cannot read records from no-such-file.json"),
+        ([*CUSTOM, "--check", "no-such-file.json"], "cannot read records from no-such-file.json"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as status:
+        cli.main(["bench", *arguments])
+    assert status.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_files_without_records_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "other.json"
+    path.write_text('{"results": []}')
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--load", str(path)])
+    assert "does not hold a list of records" in capsys.readouterr().err
+
+
+def test_records_from_before_there_were_variants_can_be_shown(capsys: pytest.CaptureFixture):
+    committed = Path(__file__).parent.parent / "benchmarks" / "results" / "layer-h200-ep2.json"
+    assert cli.main(["bench", "--load", str(committed)]) == 0
+    assert "mixtral-8x7b" in capsys.readouterr().out
