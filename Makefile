@@ -27,7 +27,7 @@ setup: $(INSTALLED)
 
 $(VENV)/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet torch==2.13.0 --editable '.[dev,examples]'
+	$(PY) -m pip install --quiet torch==2.13.0 --editable '.[dev,examples,transformers,megatron]'
 	touch $@
 
 train: setup

@@ -22,19 +22,18 @@ def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_exper
         block_counts: int32 [B, E + R + 2]; columns: slots of each expert, tokens that go to each rank, ids out of
             range, and the first slot t * K + k with such an id (2**31 - 1 if none). Ids out of range are not counted.
     """
-    num_tokens, top_k = topk_idx.shape
-    experts_per_rank = num_experts // num_ranks
-    for block, start in enumerate(range(0, num_tokens, control.TOKENS_PER_BLOCK)):
-        ids = topk_idx[start : start + control.TOKENS_PER_BLOCK].long()
-        valid = (ids >= 0) & (ids < num_experts)
-        bad = ((ids < -1) | (ids >= num_experts)).flatten().nonzero().flatten()
-        row = block_counts[block]
-        row[:num_experts] = torch.bincount(ids[valid], minlength=num_experts)
-        ranks = torch.where(valid, ids // experts_per_rank, -1)
-        for rank in range(num_ranks):
-            row[num_experts + rank] = (ranks == rank).any(1).sum()
-        row[-2] = bad.numel()
-        row[-1] = start * top_k + bad[0] if bad.numel() else _NO_SLOT
+    ids = topk_idx.long()
+    valid = (ids >= 0) & (ids < num_experts)
+    bad = (ids < -1) | (ids >= num_experts)
+    slots = torch.zeros((ids.shape[0], num_experts), dtype=torch.int32, device=ids.device)
+    slots.scatter_add_(1, ids.where(valid, 0), valid.int())
+    ranks = torch.where(valid, ids // (num_experts // num_ranks), -1)
+    block_counts[:, :num_experts] = _sum_by_block(slots)
+    block_counts[:, num_experts:-2] = _sum_by_block(_tokens_to_ranks(ranks, num_ranks))
+    block_counts[:, -2] = _sum_by_block(bad).sum(1)
+    slot = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+    first_bad = _by_block(torch.where(bad, slot, _NO_SLOT), fill=_NO_SLOT)
+    block_counts[:, -1] = first_bad.flatten(1).min(1).values
 
 
 def send_counts(
@@ -203,9 +202,7 @@ def assign_rows(
     kept = valid & (index < slot_limit[safe])
     slot_to_row.copy_((slot_start[safe] + index).where(kept, -1).view_as(slot_to_row))
     slot_to_rank.copy_((safe // experts_per_rank).where(kept, -1).view_as(slot_to_rank))
-    present = _tokens_to_ranks(slot_to_rank, block_tokens.shape[1])
-    for block, start in enumerate(range(0, topk_idx.shape[0], control.TOKENS_PER_BLOCK)):
-        block_tokens[block] = present[start : start + control.TOKENS_PER_BLOCK].sum(0)
+    block_tokens.copy_(_sum_by_block(_tokens_to_ranks(slot_to_rank, block_tokens.shape[1])))
 
 
 def assign_packed_rows(
@@ -237,6 +234,18 @@ def _tokens_to_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor
     """bool [T, R]: whether a token has a kept slot on a rank."""
     ranks = torch.arange(num_ranks, device=slot_to_rank.device)
     return (slot_to_rank[:, :, None] == ranks).any(1)
+
+
+def _by_block(values: torch.Tensor, *, fill: int = 0) -> torch.Tensor:
+    """[T, C] as [B, TOKENS_PER_BLOCK, C], the last block filled up."""
+    missing = -values.shape[0] % control.TOKENS_PER_BLOCK
+    values = torch.nn.functional.pad(values, (0, 0, 0, missing), value=fill)
+    return values.view(-1, control.TOKENS_PER_BLOCK, values.shape[1])
+
+
+def _sum_by_block(values: torch.Tensor) -> torch.Tensor:
+    """int64 [B, C], sums of [T, C] over the tokens of each block."""
+    return _by_block(values).sum(1)
 
 
 def _find_error(

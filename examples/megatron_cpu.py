@@ -1,0 +1,69 @@
+"""Megatron-Core on a machine without CUDA: the few names it needs that are not there. For examples and tests only.
+
+Megatron-Core assumes a GPU in a handful of places. `install()` replaces those by what they mean on a CPU; where torch
+sees a GPU it does nothing. Nothing here is needed by symmoe.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+
+class _NoStream:
+    """A CUDA stream where there is none: everything has been done by the time it is asked for."""
+
+    def wait_stream(self, stream: object) -> None:
+        """There is nothing to wait for."""
+
+    def record_event(self) -> _NoStream:
+        """An event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+
+class _NoStreamContext:
+    def __init__(self, stream: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+def install() -> None:
+    """Makes megatron.core run on CPUs in this process. Call it before building a model."""
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it with tensor parallelism
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.Stream = lambda *args, **kwargs: _NoStream()
+    torch.cuda.current_stream = lambda *args: _NoStream()
+    torch.cuda.stream = _NoStreamContext
+    torch.cuda.synchronize = lambda *args: None
+    # Megatron keeps one generator per purpose, and switches the GPU's state between them.
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.manual_seed = torch.manual_seed
+
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Their own versions look for a default generator of the GPU.
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    # 0.16 uses the name of a Transformer Engine function without defining it where there is none.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    token_dispatcher.maybe_move_tensor_to_cpu = _tensor_to_cpu
+
+
+def _tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's function of this name forgets `as_numpy` for tensors that are on the CPU already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

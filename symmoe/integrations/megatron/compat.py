@@ -1,0 +1,114 @@
+"""What differs between the supported versions of megatron-core, and what a configuration may not ask for.
+
+Megatron's configuration has hundreds of fields. Those that would change what the layer computes or how it is scheduled,
+and that this integration does not implement, are refused by name; a field that a version does not have passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import megatron.core
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from symmoe.dispatch.plan import MAX_TOP_K
+from symmoe.errors import ArgumentError
+from symmoe.symm_mem.heap import SymmetricHeap
+
+MEGATRON_VERSION = megatron.core.__version__
+_OLDEST = (0, 16)
+
+if tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) < _OLDEST:
+    raise ImportError(f"megatron-core {MEGATRON_VERSION} is too old; install megatron-core>=0.16.1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """A field of TransformerConfig and the values of it that are supported."""
+
+    field: str
+    supported: tuple[object, ...]
+    reason: str
+
+
+_LAYER_LIMITS = (
+    _Limit("moe_token_dispatcher_type", ("alltoall", "allgather"), "symmoe takes the dispatcher's place"),
+    _Limit("expert_tensor_parallel_size", (1,), "experts are not split over tensor-parallel ranks"),
+    _Limit("moe_latent_size", (None,), "latent projections are not tested"),
+    _Limit("moe_router_padding_for_quantization", (False, None), "rows are not padded for quantized GEMMs"),
+    _Limit("overlap_moe_expert_parallel_comm", (False,), "it frees activations that lie on the heap"),
+    _Limit("overlap_dispatch_backward_with_experts_wgrad", (False,), "weight gradients run on the heap's stream"),
+    _Limit("moe_expert_rank_capacity_factor", (None,), "give DispatchOptions(capacity=rows) instead"),
+    _Limit("moe_paged_stash", (False,), "saved rows lie on the heap"),
+    _Limit("transformer_impl", ("local", "transformer_engine"), "the layer is for training"),
+)
+
+_EXPERT_LIMITS = (
+    _Limit("add_bias_linear", (False,), "the experts have no biases"),
+    _Limit("moe_apply_probs_on_input", (False,), "the probs multiply the activation"),
+    _Limit("fp8", (None, False), "the experts compute in fp32, fp16 or bf16"),
+    _Limit("fp4", (None, False), "the experts compute in fp32, fp16 or bf16"),
+    _Limit("activation_func_fp8_input_store", (False,), "the experts keep FC1's output in the working dtype"),
+    _Limit("moe_mlp_glu_interleave_size", (None,), "gate and up features are two halves of FC1"),
+    _Limit("moe_single_grouped_weight", (False,), "every expert has a parameter of its own"),
+    _Limit("init_model_with_meta_device", (False,), "the experts are made on the device they train on"),
+)
+
+
+def layer_problem(config: TransformerConfig) -> ArgumentError | None:
+    """What in the configuration the layer and its dispatcher do not support, or None."""
+    if config.moe_router_topk > MAX_TOP_K:
+        return ArgumentError(f"moe_router_topk ({config.moe_router_topk}) must be at most {MAX_TOP_K}")
+    captured = {getattr(scope, "name", str(scope)) for scope in _graph_scopes(config)}
+    if config.cuda_graph_impl != "none" and (not captured or any(name != "attn" for name in captured)):
+        shown = sorted(captured) or "whole layers"
+        return ArgumentError(f"cuda_graph_impl ({config.cuda_graph_impl!r}) may capture ['attn'] only, not {shown}")
+    return _first_problem(config, _LAYER_LIMITS)
+
+
+def experts_problem(config: TransformerConfig) -> ArgumentError | None:
+    """What in the configuration SymmExperts do not support, or None. The activation is looked at by the experts."""
+    offloaded = {"expert_fc1", "moe_act"} & set(getattr(config, "offload_modules", None) or ())
+    if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
+        return ArgumentError(f"offload_modules ({sorted(offloaded)}) must not name parts of the experts")
+    return _first_problem(config, _EXPERT_LIMITS)
+
+
+def groups_problem(pg_collection: ProcessGroupCollection, heap: SymmetricHeap) -> ArgumentError | None:
+    """What keeps a layer with these process groups from using `heap`, or None."""
+    if pg_collection.expt_tp.size() != 1:
+        return ArgumentError(
+            f"expert_tensor_parallel_size ({pg_collection.expt_tp.size()}) must be 1: "
+            "experts are not split over tensor-parallel ranks"
+        )
+    of_group, of_heap = (pg_collection.ep.rank(), pg_collection.ep.size()), (heap.rank, heap.num_ranks)
+    if of_group != of_heap:
+        return ArgumentError(
+            f"heap is rank {of_heap[0]} of {of_heap[1]}, this process is rank {of_group[0]} of {of_group[1]} in the "
+            "expert-parallel group; open the heap over that group (open_heap does)"
+        )
+    return None
+
+
+def process_groups(pg_collection: ProcessGroupCollection | None) -> ProcessGroupCollection:
+    """The collection given, or Megatron's default. 0.16 and 0.17 give none to a subclass of MoELayer."""
+    return get_default_pg_collection() if pg_collection is None else pg_collection
+
+
+def _first_problem(config: TransformerConfig, limits: tuple[_Limit, ...]) -> ArgumentError | None:
+    for limit in limits:
+        value = getattr(config, limit.field, limit.supported[0])
+        if value not in limit.supported:
+            supported = " or ".join(map(repr, limit.supported))
+            return ArgumentError(f"{limit.field} ({value!r}) must be {supported}: {limit.reason}")
+    return None
+
+
+def _graph_scopes(config: TransformerConfig) -> list[object]:
+    """Parts of a layer that CUDA graphs capture; the field was renamed in 0.19."""
+    scopes = getattr(config, "cuda_graph_modules", None)
+    if scopes is None:
+        scopes = config.cuda_graph_scope
+    return scopes if isinstance(scopes, list) else [scopes] if scopes else []

@@ -1,0 +1,167 @@
+"""Megatron's token dispatcher over the symmetric heap.
+
+T tokens on this rank, E experts, K = moe_router_topk, N rows received, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from symmoe.combine.tokens import combine_tokens
+from symmoe.dispatch.plan import Plan, make_plan
+from symmoe.dispatch.send import PHASE as SEND
+from symmoe.dispatch.tokens import dispatch_tokens
+from symmoe.integrations.megatron.buffers import SharedBuffers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchOptions:
+    """How rows travel; the same on all ranks.
+
+    Attributes:
+        order: of the sums in combine, forward and backward. "rank": least traffic. "slot": a token's experts in
+            ascending order, as Megatron's alltoall sums them, the same bits for any number of ranks.
+        capacity: rows a rank can take, without a host synchronisation per layer; None: exact, one small read.
+        overflow: with a capacity, "raise" or "drop", see make_plan.
+    """
+
+    order: str = "rank"
+    capacity: int | None = None
+    overflow: str = "raise"
+
+
+class SymmTokenDispatcher(MoETokenDispatcher):
+    """Megatron's six calls through make_plan, dispatch_tokens and combine_tokens.
+
+    Probs travel through arguments and results. What else one call leaves to the next is on self, as in Megatron's own
+    dispatchers, and gone after :meth:`combine_postprocess`.
+
+    Args:
+        config: a configuration that `compat.layer_problem` accepts.
+        pg_collection: process groups; `ep` is the heap's group.
+        buffers: shared by all layers on the heap.
+        options: the same on all ranks.
+        own_experts: the experts are SymmExperts: they write into buffers of the heap, and nothing is copied. Others'
+            results and gradients are copied to the heap by combine.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        buffers: SharedBuffers,
+        options: DispatchOptions,
+        own_experts: bool,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._buffers, self._options, self._own_experts = buffers, options, own_experts
+        self.hidden_shape: torch.Size | None = None
+        self.topk_idx: torch.Tensor | None = None
+        self.plan: Plan | None = None
+        self._rows: torch.Tensor | None = None
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [T, H] and their probs fp32 [T, K], from [S / TP, B, H], bool [T, E] and dense [T, E]. Local."""
+        self.hidden_shape = hidden_states.shape
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.config.moe_pad_expert_input_to_capacity:
+            # Padding has probs of 0 and moves no bit of the result: it fills buffers of a fixed size, which these are
+            # not. A chosen expert whose prob has come to 0 is one with them: its gradient is 0 too.
+            routing_map = routing_map & (probs != 0)
+        self.topk_idx, topk_probs = select_slots(routing_map, probs, top_k=self.config.moe_router_topk)
+        if self.shared_experts is not None:
+            # A view of the tokens, as in Megatron's dispatchers: gradients then add up in the same order.
+            self.shared_experts.pre_forward_comm(tokens.view(self.hidden_shape))
+        return tokens, topk_probs
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [N, H] sorted by local expert, in a lease, and their probs fp32 [N]. Collective over the EP group.
+
+        With static capacity, [capacity, H] and [capacity] with an undefined tail.
+        """
+        heap, options = self._buffers.heap, self._options
+        self.plan = make_plan(
+            self.topk_idx,
+            num_experts=self.config.num_moe_experts,
+            heap=heap,
+            capacity=options.capacity,
+            overflow=options.overflow,
+            hidden=hidden_states.shape[1],
+            dtype=hidden_states.dtype,
+        )
+        shape = (self.plan.row_capacity, hidden_states.shape[1])
+        # Autograd saves the rows: the lease goes back when it, or recomputation, drops them.
+        lease = heap.lease(shape, hidden_states.dtype, name="dispatched rows", phase=SEND)
+        return dispatch_tokens(hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(rows, int64 [E / EP] rows of each local expert on the device, probs). Local."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        self._rows = hidden_states
+        return hidden_states, self.plan.splits.long(), probs
+
+    def get_expert_zero_copy_buffers(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(output_buffer, grad_input_buffer), [N, H] each, for experts that write into them. Local.
+
+        Call it after :meth:`dispatch_postprocess`.
+        """
+        if not self._own_experts:
+            return None, None
+        return self._shared("expert output"), self._gradient_buffer("input gradients")
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As it is. Local."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The unweighted sum of every token's rows, [T, H]. Collective over the EP group."""
+        # A weight gradient that is left for later still reads the gradient of the output then.
+        shares = self._own_experts and not self.config.delay_wgrad_compute
+        grad_out = self._gradient_buffer("output gradients") if shares else None
+        return combine_tokens(hidden_states, self.plan, order=self._options.order, grad_out=grad_out)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[S / TP, B, H], with the overlapped shared experts' output. Local."""
+        output = hidden_states.view(self.hidden_shape)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+            output = output + self.shared_experts.get_output()
+        self.hidden_shape = self.topk_idx = self.plan = self._rows = None
+        return output
+
+    def _gradient_buffer(self, name: str) -> torch.Tensor | None:
+        return self._shared(name) if torch.is_grad_enabled() else None
+
+    def _shared(self, name: str) -> torch.Tensor:
+        return self._buffers.rows(name, self._rows.shape[0], self.plan.row_capacity, self._rows)
+
+
+def select_slots(routing_map: torch.Tensor, probs: torch.Tensor, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts in ascending order, from Megatron's dense form. Local; does not synchronise the host.
+
+    Args:
+        routing_map: bool [T, E], at most `top_k` per token.
+        probs: floating point [T, E].
+
+    Returns:
+        topk_idx int32 [T, K], -1 where a token has fewer; and fp32 [T, K], through which gradients reach `probs`.
+    """
+    num_experts = routing_map.shape[1]
+    # The larger the key, the smaller the expert's number; 0 is none. Keys differ, so topk has one answer.
+    descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
+    keys = (routing_map * descending).topk(min(top_k, num_experts), dim=1).values
+    topk_idx = torch.where(keys > 0, num_experts - keys, -1)
+    # A slot without an expert has no row and so no gradient, whichever prob stands there.
+    return topk_idx, probs.gather(1, topk_idx.clamp(min=0).long()).float()

@@ -1,0 +1,317 @@
+"""What ranks run to compare a GPTModel with symmoe's layers to one with Megatron's own. Everything runs on ranks.
+
+The reference is Megatron's alltoall dispatcher with its SequentialMLP: none of the code that is under test. Models of
+both kinds get the same numbers, every parameter from a generator of its own, and every rank has tokens of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import megatron_shim
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+SEQUENCE, BATCH, VOCABULARY, NUM_EXPERTS = 12, 2, 64, 8
+HEAP_BYTES = 8 << 20
+
+
+def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1) -> None:
+    """Megatron's process groups for these sizes of EP, TP and PP. Collective over all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    megatron_shim.install()
+    torch.compiler.set_stance("force_eager")  # Megatron compiles a dozen small functions, for seconds each
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def config_of(**fields: Any) -> Any:
+    """A tiny TransformerConfig, with `fields` changed."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if "activation_func" in fields:
+        fields["activation_func"] = activation_function(fields["activation_func"])
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    defaults = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 48,
+        "moe_ffn_hidden_size": 24,
+        "num_moe_experts": NUM_EXPERTS,
+        "moe_router_topk": 3,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": 1,
+    }
+    return TransformerConfig(**{**defaults, **fields})
+
+
+def activation_function(name: str) -> Any:
+    """Megatron's function of this name."""
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return {"quick_gelu": quick_gelu, "squared_relu": squared_relu}[name]
+
+
+def model_of(config: Any, spec: Any) -> Any:
+    """A GPTModel with numbers that depend on the names of its parameters alone."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    stage = {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+    return filled(GPTModel(config, spec, VOCABULARY, SEQUENCE, **stage))
+
+
+def filled(model: Any) -> Any:
+    """The model with numbers that depend on the names of its parameters alone."""
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            if parameter.dim() > 1:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.5 if "router" in name else 0.2))
+    return model
+
+
+def named_parameters(model: Any) -> list[tuple[str, Any]]:
+    """Parameters under names that are the same for all kinds of experts, with global expert numbers."""
+    from megatron.core import parallel_state
+
+    found = []
+    for name, parameter in model.named_parameters():
+        found.append((global_name(name.removeprefix("module."), parallel_state), parameter))
+    return found
+
+
+def global_name(name: str, parallel_state: Any) -> str:
+    """`name` with the expert's number among all experts, if it is a weight of one."""
+    before, marker, after = name.partition("experts.")
+    if not marker or "shared_" in before:
+        return name
+    if after.startswith("local_experts."):  # SequentialMLP: local_experts.{i}.linear_fc1.weight
+        _, i, linear, _ = after.split(".")
+    else:  # ours and TEGroupedMLP: linear_fc1.weight{i}
+        linear, weight = after.split(".")
+        i = weight.removeprefix("weight")
+    num_local = NUM_EXPERTS // parallel_state.get_expert_model_parallel_world_size()
+    expert = parallel_state.get_expert_model_parallel_rank() * num_local + int(i)
+    return f"{before}{marker}{expert}.{linear}.weight"
+
+
+def reference_spec(config: Any) -> Any:
+    """Megatron's own layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+
+
+@contextlib.contextmanager
+def opened_heap() -> Iterator[Any]:
+    """A heap over this rank's EP group."""
+    from symmoe.integrations.megatron import open_heap
+
+    with open_heap(HEAP_BYTES) as heap:
+        yield heap
+
+
+def batch_of(num_sequences: int = BATCH) -> dict[str, torch.Tensor]:
+    """Tokens of this data-parallel rank."""
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(11 + parallel_state.get_data_parallel_rank())
+    tokens = torch.randint(0, VOCABULARY, (num_sequences, SEQUENCE + 1), generator=generator)
+    return {
+        "input_ids": tokens[:, :-1].contiguous(),
+        "position_ids": torch.arange(SEQUENCE).expand(num_sequences, SEQUENCE),
+        "attention_mask": torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None],
+        "labels": tokens[:, 1:].contiguous(),
+    }
+
+
+def results_of(model: Any, num_sequences: int = BATCH) -> dict[str, torch.Tensor]:
+    """Losses of every token, all gradients and the routers' counts, by name."""
+    losses = model(**batch_of(num_sequences))
+    losses.mean().backward()
+    found = {"losses": losses.detach().clone()}
+    found |= gradients_of(model)
+    for name, buffer in model.named_buffers():
+        if "tokens_per_expert" in name and buffer is not None:
+            found[name] = buffer.clone()
+    return found
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """All gradients by name; no gradient is zeros."""
+    found = named_parameters(model)
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in found}
+
+
+def differences(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Names of tensors that are not equal bit for bit, with the largest difference over the largest wanted value."""
+    assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
+    found = {}
+    for name, tensor in want.items():
+        if not torch.equal(got[name], tensor):
+            scale = tensor.abs().max().clamp(min=1e-12)
+            found[name] = float((got[name] - tensor).abs().max() / scale)
+    return found
+
+
+def compare(
+    rank: int,
+    num_ranks: int,
+    *,
+    ep: int,
+    fields: dict[str, Any],
+    bias: dict[int, float] | None = None,
+    options: dict[str, Any] | None = None,
+    num_sequences: tuple[int, ...] | None = None,
+    fault: str | None = None,
+) -> dict[str, Any]:
+    """One GPTModel in forms of its MoE layers, on the same ranks: Megatron's; our dispatcher and experts; either alone.
+
+    Args:
+        fields: of the configuration.
+        bias: expert number to router.expert_bias.
+        options: of dispatch; the order is "slot".
+        num_sequences: of each rank; None: the same.
+        fault: a mistake that `damage` makes in our layers.
+
+    Returns:
+        the differences of ours to Megatron's, and figures of the run with both.
+    """
+    from symmoe.integrations.megatron import (
+        DispatchOptions,
+        use_symmoe,
+        use_symmoe_dispatcher,
+        use_symmoe_experts,
+    )
+
+    use_groups(ep=ep)
+    config = config_of(**fields)
+    choice = DispatchOptions(**{"order": "slot", **(options or {})})
+    with opened_heap() as heap:
+        spec = reference_spec(config)
+        forms = {"megatron": spec, "experts": use_symmoe(spec, heap, options=choice)}
+        if options is None or "capacity" not in options:
+            forms["dispatcher"] = use_symmoe_dispatcher(spec, heap, options=choice)
+            forms["experts alone"] = use_symmoe_experts(spec)
+        found, received = {}, []
+        for form, form_spec in forms.items():
+            model = model_of(config, form_spec)
+            if form in ("experts", "dispatcher") and fault is not None:
+                for layer in model.decoder.layers:
+                    damage(layer.mlp, fault)
+            for expert, value in (bias or {}).items():
+                for layer in model.decoder.layers:
+                    layer.mlp.router.expert_bias[expert] = value
+            if form == "experts":
+                for layer in model.decoder.layers:
+                    note_rows(layer.mlp, received)
+            before = heap.statistics.num_staging_copies
+            found[form] = results_of(model, BATCH if num_sequences is None else num_sequences[rank])
+            copies = heap.statistics.num_staging_copies - before
+            if form == "experts":
+                staging_copies = copies
+            del model
+        left = heap.leased_bytes
+        high_water = heap.high_water_bytes
+    return {
+        **{form: differences(found[form], found["megatron"]) for form in forms if form != "megatron"},
+        "num_tensors": len(found["megatron"]),
+        "num_nonzero": sum(bool(tensor.abs().sum() > 0) for tensor in found["megatron"].values()),
+        "received": received,
+        "staging_copies": staging_copies,
+        "leased_bytes": left,
+        "high_water_bytes": high_water,
+    }
+
+
+def compare_layers(rank: int, num_ranks: int, *, ep: int, tp: int, fault: str | None = None) -> dict[str, Any]:
+    """One MoE layer in three forms, with tensor and sequence parallelism of what is around it.
+
+    A layer and not a GPTModel: Megatron's LayerNorm for CPUs knows no sequence parallelism.
+    """
+    from megatron.core import parallel_state
+
+    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
+
+    use_groups(ep=ep, tp=tp)
+    config = config_of(moe_shared_expert_intermediate_size=40)
+    found = {}
+    with opened_heap() as heap:
+        spec = reference_spec(config)
+        options = DispatchOptions(order="slot")
+        forms = {
+            "megatron": spec,
+            "experts": use_symmoe(spec, heap, options=options),
+            "dispatcher": use_symmoe_dispatcher(spec, heap, options=options),
+        }
+        for form, form_spec in forms.items():
+            layer = form_spec.submodules.mlp(config=config)
+            layer.set_layer_number(1)
+            filled(layer)
+            if form != "megatron" and fault is not None:
+                damage(layer, fault)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            x = torch.randn(SEQUENCE // tp, BATCH, config.hidden_size, generator=generator, requires_grad=True)
+            y, _ = layer(x)
+            y.square().sum().backward()
+            found[form] = {**gradients_of(layer), "y": y.detach(), "x": x.grad}
+    sizes = (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel)
+    return {
+        **{form: differences(found[form], found["megatron"]) for form in forms if form != "megatron"},
+        "num_tensors": len(found["megatron"]),
+        "tensor parallel": sizes,
+    }
+
+
+def note_rows(layer: Any, received: list[list[int]]) -> None:
+    """Notes the rows of every local expert, each time the layer's experts run."""
+
+    def note(module: Any, arguments: tuple) -> None:
+        received.append(arguments[1].tolist())
+
+    layer.experts.register_forward_pre_hook(note)
+
+
+def damage(layer: Any, fault: str) -> None:
+    """Makes one mistake in a layer's dispatcher, which the comparison has to find."""
+    dispatcher = layer.token_dispatcher
+    dispatch, combine = dispatcher.token_dispatch, dispatcher.token_combine
+    if fault == "scaled combine":
+        dispatcher.token_combine = lambda rows: combine(rows) * 1.01
+    elif fault == "rolled tokens":
+        dispatcher.token_dispatch = lambda x, probs: dispatch(x.roll(1, 0), probs)
+    elif fault == "detached probs":
+        dispatcher.token_dispatch = lambda x, probs: dispatch(x, probs.detach())
+    else:
+        raise ValueError(fault)

@@ -1,0 +1,110 @@
+"""What ranks run for the tests of checkpoints. Everything runs on ranks."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from typing import Any
+
+import torch
+from megatron_cases import config_of, model_of, named_parameters, opened_heap, reference_spec, use_groups
+
+MOMENT = 3.0  # exp_avg of the saved optimizer is this times the parameter
+
+
+def save(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool, fault: bool) -> None:
+    """Saves a model and its Adam with Megatron's distributed checkpoint.
+
+    With `fault`, gate and up of one expert have changed places.
+    """
+    from megatron.core import dist_checkpointing
+
+    # Megatron writes from processes of its own, which daemons may not have.
+    mp.current_process()._config["daemon"] = False
+    use_groups(ep=ep)
+    with opened_heap() as heap:
+        model = model_of(config_of(), _spec(form, heap))
+        with torch.no_grad():
+            for name, parameter in named_parameters(model):
+                parameter.copy_(torch.randn(parameter.shape, generator=_generator(name)))
+                if fault and name.endswith("experts.5.linear_fc1.weight"):
+                    parameter.copy_(parameter.roll(parameter.shape[0] // 2, 0))
+        state = _state(model, per_expert_keys, {name: MOMENT * p.detach() for name, p in named_parameters(model)})
+        try:
+            dist_checkpointing.save(state, path, content_metadata={"singleton_local_shards": per_expert_keys})
+        finally:
+            _end_writers()
+
+
+def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert_keys: bool) -> dict[str, Any]:
+    """Loads it into a model of another layout or kind, and counts what is not what was saved.
+
+    The expectation is made from names and seeds alone: the checkpoint is not its own oracle.
+    """
+    from megatron.core import dist_checkpointing
+
+    use_groups(ep=ep)
+    with opened_heap() as heap:
+        model = model_of(config_of(), _spec(form, heap))
+        parameters = named_parameters(model)
+        with torch.no_grad():
+            for _, parameter in parameters:
+                parameter.zero_()
+        state = _state(model, per_expert_keys, {name: torch.zeros_like(p) for name, p in parameters})
+        loaded = dist_checkpointing.load(state, path)
+        model.load_state_dict(loaded["model"], strict=True)
+        wrong = []
+        moments = loaded["optimizer"]["state"]
+        for i, (name, parameter) in enumerate(parameters):
+            want = torch.randn(parameter.shape, generator=_generator(name))
+            if not torch.equal(parameter, want):
+                wrong.append(name)
+            if not torch.equal(moments[i]["exp_avg"], MOMENT * want):
+                wrong.append(f"exp_avg of {name}")
+        experts = [name for name, _ in parameters if ".mlp.experts." in name]
+        return {"wrong": wrong, "num_tensors": len(parameters), "experts": experts}
+
+
+def _end_writers() -> None:
+    """Ends the process of the queue that Megatron's writers share. It would outlive this one, which ends in a hurry."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = None  # the next save makes another
+    for child in mp.active_children():
+        child.terminate()
+        child.join()
+
+
+def _spec(form: str, heap: Any) -> Any:
+    from symmoe.integrations.megatron import use_symmoe
+
+    spec = reference_spec(config_of())
+    return use_symmoe(spec, heap) if form == "symmoe" else spec
+
+
+def _generator(name: str) -> torch.Generator:
+    """By the parameter's name, in which experts have their global numbers: the same on every rank that has it."""
+    return torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**62)
+
+
+def _state(model: Any, per_expert_keys: bool, moments: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Sharded state of the model and of an Adam over its parameters, by Megatron's own functions for optimizers."""
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        optim_state_to_sharding_state,
+    )
+
+    sharded = model.sharded_state_dict(metadata=_metadata(per_expert_keys))
+    parameters = [parameter for _, parameter in named_parameters(model)]
+    by_id = get_param_id_to_sharded_param_map(sharded, parameters)
+    assert len(by_id) == len(parameters), "an optimizer finds the sharded tensor of every parameter"
+    state = {i: {"exp_avg": moments[name]} for i, (name, _) in enumerate(named_parameters(model))}
+    optimizer = {"state": state, "param_groups": [{"params": list(range(len(parameters)))}]}
+    optim_state_to_sharding_state(optimizer, by_id)
+    return {"model": sharded, "optimizer": optimizer}
+
+
+def _metadata(per_expert_keys: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {"singleton_local_shards": per_expert_keys, "dp_cp_group": group}

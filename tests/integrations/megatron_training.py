@@ -1,0 +1,330 @@
+"""What ranks run for the tests of training: Megatron's DDP, micro-batches, memory, precision, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import megatron_shim
+import torch
+from megatron_cases import (
+    BATCH,
+    SEQUENCE,
+    batch_of,
+    config_of,
+    differences,
+    model_of,
+    named_parameters,
+    opened_heap,
+    reference_spec,
+    results_of,
+    use_groups,
+)
+
+from symmoe.errors import SymmoeError
+
+NUM_MICRO_BATCHES = 2
+
+
+def main_grads(rank: int, num_ranks: int, *, ep: int, overlap: bool, fault: bool = False) -> dict[str, Any]:
+    """Gradients in `main_grad` after Megatron's DDP has reduced them, of five models.
+
+    Megatron's experts; ours with gradients in `.grad`; ours whose kernels add to main_grad; and those two once more
+    with weight gradients that backward leaves for later. `fault` scales what the kernels add.
+    """
+    from symmoe.integrations.megatron import DispatchOptions, use_symmoe
+
+    use_groups(ep=ep)
+    config = config_of()
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    expert_buckets = {}
+    with opened_heap() as heap:
+        spec = reference_spec(config)
+        found["megatron"], _ = _reduced(_ddp(model_of(config, spec), overlap))
+        for fused in (False, True):
+            for delayed in (False, True):
+                config = config_of()
+                # Its own checks ask for extensions (fused) and schedules (delayed) that CPUs do not have.
+                config.delay_wgrad_compute = delayed
+                ours = use_symmoe(spec, heap, options=DispatchOptions(order="slot"))
+                model = model_of(config, _with_fused_gradients(ours) if fused else ours)
+                if fault:
+                    for layer in model.decoder.layers:
+                        _scale_wgrad(layer.mlp.experts.linear_fc1)
+                name = ("main_grad" if fused else "grad") + (" later" if delayed else "")
+                ddp = _ddp(model, overlap)
+                expert_buckets[name] = sum(len(buffer.params) for buffer in ddp.expert_parallel_buffers)
+                found[name], grads = _reduced(ddp)
+                if fused:
+                    expert_buckets[f"{name}: .grad"] = sum(grad is not None for grad in grads)
+    return {
+        **{name: differences(found[name], found["megatron"]) for name in found if name != "megatron"},
+        "fused to unfused": differences(found["main_grad"], found["grad"]),
+        "later to at once": differences(found["main_grad later"], found["main_grad"]),
+        "num_expert_params": expert_buckets,
+    }
+
+
+def _with_fused_gradients(spec: Any) -> Any:
+    """The spec with experts whose configuration alone has gradient_accumulation_fusion."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from symmoe.integrations.megatron import SymmExperts
+
+    class FusedExperts(SymmExperts):
+        def __init__(self, num_local_experts: int, config: Any, **kwargs: Any) -> None:
+            config = copy.copy(config)
+            config.gradient_accumulation_fusion = True
+            super().__init__(num_local_experts, config, **kwargs)
+
+    mlp = spec.submodules.mlp
+    submodules = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+    submodules.experts = FusedExperts
+    return spec
+
+
+def _ddp(model: Any, overlap: bool) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    choice = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        bucket_size=20_000,
+        delay_wgrad_compute=model.config.delay_wgrad_compute,
+    )
+    return DistributedDataParallel(model.config, choice, model)
+
+
+def _reduced(ddp: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """main_grad of every parameter after two micro-batches and the reduction; and `.grad` of the experts' weights."""
+    ddp.zero_grad_buffer()
+    for step in range(NUM_MICRO_BATCHES):
+        # DDP starts to reduce with overlap once it has seen every gradient of the last micro-batch.
+        context = ddp.no_sync() if step < NUM_MICRO_BATCHES - 1 else torch.enable_grad()
+        with context:
+            (ddp(**batch_of()).mean() / NUM_MICRO_BATCHES).backward()
+            if ddp.module.config.delay_wgrad_compute:
+                for layer in ddp.module.decoder.layers:
+                    layer.mlp.backward_dw()
+    ddp.finish_grad_sync()
+    found = {name: parameter.main_grad.clone() for name, parameter in named_parameters(ddp)}
+    return found, [p.grad for name, p in named_parameters(ddp) if ".mlp.experts." in name]
+
+
+def _scale_wgrad(linear: Any) -> None:
+    weight_gradients = linear.weight_gradients
+
+    def scaled(weights: Any, compute: Any, **kwargs: Any) -> Any:
+        def compute_more(out: Any, accumulate: bool) -> None:
+            compute(out, accumulate)
+            compute(out, True)
+
+        return weight_gradients(weights, compute_more, **kwargs)
+
+    linear.weight_gradients = scaled
+
+
+def interleaved(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
+    """Three micro-batches as a pipeline runs them (forward, forward, backward, forward, backward, backward)."""
+    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
+
+    use_groups(ep=2)
+    config = config_of(**fields)
+    found = {}
+    with opened_heap() as heap:
+        spec = reference_spec(config)
+        forms = {
+            "megatron": spec,
+            "dispatcher": use_symmoe_dispatcher(spec, heap, options=DispatchOptions(order="slot")),
+            "experts": use_symmoe(spec, heap, options=DispatchOptions(order="slot")),
+        }
+        for form, form_spec in forms.items():
+            model = model_of(config, form_spec)
+            batches = [_changed_batch(step) for step in range(3)]
+            waiting = [model(**batches[0]).mean(), model(**batches[1]).mean()]
+            waiting.pop(0).backward()
+            waiting.append(model(**batches[2]).mean())
+            while waiting:
+                waiting.pop(0).backward()
+            found[form] = {name: parameter.grad for name, parameter in named_parameters(model)}
+    return {form: differences(found[form], found["megatron"]) for form in ("dispatcher", "experts")}
+
+
+def pipelined(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
+    """Four micro-batches through two stages of two layers each, by Megatron's own 1F1B schedule, at EP 2."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
+
+    use_groups(ep=2, pp=2)
+    config = config_of(num_layers=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, **fields)
+
+    def forward_step(steps: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        losses = model(**_changed_batch(next(steps)))
+        return losses, lambda losses: (losses.mean(), {"loss": losses.detach().clone()})
+
+    found = {}
+    with opened_heap() as heap:
+        spec, options = reference_spec(config), DispatchOptions(order="slot")
+        forms = {
+            "megatron": spec,
+            "dispatcher": use_symmoe_dispatcher(spec, heap, options=options),
+            "experts": use_symmoe(spec, heap, options=options),
+        }
+        for form, form_spec in forms.items():
+            model = model_of(config, form_spec)
+            with megatron_shim.CudaIsCpu():
+                reports = get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=iter(range(4)),
+                    model=model,
+                    num_microbatches=4,
+                    seq_length=SEQUENCE,
+                    micro_batch_size=BATCH,
+                    forward_only=False,
+                )
+            found[form] = {name: parameter.grad for name, parameter in named_parameters(model)}
+            found[form] |= {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
+    return {
+        **{form: differences(found[form], found["megatron"]) for form in ("dispatcher", "experts")},
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "num_losses": len(reports),
+        "num_tensors": len(found["megatron"]),
+    }
+
+
+def _changed_batch(step: int) -> dict[str, torch.Tensor]:
+    batch = batch_of()
+    for name in ("input_ids", "labels"):
+        batch[name] = (batch[name] * (2 * step + 3) + step) % 64
+    return batch
+
+
+def memory(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
+    """What a step leaves on the heap, and how many rows it held at most."""
+    from symmoe.integrations.megatron import use_symmoe
+
+    use_groups(ep=2)
+    config = config_of(**fields)
+    with opened_heap() as heap:
+        spec = use_symmoe(reference_spec(config), heap)
+        model = model_of(config, spec)
+        leased = [heap.leased_bytes]
+        with torch.no_grad():
+            model(**batch_of())
+        leased.append(heap.leased_bytes)
+        losses = model(**batch_of())
+        during = heap.leased_bytes
+        losses.mean().backward()
+        del losses
+        leased.append(heap.leased_bytes)
+        results_of(model)
+        leased.append(heap.leased_bytes)
+        buffers = model.decoder.layers[0].mlp.token_dispatcher._buffers
+        same = all(layer.mlp.token_dispatcher._buffers is buffers for layer in model.decoder.layers)
+        shared = sum(memory.numel() for memory in buffers._memory.values())
+        return {"leased": leased, "during": during, "shared": shared, "same": same, "high": heap.high_water_bytes}
+
+
+def smallest_heap(rank: int, num_ranks: int, *, fields: dict[str, Any], bias: dict[int, float]) -> list[float]:
+    """How much of a heap of the planned size three steps use, with all tokens on rank 0 and with ordinary routing."""
+    from symmoe.integrations.megatron import heap_bytes, open_heap, use_symmoe
+
+    use_groups(ep=2)
+    config = config_of(**fields)
+    num_layers = 1 if config.recompute_granularity else config.num_layers
+    used = []
+    for values in ({}, bias):
+        num_bytes = heap_bytes(config, num_tokens=24, num_layers=num_layers)
+        with open_heap(num_bytes) as heap:
+            model = model_of(config, use_symmoe(reference_spec(config), heap))
+            for layer in model.decoder.layers:
+                for expert, value in values.items():
+                    layer.mlp.router.expert_bias[expert] = value
+            for _ in range(3):
+                model(**batch_of()).mean().backward()
+            used.append(heap.high_water_bytes / num_bytes)
+    return used
+
+
+def half_precision(rank: int, num_ranks: int) -> dict[str, float]:
+    """Root mean square error of all gradients in bf16, against fp32, of Megatron's layer and of ours."""
+    from megatron.core.transformer.module import Float16Module
+
+    from symmoe.integrations.megatron import use_symmoe
+
+    use_groups(ep=2)
+    with opened_heap() as heap:
+        exact = results_of(model_of(config_of(), reference_spec(config_of())))
+        config = config_of(bf16=True, params_dtype=torch.bfloat16)
+        spec = reference_spec(config)
+        errors = {}
+        for form, form_spec in {"megatron": spec, "symmoe": use_symmoe(spec, heap)}.items():
+            model = Float16Module(config, model_of(config, form_spec))
+            model(**batch_of()).mean().backward()
+            squares = [
+                float(((parameter.grad - exact[name]).square().sum() / exact[name].square().sum()).sqrt())
+                for name, parameter in named_parameters(model)
+            ]
+            errors[form] = sum(squares) / len(squares)
+    return errors
+
+
+def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
+    """First weights of a new layer's experts, made with Megatron's generators, and their attributes."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from symmoe.integrations.megatron import SymmExperts
+
+    use_groups(ep=2)
+    model_parallel_cuda_manual_seed(5)
+    config = config_of(use_cpu_initialization=False)
+    experts = SymmExperts(4, config)
+    for weight in experts.parameters():
+        assert weight.allreduce is False
+        assert weight.tensor_model_parallel is True
+    use_groups(ep=1)
+    assert all(weight.allreduce is True for weight in SymmExperts(8, config_of()).parameters())
+    return [weight.detach().clone() for weight in experts.linear_fc1.weight_parameters()]
+
+
+def refused(rank: int, num_ranks: int, *, what: str) -> tuple[str, str]:
+    """Class and text of the error of building a layer that cannot be, which must come on every rank."""
+    from megatron.core import parallel_state
+
+    from symmoe.integrations.megatron import DispatchOptions, open_heap, use_symmoe, use_symmoe_dispatcher
+
+    use_groups(ep=2)
+    try:
+        if what == "expert tensor parallelism":
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=2, expert_model_parallel_size=1, expert_tensor_parallel_size=2
+            )
+            # The field alone would be refused first: it and the groups come from different command lines.
+            config = config_of(num_layers=1, sequence_parallel=False)
+            with open_heap(1 << 20) as heap:
+                model_of(config, use_symmoe(reference_spec(config), heap))
+        elif what == "another group's heap":
+            with open_heap(1 << 20) as heap:
+                use_groups(ep=1)
+                config = config_of(num_layers=1)
+                model_of(config, use_symmoe(reference_spec(config), heap))
+        elif what == "capacity with others' experts":
+            config = config_of(num_layers=1)
+            with open_heap(1 << 20) as heap:
+                options = DispatchOptions(capacity=64)
+                model_of(config, use_symmoe_dispatcher(reference_spec(config), heap, options=options))
+        elif what == "too small a capacity":
+            config = config_of(num_layers=1)
+            with open_heap(1 << 20) as heap:
+                options = DispatchOptions(capacity=8)
+                model_of(config, use_symmoe(reference_spec(config), heap, options=options))(**batch_of())
+        elif what == "too small a heap":
+            config = config_of(num_layers=1)
+            with open_heap(24 << 10) as heap:
+                model_of(config, use_symmoe(reference_spec(config), heap))(**batch_of())
+    except SymmoeError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""

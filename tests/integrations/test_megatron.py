@@ -1,0 +1,271 @@
+"""Megatron-Core's GPTModel with our layer against the same model with its own alltoall layer, on CPUs over gloo.
+
+With Megatron's experts everything is the same bits: losses, all gradients, router counts. With our experts it is equal
+within fp32 rounding: their sigmoid is 1 / (1 + exp(-x)) and the derivative is written out, where Megatron has
+torch's silu and its gradient; the largest difference of a tensor stays below ROUNDING of its largest value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron_checkpoints
+import megatron_training
+import pytest
+from cluster import Cluster
+from megatron_cases import compare, compare_layers
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("psutil", reason="megatron's checkpoint writer hangs without it")
+
+ROUNDING = 1e-5
+SIGMOID_BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+}
+SHARED = {"moe_shared_expert_intermediate_size": 40}
+FIELDS = {
+    "plain": {},
+    "aux loss, z loss": {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_z_loss_coeff": 1e-3,
+    },
+    "sequence and global aux loss": {
+        "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.01, 0.02],
+    },
+    "sigmoid, expert bias, groups": {
+        **SIGMOID_BIAS,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "one expert per token": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "sinkhorn": {"moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"},
+    "capacity, by prob": {"moe_expert_capacity_factor": 0.6},
+    "capacity, by position": {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"},
+    "capacity, padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "shared expert with gate": {**SHARED, "moe_shared_expert_gate": True},
+    "overlapped shared expert": {**SHARED, "moe_shared_expert_overlap": True},
+    "overlapped shared expert with gate": {
+        **SHARED,
+        "moe_shared_expert_overlap": True,
+        "moe_shared_expert_gate": True,
+    },
+    "recomputed MoE layers": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "recomputed layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "recomputed shared experts": {
+        **SHARED,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["shared_experts"],
+    },
+    "recomputed activations": {
+        "moe_grouped_gemm": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe_act"],
+    },
+    "clamped, gpt-oss": {
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+    },
+    "squared relu": {"activation_func": "squared_relu", "gated_linear_unit": False},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], Cluster]]:
+    """`ranks(n)`: processes of this module alone, because the shim changes torch.cuda in them."""
+    started: dict[int, Cluster] = {}
+
+    def get(num_ranks: int) -> Cluster:
+        if num_ranks not in started or not started[num_ranks].alive:
+            started[num_ranks] = Cluster(num_ranks)
+        return started[num_ranks]
+
+    yield get
+    for cluster in started.values():
+        cluster.close()
+
+
+def assert_equal(results: list[dict[str, Any]], *, exact: bool = True) -> None:
+    """Ours equals Megatron's on every rank: bit for bit with Megatron's experts, within rounding with ours."""
+    for result in results:
+        if "dispatcher" in result and exact:
+            assert result["dispatcher"] == {}
+        for form in {"dispatcher", "experts", "experts alone"} & result.keys():
+            assert max(result[form].values(), default=0.0) < ROUNDING, result[form]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_equals_alltoall_on_two_ranks(ranks: Callable[[int], Cluster], name: str):
+    results = ranks(2).run(compare, ep=2, fields=FIELDS[name])
+    # Megatron's GEMMs have rows of padding among the others, and so another order of sums.
+    assert_equal(results, exact=name != "capacity, padded")
+    for result in results:
+        assert result["num_nonzero"] >= result["num_tensors"] - 4  # equal zeros would say nothing
+        assert result["staging_copies"] == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "sigmoid, expert bias, groups", "overlapped shared expert"])
+@pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), (4, 4), (4, 2)])
+def test_equals_alltoall_on_other_layouts(ranks: Callable[[int], Cluster], num_ranks: int, ep: int, name: str):
+    assert_equal(ranks(num_ranks).run(compare, ep=ep, fields=FIELDS[name]))
+
+
+def test_tensor_and_sequence_parallel(ranks: Callable[[int], Cluster]):
+    results = ranks(4).run(compare_layers, ep=4, tp=2)
+    assert_equal(results)
+    assert all(result["tensor parallel"] == (2, True) for result in results)
+    assert all(len(result["dispatcher"]) == 0 < result["num_tensors"] for result in results)
+
+
+@pytest.mark.parametrize("options", [{"order": "rank"}, {"capacity": 150}, {"capacity": 150, "order": "rank"}])
+def test_options(ranks: Callable[[int], Cluster], options: dict[str, Any]):
+    results = ranks(2).run(compare, ep=2, fields={}, options=options)
+    assert_equal(results, exact=False)
+    assert all(result["staging_copies"] == 0 for result in results)
+
+
+def test_ranks_with_different_numbers_of_tokens(ranks: Callable[[int], Cluster]):
+    results = ranks(2).run(compare, ep=2, fields=FIELDS["overlapped shared expert"], num_sequences=(3, 1))
+    assert_equal(results)
+    totals = [sum(result["received"][0]) for result in results]
+    assert sum(totals) == (3 + 1) * 12 * 3
+
+
+@pytest.mark.parametrize("recompute", ["plain", "recomputed MoE layers"])
+def test_rank_and_expert_without_tokens(ranks: Callable[[int], Cluster], recompute: str):
+    bias = {0: 50.0, 1: 50.0, 2: 50.0}  # three experts per token, all of them on rank 0
+    results = ranks(2).run(compare, ep=2, fields={**SIGMOID_BIAS, **FIELDS[recompute]}, bias=bias)
+    assert_equal(results)
+    assert all(min(rows) == 0 < max(rows) for rows in results[0]["received"])
+    assert all(max(rows) == 0 for rows in results[1]["received"])
+
+
+@pytest.mark.parametrize("fault", ["scaled combine", "rolled tokens", "detached probs"])
+def test_mistakes_are_found(ranks: Callable[[int], Cluster], fault: str):
+    results = [
+        *ranks(2).run(compare, ep=2, fields={}, fault=fault),
+        *ranks(2).run(compare_layers, ep=2, tp=1, fault=fault),
+    ]
+    for result in results:
+        for form in ("dispatcher", "experts"):
+            assert max(result[form].values()) > 100 * ROUNDING
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_main_grad(ranks: Callable[[int], Cluster], ep: int, overlap: bool):
+    """Under Megatron's DDP, with two micro-batches: fused, delayed, both."""
+    for result in ranks(2).run(megatron_training.main_grads, ep=ep, overlap=overlap):
+        assert result["fused to unfused"] == {}
+        assert result["later to at once"] == {}
+        for form in ("grad", "grad later", "main_grad", "main_grad later"):
+            assert max(result[form].values(), default=0.0) < ROUNDING
+            assert result["num_expert_params"][form] == (2 * 2 * 4 if ep == 2 else 0)
+
+
+def test_wrong_main_grad_is_found(ranks: Callable[[int], Cluster]):
+    for result in ranks(2).run(megatron_training.main_grads, ep=2, overlap=False, fault=True):
+        for form in ("grad", "grad later", "main_grad", "main_grad later"):
+            assert max(result[form].values()) > 100 * ROUNDING
+
+
+@pytest.mark.parametrize("name", ["plain", "overlapped shared expert", "recomputed MoE layers"])
+def test_interleaved_micro_batches(ranks: Callable[[int], Cluster], name: str):
+    for result in ranks(2).run(megatron_training.interleaved, fields=FIELDS[name]):
+        assert result["dispatcher"] == {}
+        assert max(result["experts"].values()) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["plain", "overlapped shared expert"])
+def test_pipeline_of_two_stages(ranks: Callable[[int], Cluster], name: str):
+    results = ranks(4).run(megatron_training.pipelined, fields=FIELDS[name])
+    assert_equal(results)
+    assert sorted((result["stage"], result["num_losses"]) for result in results) == [(0, 0), (0, 0), (1, 4), (1, 4)]
+
+
+@pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])
+def test_memory_on_the_heap(ranks: Callable[[int], Cluster], name: str):
+    rounding = 3 * 512  # of three leases
+    for result in ranks(2).run(megatron_training.memory, fields=FIELDS[name]):
+        before, _, *after = result["leased"]
+        assert before == 0
+        assert result["same"]
+        for leased in after:  # nothing but the buffers that the layers share
+            assert result["shared"] <= leased <= result["shared"] + rounding
+        if name == "plain":
+            assert result["during"] > result["shared"] + rounding  # the rows of two layers
+        else:
+            assert result["during"] <= result["shared"] + rounding
+
+
+@pytest.mark.parametrize("name", ["plain", "recomputed MoE layers"])
+def test_heap_of_the_planned_size_is_enough(ranks: Callable[[int], Cluster], name: str):
+    fields = {**SIGMOID_BIAS, **FIELDS[name]}
+    for used in ranks(2).run(megatron_training.smallest_heap, fields=fields, bias={0: 50.0, 1: 50.0, 2: 50.0}):
+        assert all(0.1 < share < 1 for share in used)
+        assert max(used) > 0.4  # and it is not wasteful when the routing is as uneven as can be
+
+
+def test_half_precision_is_as_good_as_megatrons(ranks: Callable[[int], Cluster]):
+    for errors in ranks(2).run(megatron_training.half_precision):
+        assert 0 < errors["symmoe"] < 1.2 * errors["megatron"]
+
+
+def test_experts_start_from_megatrons_generators(ranks: Callable[[int], Cluster]):
+    first, second = ranks(2).run(megatron_training.initial_experts)
+    weights = [*first, *second]
+    for i, weight in enumerate(weights):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.1)  # init_method_std
+        assert all(not weight.equal(other) for other in weights[:i])
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "text"),
+    [
+        ("expert tensor parallelism", "ArgumentError", "expert_tensor_parallel_size (2) must be 1"),
+        ("another group's heap", "ArgumentError", "open the heap over that group"),
+        ("capacity with others' experts", "ArgumentError", "capacity (64) needs SymmExperts"),
+        ("too small a capacity", "CapacityError", "more than capacity (8)"),
+        ("too small a heap", "HeapExhausted", "lease 'dispatched rows'"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(ranks: Callable[[int], Cluster], what: str, error: str, text: str):
+    for kind, message in ranks(2).run(megatron_training.refused, what=what):
+        assert kind == error
+        assert text in message
+
+
+@pytest.mark.parametrize("per_expert_keys", [False, True])
+@pytest.mark.parametrize("saved_by", ["symmoe", "megatron"])
+def test_checkpoint(ranks: Callable[[int], Cluster], tmp_path: Path, saved_by: str, per_expert_keys: bool):
+    """Saved at EP 2; loaded at EP 2, EP 1 x 2 replicas, EP 4 and EP 2 x 2 replicas, by both kinds of layers."""
+    layouts = ((2, 1), (4, 4)) if per_expert_keys else ((2, 2), (2, 1), (4, 4), (4, 2))
+    how = {"path": str(tmp_path), "per_expert_keys": per_expert_keys}
+    ranks(2).run(megatron_checkpoints.save, ep=2, form=saved_by, fault=False, **how)
+    for num_ranks, ep in layouts:
+        for loaded_by in ("symmoe", "megatron"):
+            if loaded_by == saved_by == "megatron":
+                continue
+            results = ranks(num_ranks).run(megatron_checkpoints.load, ep=ep, form=loaded_by, **how)
+            assert [result["wrong"] for result in results] == [[]] * num_ranks
+            # All experts of both layers and both linears, on the ranks of each replica.
+            assert sum(len(result["experts"]) for result in results) == 2 * 2 * 8 * num_ranks // ep
+
+
+def test_wrong_checkpoint_is_found(ranks: Callable[[int], Cluster], tmp_path: Path):
+    how = {"path": str(tmp_path), "per_expert_keys": False}
+    ranks(2).run(megatron_checkpoints.save, ep=2, form="symmoe", fault=True, **how)
+    wrong = [result["wrong"] for result in ranks(2).run(megatron_checkpoints.load, ep=1, form="symmoe", **how)]
+    names = [f"decoder.layers.{layer}.mlp.experts.5.linear_fc1.weight" for layer in (0, 1)]
+    assert wrong == [[text for name in names for text in (name, f"exp_avg of {name}")]] * 2

@@ -1,0 +1,237 @@
+"""The parts of the Megatron integration that need no other ranks: slots, specs, refused fields, what is imported."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from symmoe import SymmetricHeap
+from symmoe.errors import ArgumentError
+from symmoe.integrations.megatron import (
+    SymmExperts,
+    SymmMoELayer,
+    use_symmoe,
+    use_symmoe_dispatcher,
+    use_symmoe_experts,
+)
+from symmoe.integrations.megatron.buffers import SharedBuffers
+from symmoe.integrations.megatron.compat import experts_problem, layer_problem
+from symmoe.integrations.megatron.dispatcher import select_slots
+from symmoe.integrations.megatron.experts import activation_of
+
+
+@pytest.fixture
+def heap() -> Iterator[SymmetricHeap]:
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        yield heap
+
+
+@pytest.fixture
+def config() -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=24,
+        moe_token_dispatcher_type="alltoall",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+    )
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(17, 8, 3), (5, 4, 4), (9, 2, 5), (0, 8, 2)])
+def test_slots_are_the_experts_in_ascending_order(num_tokens: int, num_experts: int, top_k: int):
+    generator = torch.Generator().manual_seed(num_tokens)
+    routing_map = torch.rand(num_tokens, num_experts, generator=generator) < 0.4
+    routing_map &= routing_map.cumsum(1) <= top_k
+    probs = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64, requires_grad=True)
+    topk_idx, topk_probs = select_slots(routing_map, probs, top_k=top_k)
+
+    width = min(top_k, num_experts)
+    wanted = [[e for e in range(num_experts) if row[e]] for row in routing_map.tolist()]
+    assert topk_idx.tolist() == [chosen + [-1] * (width - len(chosen)) for chosen in wanted]
+    assert topk_idx.dtype == torch.int32
+    assert topk_probs.dtype == torch.float32
+    for t, chosen in enumerate(wanted):
+        assert topk_probs[t, : len(chosen)].tolist() == [probs[t, e].float().item() for e in chosen]
+    # The gradient of a slot without an expert is 0: it has no row.
+    slot_grads = torch.rand(topk_probs.shape, generator=generator) * (topk_idx >= 0)
+    topk_probs.backward(slot_grads)
+    grads = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    for t, chosen in enumerate(wanted):
+        for k, e in enumerate(chosen):
+            grads[t, e] = slot_grads[t, k].item()
+    assert probs.grad.equal(grads)
+
+
+# -- specs ------------------------------------------------------------------------------------------------------------
+
+
+def parts_of(mlp: Any) -> tuple[type, Any, dict[str, Any]]:
+    """Module, submodules and the other arguments of an mlp spec of any version."""
+    if isinstance(mlp, ModuleSpec):
+        return mlp.module, mlp.submodules, mlp.params
+    keywords = dict(mlp.keywords)
+    return mlp.func, keywords.pop("submodules", None), keywords
+
+
+def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
+    spec = get_gpt_layer_local_spec(num_experts=8)
+    ours, theirs = use_symmoe(spec, heap), use_symmoe_dispatcher(spec, heap)
+    module, submodules, _ = parts_of(spec.submodules.mlp)
+    assert module is MoELayer
+    for new, experts in ((ours, SymmExperts), (theirs, submodules.experts)):
+        new_module, new_submodules, others = parts_of(new.submodules.mlp)
+        assert new_module is SymmMoELayer
+        assert new_submodules.experts is experts
+        assert new_submodules.router is submodules.router
+        assert new_submodules.shared_experts is submodules.shared_experts
+        assert others["buffers"].heap is heap
+        assert new.submodules.self_attention is spec.submodules.self_attention
+    assert "pg_collection" not in others
+    groups = object()
+    assert parts_of(use_symmoe(spec, heap, pg_collection=groups).submodules.mlp)[2]["pg_collection"] is groups
+    new_module, new_submodules, others = parts_of(use_symmoe_experts(spec).submodules.mlp)
+    assert (new_module, new_submodules.experts, others) == (MoELayer, SymmExperts, {})
+
+
+def test_block_spec_keeps_dense_layers(heap: SymmetricHeap):
+    dense, moe = get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=8)
+    block = TransformerBlockSubmodules(layer_specs=[dense, moe, moe], layer_norm=torch.nn.LayerNorm)
+    for spec in (block, ModuleSpec(module=torch.nn.Module, submodules=block)):
+        new = use_symmoe(spec, heap)
+        layers = (new.submodules if isinstance(new, ModuleSpec) else new).layer_specs
+        assert layers[0] is dense or layers[0].submodules.mlp is dense.submodules.mlp
+        found = [parts_of(layer.submodules.mlp) for layer in layers[1:]]
+        assert [module for module, _, _ in found] == [SymmMoELayer] * 2
+        assert found[0][2]["buffers"] is found[1][2]["buffers"]
+    assert parts_of(block.layer_specs[1].submodules.mlp)[0] is MoELayer
+
+
+def test_copied_specs_share_the_buffers(heap: SymmetricHeap):
+    spec = use_symmoe(get_gpt_layer_local_spec(num_experts=8), heap)
+    buffers = [parts_of(s.submodules.mlp)[2]["buffers"] for s in (spec, copy.deepcopy(spec))]
+    assert buffers[0] is buffers[1]
+
+
+def test_spec_without_moe_is_refused(heap: SymmetricHeap):
+    with pytest.raises(ArgumentError, match=r"spec \(ModuleSpec\) has no MoE layer; make it with num_experts"):
+        use_symmoe(get_gpt_layer_local_spec(), heap)
+
+
+# -- shared buffers ---------------------------------------------------------------------------------------------------
+
+
+def test_buffers_grow_and_are_shared(heap: SymmetricHeap):
+    buffers = SharedBuffers(heap)
+    like = torch.empty(0, 16)
+    first = buffers.rows("expert output", 6, 10, like)
+    assert first.shape == (6, 16)
+    assert heap.owns(first)
+    assert buffers.rows("expert output", 10, 10, like).data_ptr() == first.data_ptr()
+    assert buffers.rows("expert output", 3, 4, like.bfloat16()).data_ptr() == first.data_ptr()
+    other = buffers.rows("input gradients", 10, 10, like)
+    assert not first.data_ptr() <= other.data_ptr() < first.data_ptr() + 10 * 16 * 4
+    first.fill_(7)
+    larger = buffers.rows("expert output", 11, 11, like)  # while `first` still stands
+    larger.zero_()
+    assert first.eq(7).all()
+    leased = heap.leased_bytes
+    del first
+    assert heap.leased_bytes < leased
+    assert buffers.rows("expert output", 12, 12, like).data_ptr() == larger.data_ptr()  # it has grown by a quarter
+
+
+# -- refused fields ---------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ("moe_token_dispatcher_type", "flex", layer_problem),
+    ("expert_tensor_parallel_size", 2, layer_problem),
+    ("moe_latent_size", 16, layer_problem),
+    ("moe_router_padding_for_quantization", True, layer_problem),
+    ("overlap_moe_expert_parallel_comm", True, layer_problem),
+    ("overlap_dispatch_backward_with_experts_wgrad", True, layer_problem),
+    ("moe_expert_rank_capacity_factor", 1.5, layer_problem),
+    ("moe_paged_stash", True, layer_problem),
+    ("transformer_impl", "inference_optimized", layer_problem),
+    ("moe_router_topk", 33, layer_problem),
+    ("cuda_graph_impl", "local", layer_problem),
+    ("add_bias_linear", True, experts_problem),
+    ("moe_apply_probs_on_input", True, experts_problem),
+    ("fp8", "hybrid", experts_problem),
+    ("fp4", "e2m1", experts_problem),
+    ("activation_func_fp8_input_store", True, experts_problem),
+    ("moe_mlp_glu_interleave_size", 32, experts_problem),
+    ("moe_single_grouped_weight", True, experts_problem),
+    ("init_model_with_meta_device", True, experts_problem),
+]
+
+
+def test_the_tests_configuration_is_accepted(config: TransformerConfig):
+    assert layer_problem(config) is None
+    assert experts_problem(config) is None
+
+
+@pytest.mark.parametrize(("field", "value", "problem"), REFUSED)
+def test_field_is_refused_by_name(config: TransformerConfig, field: str, value: object, problem: Any):
+    setattr(config, field, value)  # Megatron's own checks ask for extensions that are not here
+    error = problem(config)
+    assert isinstance(error, ArgumentError)
+    assert str(error).startswith(f"{field} ({value!r}) m")
+    if problem is experts_problem:
+        assert layer_problem(config) is None
+
+
+def test_captured_attention_is_accepted(config: TransformerConfig):
+    field = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
+    config.cuda_graph_impl = "transformer_engine"
+    for scope, accepted in ((["attn"], True), (["attn", "moe_router"], False), ([], False)):
+        setattr(config, field, scope)
+        assert (layer_problem(config) is None) == accepted
+
+
+def test_offloaded_experts_are_refused(config: TransformerConfig):
+    config.fine_grained_activation_offloading, config.offload_modules = True, ["core_attn", "moe_act"]
+    assert "offload_modules (['moe_act'])" in str(experts_problem(config))
+    config.offload_modules = ["core_attn"]
+    assert experts_problem(config) is None
+
+
+@pytest.mark.parametrize(("function", "gated"), [(F.gelu, True), (F.silu, False), (F.relu, False)])
+def test_activation_without_a_kernel_is_refused(config: TransformerConfig, function: Any, gated: bool):
+    config.activation_func, config.gated_linear_unit = function, gated
+    with pytest.raises(ArgumentError, match=rf"activation_func \({function.__name__}\) .* \({gated}\)"):
+        activation_of(config)
+
+
+# -- imports ----------------------------------------------------------------------------------------------------------
+
+
+def test_megatron_is_imported_by_its_own_module_alone():
+    code = (
+        "import sys, symmoe, symmoe.integrations; assert 'megatron' not in sys.modules; "
+        "import symmoe.integrations.megatron; assert 'megatron.core' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
