@@ -106,11 +106,15 @@ class GroupedLinear(nn.Module):
                 return packed[int(match[2])]
         return super().__getattr__(name)
 
-    def weight_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The one packed weight, or the G discrete ones."""
+    def weight_parameters(self) -> tuple[torch.Tensor, ...]:
+        """The one packed weight, or the G discrete ones; of a DTensor this rank's part, differentiable."""
         if self.is_packed:
-            return (self.weight,)
+            return (local_part(self.weight),)
         return tuple(self._parameters[f"weight{g}"] for g in range(self.num_groups))
+
+    def bias_parameter(self) -> torch.Tensor | None:
+        """The bias, if there is one; of a DTensor this rank's part, differentiable."""
+        return None if self.bias is None else local_part(self.bias)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -120,12 +124,12 @@ class GroupedLinear(nn.Module):
             for weight in self.weight_parameters():
                 weight.uniform_(-bound, bound)
             if self.bias is not None:
-                self.bias.uniform_(-bound, bound)
+                self.bias_parameter().uniform_(-bound, bound)
             return
         for g in range(self.num_groups):
             self._init_method(getattr(self, f"weight{g}"))
         if self.bias is not None:
-            self.bias.zero_()
+            self.bias_parameter().zero_()
 
     def forward(
         self,
@@ -173,10 +177,11 @@ class GroupedLinear(nn.Module):
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
         """x, the weights and the bias in the dtype to compute in: as they are, or autocast's."""
+        bias = self.bias_parameter()
         if not torch.is_autocast_enabled(x.device.type):
-            return x, self.weight_parameters(), self.bias
+            return x, self.weight_parameters(), bias
         dtype = torch.get_autocast_dtype(x.device.type)
-        bias = None if self.bias is None else self.bias.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
         return x.to(dtype), tuple(weight.to(dtype) for weight in self.weight_parameters()), bias
 
     def weight_gradients(
@@ -196,11 +201,17 @@ class GroupedLinear(nn.Module):
         def to_main_grad() -> list[torch.Tensor | None]:
             return weight_grad.add_to_main_grad(parameters, compute, overwrite=overwrite_main_grad)
 
+        def to_main_grad_later() -> None:
+            # Where autograd would have put the stand-ins: Megatron's DDP looks there before it reduces.
+            for parameter, stand_in in zip(parameters, to_main_grad(), strict=True):
+                if stand_in is not None and parameter.grad is None:
+                    parameter.grad = stand_in
+
         def to_grad() -> None:
             weight_grad.add_to_grad(parameters, weight_grad.new_gradients(parameters, compute))
 
         if self.delay_wgrad:
-            self._delayed.append(to_main_grad if self.accumulate_into_main_grad else to_grad)
+            self._delayed.append(to_main_grad_later if self.accumulate_into_main_grad else to_grad)
             return [None] * len(weights)
         if self.accumulate_into_main_grad:
             stand_ins = to_main_grad()
@@ -245,6 +256,12 @@ class GroupedLinear(nn.Module):
                 if whole.shape[:1] == (self.num_groups,):
                     state_dict.update(zip(indexed, whole.unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, differentiable; any other tensor as it is."""
+    # Not isinstance: torch.distributed.tensor takes long to import, and who has no DTensors need not.
+    return parameter.to_local() if hasattr(parameter, "device_mesh") else parameter
 
 
 def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable:

@@ -1,0 +1,135 @@
+"""torchtitan's expert parallelism over symmetric memory: a token dispatcher for its MoE (torchtitan 0.3).
+
+    moe.routed_experts.token_dispatcher = SymmoeTokenDispatcher.Config(
+        num_experts=64, top_k=8, hidden_dim=2048, num_max_tokens_per_rank=8192
+    )
+
+T tokens on this rank, D hidden size, K experts per token, R rows received by this rank. Experts are torchtitan's own:
+rows are copied between the heap and ordinary memory, and scores are applied after the experts, in fp32, as torchtitan's
+other dispatchers do. A rank's tokens may differ in number from its peers'; a rank may receive none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalDispatchMetadata, LocalTokenDispatcher
+
+from symmoe.combine.tokens import combine_tokens
+from symmoe.dispatch.plan import Plan, make_plan
+from symmoe.dispatch.tokens import dispatch_tokens
+from symmoe.errors import ArgumentError
+from symmoe.symm_mem.heap import SymmetricHeap
+
+_ROW_ITEM_BYTES = 4  # fp32, the widest that rows can be
+_SPARE_BYTES = 4 << 20  # what the heap itself needs, and gaps between leases
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SymmoeDispatchMetadata:
+    """What combine needs of dispatch: the plan, and the score of every row, fp32 [R], differentiable."""
+
+    plan: Plan
+    row_scores: torch.Tensor
+
+
+class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
+    """Dispatch and combine through a symmetric heap that all layers of a model share.
+
+    Both are collective over the EP group, forward and backward; dispatch reads one small tensor back to the host.
+
+    Config:
+        hidden_dim: D.
+        num_max_tokens_per_rank: the largest T of any rank; the heap holds the worst routing of that many tokens.
+        order: of the sums in combine, "rank" or "slot" (the latter has the same bits for any number of ranks).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseEPTokenDispatcher.Config):
+        hidden_dim: int
+        num_max_tokens_per_rank: int
+        order: str = "rank"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.config = config
+        self.heap: SymmetricHeap | None = None
+
+    def init_buffer(self) -> None:
+        """Makes the heap of the EP group, or takes the one that an earlier layer has made. Collective.
+
+        Raises:
+            ArgumentError: num_experts is not divisible by the ranks of the mesh.
+        """
+        if self.ep_mesh is None:
+            return  # no expert parallelism: dispatch is local
+        num_ranks = self.ep_mesh.size()
+        if self.num_experts % num_ranks:
+            raise ArgumentError(f"num_experts ({self.num_experts}) must be divisible by the {num_ranks} ranks of 'ep'")
+        self.heap = _shared_heap(self.ep_mesh.get_group(), self.heap_bytes(num_ranks))
+
+    def heap_bytes(self, num_ranks: int) -> int:
+        """Bytes of symmetric memory that one layer's trips need at most; layers take turns."""
+        packed = num_ranks * self.config.num_max_tokens_per_rank
+        rows = packed * min(self.top_k, self.num_experts // num_ranks)
+        row_bytes = self.config.hidden_dim * _ROW_ITEM_BYTES
+        return (packed + rows) * row_bytes + packed * self.top_k * 8 + _SPARE_BYTES
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        topk_scores_TK: torch.Tensor,
+        topk_expert_ids_TK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata | LocalDispatchMetadata]:
+        """Rows of this rank's experts [R, D] in expert order, how many each expert has (int64), and the metadata.
+
+        Raises:
+            ArgumentError, ExpertIdError, ConfigMismatch, HeapExhausted, PeerTimeout: see make_plan; on every rank.
+        """
+        if self.heap is None:
+            return LocalTokenDispatcher.dispatch(
+                self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+            )
+        plan = make_plan(
+            topk_expert_ids_TK,
+            num_experts=self.num_experts,
+            heap=self.heap,
+            hidden=x_TD.shape[1],
+            dtype=x_TD.dtype,
+        )
+        rows_RD, row_scores_R = dispatch_tokens(x_TD, plan, probs=topk_scores_TK.float(), order=self.config.order)
+        metadata = SymmoeDispatchMetadata(plan=plan, row_scores=row_scores_R)
+        return rows_RD, plan.splits.to(torch.int64), metadata
+
+    def combine(
+        self,
+        routed_output_RD: torch.Tensor,
+        metadata: SymmoeDispatchMetadata | LocalDispatchMetadata,
+        x_TD: torch.Tensor,
+    ) -> torch.Tensor:
+        """The sum of every token's rows, each times its score: [T, D]."""
+        if isinstance(metadata, LocalDispatchMetadata):
+            return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        scored_RD = (routed_output_RD.float() * metadata.row_scores[:, None]).to(routed_output_RD.dtype)
+        return combine_tokens(scored_RD, metadata.plan, order=self.config.order)
+
+    def close(self) -> None:
+        """Closes the heap, for every layer that shares it. Collective."""
+        if self.heap is not None:
+            _HEAPS.pop((self.ep_mesh.get_group(), self.heap.num_bytes), None)
+            self.heap.close()
+
+
+# Heaps that dispatchers use now, by group and size: with NVSHMEM a process can have only one.
+_HEAPS: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, int], SymmetricHeap] = weakref.WeakValueDictionary()
+
+
+def _shared_heap(group: dist.ProcessGroup, num_bytes: int) -> SymmetricHeap:
+    heap = _HEAPS.get((group, num_bytes))
+    if heap is None:
+        heap = _HEAPS[group, num_bytes] = SymmetricHeap(group, num_bytes=num_bytes)
+    return heap

@@ -1,0 +1,232 @@
+"""The expert-parallel step as operators of torch, for what looks on: torch.compile, and selective checkpointing.
+
+A plan, leases and signals are nothing that a compiler can trace, so the whole step is one operator, with a rule for
+shapes and a backward operator of its own:
+
+    symmoe::moe_forward    plan, dispatch, experts, combine
+    symmoe::moe_backward   dispatch, experts, combine
+
+MoELayer takes them inside torch.compile and under a TorchDispatchMode, and elsewhere runs the same code
+(symmoe.moe.step) without an operator around it. Results have the same bits.
+
+Operators take tensors and numbers. The heap and the configuration go in as the number of a :class:`Step`, found in a
+table that holds nothing alive. What backward needs of forward (plan, leases, h) hangs on the memory of a small tensor
+that forward returns, `state`, and is gone when autograd, the compiled graph or the checkpoint drops that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from symmoe.errors import ArgumentError, StalePlan
+from symmoe.kernels import control
+from symmoe.moe.arguments import width_problem
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.moe.stand_in import kind, local_parameters, with_parameters, without_memory
+from symmoe.moe.step import apply_experts, plan_step
+from symmoe.symm_mem.autograd import Unmodified
+from symmoe.symm_mem.heap import SymmetricHeap
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What an operator must know beside tensors. Layers that are alike share one, and so one compiled graph.
+
+    Attributes:
+        config, heap: of the layer.
+        experts: their shape and activation, without memory.
+        kind: of the experts.
+        number: of the step in this process.
+    """
+
+    config: MoEConfig
+    heap: SymmetricHeap
+    experts: GroupedMLP
+    kind: tuple[object, ...]
+    number: int = field(default_factory=itertools.count().__next__)
+
+
+_STEPS: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
+
+
+def step_of(config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> Step:
+    """The step of a layer; the layer keeps it alive."""
+    for step in _STEPS.values():
+        if step.heap is heap and step.config == config and step.kind == kind(experts):
+            return step
+    step = Step(config, heap, without_memory(experts), kind(experts))
+    _STEPS[step.number] = step
+    return step
+
+
+def is_watched(experts: GroupedMLP) -> bool:
+    """Whether something looks on that sees operators alone: a compiler, or a dispatch mode.
+
+    A mode need not see them: experts whose weight gradients an operator cannot return go without.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and _elsewhere(experts) is None
+
+
+def expert_parallel_step(
+    step: Step, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: GroupedMLP
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """plan_step and apply_experts as one operator. Collective, forward and backward.
+
+    Returns:
+        y [T, H]; the plan's expert_load and num_dropped.
+
+    Raises:
+        ArgumentError: weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or the
+            layer has been given experts of another kind since it was made.
+    """
+    if (option := _elsewhere(experts)) is not None:
+        raise ArgumentError(f"experts.{option} (True) must be False inside torch.compile")
+    if kind(experts) != step.kind:
+        raise ArgumentError(f"experts are {kind(experts)}; the layer was made with {step.kind}")
+    biases, weights = ([tensor.to(tokens.dtype) for tensor in part] for part in local_parameters(experts))
+    trains = torch.is_grad_enabled()
+    trains_weights = trains and any(parameter.requires_grad for parameter in experts.parameters())
+    y, expert_load, num_dropped, _ = _moe_forward(
+        tokens, probs, topk_idx, biases, weights, step.number, trains, trains_weights
+    )
+    return y, expert_load, num_dropped
+
+
+def _elsewhere(experts: GroupedMLP) -> str | None:
+    """The option that sends weight gradients where an operator cannot, if there is one."""
+    for linear in (experts.fc1, experts.fc2):
+        for option in ("delay_wgrad", "accumulate_into_main_grad"):
+            if getattr(linear, option):
+                return option
+    return None
+
+
+class _Arguments:
+    """The operator's tensors, which autograd is not to keep: a compiled graph may reuse their memory after forward.
+
+    Backward gets them anew, from whoever kept them properly.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def put_away(self, tensor: torch.Tensor) -> int | tuple[torch.Tensor, Unmodified]:
+        for number, argument in enumerate(self.tensors):
+            if _same_memory(tensor, argument):
+                return number
+        return tensor, Unmodified(tensor=tensor)
+
+    def take_out(self, kept: int | tuple[torch.Tensor, Unmodified]) -> torch.Tensor:
+        if isinstance(kept, int):
+            return self.tensors[kept]
+        kept[1].check()
+        return kept[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """One call between forward and backward. Neither edges nor leaves refer to it: nothing is left in a cycle."""
+
+    arguments: _Arguments
+    inputs: list[torch.Tensor]
+    output: GradientEdge
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # what backward needs is no memory of a graph
+
+
+@torch.library.custom_op("symmoe::moe_forward", mutates_args=(), tags=_TAGS)
+def _moe_forward(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    topk_idx: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    step: int,
+    trains: bool,
+    trains_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    this = _STEPS[step]
+    this.heap.check()
+    experts = this.experts
+    this.heap.fail_for(width_problem(experts.fc1, x) or width_problem(experts.fc2, x), control.PHASE_PLAN)
+    plan = plan_step(this.config, this.heap, topk_idx, x.dtype)
+    state = torch.empty(1, dtype=torch.int64, device="cpu")
+    tensors = [x, probs, *biases, *weights]
+    if not trains:
+        y = apply_experts(this.config, x, probs, with_parameters(experts, biases, weights), plan)
+        return y, plan.expert_load.clone(), plan.num_dropped.clone(), state
+    arguments = _Arguments(tensors)
+    # Leaves of a graph of this call's own.
+    leaves = [tensor.detach().requires_grad_(number < 2 or trains_weights) for number, tensor in enumerate(tensors)]
+    experts = with_parameters(experts, leaves[2 : 2 + len(biases)], leaves[2 + len(biases) :])
+    with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
+        y = apply_experts(this.config, leaves[0], leaves[1], experts, plan)
+    arguments.tensors = ()
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
+    state.untyped_storage()._symmoe_state = _State(arguments, inputs, get_gradient_edge(y))
+    # The plan is kept, and what it says must not change with what is made of the results.
+    return y.detach(), plan.expert_load.clone(), plan.num_dropped.clone(), state
+
+
+@_moe_forward.register_fake
+def _(x, probs, topk_idx, biases, weights, step, trains, trains_weights):
+    int32 = {"dtype": torch.int32, "device": x.device}
+    load = torch.empty(_STEPS[step].config.num_experts, **int32)
+    return x.new_empty(x.shape), load, torch.empty(1, **int32), torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("symmoe::moe_backward", mutates_args=(), tags=_TAGS)
+def _moe_backward(
+    dy: torch.Tensor,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    trains_weights: bool,
+) -> list[torch.Tensor]:
+    kept: _State | None = getattr(state.untyped_storage(), "_symmoe_state", None)
+    if kept is None:
+        raise StalePlan("`state` is a copy of what moe_forward returned; backward needs the tensor itself")
+    kept.arguments.tensors = [x, probs, *biases, *weights]
+    try:
+        return list(torch.autograd.grad([kept.output], kept.inputs, [dy.contiguous()], retain_graph=True))
+    finally:
+        kept.arguments.tensors = ()
+
+
+@_moe_backward.register_fake
+def _(dy, state, x, probs, biases, weights, trains_weights):
+    inputs = [x, probs, *biases, *weights] if trains_weights else [x, probs]
+    return [tensor.new_empty(tensor.shape) for tensor in inputs]
+
+
+def _keep(ctx, inputs, output) -> None:
+    x, probs, _, biases, weights, _, _, ctx.trains_weights = inputs
+    ctx.num_biases = len(biases)
+    ctx.save_for_backward(output[3], x, probs, *biases, *weights)
+
+
+def _backward(ctx, dy, *_):
+    state, x, probs, *rest = ctx.saved_tensors
+    biases, weights = rest[: ctx.num_biases], rest[ctx.num_biases :]
+    dx, d_probs, *d_rest = _moe_backward(dy, state, x, probs, biases, weights, ctx.trains_weights)
+    d_rest = d_rest or [None] * len(rest)
+    return dx, d_probs, None, d_rest[: ctx.num_biases], d_rest[ctx.num_biases :], None, None, None
+
+
+_moe_forward.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,119 @@
+"""A small model with MoE layers whose whole weights, data and loss do not depend on the layout of the ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.hub import tqdm
+
+import symmoe
+
+HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
+TOKENS = 48  # of the global batch
+CONFIG = symmoe.MoEConfig(
+    hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=TOP_K, order="slot", z_loss_coef=1e-2, route_scale=2.0
+)
+
+
+class Block(nn.Module):
+    def __init__(self, config: symmoe.MoEConfig, heap: symmoe.SymmetricHeap, *, shared: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden)
+        self.dense = nn.Linear(config.hidden, config.hidden)
+        shared_expert = nn.Linear(config.hidden, config.hidden) if shared else None
+        self.moe = symmoe.MoELayer(config, heap, shared_expert=shared_expert)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.dense(self.norm(x)).relu()
+        y, metrics = self.moe(x)
+        return x + y, metrics.aux_loss
+
+
+class Model(nn.Module):
+    """Two blocks, the second with a shared expert. Returns the output and the sum of the auxiliary losses."""
+
+    def __init__(self, heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = CONFIG) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, HIDDEN)
+        self.blocks = nn.ModuleList([Block(config, heap), Block(config, heap, shared=True)])
+        self.last = nn.Linear(HIDDEN, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, aux_loss = self.first(x), x.new_zeros(())
+        for block in self.blocks:
+            x, block_loss = block(x)
+            aux_loss = aux_loss + block_loss
+        return self.last(x), aux_loss
+
+
+@torch.no_grad()
+def set_weights(model: Model, *, ep_rank: int, num_ep_ranks: int) -> None:
+    """Each parameter from a generator of its own; a rank takes its experts from the whole."""
+    for number, (_, parameter) in enumerate(model.named_parameters()):
+        generator = torch.Generator().manual_seed(number)
+        shape = list(parameter.shape)
+        is_expert = getattr(parameter, "is_expert", False)
+        if is_expert:
+            shape[0] *= num_ep_ranks
+        whole = torch.randn(shape, generator=generator) / shape[-1] ** 0.5 / 2
+        parameter.copy_(whole.chunk(num_ep_ranks)[ep_rank] if is_expert else whole)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of the global batch, [TOKENS, FEATURES] each; the targets can be learnt."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(TOKENS, FEATURES, generator=generator)
+    return x, x.roll(1, dims=1) * 0.7 + x.abs() * 0.3
+
+
+def share(rank: int, shares: tuple[int, ...]) -> slice:
+    """Where the tokens of `rank` lie in the global batch, if rank r brings shares[r] of them."""
+    start = sum(shares[:rank])
+    return slice(start, start + shares[rank])
+
+
+def rank_loss(model: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -> torch.Tensor:
+    """This rank's loss: the mean over ranks is the mean over the tokens of the global batch, also for unequal shares.
+
+    The auxiliary loss is a mean over the rank's own tokens and weighs as much as they are.
+    """
+    x, target = batch(step)
+    own = share(rank, shares)
+    y, aux_loss = model(x[own])
+    weight = len(shares) / TOKENS
+    return weight * ((y - target[own]).square().mean(1).sum() + shares[rank] * aux_loss)
+
+
+@contextmanager
+def open_heap(mesh: DeviceMesh | None) -> Iterator[symmoe.SymmetricHeap]:
+    """A heap over the EP group of a mesh, or of this process alone."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if mesh is None else mesh.get_group("ep")
+    with symmoe.SymmetricHeap(group, num_bytes=4 << 20) as heap:
+        yield heap
+
+
+def open_mesh(replicas: int, ep: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, ep), mesh_dim_names=("efsdp", "ep"))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    return {name: whole(parameter.grad).clone() for name, parameter in names.items()}
+
+
+def without_semaphores() -> None:
+    """For ranks that compile: torch.fx asks tqdm for a lock, whose semaphore they would leave in /dev/shm."""
+    if hasattr(tqdm, "set_lock"):
+        tqdm.set_lock(threading.RLock())

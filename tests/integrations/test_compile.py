@@ -1,0 +1,309 @@
+"""torch.compile of a block around the layer: no graph breaks, the results of the eager block, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch._inductor.config
+from cluster import Cluster
+from small_model import Block, without_semaphores
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import symmoe
+from symmoe.errors import ArgumentError, CapacityError, StalePlan
+from symmoe.moe import operators
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
+
+HIDDEN, FFN, EXPERTS = 16, 8, 4
+STATIC = {"capacity": 256, "max_tokens": 64}
+CONFIGS = {
+    "static": STATIC | {"order": "slot"},
+    "static, drop": {"capacity": 48, "max_tokens": 64, "overflow": "drop"},
+    "exact": {},
+    "stash none": STATIC | {"stash": "none"},
+    "overlapped": STATIC | {"layout": "expert-major", "schedule": "overlapped"},
+    "groups": STATIC | {"score": "sigmoid", "num_groups": 2, "top_groups": 1, "expert_bias": True, "route_scale": 2.5},
+}
+
+
+def config(**fields) -> symmoe.MoEConfig:
+    sizes = {"hidden": HIDDEN, "ffn": FFN, "num_experts": EXPERTS, "top_k": 2}
+    return symmoe.MoEConfig(**sizes, aux_loss_coef=0.01, z_loss_coef=0.01, **fields)
+
+
+def block(heap: symmoe.SymmetricHeap, *, shared: bool = False, bias: bool = False, **fields) -> Block:
+    torch.manual_seed(0)
+    made = Block(config(**fields), heap, shared=shared)
+    if bias:
+        made.moe.experts = symmoe.GroupedMLP(EXPERTS // heap.num_ranks, HIDDEN, FFN, bias=True)
+        made.moe = symmoe.MoELayer(made.moe.config, heap, experts=made.moe.experts)
+    return made
+
+
+def tokens(rank: int = 0, num: int = 34) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(2, num // 2, HIDDEN, generator=generator, requires_grad=True)
+
+
+def step(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output, auxiliary loss and every gradient of one step; clears the gradients."""
+    y, aux_loss = module(x)
+    (y.square().mean() + aux_loss).backward()
+    found = {"y": y.detach(), "aux_loss": aux_loss.detach(), "x": x.grad}
+    found |= {name.removeprefix("_orig_mod."): p.grad for name, p in module.named_parameters()}
+    x.grad = None
+    module.zero_grad()
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The operators give the eager bits; what torch's own decompositions round differently is around them."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert tensor.abs().max() > 0
+
+
+@pytest.fixture
+def heap():
+    torch._dynamo.reset()
+    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        yield heap
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["routed alone", "shared expert"])
+def test_whole_block_is_one_graph(heap, shared: bool):
+    explanation = torch._dynamo.explain(block(heap, shared=shared, **STATIC))(tokens())
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
+    assert "symmoe.moe_forward" in explanation.graphs[0].code
+
+
+@pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
+def test_compiled_block_gives_the_eager_results(heap, fields):
+    extras = {"shared": True, "bias": True} if fields is CONFIGS["static"] else {}
+    module = block(heap, **extras, **fields)
+    expected = step(module, tokens())
+    assert_same(step(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens()), expected)
+
+
+def test_inductor_gives_the_eager_results(heap):
+    module = nn.Sequential(block(heap, **STATIC))  # the block's output is a tuple: only one may stand in a Sequential
+    expected = step(module, tokens())
+    compiled = torch.compile(module, fullgraph=True, backend="inductor")
+    with torch._inductor.config.patch(compile_threads=1):  # no pool of workers that outlives the test
+        for _ in range(2):
+            assert_same(step(compiled, tokens()), expected)
+
+
+def test_layer_alone_gives_the_eager_bits(heap):
+    """Nothing around the operators is rounded differently, so equality is exact."""
+    torch.manual_seed(0)
+    layer = symmoe.MoELayer(config(**STATIC), heap)
+
+    def outputs(module: nn.Module) -> list[torch.Tensor]:
+        x = tokens()
+        y, metrics = module(x)
+        y.square().sum().backward()
+        gradients = [x.grad, *(p.grad for p in layer.parameters())]
+        layer.zero_grad()
+        return [y, metrics.expert_load, metrics.num_dropped, *gradients]
+
+    expected = outputs(layer)
+    found = outputs(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    assert all(map(torch.equal, found, expected))
+
+
+def compiled_rank(rank: int, num_ranks: int, fields: dict) -> None:
+    without_semaphores()
+    torch._dynamo.reset()
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        module = block(heap, shared=True, **fields)
+        # Other numbers of tokens on each rank, then none on one; each compiles for its own.
+        for num in (34 - 8 * rank, 0 if rank else 30):
+            expected = step_of_any_size(module, tokens(rank, num))
+            found = step_of_any_size(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens(rank, num))
+            for name, tensor in expected.items():
+                torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=1e-6)
+        gc.collect()
+        assert heap.leased_bytes == 0
+    torch._dynamo.reset()
+
+
+def step_of_any_size(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    y, aux_loss = module(x)
+    (y.square().sum() + aux_loss).backward()
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name.removeprefix("_orig_mod."): p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    return found
+
+
+def test_two_ranks(cluster: Callable[..., Cluster]):
+    cluster(2).run(compiled_rank, STATIC)
+
+
+def test_layers_that_are_alike_share_one_graph(heap):
+    counter = CompileCounterWithBackend("aot_eager")
+    x = tokens()
+    blocks = [block(heap, **STATIC) for _ in range(3)]
+    blocks[1].moe.router.weight.data.neg_()
+    for module in blocks:
+        expected = step(module, x)
+        assert_same(step(torch.compile(module, fullgraph=True, backend=counter), x), expected)
+    assert counter.frame_count == 1
+    other = block(heap, **STATIC, renormalize=False)
+    assert other.moe._step is not blocks[0].moe._step
+    assert_same(step(torch.compile(other, fullgraph=True, backend=counter), x), step(other, x))
+    assert counter.frame_count == 2
+
+
+def test_nothing_is_left_behind(heap):
+    module = block(heap, **STATIC)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = tokens()
+    outputs = compiled(x)
+    assert heap.leased_bytes > 0  # the received rows, until backward
+    del outputs  # no backward
+    assert heap.leased_bytes == 0
+    with torch.no_grad():
+        outputs = compiled(x)
+    assert heap.leased_bytes == 0
+    step(compiled, x)
+    assert heap.leased_bytes == 0
+    number = module.moe._step.number
+    assert number in operators._STEPS
+    del module, compiled, outputs
+    torch._dynamo.reset()
+    gc.collect()
+    assert number not in operators._STEPS
+
+
+def test_backward_twice_through_a_retained_graph(heap):
+    layer = symmoe.MoELayer(config(**STATIC), heap)
+    x = tokens()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y, _ = compiled(x)
+    loss = y.square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
+def test_frozen_experts_and_frozen_router(heap):
+    module = block(heap, **STATIC)
+    module.moe.experts.requires_grad_(False)
+    x = tokens()
+    module(x)[0].square().sum().backward()
+    expected, x.grad = x.grad, None
+    torch.compile(module, fullgraph=True, backend="aot_eager")(x)[0].square().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert module.moe.experts.fc1.weight.grad is None
+
+
+def test_errors_keep_their_types(heap):
+    module = block(heap, capacity=8, max_tokens=64)
+    with pytest.raises(CapacityError, match="8"):
+        torch.compile(module, fullgraph=True, backend="aot_eager")(tokens())
+    for option in ("delay_wgrad", "accumulate_into_main_grad"):
+        experts = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, **{option: True})
+        layer = symmoe.MoELayer(config(**STATIC), heap, experts=experts)
+        with pytest.raises(ArgumentError, match=option):
+            operators.expert_parallel_step(
+                layer._step, torch.ones(2, HIDDEN), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.int32), experts
+            )
+
+
+def test_experts_of_another_kind_are_refused(heap):
+    """The operator would not know of what a subclass or a bias adds."""
+    module = block(heap, **STATIC)
+    module.moe.experts = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, bias=True)
+    with pytest.raises(ArgumentError, match="the layer was made with"), seen_by_a_mode():
+        module(tokens())
+
+
+def test_wrong_arguments_are_found_before_the_operators(heap):
+    module = block(heap, **STATIC)
+    with pytest.raises(ArgumentError, match=r"x \(\[3, 5\]\).*hidden \(16\)"), seen_by_a_mode():
+        module.moe(torch.ones(3, 5))
+
+
+def test_delayed_weight_gradients_go_past_a_dispatch_mode(heap):
+    """A mode that only looks on takes no feature away."""
+    experts = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, delay_wgrad=True)
+    layer = symmoe.MoELayer(config(**STATIC), heap, experts=experts)
+    with seen_by_a_mode() as seen:
+        y, _ = layer(tokens())
+    y.square().sum().backward()
+    assert experts.fc1.weight.grad is None
+    experts.backward_dw()
+    assert experts.fc1.weight.grad.abs().max() > 0
+    assert torch.ops.symmoe.moe_forward.default not in seen
+    with seen_by_a_mode() as seen:
+        block(heap, **STATIC)(tokens())
+    assert torch.ops.symmoe.moe_forward.default in seen
+
+
+@contextmanager
+def seen_by_a_mode() -> Iterator[set]:
+    """The operators that a dispatch mode sees."""
+    seen = set()
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        yield seen
+
+
+def test_copied_state_is_refused(heap):
+    layer = symmoe.MoELayer(config(**STATIC), heap)
+    x, probs = torch.ones(3, HIDDEN), torch.ones(3, 2)
+    topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
+    weights = [p.detach() for p in layer.experts.parameters()]
+    _, _, _, state = torch.ops.symmoe.moe_forward(x, probs, topk_idx, [], weights, layer._step.number, True, True)
+    dy = torch.ones(3, HIDDEN)
+    assert len(torch.ops.symmoe.moe_backward(dy, state, x, probs, [], weights, True)) == 4
+    with pytest.raises(StalePlan, match="copy"):
+        torch.ops.symmoe.moe_backward(dy, state.clone(), x, probs, [], weights, True)
+
+
+def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
+    """A compiled graph may use the memory of forward's arguments again: here it is overwritten in between."""
+    layer = symmoe.MoELayer(config(stash="none", **STATIC), heap)
+    x, probs = torch.randn(3, HIDDEN), torch.rand(3, 2)
+    topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
+    weights = [p.detach().clone() for p in layer.experts.parameters()]
+    dy = torch.randn(3, HIDDEN)
+    arguments = [x, probs, *weights]
+    kept = [tensor.clone() for tensor in arguments]
+
+    def forward() -> torch.Tensor:
+        return torch.ops.symmoe.moe_forward(x, probs, topk_idx, [], weights, layer._step.number, True, True)[3]
+
+    expected = torch.ops.symmoe.moe_backward(dy, forward(), x, probs, [], weights, True)
+    state = forward()
+    for tensor in arguments:
+        tensor.fill_(torch.nan)
+    found = torch.ops.symmoe.moe_backward(dy, state, kept[0], kept[1], [], kept[2:], True)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_operators_pass_torchs_own_checks(heap):
+    layer = symmoe.MoELayer(config(**STATIC), heap)
+    weights = [p.detach().requires_grad_() for p in layer.experts.parameters()]
+    x, probs = torch.randn(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    arguments = (x, probs, topk_idx, [], weights, layer._step.number, True, True)
+    torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.symmoe.select_experts.default, (torch.randn(5, 4), 2))

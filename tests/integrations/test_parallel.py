@@ -1,0 +1,432 @@
+"""EP x FSDP and EP x DDP layouts against one process that has every expert and the whole batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster
+from small_model import (
+    CONFIG,
+    EXPERTS,
+    FEATURES,
+    FFN,
+    HIDDEN,
+    TOKENS,
+    Model,
+    open_heap,
+    open_mesh,
+    rank_loss,
+    set_weights,
+    whole,
+    whole_gradients,
+    without_semaphores,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+import symmoe
+from symmoe.errors import ArgumentError
+from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups, shard_experts
+
+STEPS, LEARNING_RATE, MAX_NORM = 50, 0.1, 0.5
+# Sums in another order differ by fp32's rounding: in 50 steps by 2e-7 relative, measured.
+CURVE_BOUND = 2e-6
+
+# (replicas, ep): EP x FSDP is ep x replicas
+LAYOUTS = {"EP2": (1, 2), "FSDP2": (2, 1), "EP2 x FSDP2": (2, 2)}
+Curve = list[tuple[float, float]]
+
+
+def equal_shares(num_ranks: int) -> tuple[int, ...]:
+    return (TOKENS // num_ranks,) * num_ranks
+
+
+def train(model: nn.Module, rank: int, shares: tuple[int, ...], *, steps: int = STEPS, group=None) -> Curve:
+    """(loss of the global batch, gradient norm before clipping) of every step.
+
+    SGD, because Adam would hide a gradient of the wrong scale.
+    """
+    optimizer = torch.optim.SGD(parameter_groups(model), lr=LEARNING_RATE)
+    curve = []
+    for step in range(steps):
+        loss = rank_loss(model, step, rank, shares)
+        loss.backward()
+        norm = symmoe.clip_grad_norm(model, MAX_NORM, group=group)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        curve.append((total.item() / len(shares), norm.item()))
+    return curve
+
+
+def reference(
+    rank: int, num_ranks: int, steps: int, config: symmoe.MoEConfig = CONFIG
+) -> tuple[Curve, dict[str, torch.Tensor]]:
+    """The curve and the first gradients in one process, of ordinary tensors."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with open_heap(None) as heap:
+        model = Model(heap, config)
+        set_weights(model, ep_rank=0, num_ep_ranks=1)
+        rank_loss(model, 0, 0, (TOKENS,)).backward()
+        gradients = whole_gradients(model)
+        model.zero_grad()
+        return train(model, 0, (TOKENS,), steps=steps, group=alone), gradients
+
+
+def build(mesh, heap: symmoe.SymmetricHeap, wrap: str, config: symmoe.MoEConfig = CONFIG) -> nn.Module:
+    model = Model(heap, config)
+    set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
+    return {"fsdp": parallelize, "ddp": data_parallel}[wrap](model, mesh)
+
+
+def sharded(
+    rank: int,
+    num_ranks: int,
+    layout: tuple[int, int],
+    wrap: str = "fsdp",
+    shares: tuple[int, ...] | None = None,
+    wrong_factor: bool = False,
+    steps: int = STEPS,
+    config: symmoe.MoEConfig = CONFIG,
+) -> tuple[Curve, dict[str, torch.Tensor]]:
+    shares = shares or equal_shares(num_ranks)
+    if len(layout) == 2:
+        mesh = open_mesh(*layout)
+    else:
+        mesh = init_device_mesh("cpu", layout, mesh_dim_names=("replicate", "efsdp", "ep"))
+    with open_heap(mesh) as heap:
+        model = build(mesh, heap, wrap, config)
+        if wrong_factor:  # what FSDP would do by itself: the mean over the replicas
+            for module in model.modules():
+                if isinstance(module, symmoe.MoELayer):
+                    module.set_gradient_divide_factor(float(layout[0]))
+        rank_loss(model, 0, rank, shares).backward()
+        gradients = whole_gradients(model)
+        model.zero_grad()
+        return train(model, rank, shares, steps=steps), gradients
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Callable[..., Cluster]) -> tuple[Curve, dict[str, torch.Tensor]]:
+    return cluster(2).run(reference, STEPS)[0]
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Equal but for the rounding of sums in another order."""
+    deviation = (found - expected).abs().max() / expected.abs().max()
+    assert deviation <= 2e-6, f"{name} deviates by {deviation:.1e}"
+
+
+def assert_same_training(found, expected, *, bound: float = CURVE_BOUND) -> None:
+    curve, gradients = found
+    expected_curve, expected_gradients = expected
+    for name, gradient in expected_gradients.items():
+        assert_close(gradients[name], gradient, name)
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve, expected_curve, strict=False):
+        assert loss == pytest.approx(expected_loss, rel=bound)
+        assert norm == pytest.approx(expected_norm, rel=bound)
+
+
+def test_reference_learns_and_clips(alone):
+    curve, gradients = alone
+    assert curve[-1][0] < 0.6 * curve[0][0]
+    assert sum(norm > MAX_NORM for _, norm in curve) >= 10
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fsdp_curves_are_those_of_one_process(cluster: Callable[..., Cluster], alone, layout: str):
+    replicas, ep = LAYOUTS[layout]
+    results = cluster(replicas * ep).run(sharded, (replicas, ep))
+    for result in results:
+        assert_same_training(result, alone)
+    assert len({tuple(curve) for curve, _ in results}) == 1  # the same bits on every rank
+
+
+@pytest.mark.parametrize("layout", ["EP2", "EP2 x FSDP2"])
+def test_ddp_curves_are_those_of_one_process(cluster: Callable[..., Cluster], alone, layout: str):
+    replicas, ep = LAYOUTS[layout]
+    steps = STEPS if layout == "EP2" else 15
+    for result in cluster(replicas * ep).run(sharded, (replicas, ep), wrap="ddp", steps=steps):
+        assert_same_training(result, alone)
+
+
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+@pytest.mark.parametrize("shares", [(TOKENS, 0), (17, 31)], ids=str)
+def test_ranks_with_few_or_no_tokens(cluster: Callable[..., Cluster], alone, shares: tuple[int, ...], wrap: str):
+    for result in cluster(2).run(sharded, LAYOUTS["EP2"], wrap=wrap, shares=shares, steps=10):
+        assert_same_training(result, alone)
+
+
+@pytest.mark.parametrize("layout", ["EP2", "EP2 x FSDP2"])
+def test_wrong_scale_of_expert_gradients_is_seen(cluster: Callable[..., Cluster], alone, layout: str):
+    replicas, ep = LAYOUTS[layout]
+    result = cluster(replicas * ep).run(sharded, (replicas, ep), wrong_factor=True, steps=10)[0]
+    name = "blocks.0.moe.experts.fc1.weight"
+    assert_close(result[1][name], ep * alone[1][name], name)
+    with pytest.raises(AssertionError, match="experts"):
+        assert_same_training(result, alone)
+    deviation = max(abs(a[0] / b[0] - 1) for a, b in zip(result[0], alone[0], strict=False))
+    assert deviation > 100 * CURVE_BOUND
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1)], ids=str)
+def test_hybrid_sharding_of_experts(cluster: Callable[..., Cluster], alone, layout: tuple[int, ...]):
+    for result in cluster(4).run(sharded, layout, steps=10):
+        assert_same_training(result, alone)
+
+
+def dense_hybrid(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    """Dense parameters sharded over pairs of ranks, and the first block alone a unit of its own."""
+    mesh = open_mesh(2, 2)
+    dense_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with open_heap(mesh) as heap:
+        model = Model(heap)
+        set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
+        parallelize(model, mesh, dense_mesh=dense_mesh, units=[model.blocks[0]], reshard_after_forward=False)
+        assert model.first.weight.to_local().shape[0] == HIDDEN // 2
+        assert not isinstance(model.blocks[1], FSDPModule)
+        rank_loss(model, 0, rank, equal_shares(4)).backward()
+        return whole_gradients(model)
+
+
+def test_dense_parameters_on_a_mesh_of_their_own(cluster: Callable[..., Cluster], alone):
+    for gradients in cluster(4).run(dense_hybrid):
+        for name, gradient in alone[1].items():
+            assert_close(gradients[name], gradient, name)
+
+
+# 3 experts on 2 replicas, and 1 expert for 2: the next dimension is cut.
+@pytest.mark.parametrize("num_experts", [3, 1])
+def test_more_shards_than_experts(cluster: Callable[..., Cluster], num_experts: int):
+    config = dataclasses.replace(CONFIG, num_experts=num_experts, top_k=1)
+    expected = cluster(2).run(reference, 10, config)[0]
+    for result in cluster(2).run(sharded, LAYOUTS["FSDP2"], steps=10, config=config):
+        assert_same_training(result, expected)
+
+
+def described(rank: int, num_ranks: int) -> None:
+    mesh = open_mesh(2, 1)
+    with open_heap(mesh) as heap:
+        model = build(mesh, heap, "fsdp")
+        first, second = model.blocks[0].moe, model.blocks[1].moe
+        weight = first.experts.fc1.weight
+        assert (weight.shape, weight.to_local().shape) == ((EXPERTS, 2 * FFN, HIDDEN), (EXPERTS // 2, 2 * FFN, HIDDEN))
+        assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
+        assert weight.placements[1] == Shard(0)
+        assert not isinstance(weight.placements[0], Replicate)
+        assert isinstance(first.router.weight, DTensor)
+        assert isinstance(second.shared_expert, FSDPModule)
+        assert isinstance(model.blocks[0], FSDPModule)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        dense, experts = (group["params"] for group in parameter_groups(model))
+        assert len(experts) == 4
+        assert len(dense) + 4 == len(list(model.parameters()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # FSDP warns of outputs whose hooks a write would lose
+            x = torch.randn(7, HIDDEN)
+            y, _ = first(x)
+            y += 1
+            y.square().sum().backward()
+        assert first.experts.fc1.weight.grad is not None
+        odd = build(mesh, heap, "fsdp", dataclasses.replace(CONFIG, num_experts=3))
+        odd_weight = odd.blocks[0].moe.experts.fc1.weight
+        assert odd_weight.placements[0] == Shard(1)
+        assert odd_weight.to_local().shape == (3, FFN, HIDDEN)
+
+
+def test_what_becomes_of_the_parameters(cluster: Callable[..., Cluster]):
+    cluster(2).run(described)
+
+
+def accumulated(rank: int, num_ranks: int, wrap: str) -> None:
+    """Two micro-batches, reduced once, have the gradients of one batch of both; also with the sum over all tokens."""
+    mesh, halves = open_mesh(1, 2), (TOKENS // 4,) * 4
+    with open_heap(mesh) as heap:
+        whole_batch, parts = build(mesh, heap, wrap), build(mesh, heap, wrap)
+        rank_loss(whole_batch, 0, rank, equal_shares(2)).backward()
+        if wrap == "ddp":
+            with parts.no_sync():
+                (rank_loss(parts, 0, 2 * rank, halves) / 2).backward()
+        else:
+            parts.set_requires_gradient_sync(False)
+            (rank_loss(parts, 0, 2 * rank, halves) / 2).backward()
+            parts.set_requires_gradient_sync(True)
+        (rank_loss(parts, 0, 2 * rank + 1, halves) / 2).backward()
+        expected, found = whole_gradients(whole_batch), whole_gradients(parts)
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, name)
+
+
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_gradient_accumulation(cluster: Callable[..., Cluster], wrap: str):
+    cluster(2).run(accumulated, wrap)
+
+
+def optimised(rank: int, num_ranks: int, wrap: str) -> None:
+    """One step of every implementation of AdamW moves every parameter, and all agree."""
+    mesh = open_mesh(1, 2)
+    with open_heap(mesh) as heap:
+        results = []
+        for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+            model = build(mesh, heap, wrap)
+            before = [whole(parameter).clone() for parameter in model.parameters()]
+            rank_loss(model, 0, rank, equal_shares(2)).backward()
+            torch.optim.AdamW(parameter_groups(model), lr=1e-2, **options).step()
+            after = [whole(parameter).detach().clone() for parameter in model.parameters()]
+            assert not any(map(torch.equal, before, after))
+            results.append(after)
+        for found in results[1:]:
+            torch.testing.assert_close(found, results[0])
+
+
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_every_kind_of_optimizer_takes_the_groups(cluster: Callable[..., Cluster], wrap: str):
+    cluster(2).run(optimised, wrap)
+
+
+def summed(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    mesh = open_mesh(1, 2)
+    with open_heap(mesh) as heap:
+        model = Model(heap)
+        set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
+        parallelize(model, mesh, gradient_divide_factor=1.0)
+        (rank_loss(model, 0, rank, equal_shares(2)) / num_ranks).backward()
+        return whole_gradients(model)
+
+
+def test_loss_divided_by_the_tokens_of_all_ranks(cluster: Callable[..., Cluster], alone):
+    for gradients in cluster(2).run(summed):
+        for name, gradient in alone[1].items():
+            assert_close(gradients[name], gradient, name)
+
+
+def in_bf16(rank: int, num_ranks: int) -> float:
+    mesh = open_mesh(2, 1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with open_heap(mesh) as heap:
+        model = Model(heap)
+        set_weights(model, ep_rank=0, num_ep_ranks=1)
+        parallelize(model, mesh, mp_policy=policy)
+        seen = {}
+        router, experts = model.blocks[0].moe.router, model.blocks[0].moe.experts
+        router.register_forward_pre_hook(lambda module, _: seen.update(router=module.weight.dtype))
+        original = type(experts.fc1).weight_parameters
+        type(experts.fc1).weight_parameters = lambda linear: (
+            seen.update(experts=linear.weight.dtype) or original(linear)
+        )
+        try:
+            loss = rank_loss(model, 0, rank, equal_shares(2))
+            loss.backward()
+        finally:
+            type(experts.fc1).weight_parameters = original
+        assert seen == {"router": torch.float32, "experts": torch.bfloat16}
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+        dist.all_reduce(loss := loss.detach().float())
+        return loss.item() / num_ranks
+
+
+def test_bf16_parameters_and_an_fp32_router(cluster: Callable[..., Cluster], alone):
+    for loss in cluster(2).run(in_bf16):
+        assert loss == pytest.approx(alone[0][0][0], rel=0.02)
+
+
+def with_biases(rank: int, num_ranks: int) -> None:
+    """Experts with biases, sharded: the outputs and gradients are those of this rank's experts alone."""
+    mesh = open_mesh(1, 2)
+    with open_heap(mesh) as heap:
+        torch.manual_seed(rank)
+        experts = symmoe.GroupedMLP(EXPERTS // 2, HIDDEN, FFN, bias=True)
+        layer = symmoe.MoELayer(CONFIG, heap, experts=experts)
+        dist.broadcast(layer.router.weight.data, 0)
+        x = torch.randn(9, HIDDEN)
+        y, _ = layer(x)
+        y.square().sum().backward()
+        expected = {name: parameter.grad / 2 for name, parameter in layer.named_parameters() if "experts" in name}
+        layer.zero_grad()
+        model = parallelize(nn.Sequential(layer), mesh)
+        found, _ = model(x)
+        found.square().sum().backward()
+        torch.testing.assert_close(found, y, rtol=0, atol=0)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(layer.get_parameter(name).grad.to_local(), gradient, rtol=0, atol=0)
+        assert layer.experts.fc2.bias.shape == (EXPERTS, HIDDEN)
+
+
+def test_biases(cluster: Callable[..., Cluster]):
+    cluster(2).run(with_biases)
+
+
+def refused(rank: int, num_ranks: int) -> None:
+    mesh = open_mesh(1, 2)
+    flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    other = open_mesh(2, 1)
+    with open_heap(mesh) as heap:
+        for wrap in (parallelize, data_parallel):
+            with pytest.raises(ArgumentError, match="has no MoELayer"):
+                wrap(nn.Linear(2, 2), mesh)
+            with pytest.raises(ArgumentError, match=r"dimensions \('ep',\).*one or two others"):
+                wrap(Model(heap), flat)
+            with pytest.raises(ArgumentError, match=r"group has 2 ranks .* of the mesh has 1"):
+                wrap(Model(heap), other)
+            options = {"weights": "discrete", "delay_wgrad": True, "accumulate_into_main_grad": True}
+            for option, value in options.items():
+                experts = symmoe.GroupedMLP(EXPERTS // 2, HIDDEN, FFN, **{option: value})
+                layer = symmoe.MoELayer(CONFIG, heap, experts=experts)
+                with pytest.raises(ArgumentError, match=option):
+                    wrap(nn.Sequential(layer), mesh)
+        with pytest.raises(ArgumentError, match="dense_mesh has 1 ranks; it must have the 2"):
+            parallelize(Model(heap), mesh, dense_mesh=mesh["efsdp"])
+        with pytest.raises(ArgumentError, match="reduce_dtype"):
+            parallelize(Model(heap), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+        model = parallelize(Model(heap), mesh)
+        with pytest.raises(ArgumentError, match="DTensors already"):
+            shard_experts(model, mesh)
+        with pytest.raises(ArgumentError, match="reduce_gradients would do it again"):
+            symmoe.reduce_gradients(model)
+        weight = model.last.weight
+        weight.grad = DTensor.from_local(torch.ones(FEATURES, HIDDEN), weight.device_mesh, [Partial()])
+        with pytest.raises(ArgumentError, match=r"last\.weight\.grad is a partial sum"):
+            symmoe.clip_grad_norm(model, 1.0)
+
+
+def test_errors_name_both_values(cluster: Callable[..., Cluster]):
+    cluster(2).run(refused)
+
+
+def looked_on(rank: int, num_ranks: int) -> None:
+    """FSDP with compiled blocks and with recomputed ones: the gradients of neither."""
+    without_semaphores()
+    mesh = open_mesh(2, 1)
+    with open_heap(mesh) as heap:
+        plain = build(mesh, heap, "fsdp")
+        rank_loss(plain, 0, rank, equal_shares(2)).backward()
+        expected = whole_gradients(plain)
+        for name in ("compiled", "recomputed", "selective"):
+            model = build(mesh, heap, "fsdp")
+            for block in model.blocks:
+                if name == "compiled":
+                    block.compile(backend="aot_eager")
+                    continue
+                contexts = noop_context_fn
+                if name == "selective":
+                    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.symmoe.moe_forward.default])
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+            rank_loss(model, 0, rank, equal_shares(2)).backward()
+            for key, gradient in whole_gradients(model).items():
+                assert_close(gradient, expected[key.replace("_orig_mod.", "")], f"{name}: {key}")
+        torch._dynamo.reset()
+
+
+def test_with_compile_and_checkpointing(cluster: Callable[..., Cluster]):
+    cluster(2).run(looked_on)

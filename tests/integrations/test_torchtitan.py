@@ -1,0 +1,139 @@
+"""torchtitan's MoE with symmoe's dispatcher on two ranks, against its LocalTokenDispatcher with every expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster
+from torch.distributed.device_mesh import init_device_mesh
+
+pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan 0.3, which is not installed")
+
+DIM, FFN, EXPERTS = 16, 24, 8
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Cluster]:
+    """Ranks of this module's own: a process that has imported torchtitan may abort at its regular exit."""
+    cluster = Cluster(2)
+    yield cluster
+    cluster.close()
+
+
+def routed_experts(dispatcher):
+    """torchtitan's RoutedExperts with every expert, weights by a fixed seed."""
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+    inner = GroupedExperts.Config(dim=DIM, hidden_dim=FFN, num_experts=EXPERTS)
+    module = RoutedExperts(RoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return module
+
+
+def inputs(rank: int, num_tokens: int, top_k: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, scores and expert ids."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    x = torch.randn(1, num_tokens, DIM, generator=generator).to(dtype).requires_grad_()
+    scores, ids = torch.randn(1, num_tokens, EXPERTS, generator=generator).softmax(-1).topk(top_k)
+    return x, scores.detach().requires_grad_(), ids
+
+
+def run(module, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    y = module(x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
+    (y.float().square().sum() + y.float().sum()).backward()
+    found = {"y": y.detach(), "x": x.grad, "scores": scores.grad}
+    return found | {name: parameter.grad for name, parameter in module.inner_experts.named_parameters()}
+
+
+def compare(
+    rank: int, num_ranks: int, nums: tuple[int, int], top_k: int, dtype: torch.dtype, wrong_scores: bool = False
+) -> dict[str, float]:
+    """Largest deviation of each result, relative to the largest value."""
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+
+    local = routed_experts(LocalTokenDispatcher.Config(num_experts=EXPERTS, top_k=top_k))
+    config = SymmoeTokenDispatcher.Config(
+        num_experts=EXPERTS, top_k=top_k, hidden_dim=DIM, num_max_tokens_per_rank=max(nums), order="slot"
+    )
+    ours = routed_experts(config)
+    own = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+    for name, parameter in list(ours.inner_experts.named_parameters()):
+        setattr(ours.inner_experts, name, torch.nn.Parameter(parameter.detach()[own].clone()))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    ours.token_dispatcher.wire_meshes(ep_mesh=mesh)
+    other = routed_experts(config).token_dispatcher  # a second layer
+    other.wire_meshes(ep_mesh=mesh)
+    assert other.heap is ours.token_dispatcher.heap
+    assert isinstance(ours.token_dispatcher, SymmoeTokenDispatcher)
+
+    expected = run(local, *inputs(rank, nums[rank], top_k, dtype))
+    x, scores, ids = inputs(rank, nums[rank], top_k, dtype)
+    if wrong_scores:
+        scores = scores.detach().flip(-1).requires_grad_()
+    found = run(ours, x, scores, ids)
+    ours.token_dispatcher.close()
+    other.close()
+    for name, parameter in local.inner_experts.named_parameters():
+        dist.all_reduce(parameter.grad)  # an expert has seen the tokens of both ranks
+        expected[name] = parameter.grad[own]
+    return {
+        name: ((found[name].float() - tensor.float()).abs().max() / tensor.float().abs().max()).item()
+        for name, tensor in expected.items()
+        if tensor.numel()
+    }
+
+
+@pytest.mark.parametrize("nums", [(40, 40), (33, 7), (25, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_ranks_give_what_one_with_every_expert_gives(ranks: Cluster, nums: tuple[int, int], dtype: torch.dtype):
+    for deviations in ranks.run(compare, nums, 2, dtype):
+        # A sum of two has one order, and torchtitan multiplies in bf16: the same products of the same rows.
+        for name in ("y", "x", "scores"):
+            assert deviations.get(name, 0.0) == 0.0, name
+        for name in ("w1_EFD", "w2_EDF", "w3_EFD"):  # sums over tokens, in bf16, in two parts or in one
+            assert deviations[name] < 0.02, name
+
+
+def test_sums_of_more_experts_differ_by_rounding(ranks: Cluster):
+    for deviations in ranks.run(compare, (40, 21), 5, torch.float32):
+        assert deviations["y"] < 1e-6
+        assert deviations["x"] < 1e-6
+        assert deviations["scores"] < 1e-6
+
+
+def test_scores_of_the_wrong_experts_are_seen(ranks: Cluster):
+    for deviations in ranks.run(compare, (40, 40), 2, torch.float32, wrong_scores=True):
+        assert deviations["y"] > 0.05
+
+
+def alone(rank: int, num_ranks: int) -> None:
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from symmoe.errors import ArgumentError
+    from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+
+    config = {"num_experts": EXPERTS, "top_k": 2}
+    own = SymmoeTokenDispatcher.Config(**config, hidden_dim=DIM, num_max_tokens_per_rank=64)
+    without_mesh = routed_experts(own)
+    without_mesh.token_dispatcher.wire_meshes(ep_mesh=None)
+    local = routed_experts(LocalTokenDispatcher.Config(**config))
+    expected, found = (run(module, *inputs(rank, 12, 2, torch.float32)) for module in (local, without_mesh))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+    own.num_experts = 7
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    with pytest.raises(ArgumentError, match=r"num_experts \(7\) .* 2 ranks"):
+        own.build().wire_meshes(ep_mesh=mesh)
+
+
+def test_without_expert_parallelism_it_is_the_local_dispatcher(ranks: Cluster):
+    ranks.run(alone)
