@@ -75,12 +75,37 @@ def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
             else:
                 combine_tokens(rows, plan)
 
+        def layout() -> None:
+            different(layout="expert-major" if last else "packed")
+
+        def schedule() -> None:
+            different(schedule="overlapped" if last else "serial")
+
+        def buffers() -> None:
+            plan = new_plan(heap)
+            with heap.lease((plan.row_capacity, H), torch.float32, name="rows") as rows:
+                dispatch_tokens(tokens(heap), plan, out=rows.tensor if last else None)
+
+        def different(**options: str) -> None:
+            # Rows in another layout would land beyond the peers' buffers.
+            sizes = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K}
+            with heap.lease((4096,), torch.int32, name="neighbour") as lease:
+                lease.tensor.fill_(7)
+                try:
+                    MoELayer(MoEConfig(**sizes, **options), heap)(tokens(heap))
+                    heap.synchronize()
+                finally:
+                    findings.check(bool((lease.tensor == 7).all()), "a neighbour was overwritten")
+
         wanted = {
             hidden: f"hidden differs at 'dispatch: ready': rank 0 has {H}, rank {num_ranks - 1} has {4 * H}",
             dtype: "dtype differs at 'dispatch: ready': rank 0 has torch.float32, "
             f"rank {num_ranks - 1} has torch.bfloat16",
             probs: f"probs differs at 'dispatch: ready': rank 0 has without, rank {num_ranks - 1} has with",
             order: f"order differs at 'combine: ready': rank 0 has slot, rank {num_ranks - 1} has rank",
+            layout: f"layout differs at 'dispatch: ready': rank 0 has packed, rank {num_ranks - 1} has expert-major",
+            schedule: f"schedule differs at 'dispatch: ready': rank 0 has serial, rank {num_ranks - 1} has overlapped",
+            buffers: f"layout differs at 'dispatch: ready': rank 0 has packed, rank {num_ranks - 1} has expert-major",
             another_call: "ranks are in different calls: rank 0 at 'combine: ready', "
             f"rank {num_ranks - 1} at 'plan: counts'",
         }

@@ -14,6 +14,7 @@ from worker import Findings, open_heap
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
+from symmoe.moe import schedule
 from symmoe.moe.config import _CHOICES
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 
@@ -131,7 +132,15 @@ def check_ways(rank: int, num_ranks: int, device: str, dtype: torch.dtype) -> li
                 layer, _ = make_layer(heap, config)
                 layer.experts.to(dtype)
                 time.sleep(0.01 * generator.random())
-                y, _ = layer(x)
+                cuts = []
+                panels = schedule.panels
+                schedule.panels = lambda *args, panels=panels, cuts=cuts: cuts.append(panels(*args)) or cuts[-1]
+                try:
+                    y, _ = layer(x)
+                finally:
+                    schedule.panels = panels
+                expected = [3] if num_ranks > 1 and way["schedule"] == "overlapped" else []
+                findings.equal("panels", [len(cut) for cut in cuts], expected)
                 time.sleep(0.01 * generator.random())
                 found = [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
                 del y

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from symmoe.moe import fused
 from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.moe.overlap import H200
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 
@@ -18,16 +21,28 @@ GPU_TIMEOUT_S = 120.0  # first calls compile kernels
 
 @contextlib.contextmanager
 def open_heap(device: str, *, num_bytes: int = 8 << 20, timeout_s: float = 30.0, **kwargs) -> Iterator[SymmetricHeap]:
-    """A heap on `device`; every torch.empty of this rank is filled with NaN or huge indices as long as it is open."""
+    """A heap on `device`. As long as it is open, every torch.empty of this rank is filled with NaN or huge indices, and
+    overlapped calls are cut finely."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "nvshmem" if device == "cuda" else "host"
     timeout_s = GPU_TIMEOUT_S if device == "cuda" else timeout_s
     try:
-        with SymmetricHeap(num_bytes=num_bytes, backend=backend, timeout_s=timeout_s, **kwargs) as heap:
+        with SymmetricHeap(num_bytes=num_bytes, backend=backend, timeout_s=timeout_s, **kwargs) as heap, _cut_finely():
             yield heap
     finally:
         torch.use_deterministic_algorithms(was)
+
+
+@contextlib.contextmanager
+def _cut_finely() -> Iterator[None]:
+    """Overlapped layers as small as those of tests are combined in several panels, as if a launch cost nothing."""
+    chosen, rates = fused.overlap, dataclasses.replace(H200, launch_s=1e-12)
+    fused.overlap = lambda sizes, num_sms: chosen(sizes, num_sms, rates)
+    try:
+        yield
+    finally:
+        fused.overlap = chosen
 
 
 def free_bytes(heap: SymmetricHeap) -> int:

@@ -64,13 +64,22 @@ class Collection:
     Args:
         rows: [N_cap, H] on the heap; with order "rank" its primary rows are overwritten.
         row_values: fp32 [N_cap] that shall come home as well, complete before the first :meth:`collect`.
+        num_panels: calls of :meth:`collect` that there will be, the same on all ranks.
 
     Attributes:
         out: [T, H], complete after the context.
         values: fp32 [T, K] or None, likewise.
     """
 
-    def __init__(self, rows: torch.Tensor, plan: Plan, *, order: str, row_values: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        plan: Plan,
+        *,
+        order: str,
+        row_values: torch.Tensor | None = None,
+        num_panels: int = 1,
+    ) -> None:
         self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
         self._ops, self._exit = kernels.for_device(rows.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
@@ -79,6 +88,7 @@ class Collection:
             "dtype": control.DTYPES.index(rows.dtype),
             "order": control.ORDERS.index(order),
             "probs": int(row_values is not None),
+            "panels": num_panels,
         }
         self.out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
         self.values = None

@@ -31,7 +31,8 @@ def combine_tokens(
         order: "rank": each expert rank sums a token's rows first, then ranks are summed; least traffic. "slot": the
             K rows are summed in k order; bitwise independent of the number of ranks.
         grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what
-            they held. None: the gradient is copied out of a transient lease into memory of its own (counted).
+            they held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into memory
+            of its own (counted).
 
     Returns:
         [T, H].

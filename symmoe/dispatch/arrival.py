@@ -8,16 +8,16 @@ rank can begin with its own rows, go on with those of the rank before it, and so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import PHASE, READY_PROBS, READY_ROWS, READY_SLOTS, agreed_fields
+from symmoe.dispatch.send import PHASE, READY_PROBS, READY_ROWS, READY_SLOTS, agreed_fields, token_to_row
+from symmoe.errors import SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.streams import Branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def arriving(
     buffer: torch.Tensor,
     probs: torch.Tensor,
     *,
-    expert_major: bool,
+    layout: str,
     num_ctas: int | None,
 ) -> Iterator[Arrival]:
     """Rows, slots and probs of x [T, H] to every rank's `buffer` (on the heap), in forward. Collective.
@@ -52,10 +52,10 @@ def arriving(
     Does not synchronise the host. Sets the plan's `packed_to_row` and `row_to_packed_row`.
 
     Args:
-        expert_major: `buffer` is [N_cap, H] in expert-major order; otherwise [P_cap, H] packed.
+        layout: of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
         num_ctas: programs of the kernels that move rows to peers; None: as many as they like.
     """
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs)
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs, layout, "overlapped")
     shape = (plan.packed_row_capacity, plan.top_k)
     with (
         heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as wire_slots,
@@ -95,71 +95,113 @@ def arriving(
                 row_to_packed_row,
                 row_probs,
             )
-            if expert_major:
+            if layout == "expert-major":
                 ops.fan_out(buffer, packed_to_row, begin, end)
 
-        with _travelling(x, plan, ready, expert_major, num_ctas):
-            arrivals = _arrivals(plan, ready, receive)
-            yield Arrival(arrivals, row_probs, row_to_packed_row)
-            for _ in arrivals:  # those that nobody asked for
-                pass
+        with _travelling(x, plan, ready, layout, num_ctas, receive) as parts:
+            yield Arrival(parts, row_probs, row_to_packed_row)
     plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
 
 
 @contextmanager
 def rows_arriving(
-    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, expert_major: bool, num_ctas: int | None
+    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, num_ctas: int | None
 ) -> Iterator[Iterator[torch.Tensor]]:
     """As :func:`arriving`, rows alone, over a plan that has dispatched: what backward does. Yields the parts."""
-    ops, heap = kernels.for_device(x.device), plan.heap
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, None, layout, "overlapped")
     packed_to_row, _ = plan.received_index()
 
     def receive(source: int, arrived: torch.Tensor) -> None:
-        if expert_major:
+        if layout == "expert-major":
             ops.fan_out(buffer, packed_to_row, *_packed_rows_of(plan, source))
 
     with heap.one_call():
-        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed_fields(x, None))
-        with _travelling(x, plan, ready, expert_major, num_ctas):
-            arrivals = _arrivals(plan, ready, receive)
-            yield arrivals
-            for _ in arrivals:
-                pass
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed)
+        with _travelling(x, plan, ready, layout, num_ctas, receive) as parts:
+            yield parts
+
+
+# What a rank does with rows that have come: (their source rank, what the wait for them returned).
+Receive = Callable[[int, torch.Tensor], None]
 
 
 @contextmanager
 def _travelling(
-    x: torch.Tensor, plan: Plan, ready: torch.Tensor, expert_major: bool, num_ctas: int | None
-) -> Iterator[None]:
-    """Sends the rows of x: peers' on a branch stream, this rank's own on the current one."""
-    ops, heap = kernels.for_device(x.device), plan.heap
-    token_to_row = plan.token_to_primary_row if expert_major else plan.token_to_packed_row
-    branch: Branch = heap.branch()
-
-    def push(rank: int, num_ctas: int | None) -> None:
-        ranks = range(rank, rank + 1)
-        ops.push_rows(x, token_to_row, heap.peers, ready, column=READY_ROWS, ranks=ranks, num_ctas=num_ctas)
-
+    x: torch.Tensor, plan: Plan, ready: torch.Tensor, layout: str, num_ctas: int | None, receive: Receive
+) -> Iterator[Iterator[torch.Tensor]]:
+    """Yields the parts. By the end of the context all rows have been sent and received, also after an exception:
+    peers wait for them, and what they send must not come to memory that is somebody else's by then."""
+    trip = _Trip(x, plan, ready, layout, num_ctas)
+    parts = trip.parts(receive)
     try:
-        with branch:
+        yield parts
+        for _ in parts:  # those that nobody asked for
+            pass
+    except BaseException:
+        with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
+            trip.finish()
+        raise
+    finally:
+        trip.branch.join()
+
+
+class _Trip:
+    """Rows of x on their way: this rank's own on the current stream, the others on a branch."""
+
+    def __init__(self, x: torch.Tensor, plan: Plan, ready: torch.Tensor, layout: str, num_ctas: int | None) -> None:
+        self._x, self._plan, self._ready, self._num_ctas = x, plan, ready, num_ctas
+        self._ops, self._token_to_row = kernels.for_device(x.device), token_to_row(plan, layout)
+        self.branch = plan.heap.branch()
+        self._start = self.branch.point()
+        self._others = iter(plan.arrivals[1:])
+        self._sent: dict[int, torch.cuda.Event | None] = {}  # by the source that is waited for after it
+
+    def parts(self, receive: Receive) -> Iterator[torch.Tensor]:
+        """Rows of each source rank, once the current stream has waited for them and `receive` has been called."""
+        plan, own = self._plan, self._plan.heap.rank
+        self._push(own, None)
+        receive(own, self._ready)
+        yield plan.source_to_rows[own]
+        # Not before the own part has been launched: where streams share a hardware queue
+        # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
+        self._send_all()
+        for source in self._others:
+            receive(source, self._wait(source))
+            yield plan.source_to_rows[source]
+
+    def finish(self) -> None:
+        """Sends and waits for what is left, and does nothing with it."""
+        self._send_all()
+        for source in self._others:
+            self._wait(source)
+
+    def _send_all(self) -> None:
+        if self._sent:
+            return
+        heap = self._plan.heap
+        with self.branch.after(self._start):
             for step in range(1, heap.num_ranks):
                 rank = (heap.rank + step) % heap.num_ranks
-                push(rank, num_ctas)
+                self._push(rank, self._num_ctas)
                 heap.send_signal(rank)
-        push(heap.rank, None)
-        yield
-    finally:
-        branch.join()
+                self._sent[(heap.rank - step) % heap.num_ranks] = self.branch.point()
 
+    def _wait(self, source: int) -> torch.Tensor:
+        # A graph may run branches one after the other, in any order that its edges allow: without this edge, every
+        # rank could wait for pushes that come after the peer's own wait.
+        self.branch.wait_for(self._sent[source])
+        return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE)
 
-def _arrivals(plan: Plan, ready: torch.Tensor, receive: Callable[[int, torch.Tensor], None]) -> Iterator[torch.Tensor]:
-    """The parts, each once the current stream has waited for its rows and `receive`d them."""
-    for source in plan.arrivals:
-        arrived = ready
-        if source != plan.heap.rank:
-            arrived = plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE)
-        receive(source, arrived)
-        yield plan.source_to_rows[source]
+    def _push(self, rank: int, num_ctas: int | None) -> None:
+        self._ops.push_rows(
+            self._x,
+            self._token_to_row,
+            self._plan.heap.peers,
+            self._ready,
+            column=READY_ROWS,
+            ranks=range(rank, rank + 1),
+            num_ctas=num_ctas,
+        )
 
 
 def _packed_rows_of(plan: Plan, source: int) -> tuple[torch.Tensor, torch.Tensor]:

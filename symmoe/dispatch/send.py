@@ -27,26 +27,26 @@ def send_packed(x: torch.Tensor, plan: Plan, packed: torch.Tensor, probs: torch.
     Returns:
         row_probs: fp32 [N_cap], or None without probs.
     """
-    return _send_with_slots(x, plan.token_to_packed_row, plan, packed, probs)
+    return _send_with_slots(x, plan, packed, probs, "packed")
 
 
 def send_expert_major(
     x: torch.Tensor, plan: Plan, rows: torch.Tensor, probs: torch.Tensor | None
 ) -> torch.Tensor | None:
     """As :func:`send_packed`, to every rank's `rows` [N_cap, H] in expert-major order."""
-    row_probs = _send_with_slots(x, plan.token_to_primary_row, plan, rows, probs)
+    row_probs = _send_with_slots(x, plan, rows, probs, "expert-major")
     _fan_out(rows, plan)
     return row_probs
 
 
 def send_packed_gradient(dy: torch.Tensor, plan: Plan, packed: torch.Tensor) -> None:
     """dy [T, H] to every rank's `packed` [P_cap, H], in backward. Collective; does not synchronise the host."""
-    _send_rows(dy, plan.token_to_packed_row, plan, packed)
+    _send_rows(dy, plan, packed, "packed")
 
 
 def send_expert_major_gradient(dy: torch.Tensor, plan: Plan, rows: torch.Tensor) -> None:
     """As :func:`send_packed_gradient`, to every rank's `rows` [N_cap, H] in expert-major order."""
-    _send_rows(dy, plan.token_to_primary_row, plan, rows)
+    _send_rows(dy, plan, rows, "expert-major")
     _fan_out(rows, plan)
 
 
@@ -56,23 +56,34 @@ def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
     kernels.for_device(rows.device).fan_out(rows, packed_to_row, start[:1], start[-1:])
 
 
-def agreed_fields(x: torch.Tensor, probs: torch.Tensor | None) -> dict[str, int]:
+def agreed_fields(x: torch.Tensor, probs: torch.Tensor | None, layout: str, schedule: str) -> dict[str, int]:
     """What all ranks must bring alike to a dispatch, or their rows would not fit each other's buffers."""
-    return {"hidden": x.shape[1], "dtype": control.DTYPES.index(x.dtype), "probs": int(probs is not None)}
+    return {
+        "hidden": x.shape[1],
+        "dtype": control.DTYPES.index(x.dtype),
+        "probs": int(probs is not None),
+        "layout": control.LAYOUTS.index(layout),
+        "schedule": control.SCHEDULES.index(schedule),
+    }
 
 
-def _send_rows(x: torch.Tensor, token_to_row: torch.Tensor, plan: Plan, buffer: torch.Tensor) -> None:
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, None)
+def token_to_row(plan: Plan, layout: str) -> torch.Tensor:
+    """int32 [T, R]: where a token's row lands on each rank, -1 for nowhere."""
+    return plan.token_to_packed_row if layout == "packed" else plan.token_to_primary_row
+
+
+def _send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, layout: str) -> None:
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, None, layout, "serial")
     with heap.one_call():
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed)
-        ops.push_rows(x, token_to_row, heap.peers, ready, column=READY_ROWS)
+        ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
         heap.barrier(control.PHASE_DISPATCH_DONE, **agreed)
 
 
 def _send_with_slots(
-    x: torch.Tensor, token_to_row: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None
+    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None, layout: str
 ) -> torch.Tensor | None:
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs)
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs, layout, "serial")
     shape = (plan.packed_row_capacity, plan.top_k)
     with (
         heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as wire_slots,
@@ -81,7 +92,7 @@ def _send_with_slots(
     ):
         offsets = (heap.offset_of(buffer, phase=PHASE), wire_slots.offset, wire_probs.offset)
         ready = heap.barrier(PHASE, publish=offsets, **agreed)
-        ops.push_rows(x, token_to_row, heap.peers, ready, column=READY_ROWS)
+        ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
         ops.push_slots(
             plan.slot_to_row,
             plan.slot_to_rank,

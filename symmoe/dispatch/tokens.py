@@ -38,7 +38,7 @@ def dispatch_tokens(
         plan: from make_plan.
         probs: fp32 [T, K], the weight of each slot; travels along and gets its gradient back.
         out: [plan.row_capacity, H] on the heap for the rows, which land there. None: the rows are copied out of a
-            transient lease into memory of their own (counted in `heap.statistics`).
+            transient lease into memory of their own (counted in `heap.statistics`). Given by all ranks or by none.
         order: in which the backward pass sums a token's gradients (see combine_tokens). With "rank", backward
             overwrites a gradient of the rows that lies on the heap: a buffer given as `grad_input_out` or `grad_out`
             further up is consumed.
@@ -50,7 +50,8 @@ def dispatch_tokens(
     Raises:
         ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
             heap, or in heap.synchronize).
-        ConfigMismatch: ranks disagree on H, dtype, or whether there are probs; likewise.
+        ConfigMismatch: ranks disagree on H, dtype, or whether there are probs or an `out` (then their layouts differ);
+            likewise.
         PeerTimeout: a rank did not come.
     """
     if not isinstance(plan, Plan):

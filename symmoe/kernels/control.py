@@ -72,6 +72,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # the orders of combine's sums; a call holds the index
 ORDERS = ("rank", "slot")
 
+# the layouts of received rows and the schedules of a step; a call holds the indices
+LAYOUTS = ("packed", "expert-major")
+SCHEDULES = ("serial", "overlapped")
+
 # overflow policy, as it stands in the header
 OVERFLOW_RAISE, OVERFLOW_DROP = 0, 1
 
@@ -116,7 +120,7 @@ PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBIN
 PHASE_CLOSE = 6
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
-CALL_FIELDS = {"phase": 8, "order": 4, "probs": 4, "dtype": 8, "hidden": 32}
+CALL_FIELDS = {"phase": 8, "order": 2, "probs": 2, "dtype": 4, "hidden": 32, "layout": 2, "schedule": 2, "panels": 7}
 
 
 def pack_call(**fields: int) -> int:

@@ -168,7 +168,7 @@ class ExpertsBackward:
         if parts is not None and weights.b1 is not None:  # db1 is summed over whole groups: wait for all rows
             for _ in parts:
                 pass
-            parts = None
+            parts = num_sms = None
         num_partials = 0
         for part in (x.row_start,) if parts is None else parts:
             num_partials = ops.grouped_gemm_dact(

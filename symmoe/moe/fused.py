@@ -80,23 +80,22 @@ def expert_parallel_mlp(
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
     weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
     b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
-    expert_major = layout == "expert-major"
     call = _Call(
         experts=experts,
         plan=plan,
         order=order,
         stash=STASHES[stash],
-        expert_major=expert_major,
-        schedule=_schedule(schedule, x, experts, plan, expert_major=expert_major),
+        layout=layout,
+        schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout),
     )
     return _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2)
 
 
-def _schedule(name: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, *, expert_major: bool) -> Schedule:
-    """By name; how an overlapped one cuts a call depends on nothing but what all ranks agree on."""
+def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str) -> Schedule:
+    """How the schedule cuts a call depends on nothing but what all ranks agree on."""
     num_ranks = plan.heap.num_ranks
-    if name == "serial" or num_ranks == 1:
-        return Serial(expert_major=expert_major)
+    if num_ranks == 1:
+        return Serial(layout)
     sizes = Sizes(
         num_rows=_rounded_up(plan.row_capacity),
         hidden=experts.hidden,
@@ -106,8 +105,9 @@ def _schedule(name: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, *, ex
         num_ranks=num_ranks,
         item_bytes=x.element_size(),
         is_gated=experts.activation.activation.is_gated,
+        pre_reduces=order == "rank",
     )
-    return Overlapped(overlap(sizes, num_sms_of(x.device)), expert_major=expert_major)
+    return Overlapped(layout, overlap(sizes, num_sms_of(x.device)))
 
 
 def _rounded_up(number: int) -> int:
@@ -124,12 +124,12 @@ class _Call:
     plan: Plan
     order: str
     stash: Stash
-    expert_major: bool
+    layout: str
     schedule: Schedule
 
     def receive_shape(self, hidden: int) -> tuple[int, int]:
         """Of the buffer that rows arrive in."""
-        return (self.plan.row_capacity if self.expert_major else self.plan.packed_row_capacity, hidden)
+        return (self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity, hidden)
 
     @property
     def num_rows(self) -> int:
@@ -154,7 +154,8 @@ class _Call:
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
         w1, w2 = kernel_weights(*split_weights(self.experts.fc1, weights))
-        bias_scale, row_index = None if b2 is None else row_probs, None if self.expert_major else row_to_packed_row
+        bias_scale = None if b2 is None else row_probs
+        row_index = row_to_packed_row if self.layout == "packed" else None
         return (
             ExpertRows(received, self.plan.row_start, row_probs, bias_scale, row_index),
             ExpertWeights(w1, b1, w2, b2, self.experts.activation.activation),
@@ -203,6 +204,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         x, received, h, row_probs, b1, b2, *weights = ctx.saved_tensors
         weights1, weights2 = split_weights(call.experts.fc1, tuple(weights))
         plan, schedule, fc1, fc2 = call.plan, call.schedule, call.experts.fc1, call.experts.fc2
+        both = ((fc1, weights1), (fc2, weights2))
         heap, hidden = plan.heap, dy.shape[1]
         _, row_to_packed_row = plan.received_index()
         shape = call.receive_shape(hidden)
@@ -213,14 +215,18 @@ class _ExpertParallelMLP(torch.autograd.Function):
         rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tuple(weights))
         with nullcontext() if arrived is None else arrived as parts:
             if h is None:
-                h, _ = first_layer(rows, experts, num_rows=call.num_rows, parts=parts, num_sms=schedule.dispatch_sms)
+                num_sms = None if parts is None else schedule.dispatch_sms
+                h, _ = first_layer(rows, experts, num_rows=call.num_rows, parts=parts, num_sms=num_sms)
         d_out = heap.lease(shape, dy.dtype, name="output gradients", phase=SEND).tensor
         with schedule.dispatch_rows(kernel_rows(dy), plan, d_out) as parts:
             # Holds both leases, beyond this call if weight gradients are delayed.
             step = ExpertsBackward(rows, experts, h, d_out, parts=parts, num_sms=schedule.gradient_dispatch_sms)
         with heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT) as d_rows:
             step.input_gradient(d_rows.tensor)
-            with schedule.combine_beside(d_rows.tensor, plan, call.order, step.d_scale) as collection:
+            # Without weight gradients there is nothing to run beside.
+            computes = any(w.requires_grad and not fc.delay_wgrad for fc, ws in both for w in ws)
+            combining = schedule if computes else Serial(call.layout)
+            with combining.combine_beside(d_rows.tensor, plan, call.order, step.d_scale) as collection:
                 dw2 = call.weight_gradients(fc2, weights2, step.w2_gradient)
                 dw1 = call.weight_gradients(fc1, weights1, step.w1_gradient)
         return None, collection.out, collection.values, step.db1, step.db2, *dw1, *dw2

@@ -42,6 +42,7 @@ class Rates:
 
 H200 = Rates()
 H200_SMS = 132
+MAX_PANELS = 8
 
 
 @functools.lru_cache
@@ -84,6 +85,8 @@ def divide(num_sms: int, move: Move, flops: float, rates: Rates = H200) -> Divis
     def gemm_s(n: int) -> float:
         return flops / (rates.flops * (num_sms - n) / num_sms)
 
+    if num_sms < 2:
+        return Division()
     n = min(range(1, num_sms // 2 + 1), key=lambda n: max(move_s(n), gemm_s(n)))
     return Division(n, num_sms - n)
 
@@ -98,6 +101,7 @@ class Sizes:
         top_k, num_experts, num_ranks: K, E, R.
         item_bytes: of an element of a row.
         is_gated: FC1 has gates and ups.
+        pre_reduces: a token's rows on a rank are summed there before one of them goes home (`order="rank"`).
     """
 
     num_rows: int
@@ -108,10 +112,18 @@ class Sizes:
     num_ranks: int
     item_bytes: int
     is_gated: bool = True
+    pre_reduces: bool = True
+
+    @property
+    def combine(self) -> Move:
+        """What combine moves."""
+        if self.pre_reduces:
+            return Move(pull_bytes=self.wire_bytes, memory_bytes=self.row_bytes)
+        return Move(pull_bytes=self.row_bytes * (self.num_ranks - 1) / self.num_ranks)
 
     @property
     def wire_bytes(self) -> float:
-        """Of rows that go to peers, one per (token, rank)."""
+        """Of rows that go to peers in a dispatch, one per (token, rank)."""
         experts, top_k = self.num_experts, self.top_k
         stays_away = math.comb(experts - experts // self.num_ranks, top_k) / max(1, math.comb(experts, top_k))
         return self.row_bytes / top_k * (self.num_ranks - 1) * (1 - stays_away)
@@ -155,15 +167,19 @@ class Overlap:
 def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
     """How to overlap a call of these sizes on a GPU of `num_sms` SMs.
 
-    FC2 gets sqrt(t / launch_s) panels, t being how long a combine takes by itself: with p of them about t / p stay
-    exposed, and p * launch_s is added. The rows of the own rank, 1 / R of all, are what a dispatch has to hide behind.
+    FC2 gets about sqrt(t / launch_s) panels, t being how long a combine takes by itself: with p of them about t / p
+    stays exposed, and p * launch_s is added. 1, 2, 4 or 8: kernels are compiled anew for every panel's columns. The
+    rows of the own rank, 1 / R of all, are what a dispatch has to hide behind.
     """
-    wire, rows = sizes.wire_bytes, sizes.row_bytes
-    combine_s = wire / rates.link_bytes + rows / rates.memory_bytes
-    num_panels = max(1, min(round(math.sqrt(combine_s / rates.launch_s)), sizes.hidden // PANEL_COLUMNS))
+    combine = sizes.combine
+    combine_s = combine.pull_bytes / rates.link_bytes + combine.memory_bytes / rates.memory_bytes
+    num_panels = 1
+    while 2 * num_panels <= MAX_PANELS and (1.5 * num_panels) ** 2 * rates.launch_s <= combine_s:
+        num_panels *= 2
+    num_panels = max(1, min(num_panels, sizes.hidden // PANEL_COLUMNS))
     own, earlier = 1 / sizes.num_ranks, (num_panels - 1) / num_panels
-    push, combine = Move(push_bytes=wire), Move(pull_bytes=wire, memory_bytes=rows)
-    panels = Move(pull_bytes=earlier * wire, memory_bytes=earlier * rows)
+    push = Move(push_bytes=sizes.wire_bytes)
+    panels = Move(pull_bytes=earlier * combine.pull_bytes, memory_bytes=earlier * combine.memory_bytes)
     return Overlap(
         dispatch=divide(num_sms, push, own * sizes.fc1_flops, rates),
         gradient_dispatch=divide(num_sms, push, own * sizes.product_flops, rates),

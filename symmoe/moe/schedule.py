@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -58,20 +59,20 @@ class Serial:
 
     dispatch_sms = gradient_dispatch_sms = gradient_combine_sms = None
 
-    def __init__(self, *, expert_major: bool) -> None:
-        self._expert_major = expert_major
+    def __init__(self, layout: str) -> None:
+        self._layout = layout
 
     @contextmanager
     def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor) -> Iterator[Arrival]:
         """See Schedule."""
-        send = send_expert_major if self._expert_major else send_packed
+        send = send_packed if self._layout == "packed" else send_expert_major
         row_probs = send(x, plan, buffer, probs)
         yield Arrival(None, row_probs, plan.row_to_packed_row)
 
     @contextmanager
     def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor) -> Iterator[None]:
         """See Schedule."""
-        send = send_expert_major_gradient if self._expert_major else send_packed_gradient
+        send = send_packed_gradient if self._layout == "packed" else send_expert_major_gradient
         send(x, plan, buffer)
         yield None
 
@@ -101,8 +102,8 @@ class Overlapped:
     * Backward: FC2's dgrad begins with the own rows likewise. The input gradients go home under both weight gradients.
     """
 
-    def __init__(self, overlap: Overlap, *, expert_major: bool) -> None:
-        self._overlap, self._expert_major = overlap, expert_major
+    def __init__(self, layout: str, overlap: Overlap) -> None:
+        self._layout, self._overlap = layout, overlap
         self.dispatch_sms = overlap.dispatch.num_sms
         self.gradient_dispatch_sms = overlap.gradient_dispatch.num_sms
         self.gradient_combine_sms = overlap.gradient_combine.num_sms
@@ -110,28 +111,28 @@ class Overlapped:
     def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor):
         """See Schedule."""
         num_ctas = self._overlap.dispatch.num_ctas
-        return arriving(x, plan, buffer, probs, expert_major=self._expert_major, num_ctas=num_ctas)
+        return arriving(x, plan, buffer, probs, layout=self._layout, num_ctas=num_ctas)
 
     def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor):
         """See Schedule."""
         num_ctas = self._overlap.gradient_dispatch.num_ctas
-        return rows_arriving(x, plan, buffer, expert_major=self._expert_major, num_ctas=num_ctas)
+        return rows_arriving(x, plan, buffer, layout=self._layout, num_ctas=num_ctas)
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """See Schedule."""
-        division = self._overlap.combine
-        *earlier, last = panels(rows.shape[1], self._overlap.num_panels)
+        division, cut = self._overlap.combine, panels(rows.shape[1], self._overlap.num_panels)
         branch = plan.heap.branch()
-        with Collection(rows, plan, order=order) as collection:
+        with Collection(rows, plan, order=order, num_panels=len(cut)) as collection:
+            compute(cut[0], None)
             try:
-                for columns in earlier:
+                for finished, columns in pairwise(cut):
+                    point = branch.point()
                     compute(columns, division.num_sms)
-                    with branch:
-                        collection.collect(columns, num_ctas=division.num_ctas)
-                compute(last, division.num_sms if earlier else None)
+                    with branch.after(point):
+                        collection.collect(finished, num_ctas=division.num_ctas)
             finally:
                 branch.join()
-            collection.collect(last)  # nothing runs beside it
+            collection.collect(cut[-1])  # nothing runs beside it
         return collection.out
 
     @contextmanager
@@ -141,9 +142,10 @@ class Overlapped:
         """See Schedule."""
         branch = plan.heap.branch()
         with Collection(rows, plan, order=order, row_values=row_values) as collection:
+            point = branch.point()
+            yield collection
             try:
-                with branch:
+                with branch.after(point):
                     collection.collect(num_ctas=self._overlap.gradient_combine.num_ctas)
-                yield collection
             finally:
                 branch.join()

@@ -400,6 +400,7 @@ class SymmetricHeap:
             return SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
         self._synchronize()  # barriers of the failed call that are on their way must still find the flag
         self._counters[control.FAULTED] = 0
+        self._synchronize()  # the next call may come on another stream
         self._status_words[control.STATUS_KIND] = control.STATUS_OK
         if kind == control.STATUS_FAULT:
             return self._peer_error(words[control.STATUS_PEER], words[control.STATUS_EPOCH])

@@ -38,7 +38,13 @@ def mismatch_error(words: list[int]) -> ConfigMismatch:
         there = control.PHASES[other["phase"]]
         return ConfigMismatch(f"ranks are in different calls: rank 0 at '{here}', rank {peer} at '{there}'")
     field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
-    names = {"dtype": control.DTYPES, "order": control.ORDERS, "probs": ("without", "with")}.get(field)
+    names = {
+        "dtype": control.DTYPES,
+        "order": control.ORDERS,
+        "probs": ("without", "with"),
+        "layout": control.LAYOUTS,
+        "schedule": control.SCHEDULES,
+    }.get(field)
     shown = [names[call[field]] if names else call[field] for call in (zero, other)]
     return ConfigMismatch(f"{field} differs at '{here}': rank 0 has {shown[0]}, rank {peer} has {shown[1]}")
 

@@ -91,28 +91,42 @@ class _Order:
 
 
 class Branch:
-    """A stream that leaves the current one and comes back to it: `with branch: ...` launches there, after what the
-    current stream has by then and beside what it gets later, until :meth:`join`. Without a stream: nothing happens.
+    """A stream that leaves the current one and comes back to it. Without a stream, everything is in one order anyway.
+
+    `with branch.after(point): ...` launches there, after the point and beside what the current stream gets later.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
-        self._inside: torch.cuda.StreamContext | None = None
+        self._was_entered = False
 
-    def __enter__(self) -> None:
+    def point(self) -> torch.cuda.Event | None:
+        """Where the current stream is by now; inside of :meth:`after`, where the branch is."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
+
+    @contextmanager
+    def after(self, point: torch.cuda.Event | None) -> Iterator[None]:
+        """What is launched in this context goes to the branch, after what is there and after the point."""
+        if self._stream is None:
+            yield
+            return
+        self._was_entered = True
+        self._stream.wait_event(point)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def wait_for(self, point: torch.cuda.Event | None) -> None:
+        """What the current stream gets from now on comes after the point."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            self._inside = torch.cuda.stream(self._stream)
-            self._inside.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._inside is not None:
-            self._inside.__exit__(*exc)
-            self._inside = None
+            torch.cuda.current_stream(self._stream.device).wait_event(point)
 
     def join(self) -> None:
-        """What the current stream gets from now on comes after what is on the branch."""
-        if self._stream is not None:
+        """What the current stream gets from now on comes after all that is on the branch."""
+        if self._was_entered:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 

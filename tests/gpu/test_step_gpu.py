@@ -15,7 +15,7 @@ from symmoe.moe import schedule
 
 pytestmark = pytest.mark.gpu
 
-HIDDEN, FFN, TOKENS, TOP_K = 256, 128, 512, 4
+HIDDEN, FFN, TOKENS, TOP_K = 768, 128, 512, 4
 
 
 def config_for(num_ranks: int, **options) -> MoEConfig:

@@ -73,6 +73,7 @@ def push_rows_kernel(
     num_tokens: tl.int32,
     first_rank: tl.int32,
     end_rank: tl.int32,
+    ONE_RANK: tl.constexpr,
     COLUMN: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -88,7 +89,10 @@ def push_rows_kernel(
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
         is_token = token < num_tokens
         source = x + token.to(tl.int64)[:, None] * WIDTH + column
-        values = tl.load(source, mask=is_token[:, None] & is_column)
+        moves = is_token
+        if ONE_RANK:  # tokens that do not go there need not be read
+            moves &= tl.load(token_to_row + token * NUM_RANKS + first_rank, mask=is_token, other=-1) >= 0
+        values = tl.load(source, mask=moves[:, None] & is_column)
         for rank in range(first_rank, end_rank):
             row = tl.load(token_to_row + token * NUM_RANKS + rank, mask=is_token, other=-1)
             offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN)
@@ -122,6 +126,7 @@ def push_rows(
             num_tokens,
             ranks.start,
             ranks.stop,
+            ONE_RANK=len(ranks) == 1 < peers.num_ranks,
             COLUMN=column,
             NUM_RANKS=peers.num_ranks,
             **meta,
