@@ -138,7 +138,13 @@ class _State:
 
     arguments: _Arguments
     inputs: list[torch.Tensor]
-    output: GradientEdge
+    output: GradientEdge | torch.Tensor
+
+
+def _end_of(y: torch.Tensor) -> GradientEdge | torch.Tensor:
+    """Where backward begins, without y's memory. Before torch 2.13 it cannot begin at the edge of a Python function."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return get_gradient_edge(y) if version >= (2, 13) else y
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -177,7 +183,7 @@ def _moe_forward(
         y = apply_experts(this.config, leaves[0], leaves[1], experts, plan)
     arguments.tensors = ()
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
-    state.untyped_storage()._symmoe_state = _State(arguments, inputs, get_gradient_edge(y))
+    state.untyped_storage()._symmoe_state = _State(arguments, inputs, _end_of(y))
     # The plan is kept, and what it says must not change with what is made of the results.
     return y.detach(), plan.expert_load.clone(), plan.num_dropped.clone(), state
 
