@@ -20,13 +20,17 @@ if TYPE_CHECKING:
         deinterleave_gate_up,
         interleave_gate_up,
     )
+    from symmoe.moe.bias import balance_after, balance_step
     from symmoe.moe.config import MoEConfig
     from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
     from symmoe.moe.grouped_linear import GroupedLinear
     from symmoe.moe.grouped_mlp import GroupedMLP
     from symmoe.moe.layer import MoELayer, MoEMetrics
+    from symmoe.moe.lora import add_lora, merge_lora, unmerge_lora
     from symmoe.moe.memory import MemoryPlan, plan_memory
+    from symmoe.moe.metrics import LayerRecord, MetricsLogger
     from symmoe.moe.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
+    from symmoe.moe.replay import balanced_routing, record_routing, replay_routing
     from symmoe.moe.router import Router
     from symmoe.moe.sequential import Sequential
     from symmoe.symm_mem.heap import SymmetricHeap
@@ -37,8 +41,10 @@ __version__ = "0.1.0"
 _HOME = {
     "GroupedLinear": "symmoe.moe.grouped_linear",
     "GroupedMLP": "symmoe.moe.grouped_mlp",
+    "LayerRecord": "symmoe.moe.metrics",
     "Lease": "symmoe.symm_mem.lease",
     "MemoryPlan": "symmoe.moe.memory",
+    "MetricsLogger": "symmoe.moe.metrics",
     "MoEConfig": "symmoe.moe.config",
     "MoELayer": "symmoe.moe.layer",
     "MoEMetrics": "symmoe.moe.layer",
@@ -50,6 +56,10 @@ _HOME = {
     "ScaledSwiGLU": "symmoe.moe.activations",
     "Sequential": "symmoe.moe.sequential",
     "SymmetricHeap": "symmoe.symm_mem.heap",
+    "add_lora": "symmoe.moe.lora",
+    "balance_after": "symmoe.moe.bias",
+    "balance_step": "symmoe.moe.bias",
+    "balanced_routing": "symmoe.moe.replay",
     "clip_grad_norm": "symmoe.moe.gradients",
     "combine_tokens": "symmoe.combine.tokens",
     "copy_data_ptrs_to_device": "symmoe.moe.pointers",
@@ -58,16 +68,22 @@ _HOME = {
     "dispatch_tokens": "symmoe.dispatch.tokens",
     "interleave_gate_up": "symmoe.moe.activations",
     "make_plan": "symmoe.dispatch.plan",
+    "merge_lora": "symmoe.moe.lora",
     "pack_weight_ptrs": "symmoe.moe.pointers",
     "plan_memory": "symmoe.moe.memory",
+    "record_routing": "symmoe.moe.replay",
     "reduce_gradients": "symmoe.moe.gradients",
+    "replay_routing": "symmoe.moe.replay",
+    "unmerge_lora": "symmoe.moe.lora",
 }
 
 __all__ = [
     "GroupedLinear",
     "GroupedMLP",
+    "LayerRecord",
     "Lease",
     "MemoryPlan",
+    "MetricsLogger",
     "MoEConfig",
     "MoELayer",
     "MoEMetrics",
@@ -79,6 +95,10 @@ __all__ = [
     "ScaledSwiGLU",
     "Sequential",
     "SymmetricHeap",
+    "add_lora",
+    "balance_after",
+    "balance_step",
+    "balanced_routing",
     "clip_grad_norm",
     "combine_tokens",
     "copy_data_ptrs_to_device",
@@ -87,9 +107,13 @@ __all__ = [
     "dispatch_tokens",
     "interleave_gate_up",
     "make_plan",
+    "merge_lora",
     "pack_weight_ptrs",
     "plan_memory",
+    "record_routing",
     "reduce_gradients",
+    "replay_routing",
+    "unmerge_lora",
 ]
 
 

@@ -23,7 +23,7 @@ def rows_problem(name: str, x: torch.Tensor, linear: GroupedLinear) -> ArgumentE
         return ArgumentError(f"{name} ({type(x).__name__}) must be a tensor")
     if x.dim() < 2 or x.shape[-1] != linear.in_features:
         return ArgumentError(f"{name} has shape {list(x.shape)}; it must be [..., {linear.in_features}]")
-    weight = linear.weight_parameters()[0]
+    weight = next(linear.parameters())
     if x.device != weight.device:
         return ArgumentError(f"{name} is on {x.device}; the weights are on {weight.device}")
     autocast = torch.is_autocast_enabled(x.device.type)

@@ -1,10 +1,17 @@
-"""Keeping the experts equally busy: losses, the expert bias, and the figure that says how well it goes.
+"""Keeping the experts equally busy: losses, the expert bias, and the figures that say how well it goes.
 
-Pure functions on device tensors. None of them is collective and none synchronises the host. They take the
-expert load of the whole EP group, which every rank has from the plan's exchange of counts, so balance costs
-no communication.
+Pure functions on device tensors. None of them is collective and none synchronises the host. Loads of the whole EP group
+are what every rank has from the plan's exchange of counts, so balance costs no communication.
 
-T tokens on this rank, E experts in all.
+A load-balance loss is E * sum_i f_i * P_i: f_i is the fraction of the slots that went to expert i, P_i the mean
+normalised score of expert i. It is 1 when both are uniform, and f has no gradient. The variants differ in the tokens
+that f and P are taken over:
+
+    micro-batch  f over the call's tokens of the EP group, P over this rank's     :func:`load_balance_loss`
+    sequence     f and P over one sequence; the mean over sequences               :func:`sequence_balance_loss`
+    global       f over all tokens of the optimizer step so far, P as above       :func:`load_balance_loss`
+
+T tokens on this rank, S tokens in a sequence, K experts per token, E experts in all.
 """
 
 from __future__ import annotations
@@ -13,46 +20,100 @@ import torch
 
 from symmoe.errors import ArgumentError
 
+_TINY = torch.finfo(torch.float32).tiny
 
-def load_balance_loss(scores: torch.Tensor, expert_load: torch.Tensor) -> torch.Tensor:
-    """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), over the group's tokens.
 
-    f_i is the fraction of the group's slots that went to expert i; P_i is the mean score of expert i. The
-    value is 1 when both are uniform. f has no gradient. Taking f over all ranks, not per rank, lets experts
-    specialise within a rank's batch (global-batch load balancing, arXiv:2501.11873) and makes the loss
-    linear in what is local: the mean over ranks of this value, and of its gradient, equals the loss of the
-    global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in data
+def load_balance_loss(
+    scores: torch.Tensor, expert_load: torch.Tensor, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with the fractions of another load.
+
+    Taking f over all ranks, not per rank, lets experts specialise within a rank's batch, and taking it over the
+    micro-batches of a step lets them specialise within a micro-batch (global-batch load balancing, arXiv:2501.11873).
+    It makes the loss linear in what is local: the mean over ranks of this value, and of its gradient, equals the loss
+    of the global batch, however many ranks it is cut over (equal T on every rank, as for a mean loss in data
     parallelism).
 
     Args:
         scores: [T, E] float, differentiable. Rows are normalised here, so sigmoid scores may be passed as
             they are.
-        expert_load: [E] integer, slots per expert over the EP group.
+        expert_load: [E] integer, slots per expert.
+        token_mask: bool [T]; tokens of False do not count.
 
     Returns:
-        [] fp32. With T = 0 it is 0, still connected to `scores`.
+        [] fp32. Without tokens it is 0, still connected to `scores`.
     """
-    num_tokens, num_experts = scores.shape
-    scores = scores.float()
-    normalised = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    mean_score_E = normalised.sum(0) / max(num_tokens, 1)
+    mean_score_E = _mean(_normalised(scores), token_mask)
     load_E = expert_load.detach().float()
     fraction_E = load_E / load_E.sum().clamp_min(1)
-    return num_experts * (fraction_E * mean_score_E).sum()
+    return scores.shape[1] * (fraction_E * mean_score_E).sum()
 
 
-def z_loss(logits: torch.Tensor) -> torch.Tensor:
+def sequence_balance_loss(
+    scores: torch.Tensor, topk_idx: torch.Tensor, sequence_length: int, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The complementary sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), mean over the sequences.
+
+    f and P of a sequence are over its own tokens. f counts the experts that tokens go to, with whatever bias and groups
+    the router has used. A sequence of padding alone counts as 0.
+
+    Args:
+        scores: [T, E] float, differentiable; normalised here.
+        topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert.
+        sequence_length: S; T must be a multiple of it, and S neighbours are a sequence.
+        token_mask: bool [T]; tokens of False do not count.
+
+    Returns:
+        [] fp32. Without tokens it is 0, still connected to `scores`.
+    """
+    num_tokens, num_experts = scores.shape
+    sequences = (num_tokens // max(sequence_length, 1), sequence_length)
+    mask_BS = None if token_mask is None else token_mask.view(sequences)
+    mean_score_BE = _mean(_normalised(scores).view(*sequences, num_experts), mask_BS)
+    load_BE = routing_map(topk_idx, num_experts).view(*sequences, num_experts).sum(1).float()
+    fraction_BE = load_BE / load_BE.sum(1, keepdim=True).clamp_min(1)
+    losses_B = num_experts * (fraction_BE * mean_score_BE).sum(1)
+    return losses_B.sum() / max(losses_B.numel(), 1)
+
+
+def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Mean of logsumexp(logits)^2 over the tokens (ST-MoE, arXiv:2202.08906, eq. 5): keeps logits small.
 
     Args:
         logits: [T, E] float, differentiable.
+        token_mask: bool [T]; tokens of False do not count.
 
     Returns:
-        [] fp32. With T = 0 it is 0, still connected to `logits`.
+        [] fp32. Without tokens it is 0, still connected to `logits`.
     """
     lse_T = logits.float().logsumexp(-1)
     # Not square(), whose backward copies its input for a power of one.
-    return (lse_T * lse_T).sum() / max(logits.shape[0], 1)
+    square_T = lse_T * lse_T
+    if token_mask is None:
+        return square_T.sum() / max(logits.shape[0], 1)
+    return _mean(square_T.unsqueeze(1), token_mask).squeeze(0)
+
+
+def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K], -1 no expert."""
+    # A column of its own for -1: writes of different values to one place have no order.
+    places = torch.where(topk_idx < 0, num_experts, topk_idx).long()
+    chosen = torch.zeros((topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device)
+    return chosen.scatter_(1, places, True)[:, :num_experts]
+
+
+def _normalised(scores: torch.Tensor) -> torch.Tensor:
+    scores = scores.float()
+    return scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
+
+
+def _mean(values: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+    """[..., C] means over the tokens that count, of values [..., T, C] and a mask [..., T]."""
+    if token_mask is None:
+        return values.sum(-2) / max(values.shape[-2], 1)
+    # Filled, not multiplied: a padding token may hold anything.
+    kept = values.masked_fill(~token_mask.unsqueeze(-1), 0.0)
+    return kept.sum(-2) / token_mask.sum(-1, keepdim=True).clamp_min(1)
 
 
 @torch.no_grad()
@@ -90,3 +151,29 @@ def imbalance(expert_load: torch.Tensor) -> torch.Tensor:
     load_E = expert_load.float()
     # The smallest mean of a load that is not zero is 1 / E.
     return load_E.max() / load_E.mean().clamp_min(1 / load_E.numel())
+
+
+def max_violation(expert_load: torch.Tensor) -> torch.Tensor:
+    """(largest - mean) / mean load (arXiv:2408.15664): 0 is perfect; 0 also without tokens.
+
+    Args:
+        expert_load: [E] integer, slots per expert.
+
+    Returns:
+        [] fp32.
+    """
+    load_E = expert_load.float()
+    return (load_E.max() - load_E.mean()) / load_E.mean().clamp_min(1 / load_E.numel())
+
+
+def coefficient_of_variation(expert_load: torch.Tensor) -> torch.Tensor:
+    """Standard deviation (of the population) over mean load: 0 is perfect; 0 also without tokens.
+
+    Args:
+        expert_load: [E] integer, slots per expert.
+
+    Returns:
+        [] fp32.
+    """
+    load_E = expert_load.float()
+    return load_E.std(correction=0) / load_E.mean().clamp_min(1 / load_E.numel())

@@ -16,6 +16,8 @@ _CHOICES = {
     "stash": ("all", "rows", "hidden", "none"),
     "layout": ("packed", "expert-major"),
     "schedule": ("serial", "overlapped"),
+    "aux_loss": ("micro_batch", "sequence", "global"),
+    "drop_policy": ("probs", "position"),
 }
 
 
@@ -51,6 +53,11 @@ class MoEConfig:
             loss).
         bias_update_rate: step of that bias per optimizer step.
         aux_loss_coef: factor of the load-balance loss; 0 turns it off.
+        aux_loss: over which tokens experts are to be busy equally: those of one call ("micro_batch", the EP group's),
+            of each sequence, or of all micro-batches of an optimizer step ("global"); see symmoe.moe.balance.
+        capacity_factor: an expert takes at most ceil(capacity_factor * T * K / E) of this rank's T tokens; the others
+            lose that slot before they travel. None drops nothing.
+        drop_policy: which tokens lose: those of the smallest prob ("probs") or the last ones ("position").
         z_loss_coef: factor of the router z-loss; 0 turns it off.
 
     Raises:
@@ -76,6 +83,9 @@ class MoEConfig:
     expert_bias: bool = False
     bias_update_rate: float = 1e-3
     aux_loss_coef: float = 0.0
+    aux_loss: Literal["micro_batch", "sequence", "global"] = "micro_batch"
+    capacity_factor: float | None = None
+    drop_policy: Literal["probs", "position"] = "probs"
     z_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -94,6 +104,7 @@ class MoEConfig:
             _check_factor(name, getattr(self, name))
         self._check_groups()
         self._check_capacity()
+        self._check_capacity_factor()
 
     def _check_groups(self) -> None:
         _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)
@@ -107,6 +118,20 @@ class MoEConfig:
         for name, unused in (("overflow", "raise"), ("max_tokens", None)):
             if self.capacity is None and getattr(self, name) != unused:
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) needs a static capacity, but capacity is None")
+
+    def _check_capacity_factor(self) -> None:
+        if self.capacity_factor is None:
+            if self.drop_policy != "probs":
+                raise ArgumentError(f"drop_policy ({self.drop_policy!r}) needs a capacity_factor, and it is None")
+            return
+        _check_factor("capacity_factor", self.capacity_factor)
+        if not self.capacity_factor:
+            raise ArgumentError(f"capacity_factor ({self.capacity_factor}) must be more than 0")
+        if self.aux_loss == "global":
+            # The load of all ranks and micro-batches is what the plan counts, and that is after the drops.
+            raise ArgumentError(
+                f"aux_loss ('global') must be 'micro_batch' or 'sequence' with capacity_factor ({self.capacity_factor})"
+            )
 
 
 def _check_positive(name: str, value: object) -> None:

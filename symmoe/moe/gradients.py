@@ -17,11 +17,14 @@ reduced: with `accumulate_into_main_grad`, the trainer that owns `main_grad` red
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from symmoe.errors import ArgumentError
 
 
 @torch.no_grad()
@@ -43,9 +46,18 @@ def reduce_gradients(
             where there is none.
         expert_group: the ranks that hold this rank's experts in the other EP groups, and this one. None: the
             world is one EP group.
+
+    Raises:
+        ArgumentError: a parameter is a DTensor.
     """
     group = group or _default_group()
     dense, experts = _trainable(model)
+    for parameter in dense + experts:
+        if hasattr(parameter, "device_mesh"):
+            raise ArgumentError(
+                f"a parameter of shape {list(parameter.shape)} is a DTensor ({parameter.placements}): FSDP reduces its "
+                "gradient in backward, and reduce_gradients would do it again"
+            )
     num_ranks = _size(group)
     _sum_gradients(dense, group=group)
     _sum_gradients(experts, group=expert_group)
@@ -64,24 +76,55 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scales the reduced gradients down to a norm of at most `max_norm`. Collective over `group`.
 
-    Call it after :func:`reduce_gradients`, with the same groups. Every dense parameter counts once and every
-    expert once, wherever it lives, so the norm does not depend on the number of ranks (up to rounding) and
-    all ranks scale by the same bits. No host synchronisation.
+    Call it after :func:`reduce_gradients`, with the same groups, or with gradients that are DTensors (FSDP has reduced
+    them; their meshes say where each part lives). Every dense parameter counts once and every expert once, wherever it
+    lives, so the norm does not depend on the number of ranks or on how parameters are sharded (up to rounding), and all
+    ranks scale by the same bits. No host synchronisation.
 
     Returns:
         [] fp32, the norm before clipping, on the device of the parameters.
+
+    Raises:
+        ArgumentError: the gradient of a DTensor is a partial sum, which has no norm yet.
     """
     group = group or _default_group()
-    dense, experts = _trainable(model)
+    num_ranks = _size(group)
+    copies = _local_gradients(model, num_ranks=num_ranks, num_replicas=_size(expert_group))
     device = next(model.parameters()).device  # the norm of no gradients at all would come out on the CPU
-    dense_square, expert_square = _square_norm(dense).to(device), _square_norm(experts).to(device)
+    everywhere, here = torch.zeros(2, device=device)  # squares of what all ranks have, and of what they have to add up
+    for num_copies, gradients in sorted(copies.items()):
+        square = nn.utils.get_total_norm(gradients).float().square().to(device)
+        if num_copies == num_ranks:
+            everywhere += square
+        else:
+            here += square / num_copies  # the sum over ranks meets it that often
     if group is not None:
-        dist.all_reduce(expert_square, group=group)
-        # That sum met every expert once per replica.
-        expert_square /= _size(expert_group)
-    total_norm = (dense_square + expert_square).sqrt()
-    nn.utils.clip_grads_with_norm_(dense + experts, max_norm, total_norm)
+        dist.all_reduce(here, group=group)
+    total_norm = (everywhere + here).sqrt()
+    factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
+    for gradients in copies.values():
+        torch._foreach_mul_(gradients, factor)
     return total_norm
+
+
+def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> dict[int, list[torch.Tensor]]:
+    """This rank's part of every gradient, by the number of ranks that have the same part."""
+    parts: dict[int, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None or not parameter.requires_grad:
+            continue
+        mesh = getattr(gradient, "device_mesh", None)
+        if mesh is None:
+            num_copies = num_replicas if getattr(parameter, "is_expert", False) else num_ranks
+        else:
+            if any(placement.is_partial() for placement in gradient.placements):
+                raise ArgumentError(f"{name}.grad is a partial sum {gradient.placements}: it has no norm yet")
+            sizes = zip(mesh.shape, gradient.placements, strict=True)
+            num_copies = num_ranks // math.prod(size for size, placement in sizes if not placement.is_replicate())
+            gradient = gradient.to_local()
+        parts.setdefault(num_copies, []).append(gradient)
+    return parts
 
 
 def _trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -108,11 +151,6 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGro
         dist.all_reduce(flat, group=group)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
-
-
-def _square_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """[] fp32, sum of the squares of all gradients."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).float().square()
 
 
 def _default_group() -> dist.ProcessGroup | None:

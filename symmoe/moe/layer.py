@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from symmoe.dispatch.plan import MAX_TOP_K, make_plan
+from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
-from symmoe.moe import balance
+from symmoe.moe import balance, operators
 from symmoe.moe.arguments import width_problem
 from symmoe.moe.beside import join, start_beside
+from symmoe.moe.bias import count_in_backward, load_so_far
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.fused import expert_parallel_mlp
 from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.router import Router, RouterOutput
+from symmoe.moe.router import Router, RouterOutput, choice_problem, mask_problem
+from symmoe.moe.step import apply_experts, plan_step
 from symmoe.symm_mem.buffers import dtype_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -27,18 +29,37 @@ class MoEMetrics:
 
     Attributes:
         aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0.
-        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
+        expert_load: int32 [E], slots of each expert over the whole EP group, before a static capacity drops any.
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
+        topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
+        num_over_capacity: int32 [1], slots of this rank dropped by the capacity factor; None without one.
     """
 
     aux_loss: torch.Tensor
     expert_load: torch.Tensor
     num_dropped: torch.Tensor
+    topk_idx: torch.Tensor
+    num_over_capacity: torch.Tensor | None
 
     @property
     def imbalance(self) -> torch.Tensor:
         """fp32 scalar, largest over mean load; computed when it is asked for."""
         return balance.imbalance(self.expert_load)
+
+    @property
+    def max_violation(self) -> torch.Tensor:
+        """fp32 scalar, (largest - mean) / mean load; computed when it is asked for."""
+        return balance.max_violation(self.expert_load)
+
+    @property
+    def coefficient_of_variation(self) -> torch.Tensor:
+        """fp32 scalar, standard deviation over mean load; computed when it is asked for."""
+        return balance.coefficient_of_variation(self.expert_load)
+
+    @property
+    def num_dead_experts(self) -> torch.Tensor:
+        """int64 scalar, experts that no token of the group went to; computed when it is asked for."""
+        return (self.expert_load == 0).sum()
 
 
 class MoELayer(nn.Module):
@@ -57,6 +78,8 @@ class MoELayer(nn.Module):
             backward. It is replicated, so its gradients are data-parallel.
         dtype: of the expert weights. The layer computes in the dtype of its input, or in autocast's.
         device: of the parameters; None is the heap's.
+        expert_group: for aux_loss="global": as in reduce_gradients, the ranks that hold this rank's experts in the
+            other EP groups, over which each forward then sums the load. None: the world is one EP group.
 
     Raises:
         ArgumentError: the configuration does not fit the group, or `experts` does not fit the configuration.
@@ -71,6 +94,7 @@ class MoELayer(nn.Module):
         shared_expert: nn.Module | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        expert_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if config.num_experts % heap.num_ranks:
@@ -86,20 +110,37 @@ class MoELayer(nn.Module):
         num_local = config.num_experts // heap.num_ranks
         if experts is None:
             experts = GroupedMLP(num_local, config.hidden, config.ffn, dtype=dtype, device=device)
-        for name, value in (("num_groups", num_local), ("hidden", config.hidden), ("ffn", config.ffn)):
+        self.set_experts(experts)
+        self.shared_expert = shared_expert
+        self._expert_group = expert_group
+
+    def set_experts(self, experts: GroupedMLP) -> None:
+        """Makes `experts` this rank's, instead of those that the layer has. Local.
+
+        Raises:
+            ArgumentError: they do not fit the configuration.
+        """
+        num_local = self.config.num_experts // self.heap.num_ranks
+        for name, value in (("num_groups", num_local), ("hidden", self.config.hidden), ("ffn", self.config.ffn)):
             if getattr(experts, name) != value:
                 raise ArgumentError(
                     f"experts.{name} ({getattr(experts, name)}) must be {value} with this config and heap"
                 )
         self.experts = experts
-        self.shared_expert = shared_expert
+        self._step = operators.step_of(self.config, self.heap, experts)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, MoEMetrics]:
+    def forward(
+        self, x: torch.Tensor, token_mask: torch.Tensor | None = None, *, topk_idx: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, MoEMetrics]:
         """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity (one
         small read in make_plan).
 
         Args:
-            x: [..., H] fp32, fp16 or bf16 on the heap's device. The number of tokens may differ from rank to rank.
+            x: [..., H] fp32, fp16 or bf16 on the heap's device. The number of tokens may differ from rank to rank. For
+                aux_loss="sequence", the last but one dimension is the sequence: [B, S, H] holds B of them.
+            token_mask: bool [...]; tokens of False (padding) go to no expert and count in no load and no loss. Their y
+                is 0, plus the shared expert, which sees all tokens as it does in Megatron-Core.
+            topk_idx: int [T, K], experts to take instead of the router's choice (see symmoe.moe.replay); -1 is none.
 
         Returns:
             y like x (in autocast's dtype under autocast), and the metrics of the call.
@@ -107,39 +148,58 @@ class MoELayer(nn.Module):
         Raises:
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
         """
+        if not torch.compiler.is_compiling():  # else the operator does it
+            self.heap.check()
+            self.heap.fail_for(self._problem(x, token_mask, topk_idx), control.PHASE_PLAN)
+        if operators.is_watched(self.experts):
+            return self._forward_as_operator(x, token_mask, topk_idx)
         config = self.config
-        self.heap.check()
-        self.heap.fail_for(self._problem(x), control.PHASE_PLAN)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         tokens = x.reshape(-1, config.hidden).to(dtype)
-        routed = self.router(x.reshape(-1, config.hidden))  # not `tokens`: autocast would round what it sees
-        plan = make_plan(
-            routed.topk_idx,
-            num_experts=config.num_experts,
-            heap=self.heap,
-            capacity=config.capacity,
-            overflow=config.overflow,
-            max_tokens=config.max_tokens,
-            hidden=config.hidden,
-            dtype=dtype,
-        )
+        routed = self._route(x, token_mask, topk_idx)  # not `tokens`: autocast would round what it sees
+        plan = plan_step(config, self.heap, routed.topk_idx, dtype)
         shared = None
         if self.shared_expert is not None:
             # Enqueued before the trips, whose waits it is to fill.
             shared = start_beside(self.shared_expert, x, self.heap.side_stream)
-        y = expert_parallel_mlp(tokens, routed.probs, self.experts, plan, order=config.order, stash=config.stash)
-        y = y.view(x.shape)
+        y = apply_experts(config, tokens, routed.probs, self.experts, plan)
+        y = self._count(y, plan.expert_load)
+        y = torch.ops.aten._unsafe_view(y, x.shape)  # a view would lose FSDP's hooks when somebody writes into it
         if shared is not None:
             y = y + join(shared, self.heap.side_stream)
-        metrics = MoEMetrics(
-            aux_loss=self._aux_loss(routed, plan.expert_load),
-            expert_load=plan.expert_load,
-            num_dropped=plan.num_dropped,
+        return y, self._metrics(x, token_mask, routed, plan.expert_load, plan.num_dropped)
+
+    def _forward_as_operator(
+        self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None
+    ) -> tuple[torch.Tensor, MoEMetrics]:
+        """As forward, of operations that torch.compile and dispatch modes can see; nothing runs beside another."""
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        # Reshaped twice, as in forward: gradients are added up in the same order.
+        tokens = x.reshape(-1, self.config.hidden).to(dtype)
+        routed = self._route(x, token_mask, topk_idx)
+        y, expert_load, num_dropped = operators.expert_parallel_step(
+            self._step, tokens, routed.probs, routed.topk_idx, self.experts
         )
-        return y, metrics
+        y = self._count(y, expert_load)
+        y = y.view(x.shape)
+        if self.shared_expert is not None:
+            y = y + self.shared_expert(x)
+        return y, self._metrics(x, token_mask, routed, expert_load, num_dropped)
+
+    def _route(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> RouterOutput:
+        token_mask = None if token_mask is None else token_mask.reshape(-1)
+        return self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
+
+    def _count(self, y: torch.Tensor, expert_load: torch.Tensor) -> torch.Tensor:
+        """y; its backward counts the load for the optimizer step."""
+        if self.router.step_load is None or not self.training or not torch.is_grad_enabled():
+            return y
+        return count_in_backward(y, expert_load, self.router.step_load)
 
     def update_expert_bias(self, expert_load: torch.Tensor) -> None:
-        """Moves the router's bias towards balance; call it once per optimizer step. Not collective.
+        """Moves the router's bias towards balance by a load that the caller has added up. Not collective.
+
+        balance_step does it for a whole model, with the load that the layers have counted themselves.
 
         Args:
             expert_load: [E], the load since the last call (of all ranks that share the router).
@@ -148,15 +208,47 @@ class MoELayer(nn.Module):
             raise ArgumentError("expert_bias is off in this layer's config (expert_bias=False)")
         balance.update_expert_bias(self.router.expert_bias, expert_load, self.config.bias_update_rate)
 
-    def _aux_loss(self, routed: RouterOutput, expert_load: torch.Tensor) -> torch.Tensor:
+    def _metrics(
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        routed: RouterOutput,
+        expert_load: torch.Tensor,
+        num_dropped: torch.Tensor,
+    ) -> MoEMetrics:
         loss = torch.zeros((), device=expert_load.device)
+        token_mask = None if token_mask is None else token_mask.reshape(-1)
         if self.config.aux_loss_coef:
-            loss = loss + self.config.aux_loss_coef * balance.load_balance_loss(routed.scores, expert_load)
+            length = x.shape[-2] if x.dim() > 1 else 1
+            loss = loss + self.config.aux_loss_coef * self._balance_loss(routed, expert_load, token_mask, length)
         if self.config.z_loss_coef:
-            loss = loss + self.config.z_loss_coef * balance.z_loss(routed.logits)
-        return loss
+            loss = loss + self.config.z_loss_coef * balance.z_loss(routed.logits, token_mask)
+        return MoEMetrics(
+            aux_loss=loss,
+            expert_load=expert_load,
+            num_dropped=num_dropped,
+            topk_idx=routed.topk_idx,
+            num_over_capacity=routed.num_over_capacity,
+        )
 
-    def _problem(self, x: torch.Tensor) -> ArgumentError | None:
+    def _balance_loss(
+        self, routed: RouterOutput, expert_load: torch.Tensor, token_mask: torch.Tensor | None, sequence_length: int
+    ) -> torch.Tensor:
+        config = self.config
+        if config.aux_loss == "sequence":
+            return balance.sequence_balance_loss(routed.scores, routed.chosen_idx, sequence_length, token_mask)
+        if config.aux_loss == "global":
+            expert_load = load_so_far(self.router.step_load, expert_load)
+            if self._expert_group is not None:
+                dist.all_reduce(expert_load, group=self._expert_group)
+        elif config.capacity_factor is not None:
+            # What an expert is chosen for, not what it is left with: that says little about an overloaded one.
+            expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
+        return balance.load_balance_loss(routed.scores, expert_load, token_mask)
+
+    def _problem(
+        self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None
+    ) -> ArgumentError | None:
         if not isinstance(x, torch.Tensor) or x.dim() < 1 or x.shape[-1] != self.config.hidden:
             given = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             return ArgumentError(f"x ({given}) must be a tensor whose last dimension is hidden ({self.config.hidden})")
@@ -164,4 +256,5 @@ class MoELayer(nn.Module):
             return error
         if x.device != self.heap.device:
             return ArgumentError(f"x is on {x.device}; the heap is on {self.heap.device}")
-        return width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)
+        error = mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)
+        return error or width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)

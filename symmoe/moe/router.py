@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.drop import drop_over_capacity, expert_capacity
 
 # Renormalising divides by the sum of K probs. Sigmoid scores that all underflow must give zeros, not NaN.
 _TINY = 1e-20
@@ -26,16 +27,21 @@ class RouterOutput:
     """What the router decided for T tokens.
 
     Attributes:
-        topk_idx: [T, K] int32, chosen experts, best first; all different within a token.
-        probs: [T, K] fp32, weight of each choice, differentiable.
+        topk_idx: [T, K] int32, chosen experts, best first; all different within a token. -1 for a masked token, and
+            where the capacity factor has dropped a slot.
+        probs: [T, K] fp32, weight of each choice, differentiable; 0 where topk_idx is -1.
         scores: [T, E] fp32, scores of all experts without the bias, differentiable.
         logits: [T, E] fp32, differentiable.
+        chosen_idx: [T, K] int32, topk_idx before the capacity factor's drops.
+        num_over_capacity: int32 [1], slots that the capacity factor has dropped; None without one.
     """
 
     topk_idx: torch.Tensor
     probs: torch.Tensor
     scores: torch.Tensor
     logits: torch.Tensor
+    chosen_idx: torch.Tensor
+    num_over_capacity: torch.Tensor | None
 
 
 class Router(nn.Module):
@@ -49,8 +55,9 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, H] fp32 parameter.
-        expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.balance.update_expert_bias`, not
-            by gradients.
+        expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.bias.balance_step`, not by gradients.
+        step_load: [E] int64, slots of each expert since the last balance_step, or None where nobody asks for it. No
+            buffer: DDP would overwrite it with that of another rank.
     """
 
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
@@ -59,6 +66,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", bias if config.expert_bias else None)
+        counts = config.expert_bias or (config.aux_loss_coef and config.aux_loss == "global")
+        self.step_load = torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -66,31 +75,65 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.config.hidden))
         if self.expert_bias is not None:
             self.expert_bias.zero_()
+        if self.step_load is not None:
+            self.step_load.zero_()
 
-    def forward(self, x: torch.Tensor) -> RouterOutput:
+    def forward(
+        self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None
+    ) -> RouterOutput:
         """Routes the tokens of this rank. Not collective; no host synchronisation.
 
         Args:
             x: [T, H] float of any precision. T may be 0.
+            token_mask: bool [T]; tokens of False (padding) go to no expert.
+            topk_idx: int [T, K], the experts to take instead of the best ones, e.g. `chosen_idx` of another forward;
+                -1 is no expert. Scores and probs are computed as ever, of these experts.
 
         Raises:
-            ArgumentError: `x` is not [T, H] or not floating point.
+            ArgumentError: `x` is not [T, H] or not floating point; token_mask or topk_idx does not fit it.
         """
         config = self.config
         if x.dim() != 2 or x.shape[1] != config.hidden:
             raise ArgumentError(f"x {tuple(x.shape)} must be [tokens, hidden ({config.hidden})]")
         if not x.is_floating_point():
             raise ArgumentError(f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})")
+        self._check_choice(x, token_mask, topk_idx)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
             logits = nn.functional.linear(x.float(), self.weight)
             scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-            topk_idx = self._select(scores.detach())
-            probs = _Gather.apply(scores, topk_idx)
+            if topk_idx is None:
+                topk_idx = self._select(scores.detach())
+                probs = scores.gather(1, topk_idx) if torch.compiler.is_compiling() else _Gather.apply(scores, topk_idx)
+            else:
+                # An id out of range is for the plan to report, on all ranks; here it must do no harm.
+                probs = scores.gather(1, topk_idx.long().clamp(0, config.num_experts - 1))
+                probs = probs.masked_fill(topk_idx < 0, 0.0)
             if config.renormalize:
                 probs = probs / (probs.sum(-1, keepdim=True) + _TINY)
             probs = probs * config.route_scale
-        return RouterOutput(topk_idx=topk_idx.int(), probs=probs, scores=scores, logits=logits)
+            if token_mask is not None:
+                padding_T1 = ~token_mask.unsqueeze(1)
+                topk_idx, probs = topk_idx.masked_fill(padding_T1, -1), probs.masked_fill(padding_T1, 0.0)
+            chosen_idx = topk_idx = topk_idx.int()
+            num_over_capacity = None
+            if config.capacity_factor is not None:
+                capacity = expert_capacity(len(x), config.top_k, config.num_experts, config.capacity_factor)
+                topk_idx, probs, num_over_capacity = drop_over_capacity(
+                    topk_idx, probs, num_experts=config.num_experts, capacity=capacity, policy=config.drop_policy
+                )
+        return RouterOutput(
+            topk_idx=topk_idx,
+            probs=probs,
+            scores=scores,
+            logits=logits,
+            chosen_idx=chosen_idx,
+            num_over_capacity=num_over_capacity,
+        )
+
+    def _check_choice(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> None:
+        if (error := mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)) is not None:
+            raise error
 
     def _select(self, scores: torch.Tensor) -> torch.Tensor:
         """[T, K] int64, the chosen experts, from scores [T, E]."""
@@ -98,7 +141,7 @@ class Router(nn.Module):
             scores = scores + self.expert_bias
         if self.config.num_groups > 1:
             scores = self._keep_top_groups(scores)
-        return _stable_topk(scores, self.config.top_k)
+        return _topk(scores, self.config.top_k)
 
     def _keep_top_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """[T, E] scores, -inf outside a token's best `top_groups` groups (DeepSeek-V3, arXiv:2412.19437)."""
@@ -107,7 +150,7 @@ class Router(nn.Module):
         best = 1 if self.config.score == "softmax" else min(2, grouped_TGe.shape[2])
         group_scores_TG = grouped_TGe.topk(best, dim=2).values.sum(2)
         keep_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
-        keep_TG.scatter_(1, _stable_topk(group_scores_TG, self.config.top_groups), True)
+        keep_TG.scatter_(1, _topk(group_scores_TG, self.config.top_groups), True)
         return grouped_TGe.masked_fill(~keep_TG.unsqueeze(2), -math.inf).flatten(1)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -117,11 +160,42 @@ class Router(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
+        if self.step_load is not None:
+            self.step_load = keep_dtype(self.step_load)
         return super()._apply(keep_dtype, recurse)
 
     def extra_repr(self) -> str:
         c = self.config
         return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}"
+
+
+def mask_problem(token_mask: torch.Tensor | None, x: torch.Tensor) -> ArgumentError | None:
+    """What keeps `token_mask` from saying which tokens of x [..., H] count, or None."""
+    if token_mask is None:
+        return None
+    return _shape_problem("token_mask", token_mask, tuple(x.shape[:-1]), (torch.bool,), x.device)
+
+
+def choice_problem(topk_idx: torch.Tensor | None, x: torch.Tensor, top_k: int) -> ArgumentError | None:
+    """What keeps `topk_idx` from being the choice of x [..., H], or None."""
+    if topk_idx is None:
+        return None
+    num_tokens = math.prod(x.shape[:-1])
+    return _shape_problem("topk_idx", topk_idx, (num_tokens, top_k), (torch.int32, torch.int64), x.device)
+
+
+def _shape_problem(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> ArgumentError | None:
+    if not isinstance(tensor, torch.Tensor):
+        return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
+    if tuple(tensor.shape) == shape and tensor.dtype in dtypes and tensor.device == device:
+        return None
+    wanted = " or ".join(map(str, dtypes))
+    return ArgumentError(
+        f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
+        f"it must be {wanted} {list(shape)} on {device}"
+    )
 
 
 class _Gather(torch.autograd.Function):
@@ -146,3 +220,16 @@ def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
     topk_idx = torch.empty((values.shape[0], k), dtype=torch.int64, device=values.device)
     kernels.for_device(values.device).select_experts(values.contiguous(), topk_idx)
     return topk_idx
+
+
+_select_experts = torch.library.custom_op("symmoe::select_experts", _stable_topk, mutates_args=())
+
+
+@_select_experts.register_fake
+def _(values, k):
+    return torch.empty((values.shape[0], k), dtype=torch.int64, device=values.device)
+
+
+def _topk(values: torch.Tensor, k: int) -> torch.Tensor:
+    """As _stable_topk; to torch.compile, an operator."""
+    return _select_experts(values, k) if torch.compiler.is_compiling() else _stable_topk(values, k)

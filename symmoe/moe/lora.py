@@ -1,0 +1,204 @@
+"""LoRA on grouped experts (arXiv:2106.09685): W[g] + (alpha / r) * B[g] A[g], with W frozen.
+
+A call computes the effective weights and gives them to the kernels in place of W, so everything that takes grouped
+experts takes adapters too: GroupedMLP alone, the fused expert-parallel step in all its schedules, torch.compile. No
+intermediate has a row per token. What it costs, per layer and micro-batch in flight: one more copy of the weights in
+the dtype of the computation, and in backward their dense gradient, from which those of A and B are products. These are
+the GEMMs of full training; what LoRA saves here is the gradients and optimizer states that stay.
+
+G groups, C input features, O output features, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from symmoe.errors import ArgumentError
+from symmoe.moe import weight_grad
+from symmoe.moe.grouped_linear import GroupedLinear, local_part
+from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.moe.layer import MoELayer
+
+
+class LoRAGroupedLinear(GroupedLinear):
+    """A GroupedLinear with adapters. Made by :func:`add_lora`, not by hand.
+
+    Attributes:
+        lora_a: [G, r, C] parameter, uniform like nn.Linear.
+        lora_b: [G, O, r] parameter, zeros: at first the layer is the one that it was made of, bit for bit.
+        scaling: alpha / r.
+        rank_dropout: in training, the probability with which each of the r directions of an expert is left out of a
+            call. (Dropout of the adapter's input, as in the paper, would need a product per row.)
+        is_merged: whether the weight holds the adapters' part.
+    """
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scaling: float
+    rank_dropout: float
+    is_merged: bool
+
+    @classmethod
+    def from_linear(
+        cls, linear: GroupedLinear, *, rank: int, alpha: float, rank_dropout: float, dtype: torch.dtype | None
+    ) -> LoRAGroupedLinear:
+        """`linear` with adapters, sharing its parameters, which are frozen."""
+        adapted = cls.__new__(cls)
+        adapted.__dict__.update(linear.__dict__)
+        adapted._parameters = dict(linear._parameters)
+        for parameter in adapted._parameters.values():
+            if parameter is not None:
+                parameter.requires_grad_(False)
+        weight = adapted.frozen_weights()[0]
+        options = {"dtype": weight.dtype if dtype is None else dtype, "device": weight.device}
+        adapted.lora_a = nn.Parameter(torch.empty(linear.num_groups, rank, linear.in_features, **options))
+        adapted.lora_b = nn.Parameter(torch.zeros(linear.num_groups, linear.out_features, rank, **options))
+        adapted.lora_a.is_expert = adapted.lora_b.is_expert = True
+        adapted.scaling, adapted.rank_dropout, adapted.is_merged = alpha / rank, rank_dropout, False
+        adapted.reset_adapters()
+        return adapted
+
+    def reset_parameters(self) -> None:
+        """Weights and biases as in GroupedLinear, adapters as at first."""
+        self.is_merged = True  # weight_parameters are the frozen ones
+        super().reset_parameters()
+        self.is_merged = False
+        self.reset_adapters()
+
+    @torch.no_grad()
+    def reset_adapters(self) -> None:
+        """A as at the beginning of training, B zero."""
+        bound = 1 / math.sqrt(self.in_features)
+        local_part(self.lora_a).uniform_(-bound, bound)
+        local_part(self.lora_b).zero_()
+
+    def frozen_weights(self) -> tuple[torch.Tensor, ...]:
+        """The weights without what the adapters add (unless that is merged into them)."""
+        return super().weight_parameters()
+
+    def weight_parameters(self) -> tuple[torch.Tensor, ...]:
+        """The effective weights, differentiable in A and B; packed, or one for each group."""
+        weights = self.frozen_weights()
+        if self.is_merged:
+            return weights
+        delta = self._delta(self.rank_dropout if self.training else 0.0).to(weights[0].dtype)
+        return tuple(w + d for w, d in zip(weights, (delta,) if self.is_packed else delta, strict=True))
+
+    def weight_gradients(
+        self, weights: tuple[torch.Tensor, ...], compute: weight_grad.Compute, *, overwrite_main_grad: bool
+    ) -> list[torch.Tensor | None]:
+        """As in GroupedLinear: the dense gradient, which autograd hands on to A and B."""
+        if not any(weight.requires_grad for weight in weights):
+            return [None] * len(weights)
+        return weight_grad.new_gradients(weights, compute)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Adds the adapters to the weights, in place; they then cost nothing, and take no gradient."""
+        if not self.is_merged:
+            self._add_to_weights(1.0)
+            self.is_merged = True
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Takes them out again, up to the rounding of the weights."""
+        if self.is_merged:
+            self._add_to_weights(-1.0)
+            self.is_merged = False
+
+    def _add_to_weights(self, sign: float) -> None:
+        delta = self._delta(0.0)
+        for weight, part in zip(self.frozen_weights(), (delta,) if self.is_packed else delta, strict=True):
+            weight.add_(part.to(weight.dtype), alpha=sign)
+
+    def _delta(self, rank_dropout: float) -> torch.Tensor:
+        """[G, O, C], what the adapters add; in their own dtype, also under autocast."""
+        a, b = local_part(self.lora_a), local_part(self.lora_b)
+        if rank_dropout:
+            keep = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
+            a = a * nn.functional.dropout(keep, rank_dropout)
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.bmm(b, a) * self.scaling
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_merged:  # what a layer without adapters can load, and what cannot be added twice
+            del destination[f"{prefix}lora_a"], destination[f"{prefix}lora_b"]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.lora_a.shape[1]}, scaling={self.scaling}"
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    rank_dropout: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> list[nn.Parameter]:
+    """Gives both layers of every GroupedMLP in `model` adapters, in place, and freezes their weights and biases. Local.
+
+    Everything else keeps its `requires_grad`. Comes before the model is sharded and before its optimizer is made.
+
+    Args:
+        model: e.g. a GroupedMLP, a MoELayer, or a whole model.
+        rank, alpha: r, and the scaling alpha / r.
+        rank_dropout: see LoRAGroupedLinear.
+        dtype: of the adapters; None: the weights'. fp32 adapters on bf16 weights are what optimizers want.
+
+    Returns:
+        the adapters, all that is new to train.
+
+    Raises:
+        ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or
+            one that has adapters already. Nothing has been changed.
+    """
+    if not isinstance(rank, int) or rank < 1:
+        raise ArgumentError(f"rank ({rank!r}) must be an int of at least 1")
+    if not 0.0 <= rank_dropout < 1.0:
+        raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
+    mlps = [module for module in model.modules() if isinstance(module, GroupedMLP)]
+    if not mlps:
+        raise ArgumentError(f"model ({type(model).__name__}) has no GroupedMLP to give adapters to")
+    for mlp in mlps:
+        for name in ("fc1", "fc2"):
+            _check_linear(name, getattr(mlp, name))
+    options = {"rank": rank, "alpha": alpha, "rank_dropout": rank_dropout, "dtype": dtype}
+    for mlp in mlps:
+        mlp.fc1 = LoRAGroupedLinear.from_linear(mlp.fc1, **options)
+        mlp.fc2 = LoRAGroupedLinear.from_linear(mlp.fc2, **options)
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.set_experts(module.experts)
+    return [parameter for linear in _adapted(model) for parameter in (linear.lora_a, linear.lora_b)]
+
+
+def merge_lora(model: nn.Module) -> None:
+    """LoRAGroupedLinear.merge of all adapters: for inference, and for state dicts of layers without adapters."""
+    for linear in _adapted(model):
+        linear.merge()
+
+
+def unmerge_lora(model: nn.Module) -> None:
+    """LoRAGroupedLinear.unmerge of all adapters: to go on with training."""
+    for linear in _adapted(model):
+        linear.unmerge()
+
+
+def _adapted(model: nn.Module) -> Iterator[LoRAGroupedLinear]:
+    return (module for module in model.modules() if isinstance(module, LoRAGroupedLinear))
+
+
+def _check_linear(name: str, linear: GroupedLinear) -> None:
+    if type(linear) is not GroupedLinear:
+        raise ArgumentError(f"{name} ({type(linear).__name__}) must be a GroupedLinear")
+    for option in ("accumulate_into_main_grad", "delay_wgrad"):
+        if getattr(linear, option):
+            raise ArgumentError(f"{name}.{option} (True) must be False: gradients are those of the adapters")
+    if any(hasattr(parameter, "device_mesh") for parameter in linear.parameters()):
+        raise ArgumentError(f"{name} holds DTensors; give it adapters before it is sharded")

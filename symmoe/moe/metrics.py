@@ -1,0 +1,254 @@
+"""What the MoE layers of a model did in a step, as records and as numbers for any logger.
+
+Counts are added up on the device while the layers run, and read once per step for all layers together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe.errors import ArgumentError
+from symmoe.moe import balance
+from symmoe.moe.layer import MoELayer, MoEMetrics
+
+Sink = Callable[[dict[str, float], int], object]
+
+# What a layer adds up besides the load of its experts.
+_NUM_CALLS, _AUX_LOSS, _DROPPED, _OVER_CAPACITY, _DISPATCH, _COMBINE = range(6)
+_NUM_TOTALS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRecord:
+    """One layer over one step: the calls in training mode since the last record.
+
+    Attributes:
+        name: of the MoELayer in the model.
+        num_calls: micro-batches, usually. Recomputed forwards are not counted.
+        aux_loss: mean over the calls.
+        tokens_per_expert: slots of each of the E experts over the EP group, before a static capacity drops any.
+        tokens_per_rank: of each rank of the EP group: what its experts have got together.
+        coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
+        num_dropped: slots of the EP group dropped by a static capacity.
+        num_over_capacity: slots of this rank dropped by the capacity factor.
+        dispatch_bytes, combine_bytes: of token rows that this rank sends to, and reads from, other ranks in forward.
+            Backward moves as many again. Slots that a static capacity drops are counted in.
+        heap_high_water_bytes: the most bytes ever leased of the heap.
+        forward_s: seconds in forward, from the router to combine; None if not asked for.
+    """
+
+    name: str
+    num_calls: int
+    aux_loss: float
+    tokens_per_expert: tuple[int, ...]
+    tokens_per_rank: tuple[int, ...]
+    coefficient_of_variation: float
+    max_violation: float
+    num_dead_experts: int
+    num_dropped: int
+    num_over_capacity: int
+    dispatch_bytes: int
+    combine_bytes: int
+    heap_high_water_bytes: int
+    forward_s: float | None
+
+
+class MetricsLogger:
+    """Watches the MoE layers of a model by hooks, until :meth:`close`.
+
+    Watching costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
+    replays then count.
+
+    Args:
+        model: its MoELayers are watched. Layers in eval mode are not counted.
+        sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a function that calls
+            SummaryWriter.add_scalar. None: the records are all there is.
+        times_forward: take the time of every forward, with CUDA events, or perf_counter on CPUs. Not in CUDA graphs.
+
+    Raises:
+        ArgumentError: the model has no MoELayer.
+    """
+
+    def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+        if not layers:
+            raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer to watch")
+        self._layers, self._sink = layers, sink
+        self._sizes = [layer.config.num_experts + _NUM_TOTALS for layer in layers.values()]
+        device = next(iter(layers.values())).heap.device
+        self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
+        self._timers = {name: _Timer(device) for name in layers} if times_forward else {}
+        self._hooks = []
+        for (name, layer), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
+            watch = _Watch(totals, self._timers.get(name))
+            self._hooks += [layer.register_forward_pre_hook(watch.before), layer.register_forward_hook(watch.after)]
+
+    def step(self, step: int) -> list[LayerRecord]:
+        """Reads what was counted since the last call and starts anew. Waits for the device once. Local.
+
+        The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
+        and "moe/{field}/max" over the layers. What is about tokens_per_expert, and num_dropped, is the same on all
+        ranks of an EP group; the rest is this rank's.
+
+        Args:
+            step: handed on to the sink.
+
+        Returns:
+            a record for each layer.
+        """
+        totals = self._totals.to("cpu", copy=True)
+        self._totals.zero_()
+        records = [
+            _record(name, layer, values, self._timers.get(name))
+            for (name, layer), values in zip(self._layers.items(), totals.split(self._sizes), strict=True)
+        ]
+        if self._sink is not None:
+            self._sink(_numbers(records), step)
+        return records
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+class _Watch:
+    """The hooks of one layer."""
+
+    def __init__(self, totals: torch.Tensor, timer: _Timer | None) -> None:
+        self._totals, self._timer = totals, timer
+
+    def before(self, layer: MoELayer, _args: tuple[Any, ...]) -> None:
+        if self._timer is not None and _counts(layer):
+            self._timer.start()
+
+    @torch.no_grad()
+    def after(self, layer: MoELayer, _args: tuple[Any, ...], output: tuple[torch.Tensor, MoEMetrics]) -> None:
+        if not _counts(layer):
+            return
+        if self._timer is not None:
+            self._timer.stop()
+        y, metrics = output
+        num_experts, heap = layer.config.num_experts, layer.heap
+        sent, read = wire_rows(
+            metrics.topk_idx,
+            experts_per_rank=num_experts // heap.num_ranks,
+            rank=heap.rank,
+            num_ranks=heap.num_ranks,
+            order=layer.config.order,
+        )
+        row_bytes = layer.config.hidden * y.element_size()
+        self._totals[:num_experts].add_(metrics.expert_load)
+        other = self._totals[num_experts:]
+        other[_NUM_CALLS].add_(1)
+        other[_AUX_LOSS].add_(metrics.aux_loss.detach())
+        other[_DROPPED].add_(metrics.num_dropped[0])
+        if metrics.num_over_capacity is not None:
+            other[_OVER_CAPACITY].add_(metrics.num_over_capacity[0])
+        other[_DISPATCH].add_(sent, alpha=row_bytes)
+        other[_COMBINE].add_(read, alpha=row_bytes)
+
+
+class _Timer:
+    """Sums up the time between start and stop, read when the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._begin: Any = None
+
+    def start(self) -> None:
+        self._begin = self._now()
+
+    def stop(self) -> None:
+        if self._begin is not None:
+            self._spans.append((self._begin, self._now()))
+        self._begin = None
+
+    def take(self) -> float:
+        """Seconds since the last call. On GPUs the events must have happened."""
+        if self._on_gpu:
+            total = sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+        else:
+            total = sum(end - begin for begin, end in self._spans)
+        self._spans.clear()
+        return total
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def wire_rows(
+    topk_idx: torch.Tensor, *, experts_per_rank: int, rank: int, num_ranks: int, order: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [] that this rank sends to other ranks in dispatch, and reads from them in combine. Does not synchronise.
+
+    Dispatch sends a token once to every rank that has an expert of it. Combine reads as many back with order "rank",
+    and a row for every slot with order "slot".
+
+    Args:
+        topk_idx: int [T, K], global expert ids; -1 is no expert.
+        order: of combine, see MoEConfig.
+    """
+    rank_TK = torch.div(topk_idx, experts_per_rank, rounding_mode="floor")
+    is_remote = (rank_TK >= 0) & (rank_TK != rank)
+    num_sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), num_ranks).sum()
+    return num_sent, num_sent if order == "rank" else is_remote.sum()
+
+
+def _counts(layer: MoELayer) -> bool:
+    """Whether this call is one to count: in training mode, and not a checkpoint's second time, in backward."""
+    if not layer.training:
+        return False
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+
+
+def _record(name: str, layer: MoELayer, values: torch.Tensor, timer: _Timer | None) -> LayerRecord:
+    load, other = values[:-_NUM_TOTALS].long(), values[-_NUM_TOTALS:].tolist()
+    return LayerRecord(
+        name=name,
+        num_calls=int(other[_NUM_CALLS]),
+        aux_loss=other[_AUX_LOSS] / max(other[_NUM_CALLS], 1.0),
+        tokens_per_expert=tuple(load.tolist()),
+        tokens_per_rank=tuple(load.view(layer.heap.num_ranks, -1).sum(1).tolist()),
+        coefficient_of_variation=float(balance.coefficient_of_variation(load)),
+        max_violation=float(balance.max_violation(load)),
+        num_dead_experts=int((load == 0).sum()),
+        num_dropped=int(other[_DROPPED]),
+        num_over_capacity=int(other[_OVER_CAPACITY]),
+        dispatch_bytes=int(other[_DISPATCH]),
+        combine_bytes=int(other[_COMBINE]),
+        heap_high_water_bytes=layer.heap.high_water_bytes,
+        forward_s=None if timer is None else timer.take(),
+    )
+
+
+def _numbers(records: list[LayerRecord]) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for field in LayerRecord.__dataclass_fields__:
+        values = {record.name: getattr(record, field) for record in records}
+        if not all(isinstance(value, (int, float)) for value in values.values()):
+            continue
+        for name, value in values.items():
+            numbers[f"moe/{name}/{field}"] = float(value)
+        numbers[f"moe/{field}/mean"] = float(sum(values.values()) / len(values))
+        numbers[f"moe/{field}/max"] = float(max(values.values()))
+    for record in records:
+        mean = sum(record.tokens_per_rank) / len(record.tokens_per_rank)
+        numbers[f"moe/{record.name}/tokens_per_rank_max_over_mean"] = (
+            max(record.tokens_per_rank) / mean if mean else 0.0
+        )
+    return numbers

@@ -1,0 +1,266 @@
+"""The expert bias over optimizer steps: each micro-batch counts once, whatever is computed again, over all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from worker import Findings
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.moe.bias import balance_after, balance_step
+
+EXPERTS, TOP_K, H, I, RATE = 4, 2, 16, 8, 0.01
+
+FORWARDS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "kept": lambda block, x: block(x),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "non-reentrant": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "non-reentrant to the end": lambda block, x: _to_the_end(block, x),
+}
+
+
+def _to_the_end(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with set_checkpoint_early_stop(False):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class Block(nn.Module):
+    def __init__(self, heap: SymmetricHeap, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(H, H)
+        fields = {"expert_bias": True, "bias_update_rate": RATE} | options
+        self.moe = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields), heap)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dense(x)
+        y, metrics = self.moe(x)
+        return x + y + metrics.aux_loss  # to keep the loss inside of the checkpoint
+
+
+class Model(nn.Module):
+    def __init__(self, heap: SymmetricHeap, **options) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(heap, **options) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, forward: Callable = FORWARDS["kept"]) -> torch.Tensor:
+        for block in self.blocks:
+            x = forward(block, x)
+        return x
+
+
+def batch(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + number)
+    return (torch.randn(9 + number, H, generator=generator) + 0.5).requires_grad_()
+
+
+def loads_of(model: Model, numbers: range) -> np.ndarray:
+    """Slots [layers, E] of these micro-batches in one process, counted by hand from what the routers choose."""
+    loads = np.zeros((2, EXPERTS), dtype=np.int64)
+    ids: list[torch.Tensor] = []
+    hooks = [b.moe.router.register_forward_hook(lambda *a: ids.append(a[2].topk_idx)) for b in model.blocks]
+    for number in numbers:
+        ids.clear()
+        with torch.no_grad():
+            model(batch(0, number))
+        loads += [np.bincount(layer.flatten().numpy(), minlength=EXPERTS) for layer in ids]
+    for hook in hooks:
+        hook.remove()
+    return loads
+
+
+@pytest.fixture
+def heap():
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        yield heap
+
+
+def biases(model: Model) -> np.ndarray:
+    return np.array([block.moe.router.expert_bias.tolist() for block in model.blocks])
+
+
+def expected_bias(loads: np.ndarray) -> np.ndarray:
+    return np.sign(loads.mean(1, keepdims=True) - loads) * RATE
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_micro_batches_count_once(heap: SymmetricHeap, forward: str):
+    model = Model(heap)
+    loads = loads_of(model, range(3))
+    for number in range(3):
+        model(batch(0, number), FORWARDS[forward]).sum().backward()
+    counted = np.array([block.moe.router.step_load.tolist() for block in model.blocks])
+    np.testing.assert_array_equal(counted, loads)
+    balance_step(model)
+    want = expected_bias(loads)
+    np.testing.assert_allclose(biases(model), want, rtol=1e-6)
+    assert np.abs(want).max() > 0
+    assert not any(block.moe.router.step_load.any() for block in model.blocks)
+
+
+def test_order_of_backwards_does_not_matter(heap: SymmetricHeap):
+    """Pipelines: several forwards before their backwards; one whose backward never comes."""
+    model = Model(heap)
+    loads = loads_of(model, range(3))
+    flying = [model(batch(0, number), FORWARDS["non-reentrant"]) for number in range(3)]
+    model(batch(0, 3))
+    for y in (flying[1], flying[0], flying[2]):
+        y.sum().backward()
+    counted = np.array([block.moe.router.step_load.tolist() for block in model.blocks])
+    np.testing.assert_array_equal(counted, loads)
+
+
+def test_a_retained_graph_counts_once(heap: SymmetricHeap):
+    model = Model(heap)
+    y = model(batch(0, 0))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert model.blocks[0].moe.router.step_load.sum().item() == 9 * TOP_K
+
+
+def test_evaluation_does_not_count(heap: SymmetricHeap):
+    model = Model(heap)
+    with torch.no_grad():
+        model(batch(0, 0))
+    model.eval()
+    model(batch(0, 0)).sum().backward()
+    assert not any(block.moe.router.step_load.any() for block in model.blocks)
+    balance_step(model)
+    assert not biases(model).any()
+    model.train()(batch(0, 0)).sum().backward()
+    assert all(block.moe.router.step_load.any() for block in model.blocks)
+
+
+def test_a_frozen_router_counts(heap: SymmetricHeap):
+    """Nothing before the experts takes a gradient."""
+    block = Block(heap)
+    block.dense.requires_grad_(False)
+    block.moe.router.requires_grad_(False)
+    block(batch(0, 0).detach()).sum().backward()
+    assert block.moe.router.step_load.sum().item() == 9 * TOP_K
+
+
+@pytest.mark.parametrize("forward", list(FORWARDS)[1:])
+def test_recomputation_leaves_gradients_of_the_global_loss_alone(heap: SymmetricHeap, forward: str):
+    """The recomputed loss must see the load that the first one saw."""
+    options = {"aux_loss_coef": 3.0, "aux_loss": "global"}
+    kept, recomputed = Model(heap, **options), Model(heap, **options)
+    for number in range(3):
+        kept(batch(0, number)).sum().backward()
+        recomputed(batch(0, number), FORWARDS[forward]).sum().backward()
+    for a, b in zip(kept.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    plain = Model(heap)
+    for number in range(3):
+        plain(batch(0, number)).sum().backward()
+    assert not torch.equal(plain.blocks[0].moe.router.weight.grad, kept.blocks[0].moe.router.weight.grad)
+
+
+def test_after_an_optimizer(heap: SymmetricHeap):
+    model = Model(heap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = balance_after(optimizer, model)
+    loads = loads_of(model, range(1))
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    want = expected_bias(loads)
+    np.testing.assert_allclose(biases(model), want, rtol=1e-6)
+    handle.remove()
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    np.testing.assert_allclose(biases(model), want, rtol=1e-6)
+
+
+def test_without_a_bias_there_is_nothing_to_count(heap: SymmetricHeap):
+    model = Model(heap, expert_bias=False)
+    model(batch(0, 0)).sum().backward()
+    balance_step(model)
+    assert all(block.moe.router.step_load is None for block in model.blocks)
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)])
+def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
+    model = Model(heap)
+    for block in model.blocks:
+        block.moe.router.expert_bias.fill_(1 + 2.0**-20)
+    cast(model)
+    router = model.blocks[0].moe.router
+    assert router.expert_bias.dtype == torch.float32
+    assert router.step_load.dtype == torch.int64
+    assert router.expert_bias[0].item() == 1 + 2.0**-20
+    assert model.blocks[0].moe.experts.fc1.weight.dtype in (torch.float16, torch.bfloat16)
+    state = model.state_dict()
+    assert state["blocks.0.moe.router.expert_bias"].dtype == torch.float32
+    assert not any("step_load" in name for name in state)
+    other = Model(heap)
+    other.load_state_dict(state)
+    np.testing.assert_array_equal(biases(other), biases(model))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_inside_torch_compile(heap: SymmetricHeap, backend: str):
+    torch._dynamo.reset()
+    options = {"aux_loss_coef": 1.0, "aux_loss": "global"}
+    model = Model(heap, **options)
+    loads = loads_of(model, range(2))
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    flying = [compiled(batch(0, number)) for number in range(2)]
+    with torch.no_grad():
+        compiled(batch(0, 0))
+    for y in flying:
+        y.sum().backward()
+    counted = np.array([block.moe.router.step_load.tolist() for block in model.blocks])
+    np.testing.assert_array_equal(counted, loads)
+    eager = Model(heap, **options)
+    for y in [eager(batch(0, number)) for number in range(2)]:
+        y.sum().backward()
+    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def check_replicas(rank: int, num_ranks: int, ep_size: int) -> list[str]:
+    """EP groups of neighbours: the update is that of the load of all ranks, the same bits everywhere."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}, EP groups of {ep_size}"
+    ep_groups = [dist.new_group(list(range(r, r + ep_size))) for r in range(0, num_ranks, ep_size)]
+    replica_groups = [dist.new_group(list(range(r, num_ranks, ep_size))) for r in range(ep_size)]
+    replicas = replica_groups[rank % ep_size]
+    with SymmetricHeap(ep_groups[rank // ep_size], num_bytes=4 << 20, backend="host") as heap:
+        model = Model(heap)
+        for number in range(2):
+            model(batch(rank, number)).sum().backward()
+        total = torch.tensor([block.moe.router.step_load.tolist() for block in model.blocks])
+        dist.all_reduce(total)
+        total = total.numpy() // ep_size  # every rank of an EP group has its load
+        findings.equal("slots", int(total[0].sum()), num_ranks * (9 + 10) * TOP_K)
+        balance_step(model, expert_group=replicas)
+        findings.close("bias", torch.tensor(biases(model)), torch.tensor(expected_bias(total)), rtol=1e-6, atol=0)
+        # The loss of the global batch with replicas.
+        torch.manual_seed(5)
+        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=1.0, aux_loss="global")
+        layer = MoELayer(config, heap, expert_group=replicas)
+        x = batch(rank, 0)
+        _, metrics = layer(x)
+        routed = layer.router(x)
+        load = torch.bincount(routed.topk_idx.flatten(), minlength=EXPERTS)
+        dist.all_reduce(load)
+        want = EXPERTS * (load / load.sum() * routed.scores.mean(0)).sum()
+        findings.close("global loss", metrics.aux_loss, want, rtol=1e-6, atol=0)
+        ours = EXPERTS * (metrics.expert_load / metrics.expert_load.sum() * routed.scores.mean(0)).sum()
+        findings.check(abs(float(ours.detach() - want.detach())) > 1e-4, "the load of one EP group would have done")
+    for group in [*ep_groups, *replica_groups]:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return findings.texts
+
+
+@pytest.mark.parametrize(("num_ranks", "ep_size"), [(4, 2), (2, 1)])
+def test_replicas_make_one_update(cluster, num_ranks: int, ep_size: int):
+    assert [text for texts in cluster(num_ranks).run(check_replicas, ep_size) for text in texts] == []

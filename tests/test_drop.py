@@ -1,0 +1,119 @@
+"""Dropping over an expert's capacity against a loop over experts, and against Megatron-Core where it is installed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from symmoe import MoEConfig, Router
+from symmoe.errors import ArgumentError
+from symmoe.moe.drop import drop_over_capacity, expert_capacity
+
+TOKENS, EXPERTS, TOP_K = 37, 6, 2
+
+
+def make_choice(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A lopsided choice with some -1, and distinct probs."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(TOKENS, EXPERTS, generator=generator) + torch.linspace(2, 0, EXPERTS)
+    scores, ids = logits.softmax(-1).topk(TOP_K)
+    ids[::7] = -1
+    return ids.int(), scores.masked_fill(ids < 0, 0.0)
+
+
+def kept_slots(ids: torch.Tensor, probs: torch.Tensor, capacity: int, policy: str) -> set[tuple[int, int]]:
+    """(token, k) of the slots that stay."""
+    kept = set()
+    for expert in range(EXPERTS):
+        slots = [(t, k) for t in range(TOKENS) for k in range(TOP_K) if int(ids[t, k]) == expert]
+        if policy == "probs":
+            slots.sort(key=lambda slot: -float(probs[slot]))  # stable
+        kept |= set(slots[:capacity])
+    return kept
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("capacity", [1, 5, 13, 1000])
+def test_drop_equals_a_loop(policy: str, capacity: int):
+    ids, probs = make_choice()
+    leaf = probs.clone().requires_grad_()
+    got_ids, got_probs, num_dropped = drop_over_capacity(
+        ids, leaf, num_experts=EXPERTS, capacity=capacity, policy=policy
+    )
+    kept = kept_slots(ids, probs, capacity, policy)
+    got_probs.sum().backward()
+    for t in range(TOKENS):
+        for k in range(TOP_K):
+            stays = (t, k) in kept
+            assert int(got_ids[t, k]) == (int(ids[t, k]) if stays else -1)
+            assert float(got_probs[t, k].detach()) == (float(probs[t, k]) if stays else 0.0)
+            assert float(leaf.grad[t, k]) == float(stays or int(ids[t, k]) < 0)
+    assert num_dropped.tolist() == [int((ids >= 0).sum()) - len(kept)]
+    assert num_dropped.dtype == got_ids.dtype == torch.int32
+    assert (num_dropped.item() > 0) == (capacity < 1000)
+
+
+def test_policies_differ_and_equal_probs_go_by_position():
+    ids, probs = make_choice()
+    options = {"num_experts": EXPERTS, "capacity": 5}
+    by_probs, by_position = (drop_over_capacity(ids, probs, **options, policy=p)[0] for p in ("probs", "position"))
+    assert not torch.equal(by_probs, by_position)
+    same = torch.full_like(probs, 0.5)
+    assert torch.equal(drop_over_capacity(ids, same, **options, policy="probs")[0], by_position)
+
+
+def test_no_tokens():
+    ids, probs, dropped = drop_over_capacity(
+        torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2), num_experts=4, capacity=0, policy="probs"
+    )
+    assert ids.shape == probs.shape == (0, 2)
+    assert dropped.tolist() == [0]
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.25])
+def test_router_drops_like_megatron(policy: str, factor: float):
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    fields = {"hidden": 12, "ffn": 8, "num_experts": EXPERTS, "top_k": TOP_K}
+    router = Router(MoEConfig(**fields, capacity_factor=factor, drop_policy=policy))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        router.weight.normal_()
+    x = torch.randn(TOKENS, 12) + 0.4
+    routed = router(x)
+    plain = Router(MoEConfig(**fields))
+    plain.load_state_dict(router.state_dict())
+    before = plain(x)
+    assert torch.equal(routed.chosen_idx, before.topk_idx)
+    dense = torch.zeros(TOKENS, EXPERTS).scatter(1, before.topk_idx.long(), before.probs)
+    if policy == "position":  # Megatron's topk over a bool map has no order among equals: give it one
+        order = (dense > 0).float() * torch.linspace(2, 1, TOKENS).unsqueeze(1)
+        _, want = moe_utils.apply_router_token_dropping(order, dense > 0, TOP_K, factor, "probs")
+        want_probs = dense * want
+    else:
+        want_probs, want = moe_utils.apply_router_token_dropping(dense, dense > 0, TOP_K, factor, "probs")
+    got = torch.zeros(TOKENS, EXPERTS + 1).scatter(1, routed.topk_idx.long() % (EXPERTS + 1), routed.probs)
+    torch.testing.assert_close(got[:, :EXPERTS], want_probs, rtol=0, atol=0)
+    assert routed.num_over_capacity.item() == TOKENS * TOP_K - int(want.sum())
+    assert routed.num_over_capacity.item() > 0
+    capacity = math.ceil(TOKENS * TOP_K / EXPERTS * factor)
+    assert expert_capacity(TOKENS, TOP_K, EXPERTS, factor) == capacity
+    assert int((got[:, :EXPERTS] > 0).sum(0).max()) == capacity
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"capacity_factor": 0.0}, r"capacity_factor \(0.0\) must be more than 0"),
+        ({"capacity_factor": -1.0}, r"capacity_factor \(-1.0\)"),
+        ({"drop_policy": "position"}, r"drop_policy \('position'\) needs a capacity_factor"),
+        ({"capacity_factor": 1.0, "drop_policy": "last"}, r"drop_policy \('last'\) must be one of"),
+        ({"capacity_factor": 1.0, "aux_loss": "global"}, r"aux_loss \('global'\) must be .* capacity_factor \(1.0\)"),
+        ({"aux_loss": "batch"}, r"aux_loss \('batch'\) must be one of"),
+    ],
+)
+def test_wrong_configurations(fields: dict, text: str):
+    with pytest.raises(ArgumentError, match=text):
+        MoEConfig(hidden=4, ffn=4, num_experts=4, top_k=1, **fields)

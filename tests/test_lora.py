@@ -1,0 +1,265 @@
+"""Adapters on grouped experts against experts computed one by one in float64, alone and expert-parallel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker import Findings
+
+from symmoe import (
+    GroupedMLP,
+    MoEConfig,
+    MoELayer,
+    ScaledClampedSwiGLU,
+    SymmetricHeap,
+    clip_grad_norm,
+    reduce_gradients,
+)
+from symmoe.errors import ArgumentError
+from symmoe.moe.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
+
+GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
+SPLITS = (4, 0, 5)
+ADAPTERS = ("lora_a", "lora_b")
+
+
+def make_mlp(*, train_b: bool = True, rank_dropout: float = 0.0, dtype=None, **options) -> GroupedMLP:
+    torch.manual_seed(0)
+    mlp = GroupedMLP(GROUPS, H, I, **options)
+    add_lora(mlp, rank=RANK, alpha=ALPHA, rank_dropout=rank_dropout, dtype=dtype)
+    if train_b:
+        fill_b(mlp)
+    return mlp
+
+
+def fill_b(module: nn.Module, seed: int = 1) -> None:
+    """As after some training."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if name.endswith("lora_b"):
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(sum(SPLITS), H, generator=generator)
+    return rows, torch.rand(len(rows), generator=generator) + 0.5, torch.randn(len(rows), H, generator=generator)
+
+
+def reference(mlp: GroupedMLP) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """y and gradients by the definition: each row through x W^T + s (x A^T) B^T, never through an effective weight."""
+    leaves = {n: p.detach().double().requires_grad_() for n, p in mlp.named_parameters() if n.split(".")[1] in ADAPTERS}
+    rows, probs, dy = (t.double() for t in inputs())
+    leaves["rows"] = rows.requires_grad_()
+    leaves["probs"] = probs.requires_grad_()
+
+    def linear(name: str, x: torch.Tensor, g: int) -> torch.Tensor:
+        fc = getattr(mlp, name)
+        y = x @ getattr(fc, f"weight{g}").detach().double().T
+        y = y + ALPHA / RANK * ((x @ leaves[f"{name}.lora_a"][g].T) @ leaves[f"{name}.lora_b"][g].T)
+        return y if fc.bias is None else y + fc.bias[g].detach().double()
+
+    outputs, start = [], 0
+    for g, count in enumerate(SPLITS):
+        for i in range(start, start + count):
+            gate, up = linear("fc1", rows[i], g).chunk(2)
+            outputs.append(probs[i] * linear("fc2", nn.functional.silu(gate) * up, g))
+        start += count
+    y = torch.stack(outputs)
+    gradients = torch.autograd.grad((y * dy).sum(), list(leaves.values()))
+    return y, dict(zip(leaves, gradients, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+def test_adapters_equal_a_loop(bias: bool, weights: str):
+    mlp = make_mlp(bias=bias, weights=weights)
+    want_y, want = reference(mlp)
+    rows, probs, dy = inputs()
+    rows, probs = rows.requires_grad_(), probs.requires_grad_()
+    y = mlp(rows, SPLITS, probs)
+    y.backward(dy)
+    got = {"rows": rows.grad, "probs": probs.grad}
+    for name, parameter in mlp.named_parameters():
+        if name.split(".")[1] in ADAPTERS:
+            got[name] = parameter.grad
+            assert parameter.is_expert
+        else:
+            assert parameter.grad is None
+            assert not parameter.requires_grad
+    torch.testing.assert_close(y.double(), want_y, rtol=1e-5, atol=1e-6)
+    assert got.keys() == want.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient.double(), want[name], rtol=1e-4, atol=1e-5)
+        assert gradient.any()
+    plain = GroupedMLP(GROUPS, H, I, bias=bias, weights=weights)
+    plain.load_state_dict(mlp.state_dict(), strict=False)
+    assert (plain(rows, SPLITS, probs) - y).abs().max() > 0.1  # the adapters do something
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, ScaledClampedSwiGLU()])
+def test_at_first_it_is_the_layer_without_adapters(dtype: torch.dtype, activation: nn.Module | None):
+    mlp = make_mlp(train_b=False, dtype=torch.float32, activation=activation)
+    plain = GroupedMLP(GROUPS, H, I, activation=activation)
+    plain.load_state_dict(mlp.state_dict(), strict=False)
+    rows, probs, _ = inputs()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        assert torch.equal(mlp(rows, SPLITS, probs), plain(rows, SPLITS, probs))
+    rows = rows.bfloat16()
+    for parameter in mlp.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    y = mlp(rows, SPLITS, probs)  # bf16 weights, fp32 adapters
+    assert torch.equal(y, plain.bfloat16()(rows, SPLITS, probs))
+    y.float().sum().backward()
+    assert mlp.fc1.lora_b.grad.dtype == torch.float32
+    assert mlp.fc1.lora_b.grad.any()
+    assert not mlp.fc1.lora_a.grad.any()  # B is zero
+
+
+def test_merged_and_unmerged():
+    mlp = make_mlp()
+    rows, probs, _ = inputs()
+    before, weight = mlp(rows, SPLITS, probs), mlp.fc1.weight.clone()
+    merge_lora(mlp)
+    merge_lora(mlp)  # once is enough
+    merged = mlp(rows, SPLITS, probs)
+    torch.testing.assert_close(merged, before, rtol=1e-5, atol=1e-6)
+    assert not merged.requires_grad
+    plain = GroupedMLP(GROUPS, H, I)
+    plain.load_state_dict(mlp.state_dict())  # strict: no adapters in it
+    assert torch.equal(plain(rows, SPLITS, probs), merged)
+    unmerge_lora(mlp)
+    torch.testing.assert_close(mlp.fc1.weight, weight, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(plain.fc1.weight, mlp.fc1.weight)
+    torch.testing.assert_close(mlp(rows, SPLITS, probs), before, rtol=1e-5, atol=1e-6)
+    other = make_mlp(train_b=False)
+    other.load_state_dict(mlp.state_dict())
+    assert torch.equal(other(rows, SPLITS, probs), mlp(rows, SPLITS, probs))
+
+
+def test_rank_dropout():
+    mlp = make_mlp(rank_dropout=0.5)
+    rows, probs, _ = inputs()
+    without = make_mlp()(rows, SPLITS, probs)
+    assert torch.equal(mlp.eval()(rows, SPLITS, probs), without)
+    mlp.train()
+    torch.manual_seed(0)
+    delta = torch.stack([mlp.fc1.weight_parameters()[0] - mlp.fc1.weight for _ in range(4000)])
+    assert not torch.equal(delta[0], delta[1])
+    torch.testing.assert_close(delta.mean(0), mlp.fc1._delta(0.0), rtol=0, atol=0.1)
+    ranks = {torch.linalg.matrix_rank(d, atol=1e-4).item() for d in delta[:50].flatten(0, 1)}
+    assert ranks <= set(range(RANK + 1))
+    assert len(ranks) > 2
+
+
+def test_what_add_lora_refuses():
+    for arguments, text in (
+        ({"rank": 0}, r"rank \(0\)"),
+        ({"rank_dropout": 1.0}, r"rank_dropout \(1.0\) must be in \[0, 1\)"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            add_lora(GroupedMLP(GROUPS, H, I), **({"rank": RANK, "alpha": ALPHA} | arguments))
+    with pytest.raises(ArgumentError, match="has no GroupedMLP"):
+        add_lora(nn.Linear(2, 2), rank=RANK, alpha=ALPHA)
+    with pytest.raises(ArgumentError, match=r"fc1 \(LoRAGroupedLinear\) must be a GroupedLinear"):
+        add_lora(make_mlp(), rank=RANK, alpha=ALPHA)
+    for option in ("delay_wgrad", "accumulate_into_main_grad"):
+        mlp = GroupedMLP(GROUPS, H, I, **{option: True})
+        with pytest.raises(ArgumentError, match=rf"fc1.{option} \(True\) must be False"):
+            add_lora(mlp, rank=RANK, alpha=ALPHA)
+        assert type(mlp.fc1) is not LoRAGroupedLinear
+        assert mlp.fc1.weight.requires_grad
+
+
+# -- expert-parallel --------------------------------------------------------------------------------------------------
+
+EXPERTS, TOP_K = 4, 2
+WAYS = (
+    {},
+    {"order": "slot", "stash": "none", "layout": "expert-major"},
+    {"schedule": "overlapped", "stash": "hidden"},
+    {"capacity": 100, "max_tokens": 12},
+)
+
+
+def make_layer(heap: SymmetricHeap, whole: dict[str, torch.Tensor], **options) -> MoELayer:
+    """With this rank's part of the weights and adapters of all experts."""
+    layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options), heap)
+    add_lora(layer, rank=RANK, alpha=ALPHA)
+    mine = slice(heap.rank * EXPERTS // heap.num_ranks, (heap.rank + 1) * EXPERTS // heap.num_ranks)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(whole[name] if name.startswith("router") else whole[name][mine])
+    return layer
+
+
+def check_layer(rank: int, num_ranks: int, way: dict) -> list[str]:
+    """EP against one process with all experts, whose adapters the tests above compare with a loop."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}, {way}"
+    alone = [dist.new_group([r]) for r in range(num_ranks)]
+    torch.manual_seed(4)
+    x = torch.randn(num_ranks, 9, H)
+    with (
+        SymmetricHeap(num_bytes=4 << 20, backend="host") as heap,
+        SymmetricHeap(alone[rank], num_bytes=4 << 20, backend="host") as single,
+    ):
+        torch.manual_seed(5)
+        single_layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), single)
+        add_lora(single_layer, rank=RANK, alpha=ALPHA)
+        fill_b(single_layer)
+        whole = {name: parameter.detach() for name, parameter in single_layer.named_parameters()}
+        layer = make_layer(heap, whole, **way)
+        want = single_layer(x.flatten(0, 1))[0].view(x.shape)
+        want.square().mean().backward()
+        want_norm = clip_grad_norm(single_layer, 1e-3, group=alone[rank])
+        y, _ = layer(x[rank])
+        y.square().mean().backward()
+        reduce_gradients(layer)
+        norm = clip_grad_norm(layer, 1e-3)
+        findings.close("y", y, want[rank], rtol=1e-5, atol=1e-6)
+        findings.close("norm", norm, want_norm, rtol=1e-5, atol=0)
+        mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
+        for (name, parameter), other in zip(layer.named_parameters(), single_layer.parameters(), strict=True):
+            if "lora" in name:
+                findings.close(name, parameter.grad, other.grad[mine], rtol=1e-4, atol=1e-7)
+                findings.check(bool(parameter.grad.any()), f"{name} has no gradient")
+            elif "experts" in name:
+                findings.check(parameter.grad is None, f"{name} is not frozen")
+        merge_lora(layer)
+        findings.close("merged", layer(x[rank])[0], y, rtol=1e-5, atol=1e-6)
+        del y
+    for group in alone:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return findings.texts
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_adapters_of_a_layer(cluster, num_ranks: int, way: dict):
+    assert [text for texts in cluster(num_ranks).run(check_layer, way) for text in texts] == []
+
+
+def test_inside_torch_compile():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap)
+        add_lora(layer, rank=RANK, alpha=ALPHA)
+        fill_b(layer)
+        x = torch.randn(7, H)
+        found = []
+        for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+            y, _ = module(x)
+            y.sum().backward()
+            found.append([y.detach(), layer.experts.fc1.lora_a.grad, layer.experts.fc2.lora_b.grad])
+            layer.zero_grad(set_to_none=True)
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()

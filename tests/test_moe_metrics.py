@@ -1,0 +1,170 @@
+"""Metrics of a model's layers against counts by hand and against what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from worker import Findings
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan
+from symmoe.errors import ArgumentError
+from symmoe.moe.metrics import MetricsLogger, wire_rows
+
+EXPERTS, TOP_K, H, I = 8, 3, 16, 8
+
+
+class Model(nn.Module):
+    def __init__(self, heap: SymmetricHeap, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, aux_loss_coef=0.1, **options)
+        self.layers = nn.ModuleList(MoELayer(config, heap) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, forward: Callable = lambda layer, x: layer(x)) -> torch.Tensor:
+        for layer in self.layers:
+            y, metrics = forward(layer, x)
+            x = x + y + metrics.aux_loss
+        return x
+
+
+def batch(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + number)
+    return (torch.randn(6 + rank + number, H, generator=generator) + 0.3).requires_grad_()
+
+
+def check_records(rank: int, num_ranks: int, order: str) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}, {order}"
+    logged: list[tuple[dict[str, float], int]] = []
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        model = Model(heap, order=order, capacity_factor=1.1)
+        seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for name, layer in model.named_modules():
+            if isinstance(layer, MoELayer):
+                layer.register_forward_hook(
+                    lambda m, a, out, n=name: seen.append((n, out[1].topk_idx, out[1].aux_loss.detach()))
+                )
+        logger = MetricsLogger(model, lambda numbers, step: logged.append((numbers, step)), times_forward=True)
+        for number in range(3):
+            model(batch(rank, number)).sum().backward()
+        with torch.no_grad():
+            model.eval()(batch(rank, 0))
+        records = {record.name: record for record in logger.step(17)}
+        findings.equal("layers", sorted(records), ["layers.0", "layers.1"])
+        for name, record in records.items():
+            findings.where = f"rank {rank} of {num_ranks}, {order}, {name}"
+            calls = [(ids, loss) for n, ids, loss in seen if n == name][:3]
+            load = np.zeros(EXPERTS, dtype=np.int64)
+            sent = read = over = 0
+            for ids, _ in calls:
+                plan = make_plan(ids, num_experts=EXPERTS, heap=heap)
+                load += plan.expert_load.numpy()
+                away = torch.arange(num_ranks) != rank
+                sent += int((plan.token_to_packed_row[:, away] >= 0).sum())
+                remote = (plan.slot_to_row >= 0) & (plan.slot_to_rank != rank)
+                read += int(remote.sum()) if order == "slot" else int((plan.token_to_primary_row[:, away] >= 0).sum())
+                over += int((ids < 0).sum())
+            findings.equal("calls", record.num_calls, 3)
+            findings.equal("tokens_per_expert", np.array(record.tokens_per_expert), load)
+            per_rank = load.reshape(num_ranks, -1).sum(1)
+            findings.equal("tokens_per_rank", np.array(record.tokens_per_rank), per_rank)
+            findings.check(abs(record.coefficient_of_variation - load.std() / load.mean()) < 1e-5, "cv")
+            findings.check(abs(record.max_violation - (load.max() / load.mean() - 1)) < 1e-5, "max violation")
+            findings.equal("dead", record.num_dead_experts, int((load == 0).sum()))
+            findings.equal("over capacity", record.num_over_capacity, over)
+            findings.check(over > 0, "nothing was over the capacity")
+            findings.equal("dropped", record.num_dropped, 0)
+            findings.equal("dispatch bytes", record.dispatch_bytes, sent * H * 4)
+            findings.equal("combine bytes", record.combine_bytes, read * H * 4)
+            findings.check((sent > 0) == (num_ranks > 1), "no bytes to count")
+            mean = float(sum(loss for _, loss in calls)) / 3
+            findings.check(abs(record.aux_loss - mean) < 1e-6, f"aux_loss is {record.aux_loss}, want {mean}")
+            findings.equal("high water", record.heap_high_water_bytes, heap.high_water_bytes)
+            findings.check(0 < record.forward_s < 60, f"forward took {record.forward_s} s")
+        (numbers, step) = logged[0]
+        findings.equal("step", step, 17)
+        findings.equal("all numbers", {type(value) for value in numbers.values()}, {float})
+        violations = [record.max_violation for record in records.values()]
+        findings.equal("max over layers", numbers["moe/max_violation/max"], max(violations))
+        findings.equal("mean over layers", numbers["moe/max_violation/mean"], sum(violations) / 2)
+        findings.equal("of a layer", numbers["moe/layers.1/num_calls"], 3.0)
+        findings.equal("the next step", [r.num_calls for r in logger.step(18)], [0, 0])
+        logger.close()
+        model.train()(batch(rank, 0))
+        findings.equal("after close", sum(r.num_calls for r in logger.step(19)), 0)
+    return findings.texts
+
+
+@pytest.mark.parametrize("order", ["rank", "slot"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_records_are_what_happened(cluster, num_ranks: int, order: str):
+    assert [text for texts in cluster(num_ranks).run(check_records, order) for text in texts] == []
+
+
+@pytest.fixture
+def heap():
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        yield heap
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_forwards_are_not_counted(heap: SymmetricHeap, use_reentrant: bool):
+    model = Model(heap)
+    logger = MetricsLogger(model)
+    model(batch(0, 0)).sum().backward()
+    want = logger.step(0)
+    calls = []
+    model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    with set_checkpoint_early_stop(False):  # or the second forward would end before the hooks
+        y = model(batch(0, 0), lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant))
+    y.sum().backward()
+    assert len(calls) == 2
+    assert logger.step(1) == want
+
+
+def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
+    model = Model(heap, capacity=15, overflow="drop")
+    logger = MetricsLogger(model)
+    _, metrics = model.layers[0](batch(0, 0))
+    model.layers[1](batch(0, 0))
+    record = logger.step(0)[0]
+    load = np.bincount(metrics.topk_idx.flatten().numpy(), minlength=EXPERTS)
+    assert record.num_dropped == 6 * TOP_K - 15 == metrics.num_dropped.item()
+    assert record.tokens_per_expert == tuple(load.tolist())
+    assert metrics.max_violation.item() == pytest.approx(load.max() / load.mean() - 1)
+    assert metrics.coefficient_of_variation.item() == pytest.approx(load.std() / load.mean())
+    assert metrics.num_dead_experts.item() == int((load == 0).sum())
+    assert metrics.num_over_capacity is None
+    assert record.forward_s is None
+
+
+def test_inside_torch_compile(heap: SymmetricHeap):
+    torch._dynamo.reset()
+    model = Model(heap)
+    logger = MetricsLogger(model)
+    model(batch(0, 0))
+    want = logger.step(0)
+    torch.compile(model, fullgraph=True, backend="aot_eager")(batch(0, 0))
+    got = logger.step(1)
+    for a, b in zip(got, want, strict=True):
+        assert a.tokens_per_expert == b.tokens_per_expert
+        assert a.num_calls == b.num_calls == 1
+    torch._dynamo.reset()
+
+
+def test_wire_rows_by_hand():
+    # Experts 0-1 are on rank 0, 2-3 on rank 1, 4-5 on rank 2; this is rank 1.
+    ids = torch.tensor([[0, 1, 4], [2, 3, -1], [5, 4, 3], [-1, -1, -1], [1, 2, 5]])
+    options = {"experts_per_rank": 2, "rank": 1, "num_ranks": 3}
+    assert [int(n) for n in wire_rows(ids, **options, order="rank")] == [5, 5]
+    assert [int(n) for n in wire_rows(ids, **options, order="slot")] == [5, 7]
+
+
+def test_a_model_without_layers():
+    with pytest.raises(ArgumentError, match="has no MoELayer"):
+        MetricsLogger(nn.Linear(2, 2))

@@ -1,0 +1,69 @@
+"""Training features run no operation that makes the host wait for values of a device, in forward, backward or update.
+
+CPU tensors stand in for those of a device: what is looked for is the operation. Under a dispatch mode the step is
+one operator, whose kernels other tests look at (tests/gpu).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, add_lora, balance_step
+from symmoe.moe.replay import balanced_choice
+
+EXPERTS, TOP_K, H, I = 4, 2, 16, 8
+READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "bincount", "_unique2"}
+
+
+class NoReads(TorchDispatchMode):
+    """Notes operations whose result the host has to see, or whose result's shape depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.num_operations += 1
+        indices = [i for i in args[1] if i is not None] if name in ("index", "index_put", "index_put_") else []
+        if name in READS or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+FEATURES = (
+    {"aux_loss_coef": 0.1, "aux_loss": "global", "expert_bias": True, "z_loss_coef": 0.1},
+    {"aux_loss_coef": 0.1, "aux_loss": "sequence", "capacity_factor": 1.0},
+    {"aux_loss_coef": 0.1, "capacity_factor": 0.7, "drop_policy": "position", "num_groups": 2, "top_groups": 2},
+)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("options", FEATURES, ids=str)
+def test_a_step_reads_nothing(options: dict, given: bool):
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, capacity=64, max_tokens=16, **options)
+        layer = MoELayer(config, heap)
+        add_lora(layer, rank=2, alpha=2.0, rank_dropout=0.1)
+        MetricsLogger(layer, times_forward=True)
+        x, mask = torch.randn(2, 5, H, requires_grad=True), torch.ones(2, 5, dtype=torch.bool)
+        with NoReads() as mode:
+            topk_idx = balanced_choice(10, TOP_K, EXPERTS) if given else None
+            y, metrics = layer(x, mask, topk_idx=topk_idx)
+            (y.sum() + metrics.aux_loss).backward()
+            balance_step(layer)
+        assert mode.found == []
+        assert mode.num_operations > 50
+
+
+def test_reads_are_found():
+    x = torch.arange(4.0)
+    with NoReads() as mode:
+        x[x > 1].sum().item()
+        x[x > 2] = 0
+    assert mode.found == ["index", "_local_scalar_dense", "index_put_"]

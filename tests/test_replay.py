@@ -1,0 +1,171 @@
+"""Routing that is given: recorded and replayed, and balanced by force."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
+from symmoe.errors import ArgumentError
+from symmoe.moe.replay import balanced_choice, balanced_routing, record_routing, replay_routing
+
+EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
+
+
+@pytest.fixture
+def heap():
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        yield heap
+
+
+class Model(nn.Module):
+    def __init__(self, heap: SymmetricHeap, seed: int, **options) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options)
+        self.layers = nn.ModuleList(MoELayer(config, heap) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def tokens(requires_grad: bool = False) -> torch.Tensor:
+    return torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(0)).requires_grad_(requires_grad)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_given_choice_equals_a_loop(score: str, renormalize: bool):
+    """Values and gradients in float64, of a choice that the router would not make, with a repeated expert and none."""
+    fields = {"score": score, "renormalize": renormalize, "route_scale": 1.5, "expert_bias": True}
+    router = Router(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **fields))
+    x = tokens()
+    ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(1))
+    ids[0] = torch.tensor([4, 4, 2])
+    ids[1] = torch.tensor([-1, 3, -1])
+    ids[2] = -1
+    routed = router(x, topk_idx=ids)
+    factors = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(2))
+    (routed.probs * factors).sum().backward()
+    assert torch.equal(routed.topk_idx, ids.int())
+    assert not torch.equal(router(x).topk_idx, ids.int())
+
+    weight = router.weight.detach().double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(TOKENS):
+        logits = weight @ x[t].double()
+        scores = logits.softmax(0) if score == "softmax" else logits.sigmoid()
+        probs = [scores[i] if i >= 0 else torch.zeros_like(scores[0]) for i in ids[t].tolist()]
+        if renormalize:
+            probs = [p / (sum(probs) + 1e-20) for p in probs]
+        for k, p in enumerate(probs):
+            torch.testing.assert_close(routed.probs[t, k].double(), 1.5 * p, rtol=1e-5, atol=1e-7)
+            total = total + 1.5 * p * factors[t, k].double()
+    total.backward()
+    torch.testing.assert_close(router.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8}, {"order": "slot", "expert_bias": True}], ids=str)
+def test_a_replayed_forward_is_the_recorded_one(heap: SymmetricHeap, options: dict):
+    model = Model(heap, 0, **options)
+    with record_routing(model) as routing:
+        want = model(tokens())
+    want.sum().backward()
+    wanted = gradients(model)
+    assert set(routing) == {"layers.0", "layers.1"}
+    assert all(ids.dtype == torch.int32 and ids.shape == (TOKENS, TOP_K) for ids in routing.values())
+    with replay_routing(model, routing):
+        got = model(tokens())
+    got.sum().backward()
+    assert torch.equal(got, want)
+    for a, b in zip(gradients(model), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert torch.equal(model(tokens()), want)  # the hooks are gone
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_rollout_is_replayed_by_another_policy(heap: SymmetricHeap, use_reentrant: bool):
+    """Recorded without gradients; the other weights take these experts, also when activations are computed again."""
+    rollout, policy = Model(heap, 0), Model(heap, 1)
+    with torch.no_grad(), record_routing(rollout) as routing:
+        rollout(tokens())
+    seen = []
+    for layer in policy.layers:
+        layer.router.register_forward_hook(lambda *a: seen.append(a[2]))
+    policy(tokens())
+    own = [routed.topk_idx for routed in seen]
+    seen.clear()
+    with replay_routing(policy, routing):
+        y = checkpoint(policy, tokens(requires_grad=True), use_reentrant=use_reentrant)
+        y.sum().backward()
+    recomputed = gradients(policy)
+    recorded = list(routing.values())
+    assert len(seen) == 4
+    for number, routed in enumerate(seen):
+        assert torch.equal(routed.topk_idx, recorded[number % 2])
+        assert not torch.equal(routed.topk_idx, own[number % 2])
+    with replay_routing(policy, routing):
+        kept = policy(tokens())
+    kept.sum().backward()
+    assert torch.equal(kept, y)
+    for a, b in zip(gradients(policy), recomputed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_recording_and_replaying_refuse(heap: SymmetricHeap):
+    model = Model(heap, 0)
+    with record_routing(model) as routing:
+        model(tokens())
+        with pytest.raises(ArgumentError, match=r"layer 'layers.0' is called twice"):
+            model(tokens())
+    with (
+        pytest.raises(ArgumentError, match=r"routing is for the layers \['layers.0'\]; the model has \['layers.0', "),
+        replay_routing(model, {"layers.0": routing["layers.0"]}),
+    ):
+        pass
+    with replay_routing(model, routing), pytest.raises(ArgumentError, match=r"topk_idx is torch.int32 \[11, 3\]"):
+        model(tokens()[:5])
+    with pytest.raises(ArgumentError, match="has no MoELayer"), record_routing(nn.Linear(2, 2)):
+        pass
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(64, 8, 128), (37, 2, 6), (5, 4, 4), (100, 3, 7)])
+def test_balanced_choice(num_tokens: int, top_k: int, num_experts: int):
+    ids = balanced_choice(num_tokens, top_k, num_experts)
+    load = torch.bincount(ids.flatten(), minlength=num_experts)
+    assert ids.dtype == torch.int32
+    assert ids.shape == (num_tokens, top_k)
+    assert int(load.max() - load.min()) <= 1
+    assert all(len(set(token)) == top_k for token in ids.tolist())
+
+
+def test_balanced_choice_is_spread_over_ranks():
+    """As far as random choices are: 8 of 128 experts on 8 ranks lie on 5.3 ranks on average."""
+    ranks = balanced_choice(4096, 8, 128) // 16
+    mean = sum(len(set(token)) for token in ranks.tolist()) / 4096
+    assert 4.5 < mean <= 8
+
+
+def test_balanced_routing_of_a_model(heap: SymmetricHeap):
+    model = Model(heap, 0)
+    loads = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *a: loads.append(a[2][1].expert_load))
+    x = tokens().repeat(6, 1)
+    with balanced_routing(model):
+        y = model(x)
+    y.sum().backward()
+    assert [load.tolist() for load in loads] == [[33] * EXPERTS] * 2
+    assert all(parameter.grad.any() for parameter in model.parameters())
+    model(x)
+    assert any(load.max() > 33 for load in loads[2:])

@@ -1,0 +1,114 @@
+"""Padding in a layer: as if the masked tokens were not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from worker import Findings
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.errors import ArgumentError
+
+EXPERTS, TOP_K, H, I = 4, 2, 16, 8
+OPTIONS = (
+    {},
+    {"aux_loss_coef": 0.1, "z_loss_coef": 0.01, "score": "sigmoid", "route_scale": 2.5, "expert_bias": True},
+    {"aux_loss_coef": 0.1, "aux_loss": "global", "order": "slot", "layout": "expert-major"},
+    {"capacity": 200, "max_tokens": 20, "stash": "none"},
+    {"capacity_factor": 10.0, "renormalize": False},
+)
+
+
+def make_layer(heap: SymmetricHeap, **options) -> MoELayer:
+    torch.manual_seed(2)
+    return MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, **options), heap)
+
+
+def check_padding(rank: int, num_ranks: int, options: dict) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}, {options}"
+    generator = torch.Generator().manual_seed(rank)
+    x, dy = torch.randn(2, 2, 7, H, generator=generator)
+    mask = torch.rand(2, 7, generator=generator) < 0.6
+    if rank == 1:
+        mask[:] = False  # a rank of padding alone
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        padded, alone = make_layer(heap, **options), make_layer(heap, **options)
+        x.requires_grad_()
+        y, metrics = padded(x, mask)
+        ((y * dy).sum() + metrics.aux_loss).backward()
+        rest = x.detach()[mask].requires_grad_()
+        want, wanted = alone(rest)
+        ((want * dy[mask]).sum() + wanted.aux_loss).backward()
+        findings.check(not y[~mask].any(), "a masked token has an output")
+        findings.check(not x.grad[~mask].any(), "a masked token has a gradient")
+        findings.close("y", y[mask], want, rtol=0, atol=0)
+        findings.close("dx", x.grad[mask], rest.grad, rtol=1e-5, atol=1e-6)
+        findings.close("aux_loss", metrics.aux_loss, wanted.aux_loss, rtol=1e-6, atol=0)
+        findings.equal("load", metrics.expert_load, wanted.expert_load)
+        findings.equal("slots", int((metrics.topk_idx >= 0).sum()), int(mask.sum()) * TOP_K)
+        for (name, a), b in zip(padded.named_parameters(), alone.parameters(), strict=True):
+            findings.close(name, a.grad, b.grad, rtol=1e-5, atol=1e-6)
+        if padded.router.step_load is not None:
+            findings.equal("load of the step", padded.router.step_load, wanted.expert_load.long())
+        unmasked, _ = padded(x)
+        findings.check(bool((unmasked[~mask] != 0).all()), "the mask has nothing to do")
+    return findings.texts
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_masked_tokens_are_not_there(cluster, num_ranks: int, options: dict):
+    assert [text for texts in cluster(num_ranks).run(check_padding, options) for text in texts] == []
+
+
+def test_the_shared_expert_sees_all_tokens():
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        shared = nn.Linear(H, H)
+        layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K), heap, shared_expert=shared)
+        x, mask = torch.randn(5, H), torch.tensor([True, False, True, False, False])
+        y, _ = layer(x, mask)
+        torch.testing.assert_close(y[~mask], shared(x[~mask]))
+        assert not torch.allclose(y[mask], shared(x[mask]))
+
+
+def check_wrong_mask(rank: int, num_ranks: int) -> list[str]:
+    """A wrong argument of one rank is an error of all, and the next call works."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    wrong = [
+        {"token_mask": torch.ones(3, dtype=torch.bool)},
+        {"token_mask": torch.ones(2, 3)},
+        {"token_mask": [True]},
+        {"topk_idx": torch.zeros(6, 3, dtype=torch.int32)},
+        {"topk_idx": torch.zeros(6, TOP_K)},
+        {"topk_idx": torch.full((6, TOP_K), EXPERTS, dtype=torch.int32)},
+        {"topk_idx": torch.full((6, TOP_K), -2, dtype=torch.int32)},
+    ]
+    texts = [
+        r"token_mask is torch.bool [3] on cpu; it must be torch.bool [2, 3]",
+        r"token_mask is torch.float32 [2, 3]",
+        r"token_mask (list)",
+        r"topk_idx is torch.int32 [6, 3] on cpu; it must be torch.int32 or torch.int64 [6, 2]",
+        r"topk_idx is torch.float32",
+        f"{EXPERTS}",
+        "-2",
+    ]
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        layer = make_layer(heap)
+        for arguments, text in zip(wrong, texts, strict=True):
+            try:
+                layer(torch.ones(2, 3, H), **(arguments if rank == 0 else {}))
+            except ArgumentError as error:
+                findings.check(text in str(error), f"{error} does not say {text}")
+            else:
+                findings.check(False, f"no error for {text}")
+        y, _ = layer(torch.ones(2, 3, H))
+        findings.check(bool(y.isfinite().all()), "the next call is wrong")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_wrong_masks_and_choices(cluster, num_ranks: int):
+    assert [text for texts in cluster(num_ranks).run(check_wrong_mask) for text in texts] == []

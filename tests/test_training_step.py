@@ -1,0 +1,139 @@
+"""Whole optimizer steps on EP x EDP processes against one process, and fp32 masters under half-precision compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker import Findings
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, clip_grad_norm, reduce_gradients
+from symmoe.moe.bias import balance_step
+
+EXPERTS, TOP_K, H, I, TOKENS = 4, 2, 16, 8, 6
+STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.05
+
+
+class Model(nn.Module):
+    def __init__(self, heap: SymmetricHeap, expert_group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(H, H)
+        config = MoEConfig(
+            hidden=H,
+            ffn=I,
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            expert_bias=True,
+            bias_update_rate=0.05,
+            aux_loss_coef=0.1,
+            aux_loss="global",
+        )
+        shared = nn.Linear(H, H)
+        self.moe = MoELayer(config, heap, shared_expert=shared, expert_group=expert_group)
+        generator = torch.Generator().manual_seed(1)
+        mine = slice(heap.rank * EXPERTS // heap.num_ranks, (heap.rank + 1) * EXPERTS // heap.num_ranks)
+        with torch.no_grad():
+            self.moe.router.weight.copy_(torch.randn(EXPERTS, H, generator=generator))
+            for linear in (self.moe.experts.fc1, self.moe.experts.fc2):
+                whole = torch.randn(EXPERTS, *linear.weight.shape[1:], generator=generator) / 4
+                linear.weight.copy_(whole[mine])
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        y, metrics = self.moe(self.dense(x))
+        return y.square().mean() + metrics.aux_loss
+
+
+def batch(rank: int, step: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + 100 * rank + 10 * step + number)
+    return torch.randn(TOKENS, H, generator=generator) + 0.3
+
+
+def check_steps(rank: int, num_ranks: int, ep_size: int, wrong: str) -> list[str]:
+    """Trains both ways; `wrong` leaves something out, and must be found."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}, EP groups of {ep_size}"
+    ep_groups = [dist.new_group(list(range(r, r + ep_size))) for r in range(0, num_ranks, ep_size)]
+    replica_groups = [dist.new_group(list(range(r, num_ranks, ep_size))) for r in range(ep_size)]
+    alone = [dist.new_group([r]) for r in range(num_ranks)]
+    replicas = replica_groups[rank % ep_size]
+    with (
+        SymmetricHeap(ep_groups[rank // ep_size], num_bytes=4 << 20, backend="host") as heap,
+        SymmetricHeap(alone[rank], num_bytes=4 << 20, backend="host") as single,
+    ):
+        whole, model = Model(single, None), Model(heap, replicas)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (whole, model)]
+        for step in range(STEPS):
+            for number in range(MICRO_BATCHES):
+                everybody = torch.cat([batch(r, step, number) for r in range(num_ranks)])
+                (whole.loss(everybody) / MICRO_BATCHES).backward()
+                (model.loss(batch(rank, step, number)) / MICRO_BATCHES).backward()
+            want_norm = clip_grad_norm(whole, MAX_NORM, group=alone[rank])
+            reduce_gradients(model, expert_group=replicas)
+            group = None if wrong == "clip" else replicas
+            norm = clip_grad_norm(model, MAX_NORM, expert_group=group)
+            findings.close(f"norm of step {step}", norm, want_norm, rtol=1e-5, atol=0)
+            findings.check(float(want_norm) > 2 * MAX_NORM, f"nothing to clip: {float(want_norm)}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            balance_step(whole)
+            balance_step(model, expert_group=None if wrong == "balance" else replicas)
+        mine = slice(heap.rank * EXPERTS // ep_size, (heap.rank + 1) * EXPERTS // ep_size)
+        for (name, got), want in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
+            want = want[mine] if ".experts." in name else want
+            findings.close(name, got, want, rtol=1e-4, atol=2e-5)
+        findings.check(bool(whole.moe.router.expert_bias.any()), "the bias has not moved")
+    for group in [*ep_groups, *replica_groups, *alone]:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return findings.texts
+
+
+@pytest.mark.parametrize(("num_ranks", "ep_size"), [(2, 2), (4, 2), (2, 1)])
+def test_steps_are_those_of_one_process(cluster, num_ranks: int, ep_size: int):
+    assert [text for texts in cluster(num_ranks).run(check_steps, ep_size, "") for text in texts] == []
+
+
+@pytest.mark.parametrize(("wrong", "text"), [("clip", "norm of step 0"), ("balance", "expert_bias")])
+def test_a_forgotten_group_is_found(cluster, wrong: str, text: str):
+    found = [t for texts in cluster(4).run(check_steps, 2, wrong) for t in texts]
+    assert any(text in t for t in found), found
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_fp32_masters_keep_small_updates(autocast: bool):
+    """Updates of 2^-13 of a weight: fp32 weights add them up although all is computed in bf16; bf16 weights do not."""
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            config = MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K)
+            layer = MoELayer(config, heap, dtype=dtype)
+            x = torch.randn(32, H)
+            experts = list(layer.experts.parameters())
+            with torch.no_grad():
+                for parameter in experts:
+                    parameter.copy_(parameter.sign() * 0.25)
+            start = [parameter.detach().float().clone() for parameter in experts]
+            totals = [torch.zeros_like(parameter) for parameter in start]
+            for _ in range(8):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    y, _ = layer(x if autocast else x.bfloat16())
+                assert y.dtype == torch.bfloat16
+                y.float().sum().backward()
+                for parameter, total in zip(experts, totals, strict=True):
+                    assert parameter.grad.dtype == dtype
+                    update = 0.25 * 2.0**-13 * parameter.grad.float().sign()
+                    total += update
+                    with torch.no_grad():
+                        parameter.sub_(update.to(dtype))
+                    parameter.grad = None
+                assert layer.router.weight.grad.dtype == torch.float32
+            for parameter, before, total in zip(experts, start, totals, strict=True):
+                moved = before - parameter.detach().float()
+                assert total.any()
+                if dtype == torch.float32:
+                    torch.testing.assert_close(moved, total, rtol=1e-3, atol=1e-7)
+                else:
+                    assert not moved.any()
