@@ -15,7 +15,8 @@ import torch
 
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import PHASE, READY_PROBS, READY_ROWS, READY_SLOTS, agreed_fields, token_to_row
+from symmoe.dispatch.send import agreed_fields, token_to_row
+from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 
@@ -56,51 +57,18 @@ def arriving(
         num_ctas: programs of the kernels that move rows to peers; None: as many as they like.
     """
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs, layout, "overlapped")
-    shape = (plan.packed_row_capacity, plan.top_k)
-    with (
-        heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as wire_slots,
-        heap.lease(shape, torch.float32, name="received probs", phase=PHASE) as wire_probs,
-        heap.one_call(),
-    ):
-        offsets = (heap.offset_of(buffer, phase=PHASE), wire_slots.offset, wire_probs.offset)
-        ready = heap.barrier(PHASE, publish=offsets, **agreed)
-        ops.push_slots(
-            plan.slot_to_row,
-            plan.slot_to_rank,
-            probs,
-            plan.token_to_packed_row,
-            plan.block_tokens,
-            plan.packed_start,
-            plan.packed_limit,
-            heap.peers,
-            ready,
-            row_column=READY_SLOTS,
-            prob_column=READY_PROBS,
-        )
-        packed_to_row = torch.empty(shape, dtype=torch.int32, device=x.device)
-        # Zeros, not garbage, in the tail: whoever gathers by it stays inside the buffer.
-        row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32, device=x.device)
-        row_probs = torch.empty(plan.row_capacity, dtype=torch.float32, device=x.device)
+    with Slots(plan, probs) as slots, heap.one_call():
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE), *slots.offsets), **agreed)
+        slots.push(ready)
 
         def receive(source: int, arrived: torch.Tensor) -> None:
             begin, end = _packed_rows_of(plan, source)
-            ops.index_rows(
-                wire_slots.tensor,
-                wire_probs.tensor,
-                begin,
-                end,
-                ready,
-                arrived,
-                packed_to_row,
-                row_to_packed_row,
-                row_probs,
-            )
+            slots.index(begin, end, ready, arrived)
             if layout == "expert-major":
-                ops.fan_out(buffer, packed_to_row, begin, end)
+                ops.fan_out(buffer, slots.packed_to_row, begin, end)
 
         with _travelling(x, plan, ready, layout, num_ctas, receive) as parts:
-            yield Arrival(parts, row_probs, row_to_packed_row)
-    plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
+            yield Arrival(parts, slots.row_probs, slots.row_to_packed_row)
 
 
 @contextmanager

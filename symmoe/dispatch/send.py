@@ -13,10 +13,8 @@ import torch
 
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.kernels import control
-
-READY_ROWS, READY_SLOTS, READY_PROBS = range(3)  # what a rank publishes: where it wants each of these
-PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
 
 
 def send_packed(x: torch.Tensor, plan: Plan, packed: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor | None:
@@ -84,45 +82,10 @@ def _send_with_slots(
     x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None, layout: str
 ) -> torch.Tensor | None:
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs, layout, "serial")
-    shape = (plan.packed_row_capacity, plan.top_k)
-    with (
-        heap.lease(shape, torch.int32, name="received slots", phase=PHASE) as wire_slots,
-        heap.lease(shape, torch.float32, name="received probs", phase=PHASE) as wire_probs,
-        heap.one_call(),
-    ):
-        offsets = (heap.offset_of(buffer, phase=PHASE), wire_slots.offset, wire_probs.offset)
-        ready = heap.barrier(PHASE, publish=offsets, **agreed)
+    with Slots(plan, probs) as slots, heap.one_call():
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE), *slots.offsets), **agreed)
         ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
-        ops.push_slots(
-            plan.slot_to_row,
-            plan.slot_to_rank,
-            probs,
-            plan.token_to_packed_row,
-            plan.block_tokens,
-            plan.packed_start,
-            plan.packed_limit,
-            heap.peers,
-            ready,
-            row_column=READY_SLOTS,
-            prob_column=READY_PROBS,
-        )
+        slots.push(ready)
         arrived = heap.barrier(control.PHASE_DISPATCH_DONE, **agreed)
-        packed_to_row = torch.empty(shape, dtype=torch.int32, device=x.device)
-        # Zeros, not garbage, in the tail: whoever gathers by it stays inside the buffer.
-        row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32, device=x.device)
-        row_probs = None
-        if probs is not None:
-            row_probs = torch.empty(plan.row_capacity, dtype=torch.float32, device=x.device)
-        ops.index_rows(
-            wire_slots.tensor,
-            None if probs is None else wire_probs.tensor,
-            plan.source_to_packed_start[:1],
-            plan.num_packed,
-            ready,
-            arrived,
-            packed_to_row,
-            row_to_packed_row,
-            row_probs,
-        )
-    plan.packed_to_row, plan.row_to_packed_row = packed_to_row, row_to_packed_row
-    return row_probs
+        slots.index(plan.source_to_packed_start[:1], plan.num_packed, ready, arrived)
+    return slots.row_probs

@@ -1,0 +1,94 @@
+"""What travels beside the rows of a forward dispatch: which rows each token has on a rank, and their probs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from symmoe import kernels
+from symmoe.dispatch.plan import Plan
+from symmoe.kernels import control
+
+PHASE = control.PHASE_DISPATCH_READY  # the trip's first barrier
+READY_ROWS, READY_SLOTS, READY_PROBS = range(3)  # what a rank publishes there: where it wants each of these
+
+
+class Slots:
+    """The slots of one dispatch: a context that leases what they arrive in, and turns it into index tensors.
+
+    P_cap and N_cap are the plan's capacities. Without an exception the plan has `packed_to_row` and
+    `row_to_packed_row` after the context.
+
+    Args:
+        probs: fp32 [T, K] or None, as on all ranks.
+
+    Attributes:
+        packed_to_row: int32 [P_cap, K].
+        row_to_packed_row: int32 [N_cap]; 0 in the tail.
+        row_probs: fp32 [N_cap], or None without probs.
+    """
+
+    def __init__(self, plan: Plan, probs: torch.Tensor | None) -> None:
+        device = plan.heap.device
+        self._plan, self._probs, self._ops = plan, probs, kernels.for_device(device)
+        self._shape, self._leases = (plan.packed_row_capacity, plan.top_k), ExitStack()
+        self.packed_to_row = torch.empty(self._shape, dtype=torch.int32, device=device)
+        # Zeros, not garbage, in the tail: whoever gathers by it stays inside the buffer.
+        self.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32, device=device)
+        self.row_probs = None
+        if probs is not None:
+            self.row_probs = torch.empty(plan.row_capacity, dtype=torch.float32, device=device)
+
+    def __enter__(self) -> Slots:
+        heap = self._plan.heap
+        with self._leases:
+            lease = heap.lease(self._shape, torch.int32, name="received slots", phase=PHASE)
+            self._slots = self._leases.enter_context(lease)
+            lease = heap.lease(self._shape, torch.float32, name="received probs", phase=PHASE)
+            self._received_probs = self._leases.enter_context(lease)
+            self._leases = self._leases.pop_all()
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        self._leases.close()
+        if exc_type is None:
+            self._plan.packed_to_row, self._plan.row_to_packed_row = self.packed_to_row, self.row_to_packed_row
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """What the ready barrier publishes as READY_SLOTS and READY_PROBS."""
+        return self._slots.offset, self._received_probs.offset
+
+    def push(self, ready: torch.Tensor) -> None:
+        """To all ranks. `ready`: what the ready barrier returned."""
+        plan = self._plan
+        self._ops.push_slots(
+            plan.slot_to_row,
+            plan.slot_to_rank,
+            self._probs,
+            plan.token_to_packed_row,
+            plan.block_tokens,
+            plan.packed_start,
+            plan.packed_limit,
+            plan.heap.peers,
+            ready,
+            row_column=READY_SLOTS,
+            prob_column=READY_PROBS,
+        )
+
+    def index(
+        self, packed_begin: torch.Tensor, packed_end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor
+    ) -> None:
+        """Takes in the slots of packed rows that have arrived: see the kernel `index_rows`."""
+        self._ops.index_rows(
+            self._slots.tensor,
+            None if self._probs is None else self._received_probs.tensor,
+            packed_begin,
+            packed_end,
+            ready,
+            arrived,
+            self.packed_to_row,
+            self.row_to_packed_row,
+            self.row_probs,
+        )
