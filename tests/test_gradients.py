@@ -121,3 +121,14 @@ def test_alone_it_changes_nothing_but_missing_gradients():
     assert torch.equal(model.experts.grad, before)
     expected = sum(p.grad.double().square().sum() for p in model.parameters() if p.requires_grad).sqrt()
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norm_of_half_precision_gradients_is_taken_in_fp32(dtype: torch.dtype):
+    """3 * 30080 is more than fp16 can hold, and takes more bits than bf16 has; both hold 30080 itself."""
+    model = nn.Linear(3, 3, bias=False, dtype=dtype)
+    model.weight.grad = torch.full_like(model.weight, 30080.0)
+    norm = clip_grad_norm(model, 3.0)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, torch.tensor(90240.0))
+    torch.testing.assert_close(model.weight.grad, torch.ones_like(model.weight))

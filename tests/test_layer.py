@@ -567,12 +567,6 @@ def check_leases(rank: int, num_ranks: int, device: str) -> list[str]:
         findings.equal("slots", int(metrics.expert_load.sum()), 4 * (num_ranks - 1))
         del y, metrics
         findings.equal("leased bytes", heap.leased_bytes, 0)
-        try:
-            layer.update_expert_bias(torch.zeros(2 * num_ranks))
-        except ArgumentError as error:
-            findings.check("expert_bias is off" in str(error), str(error))
-        else:
-            findings.check(False, "a bias that is off was updated")
     return findings.texts
 
 

@@ -137,9 +137,30 @@ def test_merged_and_unmerged():
     torch.testing.assert_close(mlp.fc1.weight, weight, rtol=1e-5, atol=1e-6)
     assert not torch.equal(plain.fc1.weight, mlp.fc1.weight)
     torch.testing.assert_close(mlp(rows, SPLITS, probs), before, rtol=1e-5, atol=1e-6)
-    other = make_mlp(train_b=False)
-    other.load_state_dict(mlp.state_dict())
-    assert torch.equal(other(rows, SPLITS, probs), mlp(rows, SPLITS, probs))
+    for is_merged in (False, True):
+        other = make_mlp(train_b=False)
+        fill_b(other, seed=5)
+        if is_merged:
+            merge_lora(other)
+        other.load_state_dict(mlp.state_dict())
+        assert not other.fc1.is_merged
+        assert torch.equal(other(rows, SPLITS, probs), mlp(rows, SPLITS, probs))
+    merge_lora(other)
+    other.load_state_dict(other.state_dict())  # strict: what has no adapters goes into what has merged them
+    assert other.fc1.is_merged
+
+
+def test_a_step_of_the_optimizer_leaves_merged_adapters_alone():
+    mlp = make_mlp()
+    rows, probs, dy = inputs()
+    weight, optimizer = mlp.fc1.weight.clone(), torch.optim.AdamW(mlp.parameters(), lr=0.1)
+    mlp(rows, SPLITS, probs).backward(dy)
+    merge_lora(mlp)
+    optimizer.step()
+    unmerge_lora(mlp)
+    torch.testing.assert_close(mlp.fc1.weight, weight, rtol=1e-5, atol=1e-6)
+    mlp(rows, SPLITS, probs).backward(dy)
+    assert mlp.fc1.lora_a.grad.any()
 
 
 def test_rank_dropout():

@@ -133,8 +133,13 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
         replay_routing(model, {"layers.0": routing["layers.0"]}),
     ):
         pass
-    with replay_routing(model, routing), pytest.raises(ArgumentError, match=r"topk_idx is torch.int32 \[11, 3\]"):
+    with pytest.raises(ArgumentError, match=r"topk_idx is torch.int32 \[11, 3\]"), replay_routing(model, routing):
         model(tokens()[:5])
+    compiled = torch.compile(model, backend="eager")
+    compiled(tokens())
+    for context in (record_routing(model), replay_routing(model, routing), balanced_routing(model)):
+        with pytest.raises(ArgumentError, match="have not been called, or in a model compiled before"), context:
+            compiled(tokens())
     with pytest.raises(ArgumentError, match="has no MoELayer"), record_routing(nn.Linear(2, 2)):
         pass
 

@@ -33,6 +33,8 @@ def check_padding(rank: int, num_ranks: int, options: dict) -> list[str]:
     mask = torch.rand(2, 7, generator=generator) < 0.6
     if rank == 1:
         mask[:] = False  # a rank of padding alone
+    with torch.no_grad():
+        x[~mask] = torch.nan
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         padded, alone = make_layer(heap, **options), make_layer(heap, **options)
         x.requires_grad_()
@@ -52,7 +54,7 @@ def check_padding(rank: int, num_ranks: int, options: dict) -> list[str]:
             findings.close(name, a.grad, b.grad, rtol=1e-5, atol=1e-6)
         if padded.router.step_load is not None:
             findings.equal("load of the step", padded.router.step_load, wanted.expert_load.long())
-        unmasked, _ = padded(x)
+        unmasked, _ = padded(x.nan_to_num(1.0))
         findings.check(bool((unmasked[~mask] != 0).all()), "the mask has nothing to do")
     return findings.texts
 
@@ -73,7 +75,7 @@ def test_the_shared_expert_sees_all_tokens():
         assert not torch.allclose(y[mask], shared(x[mask]))
 
 
-def check_wrong_mask(rank: int, num_ranks: int) -> list[str]:
+def check_wrong_mask(rank: int, num_ranks: int, options: dict) -> list[str]:
     """A wrong argument of one rank is an error of all, and the next call works."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
@@ -96,7 +98,7 @@ def check_wrong_mask(rank: int, num_ranks: int) -> list[str]:
         "-2",
     ]
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        layer = make_layer(heap)
+        layer = make_layer(heap, **options)
         for arguments, text in zip(wrong, texts, strict=True):
             try:
                 layer(torch.ones(2, 3, H), **(arguments if rank == 0 else {}))
@@ -109,6 +111,7 @@ def check_wrong_mask(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0, "aux_loss_coef": 0.1}], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_wrong_masks_and_choices(cluster, num_ranks: int):
-    assert [text for texts in cluster(num_ranks).run(check_wrong_mask) for text in texts] == []
+def test_wrong_masks_and_choices(cluster, num_ranks: int, options: dict):
+    assert [text for texts in cluster(num_ranks).run(check_wrong_mask, options) for text in texts] == []

@@ -95,9 +95,9 @@ def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torc
 
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K], -1 no expert."""
-    # A column of its own for -1: writes of different values to one place have no order.
-    places = torch.where(topk_idx < 0, num_experts, topk_idx).long()
+    """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K]; -1 and ids out of range are no expert."""
+    # A column of its own for them: writes of different values to one place have no order.
+    places = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
     chosen = torch.zeros((topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device)
     return chosen.scatter_(1, places, True)[:, :num_experts]
 

@@ -53,10 +53,11 @@ class MoEConfig:
             loss).
         bias_update_rate: step of that bias per optimizer step.
         aux_loss_coef: factor of the load-balance loss; 0 turns it off.
-        aux_loss: over which tokens experts are to be busy equally: those of one call ("micro_batch", the EP group's),
-            of each sequence, or of all micro-batches of an optimizer step ("global"); see symmoe.moe.balance.
-        capacity_factor: an expert takes at most ceil(capacity_factor * T * K / E) of this rank's T tokens; the others
-            lose that slot before they travel. None drops nothing.
+        aux_loss: over which tokens experts are to be busy equally: those of one call ("micro_batch", the EP group's;
+            with a capacity_factor this rank's), of each sequence, or of all micro-batches since the last balance_step
+            ("global", which therefore needs one per optimizer step); see symmoe.moe.balance.
+        capacity_factor: an expert takes at most ceil(capacity_factor * T * K / E) of this rank's T tokens, padding
+            counted; the others lose that slot before they travel. None drops nothing.
         drop_policy: which tokens lose: those of the smallest prob ("probs") or the last ones ("position").
         z_loss_coef: factor of the router z-loss; 0 turns it off.
 
@@ -127,8 +128,13 @@ class MoEConfig:
         _check_factor("capacity_factor", self.capacity_factor)
         if not self.capacity_factor:
             raise ArgumentError(f"capacity_factor ({self.capacity_factor}) must be more than 0")
+        # The load of all ranks is what the plan counts, and that is after the drops: an overloaded expert looks busy.
+        if self.expert_bias:
+            raise ArgumentError(
+                f"expert_bias (True) must be False with capacity_factor ({self.capacity_factor}): it would follow the "
+                "load after the drops"
+            )
         if self.aux_loss == "global":
-            # The load of all ranks and micro-batches is what the plan counts, and that is after the drops.
             raise ArgumentError(
                 f"aux_loss ('global') must be 'micro_batch' or 'sequence' with capacity_factor ({self.capacity_factor})"
             )

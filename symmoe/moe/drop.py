@@ -32,7 +32,9 @@ def drop_over_capacity(
     Returns:
         topk_idx with -1 and probs with 0 where a slot was dropped; and int32 [1], how many were.
     """
-    expert_N = torch.where(topk_idx < 0, num_experts, topk_idx).flatten().long()
+    # An id out of range is for the plan to report, on all ranks; here it is no expert.
+    is_none = (topk_idx < 0) | (topk_idx >= num_experts)
+    expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()
     order_N = torch.arange(expert_N.numel(), device=expert_N.device)
     if policy == "probs":
         order_N = probs.detach().flatten().argsort(descending=True, stable=True)

@@ -17,6 +17,7 @@ reduced: with `accumulate_into_main_grad`, the trainer that owns `main_grad` red
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -93,7 +94,10 @@ def clip_grad_norm(
     device = next(model.parameters()).device  # the norm of no gradients at all would come out on the CPU
     everywhere, here = torch.zeros(2, device=device)  # squares of what all ranks have, and of what they have to add up
     for num_copies, gradients in sorted(copies.items()):
-        square = nn.utils.get_total_norm(gradients).float().square().to(device)
+        # In fp32 at least, from the beginning: the norm of a half-precision gradient need not fit into its dtype.
+        dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
+        norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype))
+        square = norms.square().sum().float().to(device)
         if num_copies == num_ranks:
             everywhere += square
         else:

@@ -147,8 +147,9 @@ class MoELayer(nn.Module):
 
         Raises:
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
+                Inside torch.compile a wrong x, token_mask or topk_idx is the compiler's error, on that rank alone.
         """
-        if not torch.compiler.is_compiling():  # else the operator does it
+        if not torch.compiler.is_compiling():
             self.heap.check()
             self.heap.fail_for(self._problem(x, token_mask, topk_idx), control.PHASE_PLAN)
         if operators.is_watched(self.experts):
@@ -195,18 +196,6 @@ class MoELayer(nn.Module):
         if self.router.step_load is None or not self.training or not torch.is_grad_enabled():
             return y
         return count_in_backward(y, expert_load, self.router.step_load)
-
-    def update_expert_bias(self, expert_load: torch.Tensor) -> None:
-        """Moves the router's bias towards balance by a load that the caller has added up. Not collective.
-
-        balance_step does it for a whole model, with the load that the layers have counted themselves.
-
-        Args:
-            expert_load: [E], the load since the last call (of all ranks that share the router).
-        """
-        if self.router.expert_bias is None:
-            raise ArgumentError("expert_bias is off in this layer's config (expert_bias=False)")
-        balance.update_expert_bias(self.router.expert_bias, expert_load, self.config.bias_update_rate)
 
     def _metrics(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -102,6 +103,7 @@ class LoRAGroupedLinear(GroupedLinear):
         if not self.is_merged:
             self._add_to_weights(1.0)
             self.is_merged = True
+            self._let_adapters_train(False)
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -109,6 +111,13 @@ class LoRAGroupedLinear(GroupedLinear):
         if self.is_merged:
             self._add_to_weights(-1.0)
             self.is_merged = False
+            self._let_adapters_train(True)
+
+    def _let_adapters_train(self, may: bool) -> None:
+        for adapter in (self.lora_a, self.lora_b):
+            adapter.requires_grad_(may)
+            if not may:
+                adapter.grad = None  # an optimizer's step would change what the weights hold already
 
     def _add_to_weights(self, sign: float) -> None:
         delta = self._delta(0.0)
@@ -128,6 +137,15 @@ class LoRAGroupedLinear(GroupedLinear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_merged:  # what a layer without adapters can load, and what cannot be added twice
             del destination[f"{prefix}lora_a"], destination[f"{prefix}lora_b"]
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        names = [f"{prefix}lora_a", f"{prefix}lora_b"]
+        if any(name in state_dict for name in names):
+            self.unmerge()  # the weights beside adapters are without what these add
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.is_merged:
+            missing_keys = args[2]
+            missing_keys[:] = [key for key in missing_keys if key not in names]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.lora_a.shape[1]}, scaling={self.scaling}"

@@ -9,7 +9,7 @@ For one layer: `layer(x, topk_idx=recorded)`. The helpers below do it for all la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,7 +33,8 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
         name of each MoELayer to int32 [T, K] on the device.
 
     Raises:
-        ArgumentError: the model has no MoELayer; or a layer is called a second time (which of the two to keep?).
+        ArgumentError: the model has no MoELayer; a layer is called a second time (which of the two to keep?), or not
+            at all, as seen from here: a model that torch.compile has compiled before takes no notice of this.
     """
     routing: Routing = {}
     with ExitStack() as hooks:
@@ -46,6 +47,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
             hooks.callback(layer.router.register_forward_hook(keep).remove)
         yield routing
+        _check_all_called(_layers(model).keys() - routing.keys())
 
 
 @contextmanager
@@ -58,7 +60,8 @@ def replay_routing(model: nn.Module, routing: Mapping[str, torch.Tensor]) -> Ite
         routing: of :func:`record_routing`, for the same tokens; -1 is no expert.
 
     Raises:
-        ArgumentError: `routing` is not for the layers of `model`.
+        ArgumentError: `routing` is not for the layers of `model`; or a layer has not taken it: a model that
+            torch.compile has compiled before takes no notice of this.
     """
     layers = _layers(model)
     if routing.keys() != layers.keys():
@@ -105,14 +108,22 @@ def _layers(model: nn.Module) -> dict[str, MoELayer]:
 def _choose(
     layers: Mapping[str, MoELayer], choice: Callable[[str, MoELayer, torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
+    left = set(layers)
     with ExitStack() as hooks:
         for name, layer in layers.items():
 
             def give(
                 module: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name
             ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                left.discard(name)
                 x = args[0] if args else kwargs["x"]
                 return args, {**kwargs, "topk_idx": choice(name, module, x)}
 
             hooks.callback(layer.register_forward_pre_hook(give, with_kwargs=True).remove)
         yield
+        _check_all_called(left)
+
+
+def _check_all_called(left: Set[str]) -> None:
+    if left:
+        raise ArgumentError(f"the layers {sorted(left)} have not been called, or in a model compiled before")

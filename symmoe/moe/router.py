@@ -98,6 +98,8 @@ class Router(nn.Module):
         if not x.is_floating_point():
             raise ArgumentError(f"x ({x.dtype}) must be floating point, like weight ({self.weight.dtype})")
         self._check_choice(x, token_mask, topk_idx)
+        if token_mask is not None:  # padding may hold anything, NaN too, and a gradient of 0 would not stop that
+            x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
             logits = nn.functional.linear(x.float(), self.weight)

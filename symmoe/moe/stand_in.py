@@ -9,6 +9,7 @@ from dataclasses import fields
 import torch
 
 from symmoe.kernels.activation import Activation
+from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import GroupedMLP, split_weights
 
 _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
@@ -42,6 +43,7 @@ def with_parameters(experts: GroupedMLP, biases: Sequence[torch.Tensor], weights
     stand_in._modules = dict(experts._modules)
     for number, (name, own) in enumerate(zip(("fc1", "fc2"), split_weights(experts.fc1, tuple(weights)), strict=True)):
         linear = copy.copy(getattr(experts, name))
+        linear.__class__ = GroupedLinear  # what it is given are the effective weights, also of one with adapters
         names = ["weight"] if linear.is_packed else [f"weight{g}" for g in range(linear.num_groups)]
         linear._parameters = dict(zip(names, own, strict=True)) | {"bias": biases[number] if biases else None}
         stand_in._modules[name] = linear

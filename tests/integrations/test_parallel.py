@@ -367,6 +367,37 @@ def test_biases(cluster: Callable[..., Cluster]):
     cluster(2).run(with_biases)
 
 
+def with_adapters(rank: int, num_ranks: int, wrap: str) -> None:
+    """LoRA, sharded or replicated: outputs and the adapters' gradients are those of the layer alone."""
+    mesh = open_mesh(1, 2)
+    with open_heap(mesh) as heap:
+        torch.manual_seed(rank)
+        layer = symmoe.MoELayer(CONFIG, heap)
+        dist.broadcast(layer.router.weight.data, 0)
+        for adapter in symmoe.add_lora(layer, rank=2, alpha=3.0):
+            with torch.no_grad():
+                adapter.normal_()
+        x = torch.randn(9, HIDDEN)
+        y, _ = layer(x)
+        y.square().sum().backward()
+        expected = {n: parameter.grad / 2 for n, parameter in layer.named_parameters() if "lora" in n}
+        assert len(expected) == 4
+        layer.zero_grad()
+        model = parallelize(nn.Sequential(layer), mesh) if wrap == "fsdp" else data_parallel(nn.Sequential(layer), mesh)
+        found, _ = model(x)
+        found.square().sum().backward()
+        torch.testing.assert_close(found, y, rtol=0, atol=0)
+        for name, gradient in expected.items():
+            got = layer.get_parameter(name).grad
+            got = got.to_local() if isinstance(got, DTensor) else got
+            torch.testing.assert_close(got, gradient, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
+def test_adapters(cluster: Callable[..., Cluster], wrap: str):
+    cluster(2).run(with_adapters, wrap)
+
+
 def refused(rank: int, num_ranks: int) -> None:
     mesh = open_mesh(1, 2)
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
