@@ -7,8 +7,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe.combine.collect import PHASE, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import PHASE as SEND
 from symmoe.dispatch.send import send_expert_major_gradient
+from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.tokens import receive_gradient, rows_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control

@@ -13,7 +13,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe.combine.collect import collect_rows, collect_rows_and_values, on_heap
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import PHASE, send_expert_major, send_packed, send_packed_gradient
+from symmoe.dispatch.send import send_expert_major, send_packed, send_packed_gradient
+from symmoe.dispatch.slots import PHASE
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.autograd import wrote_into

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels import control
 
 # Fields that take one of a few words. The Literal annotations below say the same to a type checker.
 _CHOICES = {
     "overflow": ("raise", "drop"),
-    "order": ("rank", "slot"),
+    "order": control.ORDERS,
     "score": ("softmax", "sigmoid"),
     "stash": ("all", "rows", "hidden", "none"),
-    "layout": ("packed", "expert-major"),
-    "schedule": ("serial", "overlapped"),
+    "layout": control.LAYOUTS,
+    "schedule": control.SCHEDULES,
     "aux_loss": ("micro_batch", "sequence", "global"),
     "drop_policy": ("probs", "position"),
 }

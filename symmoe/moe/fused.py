@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from symmoe.combine.collect import PHASE as COLLECT
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import PHASE as SEND
+from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, first_layer, second_layer
 from symmoe.moe.grouped_linear import GroupedLinear

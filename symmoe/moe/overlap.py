@@ -2,7 +2,7 @@
 
 A kernel that moves rows gets as few programs, each of which fills an SM, as finish by the time that the GEMMs beside it
 do; the GEMMs get the other SMs. Both times come from bytes and FLOPs and from what one program, a link and a GPU were
-measured to do.
+measured to do, or, where nothing was measured yet, are taken to do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from symmoe.kernels.parts import PANEL_COLUMNS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the hardware does, per second. The defaults are of an H200 with NVLink (docs/measurements.md, shared facts).
+    """What the hardware does, per second. The defaults are for an H200 with NVLink.
+
+    The link, a push, and the GEMMs follow what was measured there with plain copies and with our kernels. A pull, the
+    memory and a launch are estimates, to be replaced by measurements of our kernels beside GEMMs.
 
     Attributes:
         link_bytes: over NVLink to all peers together, one direction.

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from symmoe.combine.tokens import combine_tokens
 from symmoe.dispatch.plan import Plan, make_plan
-from symmoe.dispatch.send import PHASE as SEND
+from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.tokens import dispatch_tokens
 from symmoe.integrations.megatron.buffers import SharedBuffers
 
