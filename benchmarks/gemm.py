@@ -245,30 +245,33 @@ def build_ops(shape: str) -> dict[str, Op]:
             left, right, row_start, dw, dout_index=left_index, rows_index=right_index, config=c
         )
 
-    act = hopper.kernels(row_start.device, torch.bfloat16, I)
+    special = hopper.kernels(row_start.device, torch.bfloat16, I)
+    if special is not None:
+        from symmoe.kernels.gpu.hopper import act
 
     def special_gemm(x, w, y, k_first):
         """Runs of the product by Hopper's kernel."""
-        if act is None:
+        if special is None:
             return {}
         return {
-            f"hopper g{g}": functools.partial(act.launch_gemm, x, w, row_start, y, weight_k_first=k_first, group_m=g)
+            f"hopper g{g}": functools.partial(
+                special.launch_gemm, x, w, row_start, y, weight_k_first=k_first, group_m=g
+            )
             for g in (8, 16)
         }
 
     def special_wgrad(left, right, dw):
-        """Runs of the weight gradient by Hopper's kernel, which nothing else calls yet."""
-        if act is None:
+        """Runs of the weight gradient by Hopper's kernel."""
+        if special is None:
             return {}
-        from symmoe.kernels.gpu.hopper.wgrad import launch_wgrad
-
         return {
-            f"hopper g{g}": functools.partial(launch_wgrad, left, right, row_start, dw, group_m=g) for g in (4, 8, 16)
+            f"hopper g{g}": functools.partial(special.launch_wgrad, left, right, row_start, dw, group_m=g)
+            for g in (8, 16)
         }
 
     def variants(gather):
         """Pipelines of the fused kernels."""
-        if act is None:
+        if special is None:
             return {}
         if gather:
             return {"hopper": act.GATHERED, "hopper g16": {**act.GATHERED, "group_m": 16}}

@@ -486,14 +486,14 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, 
         x, a, h = (empty(num_rows, width, dtype=dtype) for width in (H, ffn, 2 * ffn))
         index, sums = empty(num_rows, dtype=torch.int32), empty(4 * num_rows)
         for k_first, source, out in ((False, a, x), (True, x, a)):
-            act.launch_gemm(source, w2, row_start, out, weight_k_first=k_first, zero_tail=True, num_sms=8)
+            hopper_gemm.launch_gemm(source, w2, row_start, out, weight_k_first=k_first, zero_tail=True, num_sms=8)
         act.launch_act(x, w1, row_start, scale, h, a, swiglu, num_sms=8)
         act.launch_dact(x, w2, row_start, h, scale, h, a, sums, swiglu, row_index=index, num_sms=8)
         act.launch_dact(x, w2, row_start, h, scale, h, a, sums, swiglu, num_sms=8)
         ranges = empty(2, G, dtype=torch.int32)
         act.launch_act(x, w1, ranges, scale, h, a, swiglu, num_sms=8)
         act.launch_dact(x, w2, ranges, h, scale, h, a, sums, swiglu, num_sms=8)
-        act.launch_gemm(x, w1, ranges, h, weight_k_first=False, columns=(256, 512), num_sms=8)
+        hopper_gemm.launch_gemm(x, w1, ranges, h, weight_k_first=False, columns=(256, 512), num_sms=8)
         wgrad.launch_wgrad(h, x, row_start, w1, num_sms=8)
 
     step(64)
@@ -514,7 +514,7 @@ def test_parts_of_a_gemm_are_other_variants(fake_driver, monkeypatch):
     for _ in range(3):
         for row_start, columns in kinds:
             gpu.grouped_gemm(x, weight, row_start, out, columns=columns, num_sms=8)
-            act.launch_gemm(x, weight, row_start, out, weight_k_first=False, columns=columns, num_sms=8)
+            hopper_gemm.launch_gemm(x, weight, row_start, out, weight_k_first=False, columns=columns, num_sms=8)
     for name in ("grouped_gemm_kernel", "hopper_gemm_kernel"):
         calls = jits[name].calls
         assert len(calls) == len(kinds)

@@ -17,7 +17,7 @@ from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.gpu import gemm as gpu_gemm  # noqa: E402
 from symmoe.kernels.gpu import gemm_act as gpu_gemm_act  # noqa: E402
 from symmoe.kernels.gpu import hopper  # noqa: E402
-from symmoe.kernels.gpu.hopper import act, gemm, wgrad  # noqa: E402
+from symmoe.kernels.gpu.hopper import act, gemm, launchers, wgrad  # noqa: E402
 
 SHAPES = {  # G, H, I, N
     "qwen3-30b": (32, 2048, 768, 65536),
@@ -177,7 +177,7 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
     for module in (gpu_gemm, gpu_gemm_act):
         monkeypatch.setattr(module, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
-    monkeypatch.setattr(hopper, "kernels", lambda device, dtype, columns: act)
+    monkeypatch.setattr(hopper, "kernels", lambda device, dtype, columns: launchers)
     G, H, I, N = SHAPES["qwen3-30b"]
     bf16 = torch.bfloat16
     bounds, ranges = meta(G + 1, dtype=torch.int32), meta(2, G, dtype=torch.int32)
@@ -208,8 +208,12 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
             pipe, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
             assert pipe.end == end
             assert rest == ([] if row_start is ranges else ["sum_dscale_kernel"])
-    wgrad.launch_wgrad(h, rows, bounds, w1, num_sms=5)
-    assert launches[0][0] == (5,)
+    pipe, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, bounds, w1)
+    assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (G, 2 * I, H, [])
+    for others in ({"dout_index": index}, {"rows_index": index}, {"accumulate": True}):
+        gpu_gemm.grouped_gemm_wgrad(h, rows, bounds, w1, num_sms=5, **others)
+    gpu_gemm.grouped_gemm_wgrad(h, rows, bounds, w1.float(), num_sms=5)
+    assert launches == ["grouped_gemm_wgrad_kernel"] * 4
 
 
 def test_devices_and_calls_that_they_do_not_take():
@@ -238,4 +242,4 @@ def test_which_gpus_have_them(monkeypatch, capability, dtype, columns, version, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(triton, "__version__", version)
     kernels = hopper.kernels.__wrapped__(torch.device("cuda", 0), dtype, columns)
-    assert kernels is (act if taken else None)
+    assert kernels is (launchers if taken else None)

@@ -734,6 +734,12 @@ def grouped_gemm_wgrad(
             _zero_matrices(out)
         return
     is_table = isinstance(out, TensorTable)
+    is_gathered = dout_index is not None or rows_index is not None
+    if config is None and not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
+        special = hopper.kernels(out.device, out.dtype, out_width)
+        if special is not None and num_rows <= hopper.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
+            special.launch_wgrad(dout, rows, row_start, out, num_sms=num_sms)
+            return
     plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, num_groups, out_rows, out_width)
     launch(
         grouped_gemm_wgrad_kernel,

@@ -2,8 +2,8 @@
 
 Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. Here it runs beside the
 next tile's products; docs/performance.md has the numbers. What these kernels do not take (fp32, tables of weights,
-bias, interleaved features, narrow outputs), where they do not pay (FC1 of gathered rows), and other devices stay with
-gpu/gemm.py and gpu/gemm_act.py.
+bias, interleaved features, narrow outputs, weight gradients of gathered rows or added to others), where they do not pay
+(FC1 of gathered rows), and other devices stay with gpu/gemm.py and gpu/gemm_act.py.
 """
 
 import functools
@@ -22,7 +22,7 @@ MAX_ROWS = 2**30  # of an output that is stored by TMA
 
 @functools.cache
 def kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleType | None:
-    """The module of the kernels (act.py) where they can run and pay; None elsewhere."""
+    """The module of the launchers where their kernels can run and pay; None elsewhere."""
     if (
         device.type != "cuda"
         or dtype not in (torch.bfloat16, torch.float16)
@@ -32,10 +32,10 @@ def kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleTyp
     ):
         return None
     try:
-        from symmoe.kernels.gpu.hopper import act
+        from symmoe.kernels.gpu.hopper import launchers
     except (ImportError, AttributeError):
         return None
-    return act
+    return launchers
 
 
 def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:

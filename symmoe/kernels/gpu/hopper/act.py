@@ -22,12 +22,9 @@ from symmoe.kernels.gpu.hopper.gemm import (
     describe_rows,
     describe_weight,
     grid,
-    launch_gemm,
 )
 from symmoe.kernels.gpu.hopper.pipeline import BLOCK_K, CHUNK, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
-
-__all__ = ["launch_act", "launch_dact", "launch_gemm"]
 
 # The epilogue by another warpgroup, by two warps of another, or beside the other tile's products.
 SEPARATE = {

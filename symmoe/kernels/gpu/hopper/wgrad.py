@@ -4,8 +4,6 @@ A tile is 128 rows of out[g] (features of dout), 256 columns (features of rows).
 both operands lie in shared memory as they do in memory: a stage is BLOCK_K rows of either. Each of the two multiplying
 warpgroups has a [BLOCK_K, CHUNK] of dout to itself, which WGMMA reads transposed. A group's number of stages is known
 only to the device and may be 0: then nobody touches the ring, and the tile is zeros.
-
-grouped_gemm_wgrad does not choose this kernel yet: it has not been measured.
 """
 
 import functools
@@ -48,7 +46,7 @@ class WgradPipeline:
     out_rows: int
     columns: int
     stages: int = 3
-    group_m: int = 8
+    group_m: int = 4
     multiply_registers: int = 232
     load_registers: int = 40
     alternate: bool = False  # for write_dump
@@ -187,7 +185,7 @@ def launch_wgrad(
     out: torch.Tensor,
     *,
     num_sms: int | None = None,
-    group_m: int = 8,
+    group_m: int = 4,
 ) -> None:
     """grouped_gemm_wgrad of dout [N, O] and rows [N, C] into out [G, O, C] of their dtype, without indices.
 
