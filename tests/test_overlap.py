@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from symmoe.kernels import twin
 from symmoe.kernels.parts import PART_ROWS
-from symmoe.moe.overlap import H200, Move, Rates, Sizes, divide, overlap, panels
+from symmoe.moe.overlap import H200, Move, Overlap, Rates, Sizes, overlap, panels
 
 
 @given(st.data())
@@ -63,45 +63,85 @@ def test_panels_cover_the_columns(width: int, number: int):
     assert len(cut) == min(number, -(-width // 256))
 
 
-def test_division_hides_the_move_with_the_fewest_programs():
-    rates = Rates(
-        link_bytes=100e9, program_push_bytes=25e9, program_pull_bytes=10e9, program_memory_bytes=50e9, flops=100e12
-    )
-    # 100 us of GEMM on 10 SMs; a push of 5 MB takes 200 us with one program, 100 with two, 67 with three.
-    division = divide(10, Move(push_bytes=5e6), 1e10, rates)
-    assert (division.num_ctas, division.num_sms) == (2, 8)
-    # A pull takes 167 us with three programs; with four, the GEMMs do.
-    assert divide(10, Move(pull_bytes=5e6), 1e10, rates).num_ctas == 3
-    # Nothing to move costs one SM; more than the GEMMs can hide takes no more programs than fill the link.
-    assert divide(10, Move(), 1e10, rates).num_ctas == 1
-    assert divide(10, Move(push_bytes=5e7), 1e10, rates).num_ctas == 4
-    # Memory traffic counts, too: 5 MB take 100 us with one program, with which the push of 2.5 MB takes 100 more.
-    assert divide(10, Move(push_bytes=2.5e6, memory_bytes=5e6), 1e10, rates).num_ctas == 2
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize(
-    ("hidden", "ffn", "num_experts", "top_k"), [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 64, 8)]
+RATES = Rates(
+    link_bytes=100e9,
+    program_push_bytes=10e9,
+    program_pull_bytes=10e9,
+    program_memory_bytes=20e9,
+    memory_bytes=500e9,
+    flops=1e15,
+    launch_s=5e-6,
 )
-def test_overlap_of_the_benchmarked_layers(num_ranks: int, hidden: int, ffn: int, num_experts: int, top_k: int):
-    sizes = Sizes(
-        num_rows=8192 * top_k,
-        hidden=hidden,
-        ffn=ffn,
-        top_k=top_k,
-        num_experts=num_experts,
-        num_ranks=num_ranks,
-        item_bytes=2,
-    )
-    chosen = overlap(sizes, 132)
-    divisions = (chosen.dispatch, chosen.gradient_dispatch, chosen.combine, chosen.gradient_combine)
-    assert all(1 <= d.num_ctas <= 66 and d.num_ctas + d.num_sms == 132 for d in divisions)
-    assert 1 <= chosen.num_panels <= hidden // 256
-    # More time to hide behind never takes more programs.
-    longer = overlap(Sizes(**{**vars_of(sizes), "ffn": 4 * ffn}), 132)
-    assert longer.gradient_combine.num_ctas <= chosen.gradient_combine.num_ctas
-    # No more programs than fill the link, where nothing else is moved.
-    assert chosen.dispatch.num_ctas * H200.program_push_bytes < H200.link_bytes + H200.program_push_bytes
+LAYERS = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 64, 8)]
+
+
+def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> Sizes:
+    hidden, ffn, num_experts, top_k = layer
+    given = {"num_rows": 8192 * top_k, "hidden": hidden, "ffn": ffn, "top_k": top_k, "num_experts": num_experts}
+    return Sizes(**{**given, "num_ranks": num_ranks, "item_bytes": 2, **changes})
+
+
+def test_times_of_a_move():
+    move = Move(push_bytes=1e6, pull_bytes=2e6, memory_bytes=4e6)
+    assert move.alone_s(RATES) == pytest.approx(30e-6 + 8e-6)
+    assert move.beside_s(2, RATES) == pytest.approx(50e-6 + 100e-6 + 100e-6)
+    assert move.beside_s(20, RATES) == pytest.approx(10e-6 + 20e-6 + 10e-6)  # the link is full
+    assert move.part(0.5).alone_s(RATES) == pytest.approx(19e-6)
+
+
+def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[float, float]]:
+    """(seconds by itself, the least with any division) of every trip and what it may run beside, by the documented
+    formulas."""
+    counts, ranks, move = range(1, num_sms // 2 + 1), sizes.num_ranks, sizes.combine
+    g = lambda flops, n=0: flops / (rates.flops * (num_sms - n) / num_sms)  # noqa: E731
+    found = {}
+    for name, flops in (("dispatch", sizes.fc1_flops), ("gradient_dispatch", sizes.product_flops)):
+        push = Move(push_bytes=sizes.wire_bytes)
+        waste = sizes.num_experts / ranks * PART_ROWS / 2 / sizes.num_rows * flops / rates.flops
+        times = [max(g(flops, n), push.beside_s(n, rates) + g(flops, n) / ranks) for n in counts]
+        found[name] = push.alone_s(rates) + g(flops), min(times) + (ranks - 1) * (rates.launch_s + waste)
+    times = []
+    for panels_ in (2, 4, 8):
+        for n in counts if panels_ <= sizes.hidden // 256 else ():
+            rest = 1 - 1 / panels_
+            hidden = max(g(rest * sizes.product_flops, n), move.part(rest).beside_s(n, rates))
+            last = g(sizes.product_flops / panels_) + move.part(1 / panels_).alone_s(rates)
+            times.append(hidden + last + (panels_ - 1) * rates.launch_s)
+    found["combine"] = move.alone_s(rates) + g(sizes.product_flops), min(times, default=float("inf"))
+    weights = sizes.product_flops + sizes.fc1_flops
+    times = [max(g(weights, n), move.beside_s(n, rates)) for n in counts]
+    found["gradient_combine"] = move.alone_s(rates) + g(weights), min(times)
+    return found
+
+
+@pytest.mark.parametrize("rates", [H200, RATES], ids=["H200", "other"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("layer", [*LAYERS, (128, 64, 8, 2)], ids=str)
+def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: Rates):
+    for num_rows in (512, 65536):
+        sizes = sizes_of(layer, num_ranks, num_rows=num_rows)
+        chosen = overlap(sizes, 132, rates)
+        for name, (alone_s, beside_s) in brute_force(sizes, 132, rates).items():
+            division = getattr(chosen, name)
+            assert (division is not None) == (beside_s < alone_s), name
+            if division is not None:
+                assert 1 <= division.num_ctas <= 66
+                assert division.num_ctas + division.num_sms == 132
+        assert (chosen.num_panels > 1) == (chosen.combine is not None)
+        assert chosen.num_panels <= max(1, sizes.hidden // 256)
+
+
+def test_small_calls_and_single_sms_are_not_overlapped():
+    nothing = Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None, num_panels=1)
+    assert overlap(sizes_of(LAYERS[0], 2), 1) == nothing
+    assert overlap(sizes_of(LAYERS[0], 2, num_rows=64), 132).dispatch is None
+
+
+def test_more_to_hide_behind_never_takes_more_programs():
+    for layer in LAYERS:
+        sizes, longer = sizes_of(layer, 4), sizes_of(layer, 4, ffn=4 * layer[1])
+        one, other = (overlap(s, 132).gradient_combine for s in (sizes, longer))
+        assert other.num_ctas <= one.num_ctas
 
 
 def test_wire_bytes_are_those_of_uniform_routing():
@@ -110,7 +150,3 @@ def test_wire_bytes_are_those_of_uniform_routing():
     chosen = torch.rand((4000, 12), generator=generator).topk(3).indices // 3
     remote = sum(int((chosen == rank).any(1).sum()) for rank in (1, 2, 3))
     assert abs(sizes.wire_bytes - remote) < 0.02 * remote
-
-
-def vars_of(sizes: Sizes) -> dict[str, int]:
-    return {name: getattr(sizes, name) for name in Sizes.__dataclass_fields__}

@@ -60,7 +60,9 @@ VARIANTS = {
     "stash=rows": Choice(options={"stash": "rows"}),
     "stash=hidden": Choice(options={"stash": "hidden"}),
     "stash=none": Choice(options={"stash": "none"}),
-    "layout=expert-major": Choice(options={"layout": "expert-major"}),
+    "packed": Choice(options={"layout": "packed"}),
+    "expert-major": Choice(options={"layout": "expert-major"}),
+    "overlapped packed": Choice(options={"layout": "packed", "schedule": "overlapped"}),
     "overlapped expert-major": Choice(options={"layout": "expert-major", "schedule": "overlapped"}),
 }
 

@@ -3,15 +3,18 @@
 1. Every variant runs once and its results are compared with a reference; a wrong one ends the run.
 2. Every variant runs `WARM_UP` times.
 3. Blocks of up to `BLOCK` repetitions: a barrier of hosts and devices, then one call of each variant in turn, again
-   and again. Before each call the ranks are aligned; on GPUs the streams are, not the hosts. Steps follow each other
-   without a pause, as in training, so they show the host's time where the host is slower than the GPU. For kernels and
-   trips by themselves the host gets a head start, and its time does not show.
+   and again, in an order that is shuffled for every repetition, the same in every run: a GPU runs faster after a call
+   that left it cool, and no variant shall always follow such a one. Before each call the ranks are aligned; on GPUs the
+   streams are, not the hosts. Steps follow each other without a pause, as in training, so they show the host's time
+   where the host is slower than the GPU. For kernels and trips by themselves the host gets a head start, and its time
+   does not show.
 4. A repetition takes as long as on its slowest rank. Median, 10th and 90th percentile are over the repetitions.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,8 +165,8 @@ def measure(
         ranks.barrier()
         ranks.head_start()
         taken: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
-        for _ in range(min(block, repetitions - first)):
-            for variant in variants:
+        for repetition in range(first, min(first + block, repetitions)):
+            for variant in random.Random(repetition).sample(variants, len(variants)):
                 marks = taken[variant.name]
                 if variant.reuses_marks and marks:
                     times[variant.name].append(clock.intervals_ms(marks.pop()))

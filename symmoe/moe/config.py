@@ -8,6 +8,7 @@ from typing import Literal
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
+from symmoe.moe.overlap import layout_for
 
 # Fields that take one of a few words. The Literal annotations below say the same to a type checker.
 _CHOICES = {
@@ -15,7 +16,7 @@ _CHOICES = {
     "order": control.ORDERS,
     "score": ("softmax", "sigmoid"),
     "stash": ("all", "rows", "hidden", "none"),
-    "layout": control.LAYOUTS,
+    "layout": ("auto", *control.LAYOUTS),
     "schedule": control.SCHEDULES,
     "aux_loss": ("micro_batch", "sequence", "global"),
     "drop_policy": ("probs", "position"),
@@ -75,7 +76,7 @@ class MoEConfig:
     max_tokens: int | None = None
     order: Literal["rank", "slot"] = "rank"
     stash: Literal["all", "rows", "hidden", "none"] = "all"
-    layout: Literal["packed", "expert-major"] = "packed"
+    layout: Literal["auto", "packed", "expert-major"] = "auto"
     schedule: Literal["serial", "overlapped"] = "serial"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
@@ -89,6 +90,11 @@ class MoEConfig:
     capacity_factor: float | None = None
     drop_policy: Literal["probs", "position"] = "probs"
     z_loss_coef: float = 0.0
+
+    @property
+    def received_layout(self) -> str:
+        """The layout, chosen."""
+        return layout_for(self.ffn) if self.layout == "auto" else self.layout
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups"):

@@ -22,7 +22,7 @@ from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, first_layer, second_layer
 from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import GroupedMLP, kernel_weights, split_weights
-from symmoe.moe.overlap import Sizes, num_sms_of, overlap
+from symmoe.moe.overlap import Sizes, layout_for, num_sms_of, overlap
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 
 RECEIVED = "received rows"
@@ -57,7 +57,7 @@ def expert_parallel_mlp(
     *,
     order: str = "rank",
     stash: str = "all",
-    layout: str = "packed",
+    layout: str = "auto",
     schedule: str = "serial",
 ) -> torch.Tensor:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
@@ -71,12 +71,13 @@ def expert_parallel_mlp(
         plan: of this call's routing.
         order: of the sums in combine, "rank" or "slot".
         stash: what is kept for backward, see MoEConfig.
-        layout: of the receive buffer, "packed" or "expert-major", see MoEConfig.
+        layout: of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
         schedule: "serial" or "overlapped", see MoEConfig.
 
     Returns:
         [T, H].
     """
+    layout = layout_for(experts.ffn) if layout == "auto" else layout
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
     weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
     b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
@@ -215,7 +216,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tuple(weights))
         with nullcontext() if arrived is None else arrived as parts:
             if h is None:
-                num_sms = None if parts is None else schedule.dispatch_sms
+                num_sms = None if parts is None else schedule.gradient_dispatch_sms
                 h, _ = first_layer(rows, experts, num_rows=call.num_rows, parts=parts, num_sms=num_sms)
         d_out = heap.lease(shape, dy.dtype, name="output gradients", phase=SEND).tensor
         with schedule.dispatch_rows(kernel_rows(dy), plan, d_out) as parts:

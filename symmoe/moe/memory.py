@@ -163,7 +163,7 @@ class _Calls:
 
     @property
     def _received_bytes(self) -> int:
-        rows = self.packed_rows if self.config.layout == "packed" else self.rows
+        rows = self.packed_rows if self.config.received_layout == "packed" else self.rows
         return rows * self.config.hidden * self.itemsize
 
     def forward(self) -> list[Step]:

@@ -1,8 +1,8 @@
-"""How the SMs of a GPU are divided between kernels that move rows and GEMMs that run beside them: a formula.
+"""Which parts of a step run beside each other, and how they divide a GPU's SMs: formulas.
 
-A kernel that moves rows gets as few programs, each of which fills an SM, as finish by the time that the GEMMs beside it
-do; the GEMMs get the other SMs. Both times come from bytes and FLOPs and from what one program, a link and a GPU were
-measured to do, or, where nothing was measured yet, are taken to do.
+Rows that travel beside GEMMs cost: the SMs that move them, one more launch and one more wave of tiles for every part
+that the GEMMs are cut into. So a trip is overlapped only where that costs less than it takes by itself. All times come
+from bytes and FLOPs and from what one program, a link and a GPU were measured to do.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from symmoe.kernels.parts import PANEL_COLUMNS
+from symmoe.kernels.parts import PANEL_COLUMNS, PART_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the hardware does, per second. The defaults are for an H200 with NVLink.
-
-    The link, a push, and the GEMMs follow what was measured there with plain copies and with our kernels. A pull, the
-    memory and a launch are estimates, to be replaced by measurements of our kernels beside GEMMs.
+    """What the hardware does, per second. The defaults are for an H200 with NVLink (docs/measurements.md).
 
     Attributes:
-        link_bytes: over NVLink to all peers together, one direction.
-        program_push_bytes, program_pull_bytes: by one program that stores rows to peers, or loads them from peers,
-            which has to wait for every answer.
-        program_memory_bytes: by one program that moves rows within the GPU's memory.
-        memory_bytes: by many.
+        link_bytes: over NVLink to all peers together, one direction, by our push and pull.
+        program_push_bytes, program_pull_bytes: by one program, which fills an SM, of those that push and pull beside a
+            GEMM.
+        program_memory_bytes: by one that sums rows within the GPU's memory beside a GEMM, in bytes read.
+        memory_bytes: by all SMs.
         flops: of the grouped GEMMs on all SMs.
         launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
+        gathered_share: of a step's GEMMs, what they take longer if they gather their rows.
     """
 
-    link_bytes: float = 350e9
-    program_push_bytes: float = 44e9
-    program_pull_bytes: float = 22e9
-    program_memory_bytes: float = 45e9
+    link_bytes: float = 340e9
+    program_push_bytes: float = 33e9
+    program_pull_bytes: float = 30e9
+    program_memory_bytes: float = 42e9
     memory_bytes: float = 3e12
     flops: float = 650e12
     launch_s: float = 15e-6
+    gathered_share: float = 0.05
 
 
 H200 = Rates()
 H200_SMS = 132
-MAX_PANELS = 8
+MAX_PANELS = 8  # kernels are compiled anew for every panel's columns
 
 
 @functools.lru_cache
@@ -54,44 +54,50 @@ def num_sms_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
 
 
+def layout_for(ffn: int, item_bytes: int = 2, rates: Rates = H200) -> str:
+    """The layout of received rows with which a step takes less time: "packed", unless FFNs are wide.
+
+    Per element of a row, a gated step has 18 ffn FLOPs, of which gathering costs a share; without it, a row is copied
+    once for each further expert in forward, and again in backward.
+    """
+    gathering_s = rates.gathered_share * 18 * ffn / rates.flops
+    return "expert-major" if gathering_s > 2 * item_bytes / rates.memory_bytes else "packed"
+
+
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Programs of the kernels that move rows, and SMs of the GEMMs beside them; None: no limit."""
+    """Programs of the kernels that move rows, each of which fills an SM, and SMs of the GEMMs beside them."""
 
-    num_ctas: int | None = None
-    num_sms: int | None = None
+    num_ctas: int
+    num_sms: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Bytes that are pushed to peers, pulled from peers, and moved within the memory, one after the other."""
+    """Bytes that are pushed to peers, pulled from peers, and read from this GPU's memory, one after the other."""
 
     push_bytes: float = 0.0
     pull_bytes: float = 0.0
     memory_bytes: float = 0.0
 
+    def part(self, share: float) -> Move:
+        """So much of it."""
+        return Move(
+            push_bytes=share * self.push_bytes,
+            pull_bytes=share * self.pull_bytes,
+            memory_bytes=share * self.memory_bytes,
+        )
 
-def divide(num_sms: int, move: Move, flops: float, rates: Rates = H200) -> Division:
-    """The division for a move beside GEMMs of so many FLOPs.
+    def alone_s(self, rates: Rates) -> float:
+        """How long it takes with all SMs."""
+        return (self.push_bytes + self.pull_bytes) / rates.link_bytes + self.memory_bytes / rates.memory_bytes
 
-    With n programs the move takes memory_bytes / (n * program_memory_bytes) + pull_bytes / min(n * program_pull_bytes,
-    link_bytes) + the same of push_bytes, and the GEMMs flops / (flops per second * (num_sms - n) / num_sms). n is the
-    least number for which the longer of the two is shortest.
-    """
-
-    def move_s(n: int) -> float:
-        push = min(n * rates.program_push_bytes, rates.link_bytes)
-        pull = min(n * rates.program_pull_bytes, rates.link_bytes)
-        memory = n * rates.program_memory_bytes
-        return move.push_bytes / push + move.pull_bytes / pull + move.memory_bytes / memory
-
-    def gemm_s(n: int) -> float:
-        return flops / (rates.flops * (num_sms - n) / num_sms)
-
-    if num_sms < 2:
-        return Division()
-    n = min(range(1, num_sms // 2 + 1), key=lambda n: max(move_s(n), gemm_s(n)))
-    return Division(n, num_sms - n)
+    def beside_s(self, num_programs: int, rates: Rates) -> float:
+        """How long it takes that many programs beside a GEMM."""
+        push = min(num_programs * rates.program_push_bytes, rates.link_bytes)
+        pull = min(num_programs * rates.program_pull_bytes, rates.link_bytes)
+        memory = num_programs * rates.program_memory_bytes
+        return self.push_bytes / push + self.pull_bytes / pull + self.memory_bytes / memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,10 +125,14 @@ class Sizes:
 
     @property
     def combine(self) -> Move:
-        """What combine moves."""
-        if self.pre_reduces:
-            return Move(pull_bytes=self.wire_bytes, memory_bytes=self.row_bytes)
-        return Move(pull_bytes=self.row_bytes * (self.num_ranks - 1) / self.num_ranks)
+        """What combine moves: all rows are read once, those of peers' tokens are summed before they travel."""
+        wire = self.wire_bytes if self.pre_reduces else self.row_bytes * (self.num_ranks - 1) / self.num_ranks
+        return Move(pull_bytes=wire, memory_bytes=self.row_bytes if self.pre_reduces else 0.0)
+
+    @property
+    def wasted_rows(self) -> float:
+        """That one more part of a GEMM multiplies in vain: half a tile for every expert."""
+        return self.num_experts / self.num_ranks * PART_ROWS / 2
 
     @property
     def wire_bytes(self) -> float:
@@ -149,7 +159,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """The divisions of one layer's call, and how forward cuts FC2.
+    """What of one layer's call is overlapped, by which division of the SMs, and how forward cuts FC2. None: it is not.
 
     Attributes:
         dispatch: while FC1 computes the rows that have arrived.
@@ -159,36 +169,71 @@ class Overlap:
         num_panels: panels of columns of FC2's output; the same on all ranks, since each has a barrier.
     """
 
-    dispatch: Division
-    gradient_dispatch: Division
-    combine: Division
-    gradient_combine: Division
+    dispatch: Division | None
+    gradient_dispatch: Division | None
+    combine: Division | None
+    gradient_combine: Division | None
     num_panels: int
 
 
 @functools.lru_cache(maxsize=256)
 def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
-    """How to overlap a call of these sizes on a GPU of `num_sms` SMs.
+    """How to overlap a call of these sizes on a GPU of `num_sms` SMs: what takes the least time by these formulas.
 
-    FC2 gets about sqrt(t / launch_s) panels, t being how long a combine takes by itself: with p of them about t / p
-    stays exposed, and p * launch_s is added. 1, 2, 4 or 8: kernels are compiled anew for every panel's columns. The
-    rows of the own rank, 1 / R of all, are what a dispatch has to hide behind.
+    With n SMs for the move, GEMMs of f FLOPs take g = f / (flops per second * (num_sms - n) / num_sms). In all,
+
+    * a dispatch in R parts takes max(g, push + g / R), and R - 1 times launch_s and half a tile per expert: peers' last
+      rows come after the whole push, and then their part is left;
+    * FC2 and combine in p panels take 1 / p of f on all SMs, the longer of the other panels' g and the move of all
+      panels but the last, that one's combine by itself, and (p - 1) times launch_s;
+    * combine under weight gradients takes the longer of both.
     """
-    combine = sizes.combine
-    combine_s = combine.pull_bytes / rates.link_bytes + combine.memory_bytes / rates.memory_bytes
-    num_panels = 1
-    while 2 * num_panels <= MAX_PANELS and (1.5 * num_panels) ** 2 * rates.launch_s <= combine_s:
-        num_panels *= 2
-    num_panels = max(1, min(num_panels, sizes.hidden // PANEL_COLUMNS))
-    own, earlier = 1 / sizes.num_ranks, (num_panels - 1) / num_panels
-    push = Move(push_bytes=sizes.wire_bytes)
-    panels = Move(pull_bytes=earlier * combine.pull_bytes, memory_bytes=earlier * combine.memory_bytes)
+    if num_sms < 2:
+        return Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None, num_panels=1)
+    counts = range(1, num_sms // 2 + 1)
+
+    def gemm_s(flops: float, n: int = 0) -> float:
+        return flops / rates.flops * num_sms / (num_sms - n)
+
+    def best(alone_s: float, beside_s: Callable[[int], float]) -> tuple[float, Division | None]:
+        n = min(counts, key=beside_s)
+        return (beside_s(n), Division(n, num_sms - n)) if beside_s(n) < alone_s else (alone_s, None)
+
+    push, combine, num_ranks = Move(push_bytes=sizes.wire_bytes), sizes.combine, sizes.num_ranks
+
+    def dispatch(flops: int) -> Division | None:
+        extra_s = (num_ranks - 1) * (rates.launch_s + gemm_s(flops * sizes.wasted_rows / sizes.num_rows))
+
+        def beside_s(n: int) -> float:
+            whole = gemm_s(flops, n)
+            return max(whole, push.beside_s(n, rates) + whole / num_ranks) + extra_s
+
+        return best(push.alone_s(rates) + gemm_s(flops), beside_s)[1]
+
+    def panelled(number: int) -> tuple[float, Division | None]:
+        earlier = (number - 1) / number
+        rest_s = gemm_s(sizes.product_flops / number) + combine.part(1 / number).alone_s(rates)
+
+        def beside_s(n: int) -> float:
+            hidden = combine.part(earlier).beside_s(n, rates)
+            return rest_s + max(gemm_s(earlier * sizes.product_flops, n), hidden) + (number - 1) * rates.launch_s
+
+        return best(combine.alone_s(rates) + gemm_s(sizes.product_flops), beside_s)
+
+    most_panels = min(MAX_PANELS, sizes.hidden // PANEL_COLUMNS)
+    numbers = [number for number in (2, 4, 8) if number <= most_panels]
+    num_panels = min(numbers, key=lambda number: panelled(number)[0], default=1)
+    division = panelled(num_panels)[1] if numbers else None
+    weights = sizes.product_flops + sizes.fc1_flops
     return Overlap(
-        dispatch=divide(num_sms, push, own * sizes.fc1_flops, rates),
-        gradient_dispatch=divide(num_sms, push, own * sizes.product_flops, rates),
-        combine=divide(num_sms, panels, earlier * sizes.product_flops, rates),
-        gradient_combine=divide(num_sms, combine, sizes.product_flops + sizes.fc1_flops, rates),
-        num_panels=num_panels,
+        dispatch=dispatch(sizes.fc1_flops),
+        gradient_dispatch=dispatch(sizes.product_flops),
+        combine=division,
+        gradient_combine=best(
+            combine.alone_s(rates) + gemm_s(weights),
+            lambda n: max(gemm_s(weights, n), combine.beside_s(n, rates)),
+        )[1],
+        num_panels=1 if division is None else num_panels,
     )
 
 

@@ -22,7 +22,7 @@ from symmoe.dispatch.send import (
     send_packed,
     send_packed_gradient,
 )
-from symmoe.moe.overlap import Overlap, panels
+from symmoe.moe.overlap import Division, Overlap, panels
 
 # Computes columns (first, one past the last; None: all) of the rows that combine reads, on so many SMs (None: all).
 Columns = tuple[int, int] | None
@@ -95,32 +95,40 @@ class Serial:
 
 
 class Overlapped:
-    """Rows travel on a branch stream, beside the GEMMs of the current one.
+    """Rows travel on a branch stream, beside the GEMMs of the current one, where that pays (moe/overlap.py).
 
     * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 computes panels of
       columns; a panel that is finished goes home while the next one is computed.
     * Backward: FC2's dgrad begins with the own rows likewise. The input gradients go home under both weight gradients.
+
+    Where it does not pay, one thing comes after the other.
     """
 
     def __init__(self, layout: str, overlap: Overlap) -> None:
-        self._layout, self._overlap = layout, overlap
-        self.dispatch_sms = overlap.dispatch.num_sms
-        self.gradient_dispatch_sms = overlap.gradient_dispatch.num_sms
-        self.gradient_combine_sms = overlap.gradient_combine.num_sms
+        self._layout, self._overlap, self._serial = layout, overlap, Serial(layout)
+        self.dispatch_sms = _gemm_sms(overlap.dispatch)
+        self.gradient_dispatch_sms = _gemm_sms(overlap.gradient_dispatch)
+        self.gradient_combine_sms = _gemm_sms(overlap.gradient_combine)
 
     def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor):
         """See Schedule."""
-        num_ctas = self._overlap.dispatch.num_ctas
-        return arriving(x, plan, buffer, probs, layout=self._layout, num_ctas=num_ctas)
+        division = self._overlap.dispatch
+        if division is None:
+            return self._serial.dispatch(x, plan, buffer, probs)
+        return arriving(x, plan, buffer, probs, layout=self._layout, num_ctas=division.num_ctas)
 
     def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor):
         """See Schedule."""
-        num_ctas = self._overlap.gradient_dispatch.num_ctas
-        return rows_arriving(x, plan, buffer, layout=self._layout, num_ctas=num_ctas)
+        division = self._overlap.gradient_dispatch
+        if division is None:
+            return self._serial.dispatch_rows(x, plan, buffer)
+        return rows_arriving(x, plan, buffer, layout=self._layout, num_ctas=division.num_ctas)
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """See Schedule."""
         division, cut = self._overlap.combine, panels(rows.shape[1], self._overlap.num_panels)
+        if division is None:
+            return self._serial.combine(rows, plan, order, compute)
         branch = plan.heap.branch()
         with Collection(rows, plan, order=order, num_panels=len(cut)) as collection:
             compute(cut[0], None)
@@ -135,17 +143,26 @@ class Overlapped:
             collection.collect(cut[-1])  # nothing runs beside it
         return collection.out
 
-    @contextmanager
-    def combine_beside(
-        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor
-    ) -> Iterator[Collection]:
+    def combine_beside(self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor):
         """See Schedule."""
+        if self._overlap.gradient_combine is None:
+            return self._serial.combine_beside(rows, plan, order, row_values)
+        return self._combine_beside(rows, plan, order, row_values, self._overlap.gradient_combine.num_ctas)
+
+    @contextmanager
+    def _combine_beside(
+        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor, num_ctas: int
+    ) -> Iterator[Collection]:
         branch = plan.heap.branch()
         with Collection(rows, plan, order=order, row_values=row_values) as collection:
             point = branch.point()
             yield collection
             try:
                 with branch.after(point):
-                    collection.collect(num_ctas=self._overlap.gradient_combine.num_ctas)
+                    collection.collect(num_ctas=num_ctas)
             finally:
                 branch.join()
+
+
+def _gemm_sms(division: Division | None) -> int | None:
+    return None if division is None else division.num_sms

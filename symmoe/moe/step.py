@@ -37,6 +37,6 @@ def apply_experts(
         plan,
         order=config.order,
         stash=config.stash,
-        layout=config.layout,
+        layout=config.received_layout,
         schedule=config.schedule,
     )
