@@ -1,7 +1,7 @@
 """Megatron-Core on a machine without CUDA: the few names it needs that are not there. For examples and tests only.
 
-Megatron-Core assumes a GPU in a handful of places. `install()` replaces those by what they mean on a CPU; where torch
-sees a GPU it does nothing. Nothing here is needed by symmoe.
+Megatron-Core assumes a GPU in a handful of places. `install()` replaces those by what they mean on a CPU. Nothing here
+is needed by symmoe.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import megatron_without_te
 import torch
 
 
@@ -38,9 +39,16 @@ class _NoStreamContext:
 
 
 def install() -> None:
-    """Makes megatron.core run on CPUs in this process. Call it before building a model."""
-    if torch.cuda.is_available():
-        return
+    """Makes megatron.core run in this process without Transformer Engine, and where torch sees no GPU on CPUs.
+
+    Call it before building a model.
+    """
+    if not torch.cuda.is_available():
+        _stand_in_for_cuda()
+    megatron_without_te.install()
+
+
+def _stand_in_for_cuda() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it with tensor parallelism
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
@@ -54,13 +62,11 @@ def install() -> None:
     torch.cuda.manual_seed = torch.manual_seed
 
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     # Their own versions look for a default generator of the GPU.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    # 0.16 uses the name of a Transformer Engine function without defining it where there is none.
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     token_dispatcher.maybe_move_tensor_to_cpu = _tensor_to_cpu
 
 

@@ -3,10 +3,16 @@
     torchrun --nproc-per-node=2 examples/megatron_gpt.py                              2 CPU processes, under a minute
     torchrun --nproc-per-node=2 examples/megatron_gpt.py --preset qwen3-30b           2 GPUs: a few layers of that shape
     torchrun --nproc-per-node=2 examples/megatron_gpt.py --dispatcher alltoall        Megatron's own, to compare
+    torchrun --nproc-per-node=2 examples/megatron_gpt.py --preset qwen3-30b --force-balance --steps 0 \\
+        --compare alltoall,alltoall+symmoe,symmoe           no training: MoE layers alone, timed in turn
 
-Model, optimizer, DDP and router are Megatron's in every run; `--dispatcher` and `--experts` say whose tokens travel and
-whose experts compute. The same seed gives the same model and data, so losses can be compared. Needs megatron-core
-0.16.1 or newer. Without GPUs, megatron_cpu.py stands in for what Megatron expects of CUDA.
+Model, optimizer, DDP and router are Megatron's in every run; `--dispatcher` says whose tokens travel, `--experts` whose
+experts compute. "megatron" are its fastest experts that run: TEGroupedMLP with Transformer Engine; else, in bf16,
+GroupedMLP on torch's grouped GEMM (up to 0.16); else SequentialMLP. The same seed gives the same model and data, so
+losses can be compared. At the end one line of JSON has the times of steps and of MoE layers by themselves.
+
+Needs megatron-core 0.16.1 or newer. megatron_cpu.py and megatron_without_te.py stand in for what Megatron expects of
+CUDA and of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -14,22 +20,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
+import json
 import os
+import platform
 import re
-import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron_cpu
+import megatron_without_te
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before init_process_group, see lm/ranks.py
 import torch.nn.functional as F
 from lm.data import VOCABULARY, load_corpus, train_batch
+from megatron_layers import Summary, time_layers
 
-WARMUP_STEPS = 3  # not timed: kernels are compiled, buffers grow
+WARMUP_STEPS = 5  # not timed: kernels are compiled, buffers grow
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +90,49 @@ PRESETS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """Whose dispatcher (one of DISPATCHERS) and whose experts (one of EXPERTS) an MoE layer has."""
+
+    dispatcher: str
+    experts: str
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """DISPATCHER or DISPATCHER+EXPERTS; without, the experts are of the dispatcher's house."""
+        dispatcher, _, experts = text.partition("+")
+        experts = experts or ("symmoe" if dispatcher == "symmoe" else "megatron")
+        if dispatcher not in DISPATCHERS or experts not in EXPERTS:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be one of {', '.join(DISPATCHERS)}, or with +EXPERTS behind it, of {', '.join(EXPERTS)}"
+            )
+        return cls(dispatcher, experts)
+
+    def __str__(self) -> str:
+        return f"{self.dispatcher}+{self.experts}"
+
+
+DISPATCHERS = ("symmoe", "alltoall")
+EXPERTS = ("symmoe", "megatron", "sequential")
+
+
+def variants(text: str) -> list[Variant]:
+    """Of a list with commas."""
+    return [Variant.parse(part) for part in text.split(",")]
+
+
 def parse_arguments() -> tuple[argparse.Namespace, Preset]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
-    parser.add_argument("--dispatcher", choices=("symmoe", "alltoall"), default="symmoe")
-    parser.add_argument("--experts", choices=("symmoe", "megatron"), help="default: as the dispatcher")
+    parser.add_argument("--dispatcher", choices=DISPATCHERS, default="symmoe")
+    parser.add_argument("--experts", choices=EXPERTS, help="default: as the dispatcher")
+    parser.add_argument("--compare", type=variants, metavar="V,V", help="MoE layers to time: DISPATCHER[+EXPERTS]")
+    parser.add_argument("--layer-steps", type=int, default=30, help="timed steps of each MoE layer; 0: none")
+    parser.add_argument("--json", metavar="FILE", help="add the last line to this file")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bf16 on GPUs, fp32 on CPUs")
+    parser.add_argument(
+        "--load-factor", type=float, help="rows a rank can take, over their mean: no host waits in symmoe"
+    )
     parser.add_argument("--order", choices=("rank", "slot"), default="rank", help="order of combine's sums")
     parser.add_argument("--expert-parallel", type=int, help="ranks that share the experts (default: all)")
     parser.add_argument("--force-balance", action="store_true", help="random routing, as benchmarks use it")
@@ -120,12 +169,12 @@ def open_groups(arguments: argparse.Namespace) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def make_config(arguments: argparse.Namespace, preset: Preset) -> Any:
-    """Megatron's TransformerConfig: bf16 on GPUs, fp32 on CPUs."""
+def make_config(arguments: argparse.Namespace, preset: Preset, variant: Variant) -> Any:
+    """Megatron's TransformerConfig."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    on_gpu = torch.cuda.is_available()
+    dtype = DTYPES[arguments.dtype or ("bf16" if torch.cuda.is_available() else "fp32")]
     return TransformerConfig(
         num_layers=preset.layers,
         hidden_size=preset.hidden,
@@ -140,7 +189,7 @@ def make_config(arguments: argparse.Namespace, preset: Preset) -> Any:
         moe_aux_loss_coeff=0.01,
         moe_router_force_load_balancing=arguments.force_balance,
         moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=_has_transformer_engine(),
+        moe_grouped_gemm=variant.experts == "megatron" and has_grouped_experts(dtype),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=1,
         normalization="RMSNorm",
@@ -149,42 +198,58 @@ def make_config(arguments: argparse.Namespace, preset: Preset) -> Any:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bf16=on_gpu,
-        params_dtype=torch.bfloat16 if on_gpu else torch.float32,
+        masked_softmax_fusion=False,  # asks for a kernel that Megatron-LM builds, and megatron-core does not have
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
     )
 
 
-def make_spec(arguments: argparse.Namespace, config: Any, heap: Any) -> Any:
+def has_grouped_experts(dtype: torch.dtype) -> bool:
+    """Whether Megatron has experts here that do not compute one after the other."""
+    from megatron.core.transformer.moe import experts
+
+    return _has_transformer_engine() or (dtype == torch.bfloat16 and hasattr(experts, "GroupedMLP"))
+
+
+def make_spec(arguments: argparse.Namespace, preset: Preset, config: Any, variant: Variant, heap: Any) -> Any:
     """Megatron's layer spec, with symmoe's dispatcher and experts where they are asked for."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher, use_symmoe_experts
 
+    experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     if _has_transformer_engine():
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=True
-        )
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**experts)
     else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, normalization=config.normalization
-        )
-    own_experts = (arguments.experts or arguments.dispatcher) == "symmoe"
-    if arguments.dispatcher == "symmoe":
+        if config.moe_grouped_gemm:
+            megatron_without_te.provide_grouped_gemm()
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(**experts, normalization=config.normalization)
+    own_experts = variant.experts == "symmoe"
+    if variant.dispatcher == "symmoe":
         use = use_symmoe if own_experts else use_symmoe_dispatcher
-        return use(spec, heap, options=DispatchOptions(order=arguments.order))
+        capacity = None
+        if arguments.load_factor is not None:
+            capacity = int(arguments.load_factor * preset.micro_batch * preset.sequence * preset.top_k)
+        return use(spec, heap, options=DispatchOptions(order=arguments.order, capacity=capacity))
     return use_symmoe_experts(spec) if own_experts else spec
 
 
 def make_model(config: Any, spec: Any, preset: Preset, seed: int) -> Any:
-    """GPTModel in Megatron's DDP; every rank has experts of its own."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    """GPTModel on this rank's device; every rank has experts of its own."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
 
     model = GPTModel(config, spec, VOCABULARY, preset.sequence, position_embedding_type="rope")
     start_alike(model, config, seed)
-    if torch.cuda.is_available():
-        model = Float16Module(config, model.cuda())
+    return model.cuda() if torch.cuda.is_available() else model
+
+
+def in_ddp(config: Any, model: Any) -> Any:
+    """The model in Megatron's DDP."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    if config.bf16:
+        model = Float16Module(config, model)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     ddp.broadcast_params()
     return ddp
@@ -200,21 +265,35 @@ def start_alike(model: Any, config: Any, seed: int) -> None:
     for name, parameter in model.named_parameters():
         # SequentialMLP: local_experts.{i}.linear_fc1.weight; grouped: linear_fc1.weight{i}.
         expert = re.search(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc\d)\.weight(\d*)", name)
+        grouped = re.search(r"\.mlp\.experts\.weight([12])$", name)
+        named = {name: parameter}
         if expert:
             number = first + int(expert[1] or expert[3])
-            name = f"{name[: expert.start()]} expert {number} {expert[2]}"
-        if parameter.dim() > 1:
-            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            parameter.normal_(std=config.init_method_std, generator=generator)
+            named = {f"{name[: expert.start()]} expert {number} {expert[2]}": parameter}
+        elif grouped:  # GroupedMLP: weight1 [H, e * 2F] holds [e, H, 2F], weight2 [e * F, H] holds [e, F, H]
+            rows = config.hidden_size if grouped[1] == "1" else config.moe_ffn_hidden_size
+            matrices = parameter.view(num_local, rows, -1).transpose(1, 2)
+            prefix = name[: grouped.start()]
+            named = {f"{prefix} expert {first + i} linear_fc{grouped[1]}": matrix for i, matrix in enumerate(matrices)}
+        for label, matrix in named.items():
+            if matrix.dim() > 1:
+                generator = torch.Generator(matrix.device).manual_seed(zlib.crc32(f"{seed} {label}".encode()))
+                numbers = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+                matrix.copy_(numbers.normal_(std=config.init_method_std, generator=generator))
 
 
-def make_optimizer(model: Any, learning_rate: float) -> Callable[[], None]:
+def make_optimizer(config: Any, model: Any, learning_rate: float) -> Callable[[], None]:
     """`step()`: Megatron's Adam on GPUs; on CPUs, where that does not run, torch's on the same gradients."""
     if torch.cuda.is_available():
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         choice = OptimizerConfig(
-            optimizer="adam", lr=learning_rate, weight_decay=0.0, bf16=True, params_dtype=torch.bfloat16
+            optimizer="adam",
+            lr=learning_rate,
+            weight_decay=0.0,
+            clip_grad=0.0,  # as on CPUs
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
         )
         optimizer = get_megatron_optimizer(choice, [model])
 
@@ -227,24 +306,26 @@ def make_optimizer(model: Any, learning_rate: float) -> Callable[[], None]:
 
     def step() -> None:
         for parameter in model.parameters():
-            parameter.grad = parameter.main_grad
+            parameter.grad = parameter.main_grad.to(parameter.dtype)
         adam.step()
         adam.zero_grad()
 
     return step
 
 
-def train(arguments: argparse.Namespace, preset: Preset, device: torch.device, model: Any) -> None:
-    """Steps of one micro-batch each; rank 0 prints losses and tokens per second of all ranks."""
+def train(
+    arguments: argparse.Namespace, preset: Preset, device: torch.device, config: Any, model: Any
+) -> dict[str, Any]:
+    """Steps of one micro-batch each; rank 0 prints losses and tokens per second of all ranks. Returns figures."""
     from megatron.core.distributed import finalize_model_grads
 
     corpus, rank, num_ranks = load_corpus(), dist.get_rank(), dist.get_world_size()
-    optimizer_step = make_optimizer(model, preset.learning_rate)
+    optimizer_step = make_optimizer(config, model, preset.learning_rate)
     shape = (preset.micro_batch, preset.sequence)
     positions = torch.arange(preset.sequence, device=device).expand(shape)
     mask = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).triu(1)[None, None]
     mine = range(rank * preset.micro_batch, (rank + 1) * preset.micro_batch)
-    seconds = []
+    seconds, losses = [], []
     for step in range(preset.steps):
         text = train_batch(corpus, seed=arguments.seed, step=step, sequences=mine, context=preset.sequence).to(device)
         _synchronize()
@@ -256,15 +337,95 @@ def train(arguments: argparse.Namespace, preset: Preset, device: torch.device, m
         finalize_model_grads([model])
         optimizer_step()
         _synchronize()
-        seconds.append(time.perf_counter() - start)
-        mean_loss = loss.detach().clone()
-        dist.all_reduce(mean_loss)
+        loss_and_seconds = torch.tensor([0.0, time.perf_counter() - start], dtype=torch.float64, device=device)
+        loss_and_seconds[0] = loss.detach() / num_ranks
+        dist.all_reduce(loss_and_seconds[:1])
+        dist.all_reduce(loss_and_seconds[1:], op=dist.ReduceOp.MAX)  # a step takes as long as on its slowest rank
+        for values, value in zip((losses, seconds), loss_and_seconds.tolist(), strict=True):
+            values.append(value)
         if rank == 0:
             speed = shape[0] * shape[1] * num_ranks / seconds[-1]
-            print(f"step {step + 1} loss {mean_loss.item() / num_ranks:.6f} tokens/s {speed:.0f}", flush=True)
-    if rank == 0 and len(seconds) > WARMUP_STEPS:
-        median = statistics.median(seconds[WARMUP_STEPS:])
-        print(f"median tokens/s {shape[0] * shape[1] * num_ranks / median:.0f}", flush=True)
+            print(f"step {step + 1} loss {losses[-1]:.6f} tokens/s {speed:.0f}", flush=True)
+    figures: dict[str, Any] = {"first_loss": losses[0], "last_loss": losses[-1]}
+    timed = seconds[WARMUP_STEPS:]
+    if timed:
+        step_ms = Summary.of([1e3 * value for value in timed])
+        figures.update(timed_steps=len(timed), step_ms=dataclasses.asdict(step_ms))
+        if rank == 0:
+            print(f"median tokens/s {shape[0] * shape[1] * num_ranks / step_ms.median * 1e3:.0f}", flush=True)
+    return figures
+
+
+def compare_layers(
+    arguments: argparse.Namespace, preset: Preset, device: torch.device, chosen: list[Variant], heap: Any
+) -> dict[str, Any]:
+    """Times one MoE layer of each variant, all with the same numbers; rank 0 prints a line each. Returns figures."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    layers: dict[str, Any] = {}
+    for variant in chosen:
+        shape = dataclasses.replace(preset, layers=1)
+        config = make_config(arguments, shape, variant)
+        spec = make_spec(arguments, preset, config, variant, heap)
+        layers[str(variant)] = make_model(config, spec, shape, arguments.seed).decoder.layers[0].mlp
+    generator = torch.Generator(device).manual_seed(arguments.seed + dist.get_rank())  # every rank has its own tokens
+    size, options = (preset.sequence, preset.micro_batch, preset.hidden), {"generator": generator, "device": device}
+    x, dy = (torch.randn(size, **options).to(config.params_dtype) for _ in range(2))
+    times = time_layers(
+        layers,
+        x,
+        dy,
+        repetitions=arguments.layer_steps,
+        reseed=lambda: model_parallel_cuda_manual_seed(arguments.seed + 1, force_reset_rng=True),
+    )
+    first = next(iter(times.values()))["total_ms"]["median"]
+    figures = {}
+    for name, found in times.items():
+        speedup = round(first / found["total_ms"]["median"], 3)
+        figures[name] = {"experts": type(layers[name].experts).__name__, **found, "speedup": speedup}
+        if dist.get_rank() == 0:
+            parts = ", ".join(f"{phase} {found[f'{phase}_ms']['median']:.3f}" for phase in ("forward", "backward"))
+            print(
+                f"layer {name} ({figures[name]['experts']}): {found['total_ms']['median']:.3f} ms ({parts}), "
+                f"{speedup:.2f} x as fast as the first",
+                flush=True,
+            )
+    return {"timed_layer_steps": arguments.layer_steps, "layers": figures}
+
+
+def heap_size(arguments: argparse.Namespace, preset: Preset, trained: Variant, timed: list[Variant]) -> int:
+    """Bytes of the heap for training and then for the layers; 0 if symmoe's dispatcher is in neither."""
+    from symmoe.integrations.megatron import heap_bytes
+
+    numbers_of_layers = [preset.layers] * (preset.steps > 0 and trained.dispatcher == "symmoe")
+    numbers_of_layers += [1 for variant in timed if variant.dispatcher == "symmoe"]  # each has buffers of its own
+    num_tokens = preset.micro_batch * preset.sequence
+    config = make_config(arguments, preset, trained)
+    return sum(
+        heap_bytes(config, num_tokens=num_tokens, num_layers=number, load_factor=arguments.load_factor)
+        for number in numbers_of_layers
+    )
+
+
+def about(arguments: argparse.Namespace, preset: Preset, config: Any, device: torch.device) -> dict[str, Any]:
+    """What the figures are figures of."""
+    from symmoe.integrations.megatron import MEGATRON_VERSION
+
+    return {
+        "preset": arguments.preset,
+        "shape": dataclasses.asdict(preset),
+        "ranks": dist.get_world_size(),
+        "expert_parallel": config.expert_model_parallel_size,
+        "force_balance": arguments.force_balance,
+        "order": arguments.order,
+        "load_factor": arguments.load_factor,
+        "dtype": str(config.params_dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron": MEGATRON_VERSION,
+        "transformer_engine": _has_transformer_engine(),
+    }
 
 
 def _has_transformer_engine() -> bool:
@@ -281,22 +442,36 @@ def _synchronize() -> None:
 def main() -> None:
     arguments, preset = parse_arguments()
     megatron_cpu.install()
-    from symmoe.integrations.megatron import heap_bytes, open_heap
+    from symmoe.integrations.megatron import open_heap
 
+    trained = Variant.parse("+".join(filter(None, (arguments.dispatcher, arguments.experts))))
+    timed = (arguments.compare or [trained]) if arguments.layer_steps else []
     with open_groups(arguments) as device, contextlib.ExitStack() as stack:
-        config = make_config(arguments, preset)
-        heap = None
-        if arguments.dispatcher == "symmoe":
-            num_tokens = preset.micro_batch * preset.sequence
-            num_bytes = heap_bytes(config, num_tokens=num_tokens, num_layers=preset.layers)
+        heap, num_bytes = None, heap_size(arguments, preset, trained, timed)
+        if num_bytes:
             if arguments.heap_mib is not None:
                 num_bytes = arguments.heap_mib << 20
             heap = stack.enter_context(open_heap(num_bytes, timeout_s=120.0))
-        model = make_model(config, make_spec(arguments, config, heap), preset, arguments.seed)
-        train(arguments, preset, device, model)
-        if heap is not None and dist.get_rank() == 0:
-            print(f"heap: {heap.high_water_bytes >> 20} of {heap.num_bytes >> 20} MiB used", flush=True)
-        del model
+        config = make_config(arguments, preset, trained)
+        figures = about(arguments, preset, config, device)
+        if preset.steps:
+            model = make_model(config, make_spec(arguments, preset, config, trained, heap), preset, arguments.seed)
+            figures["trained"] = str(trained)
+            figures["experts"] = type(model.decoder.layers[0].mlp.experts).__name__
+            model = in_ddp(config, model)
+            figures.update(train(arguments, preset, device, config, model))
+            del model
+            gc.collect()  # the model's leases end, its memory is free for the layers
+        if timed:
+            figures.update(compare_layers(arguments, preset, device, timed, heap))
+        if dist.get_rank() == 0:
+            if heap is not None:
+                print(f"heap: {heap.high_water_bytes >> 20} of {heap.num_bytes >> 20} MiB used", flush=True)
+            line = json.dumps(figures)
+            print(line, flush=True)
+            if arguments.json:
+                with open(arguments.json, "a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
 
 
 if __name__ == "__main__":

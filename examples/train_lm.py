@@ -6,7 +6,8 @@
 
 Dense parameters are data-parallel over all ranks, experts are expert-parallel. The batch, the initial model
 and the data do not depend on the number of ranks, so neither does the training. `--resume` continues from
-the newest checkpoint and ends in the same bits as a run that was never interrupted.
+the newest checkpoint and ends in the same bits as a run that was never interrupted; it may do so on another
+number of ranks, with losses that then differ by rounding.
 
 Leaves in --out: metrics.jsonl (one object per step), loss.png, experts.png, sample.txt, checkpoints/.
 """
@@ -108,7 +109,6 @@ def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: sym
             "preset": repr(preset),
             "seed": arguments.seed,
             "steps": arguments.steps,
-            "ranks": ranks.size,
             "corpus": corpus.digest,
         },
         "model": model,

@@ -1,6 +1,7 @@
 """The command `symmoe`.
 
-`symmoe plan` says how much memory a configuration needs, before anything is allocated; `symmoe bench` measures.
+`symmoe plan` says how much memory a configuration needs, before anything is allocated; `symmoe bench` measures;
+`symmoe doctor` says who waited for whom.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from symmoe.bench.command import add_command as add_bench
+from symmoe.doctor.command import add_command as add_doctor
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.memory import MemoryPlan, plan_memory
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
     plan.set_defaults(run=_plan)
     add_bench(commands)
+    add_doctor(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 
 class SymmoeError(Exception):
-    """Base class of every error of this package."""
+    """Base class of every error of this package.
+
+    Attributes:
+        flight: this rank's flight record (docs/reliability.md) if a barrier has found the error, else None.
+    """
+
+    flight: dict | None = None
 
 
 class ArgumentError(SymmoeError, ValueError):
@@ -36,7 +42,7 @@ class HeapClosed(SymmoeError):
 
 
 class HeapPoisoned(SymmoeError):
-    """A peer timed out earlier; nothing but `close()` works on this heap any more."""
+    """A peer timed out or a rank gave up earlier; nothing but `close()` works on this heap any more."""
 
 
 class WrongResult(SymmoeError):
@@ -63,7 +69,17 @@ class BackendUnavailable(SymmoeError):
     """The symmetric heap cannot be built here. The text names what is missing and how to get it."""
 
 
-class PeerTimeout(SymmoeError):
+class PeerError(SymmoeError):
+    """A peer is not there any more, or not in time. The heap cannot be used again; `close()` is local from here on.
+
+    Attributes:
+        rank: the peer (rank in the EP group).
+    """
+
+    rank: int
+
+
+class PeerTimeout(PeerError):
     """A peer did not arrive at a barrier within `timeout_s`.
 
     Attributes:
@@ -71,17 +87,48 @@ class PeerTimeout(SymmoeError):
         phase: the barrier's name, e.g. "dispatch: arrived".
         expected: the epoch that was waited for.
         seen: the last epoch the peer had reached.
+        reported_by: the rank whose wait ended first and that told the others; None: this one.
     """
 
-    def __init__(self, *, rank: int, phase: str, expected: int, seen: int, timeout_s: float) -> None:
+    def __init__(
+        self, *, rank: int, phase: str, expected: int, seen: int, timeout_s: float, reported_by: int | None = None
+    ) -> None:
+        source = "" if reported_by is None else f" (reported by rank {reported_by})"
         super().__init__(
             f"rank {rank} did not reach '{phase}' within timeout_s={timeout_s:g}: "
-            f"expected epoch {expected}, seen {seen}"
+            f"expected epoch {expected}, seen {seen}{source}"
         )
         self.rank = rank
         self.phase = phase
         self.expected = expected
         self.seen = seen
+        self.reported_by = reported_by
+
+
+class PeerAborted(PeerError):
+    """A peer has given up: it called `heap.abort`, or an exception left its `with heap:` block.
+
+    Attributes:
+        rank: the peer (rank in the EP group).
+        reason: what it gave as the reason.
+    """
+
+    def __init__(self, *, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} gave up: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class PeerLost(PeerError):
+    """The connection to a peer broke while a heap was under construction: its process has ended.
+
+    Attributes:
+        rank: the peer (rank in the EP group).
+    """
+
+    def __init__(self, *, rank: int, problem: str) -> None:
+        super().__init__(f"lost rank {rank} during construction: {problem}")
+        self.rank = rank
 
 
 def raise_for(problem: Exception | None) -> None:
@@ -125,7 +172,11 @@ def encode(error: SymmoeError) -> bytes:
 def decode(payload: bytes, *, rank: int) -> SymmoeError:
     """The error that rank `rank` sent, as the same class with the rank put before the text."""
     kind = int.from_bytes(payload[:2], "little") - 1  # stored from 1, so that no error is all zeros
-    length = min(int.from_bytes(payload[2:4], "little"), FAULT_BYTES - 4)
-    text = payload[4 : 4 + length].decode(errors="replace")
     cls = TRAVELLING[kind] if 0 <= kind < len(TRAVELLING) else SymmoeError
-    return cls(f"on rank {rank}: {text}")
+    return cls(f"on rank {rank}: {decode_text(payload)}")
+
+
+def decode_text(payload: bytes) -> str:
+    """The text of an encoded error."""
+    length = min(int.from_bytes(payload[2:4], "little"), FAULT_BYTES - 4)
+    return payload[4 : 4 + length].decode(errors="replace")

@@ -35,9 +35,7 @@ class Cluster:
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
-                target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True
-            )
+            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, num_ranks, store, device_type), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

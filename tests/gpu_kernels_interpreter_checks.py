@@ -1,6 +1,6 @@
 """Run by test_gpu_kernels_interpreter.py in a process with TRITON_INTERPRET=1: Triton kernels against the twins.
 
-The interpreter has no inline assembly, so the barrier's three helpers that contain it are replaced: the wait looks once
+The interpreter has no inline assembly, so the barrier's four helpers that contain it are replaced: a wait looks once
 (everything has arrived by then, or never will), the fence and the clock do nothing.
 """
 
@@ -25,19 +25,24 @@ class gpu:
     split_by_source = plan.split_by_source
     push_rows, push_slots, index_rows = tokens.push_rows, tokens.push_slots, tokens.index_rows
     fan_out, pre_reduce, gather_values = tokens.fan_out, tokens.pre_reduce, tokens.gather_values
-    pull_rows, pull_values = tokens.pull_rows, tokens.pull_values
+    pull_rows, pull_sums, pull_values = tokens.pull_rows, tokens.pull_sums, tokens.pull_values
 
 
 # Every loop over parts of something takes several turns with these.
 SMALL_SIZES = {
     plan: {"COUNT_EXPERTS": 4, "SEND_COLUMNS": 4, "SEND_BLOCKS": 1, "PACKED_ENTRIES": 2, "ASSIGN_SLOTS": 16},
-    tokens: {"SLOTS_PER_PROGRAM": 16, "UNROLL": 2, "ROW_WARPS": 2, "NUM_CTAS": 5},
+    tokens: {"SLOTS_PER_PROGRAM": 16, "UNROLL": 2, "PEERS_UNROLL": 2, "ROW_WARPS": 2, "NUM_CTAS": 5},
 }
 DEFAULT_SIZES = {module: {name: vars(module)[name] for name in sizes} for module, sizes in SMALL_SIZES.items()}
 
 
 @triton.jit
 def look_once(address, value, deadline):
+    return tl.load(address.to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def look_once_without_bound(address, value):
     return tl.load(address.to(tl.pointer_type(tl.int64)))
 
 
@@ -68,6 +73,13 @@ BARRIERS = {
     "aborted before": {"sent": (0, None, 0), "aborted": 1},
     "faulted before": {"sent": (0, None, 0), "faulted": 1},
     "a record pending": {"sent": (-2, None, 0), "pending": control.STATUS_PLAN},
+    "one gave up": {"sent": (0, None, "abort")},
+    "one gave up, one missing": {"sent": (-2, None, "abort")},
+    "two gave up, a fault": {"sent": ("abort", None, "abort", "fault")},
+    "one gave up after it came": {"sent": (0, None, "then abort")},
+    "a fault of one that gave up then": {"sent": (0, None, "fault, then abort")},
+    "one gave up, not bounded": {"sent": (0, None, "abort"), "timeout_ns": None},
+    "all there, not bounded": {"sent": (0, None, 0), "timeout_ns": None},
     "one rank": {"sent": (None,), "rank": 0},
     "four ranks": {"sent": (0, None, 0, 0)},
 }
@@ -84,8 +96,10 @@ def make_arenas(num_ranks: int, rank: int, epoch: int, aborted: int = 0, faulted
     return peers
 
 
-def run_barrier(barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending=control.STATUS_OK, rank=1):
-    """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record."""
+def run_barrier(
+    barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending=control.STATUS_OK, rank=1, timeout_ns=10**6
+):
+    """Bytes that rank `rank`'s barrier leaves: all arenas, what it received, the status record, what it spoils."""
     num_ranks = len(sent)
     peers = make_arenas(num_ranks, rank, epoch - 1, aborted, faulted)
     layout, views = peers.layout, peers.views
@@ -93,14 +107,19 @@ def run_barrier(barrier, epoch, sent, fault=False, aborted=0, faulted=0, pending
     for peer, state in enumerate(sent):
         if state is not None:
             behind = state if isinstance(state, int) else 0
-            word = 2 * (epoch + behind) + int(state == "fault")
+            word = 2 * (epoch + behind) + int(state in ("fault", "fault, then abort"))
+            if "abort" in str(state):  # rank 5 has; "abort": before this one came
+                word = max(word - 4 * (state == "abort"), 0) + control.ABORT + (5 << control.ABORT_RANK_SHIFT)
             call = CALL + 2**30 if state == "call" else CALL
             mail[epoch & 1, peer, :5] = torch.tensor([word, 100 + peer, 2**40 + peer, -peer, call])
     received = torch.full((num_ranks, control.NUM_PUBLISHED), -7, dtype=torch.int64)
     status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
     status[control.STATUS_KIND] = pending
-    barrier(peers, (2**41, 0, 5), received, status, call=CALL, fault=fault, timeout_ns=10**6)
-    return {"received": received, "status": status, **{f"arena {i}": view for i, view in enumerate(views)}}
+    spoils = torch.ones(3, 2 * 520, dtype=torch.bfloat16)  # one turn of the kernel's loop sets 512 words
+    bounds = {"timeout_ns": timeout_ns, "spoils": spoils[1:2]}
+    barrier(peers, (2**41, 0, 5), received, status, call=CALL, fault=fault, **bounds)
+    results = {"received": received, "status": status, "spoils": spoils.view(torch.int16)}
+    return {**results, **{f"arena {i}": view for i, view in enumerate(views)}}
 
 
 # What stands in the slot of rank 2 when rank 1 waits for its signal: an epoch relative to the last barrier's.
@@ -111,10 +130,13 @@ SIGNALS = {
     "aborted before": {"seen": 0, "aborted": 1},
     "faulted before": {"seen": 0, "faulted": 1},
     "missing, a record pending": {"seen": -1, "pending": control.STATUS_PLAN},
+    "one gave up": {"seen": control.ABORT - 2},
+    "one gave up after it sent": {"seen": control.ABORT + (3 << control.ABORT_RANK_SHIFT)},
+    "there, not bounded": {"seen": 0, "timeout_ns": None},
 }
 
 
-def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATUS_OK):
+def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATUS_OK, timeout_ns=10**6):
     """Bytes that rank 1 leaves: it signals ranks 0 and 1, then waits for rank 2."""
     peers = make_arenas(3, 1, epoch, aborted, faulted)
     signals = peers.region(1, peers.layout.signals, (3, control.SIGNAL_WORDS), torch.int64)
@@ -123,8 +145,11 @@ def run_signals(module, epoch, seen, aborted=0, faulted=0, pending=control.STATU
     status[control.STATUS_KIND] = pending
     for rank in (0, 1):
         module.send_signal(peers, rank)
-    module.wait_for_signal(peers, 2, arrived, status, phase=3, timeout_ns=10**6)
-    return {"arrived": arrived, "status": status, **{f"arena {i}": view for i, view in enumerate(peers.views)}}
+    spoils = torch.ones(3, 8)
+    bounds = {"timeout_ns": timeout_ns, "spoils": spoils[1:2]}
+    module.wait_for_signal(peers, 2, arrived, status, phase=3, **bounds)
+    results = {"arrived": arrived, "status": status, "spoils": spoils.view(torch.int32)}
+    return {**results, **{f"arena {i}": view for i, view in enumerate(peers.views)}}
 
 
 def parts(module, num_ranks: int, num_experts: int, rank: int) -> torch.Tensor:
@@ -156,6 +181,7 @@ def choices(module, scores: torch.Tensor, top_k: int) -> torch.Tensor:
 
 def main() -> int:
     sync.wait_for_words, sync.system_fence, sync.now_ns = look_once, no_fence, no_clock
+    sync.wait_without_bound = look_once_without_bound
     failures = 0
     for name, barrier in BARRIERS.items():
         for epoch in (6, 7):

@@ -146,9 +146,7 @@ class Case:
     ) -> tuple[int | None, str, int | None]:
         if self.capacity == "exact":
             return None, "raise", None
-        largest = max(
-            sum(int((i // self.experts_per_rank == rank).sum()) for i in ids) for rank in range(len(ids))
-        )
+        largest = max(sum(int((i // self.experts_per_rank == rank).sum()) for i in ids) for rank in range(len(ids)))
         num_tokens = [len(i) for i in ids]
         max_tokens = max(num_tokens) + int(rng.integers(0, 3))
         if len(set(num_tokens)) == 1 and rng.random() < 0.5:
@@ -195,30 +193,26 @@ class Case:
         return rows
 
 
-def _make_cases() -> list[Case]:
-    cases = []
-    for number in range(len(STRATA) * CASES_PER_STRATUM):
-        rng = np.random.default_rng([20261121, number])
-        cases.append(
-            Case(
-                number=number,
-                stratum=STRATA[number % len(STRATA)],
-                top_k=int(rng.integers(1, 9)),
-                experts_per_rank=int(rng.choice([1, 2, 3, 4, 8])),
-                hidden=int(rng.choice(HIDDEN_SIZES)),
-                dtype=DTYPES[int(rng.integers(len(DTYPES)))],
-                capacity=str(rng.choice(CAPACITIES)),
-            )
-        )
-    return cases
+def make_case(number: int) -> Case:
+    """Case `number` of an endless list, in which the strata take turns."""
+    rng = np.random.default_rng([20261121, number])
+    return Case(
+        number=number,
+        stratum=STRATA[number % len(STRATA)],
+        top_k=int(rng.integers(1, 9)),
+        experts_per_rank=int(rng.choice([1, 2, 3, 4, 8])),
+        hidden=int(rng.choice(HIDDEN_SIZES)),
+        dtype=DTYPES[int(rng.integers(len(DTYPES)))],
+        capacity=str(rng.choice(CAPACITIES)),
+    )
 
 
-CASES = _make_cases()
+CASES = [make_case(number) for number in range(len(STRATA) * CASES_PER_STRATUM)]
 
 
 def case_on(number: int, device: str) -> Case:
     """Case `number`. On GPUs with few different K, e and dtypes, because kernels are compiled for each of them."""
-    case = CASES[number]
+    case = make_case(number)
     if device == "cpu":
         return case
     top_k, experts_per_rank = (2, 4) if case.top_k < 5 else (5, 3)

@@ -53,6 +53,7 @@ CASES = {
     "bf16": Case(tokens=(40, 33), num_experts=8, top_k=1, hidden=24, dtype=torch.bfloat16, seed=1),
     "three ranks, odd": Case(tokens=(70, 0, 31), num_experts=12, top_k=3, id_dtype=torch.int32, hidden=20),
     "four ranks": Case(tokens=(64, 1, 32, 7), num_experts=16, top_k=4, dtype=torch.float32, hidden=260, num_ctas=3),
+    "six ranks": Case(tokens=(9, 0, 12, 3, 5, 2), num_experts=24, top_k=6, hidden=24),
     "no expert": Case(tokens=(35, 20), num_experts=6, top_k=3, ids="sparse"),
     "all to one expert": Case(tokens=(33, 20, 5), num_experts=6, top_k=1, ids="one"),
     "duplicates": Case(tokens=(40, 35), num_experts=4, top_k=5, ids="duplicates"),
@@ -136,12 +137,12 @@ class _Call:
             num_rows * case.top_k * 4,
         )
         self.offsets: list[list[int]] = []
-        views = []
+        views, unit = [], 64 if case.num_ctas is None else 256
         for rank in range(case.num_ranks):
-            offset, offsets = layout.num_bytes + 64 * rank, []
+            offset, offsets = -(-layout.num_bytes // unit) * unit + unit * rank, []
             for size in sizes:
                 offsets.append(offset)
-                offset += -(-size // 64) * 64 + 64 * (rank + 1)
+                offset += -(-size // unit) * unit + unit * (rank + 1)
             self.offsets.append(offsets)
             arena = torch.full((offset,), 0xFD, dtype=torch.uint8, device=device)
             arena[: layout.num_bytes] = 0
@@ -340,6 +341,7 @@ class _Call:
             rows = self.rows(rank)
             values = torch.randn(rows.shape, generator=generator) * 3
             values[:, ::7] = -0.0
+            values[::3, 3::11], values[1::3, 3::11] = torch.inf, -torch.inf
             count = int(maps["row_start"][-1])
             rows[:count] = values.to(case.dtype).to(self.device)[:count]
             row_values = torch.rand((self.num_rows,), generator=generator).to(self.device)
@@ -350,25 +352,31 @@ class _Call:
         middle = case.hidden // 2 // 8 * 8
         panels = [None] if not middle else [(0, middle), (middle, case.hidden)]
         for order in ("slot", "rank"):
-            if order == "rank":
-                for rank, maps in enumerate(self.maps):
-                    for columns in panels[rank % 2 :]:  # odd ranks leave the first panel as it is
-                        ops.pre_reduce(
-                            self.rows(rank),
-                            maps["packed_to_row"],
-                            maps["num_packed"],
-                            columns=columns,
-                            **self.options,
-                        )
-                self.keep_arenas("pre-reduced")
+            for rank, maps in enumerate(self.maps):
+                self.keep(f"rank {rank} rows before {order}", self.rows(rank))
+                for columns in panels[rank % 2 :] if order == "rank" else ():  # odd ranks leave the first panel alone
+                    ops.pre_reduce(
+                        self.rows(rank),
+                        maps["packed_to_row"],
+                        maps["source_to_packed_start"],
+                        rank=rank,
+                        columns=columns,
+                        **self.options,
+                    )
+                self.keep(f"rank {rank} rows for {order}", self.rows(rank))
+            self.keep_arenas(f"ready for {order}")
             for rank, maps in enumerate(self.maps):
                 out = torch.full((case.tokens[rank], case.hidden), -7.0, dtype=case.dtype, device=self.device)
-                sources = (maps["slot_to_rank"], maps["slot_to_row"])
-                if order == "rank":
-                    sources = (None, maps["token_to_primary_row"])
+                slots, home = (maps["slot_to_rank"], maps["slot_to_row"]), (self.peers[rank], ready, out)
                 for columns in panels if rank % 2 else [None]:
-                    ops.pull_rows(*sources, self.peers[rank], ready, out, column=0, columns=columns, **self.options)
+                    part = {"column": 0, "columns": columns, **self.options}
+                    if order == "rank":
+                        ops.pull_sums(maps["token_to_primary_row"], *slots, *home, **part)
+                    else:
+                        ops.pull_rows(*slots, *home, **part)
                     self.keep(f"rank {rank} sum by {order}, {columns}", out)
+                self.keep(f"rank {rank} sum by {order}", out)
+            self.keep_arenas(f"after {order}")
         for rank, maps in enumerate(self.maps):
             values = torch.full((case.tokens[rank], case.top_k), -7.0, device=self.device)
             ops.pull_values(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from worker import Findings, free_bytes, open_heap
 
 from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, ConfigMismatch
 
 T, K, H = 6, 2, 16
 NUM_BYTES = 1 << 20
@@ -428,6 +429,103 @@ def check_misuse(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
+def check_plans(rank: int, num_ranks: int) -> list[str]:
+    """A rank that brings another plan than its peers, older or of another call, which has the same shapes."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        x = torch.randn(T, H)
+        for culprit in range(num_ranks):
+            for fails_between in (False, True):
+                findings.where = f"culprit {culprit}, a fault between {fails_between}, rank {rank} of {num_ranks}"
+                old = make_plan(routing(heap, 5), num_experts=2 * num_ranks, heap=heap)
+                dispatch_tokens(x, old)
+                if fails_between:  # epochs that were launched and have not counted are nobody's generations
+                    stage = Stage("make_plan", heap)
+                    findings.equal("error", stage.call({**stage.good, "overflow": rank})[0], "ArgumentError")
+                new = make_plan(routing(heap, 5), num_experts=2 * num_ranks, heap=heap)
+                zero, first, its = (old, 1, new) if culprit == 0 else (new, culprit, old)
+                text = f"rank 0 has {zero.generation}, rank {first} has {its.generation}"
+                mine = old if rank == culprit else new
+                for phase, call in (
+                    ("dispatch: ready", lambda mine=mine: dispatch_tokens(x, mine)),
+                    ("combine: ready", lambda mine=mine: combine_tokens(torch.ones(mine.num_rows, H), mine)),
+                ):
+                    try:
+                        call()
+                    except ConfigMismatch as error:
+                        findings.equal("text", str(error), f"plan differs at '{phase}': {text}")
+                    else:
+                        findings.check(False, f"nothing was raised at '{phase}'")
+                    dispatch_tokens(x, new)
+                findings.check(round_trip(heap, culprit), "the next correct call is wrong")
+                rows, _ = dispatch_tokens(x, old)  # a plan may be used as often as its ranks like
+                findings.equal("y by the old plan", combine_tokens(rows, old, order="slot"), K * x)
+                findings.equal("leased bytes", heap.leased_bytes, 0)
+    return findings.texts
+
+
+def check_scores(rank: int, num_ranks: int) -> list[str]:
+    """NaN and Inf in the router's logits, by a token or by the router's weight."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        torch.manual_seed(0)
+        config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K)
+        for layer in (MoELayer(config, heap), MoELayer(dataclasses.replace(config, capacity=T * K * num_ranks), heap)):
+            x = torch.randn(T, H)
+            want = layer(x)[0].detach().clone()
+            for culprit in range(num_ranks):
+                for value in (float("nan"), float("inf"), -float("inf")):
+                    findings.where = f"{value} on rank {culprit}, rank {rank} of {num_ranks}"
+                    bad = x.clone()
+                    if rank == culprit:
+                        bad[3, 5], bad[4] = value, value
+                    try:
+                        layer(bad)
+                    except ArgumentError as error:
+                        text = "the router's logits of token 3 are not finite (2 such tokens)"
+                        wanted = text if rank == culprit else f"on rank {culprit}: {text}"
+                        findings.equal("text", str(error), wanted)
+                    else:
+                        findings.check(False, "nothing was raised")
+                    findings.equal("y of the next correct call", layer(x)[0], want)
+            mask = torch.ones(T, dtype=torch.bool)
+            mask[3:5] = False
+            findings.check(bool(layer(bad, mask)[0].isfinite().all()), "padding may hold anything")
+    return findings.texts
+
+
+def check_other_heaps(rank: int, num_ranks: int) -> list[str]:
+    """Memory of another heap: refused as a buffer that peers reach into, copied like any other memory as input."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cpu", num_bytes=NUM_BYTES) as heap, open_heap("cpu", num_bytes=NUM_BYTES) as other:
+        for turn in range(3):
+            x = torch.randn(T, H)
+            plan = make_plan(routing(heap, turn), num_experts=2 * num_ranks, heap=heap)
+            rows, _ = dispatch_tokens(x, plan)
+            with other.lease((plan.row_capacity, H), torch.float32, name="foreign") as lease:
+                foreign = lease.tensor
+                for name, call in (
+                    ("out", lambda plan=plan, x=x, out=foreign: dispatch_tokens(x, plan, out=out)),
+                    (
+                        "grad_out",
+                        lambda plan=plan, rows=rows, out=foreign: combine_tokens(rows, plan, grad_out=out[: len(rows)]),
+                    ),
+                ):
+                    try:
+                        call()
+                    except ArgumentError as error:
+                        findings.check(f"{name} is not on this symmetric heap" in str(error), str(error))
+                    else:
+                        findings.check(False, f"nothing was raised for {name}")
+                foreign[: len(rows)] = rows
+                y = combine_tokens(foreign[: plan.num_rows], plan, order="slot")
+                findings.equal("y of foreign rows", y, sum(x for _ in range(K)))
+            findings.check(round_trip(heap, turn), "the next correct call is wrong")
+            findings.check(round_trip(other, turn), "the next correct call on the other heap is wrong")
+    return findings.texts
+
+
 # -- a heap that is too small -----------------------------------------------------------------------------------------
 
 
@@ -593,6 +691,21 @@ def test_ranks_that_disagree_in_dispatch_and_combine(cluster, num_ranks: int):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_faults_in_a_row_and_at_once(cluster, num_ranks: int):
     assert flat(cluster(num_ranks).run(check_order_of_errors)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_with_different_plans(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_plans)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_scores_that_are_not_finite(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_scores)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_memory_of_another_heap(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_other_heaps)) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -22,11 +22,12 @@ KEYS = (
     "wire_gbs copy_gbs gpu driver torch triton nvshmem commit command date"
 ).split()
 CAPACITIES = {"static", "exact"}
-EAGER = CAPACITIES | {"overlapped"}
+EAGER = CAPACITIES | {"serial"}
 VARIANTS = {
     "layer": EAGER,
     "variants": EAGER
-    | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "layout=expert-major", "public parts"},
+    | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "public parts"}
+    | {"packed", "expert-major", "serial packed", "serial expert-major"},
     "plan": CAPACITIES,
     "dispatch": {"packed", "expert-major"},
     "combine": {"order=rank", "order=slot"},
@@ -123,6 +124,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
         ("push_rows", "x", "dispatch"),
         ("fan_out", "rows", "dispatch"),
         ("pull_rows", "out", "combine"),
+        ("pull_sums", "out", "combine"),
         ("pull_values", "out", "combine"),
         ("assign_rows", "slot_to_row", "plan"),
         ("grouped_gemm", "out", "overhead"),

@@ -52,9 +52,7 @@ def check_combine(rank: int, num_ranks: int, numbers: list[int], device: str) ->
     return findings.texts
 
 
-def _check_backward(
-    heap: SymmetricHeap, case: routings.Case, hidden: int, order: str, findings: Findings
-) -> None:
+def _check_backward(heap: SymmetricHeap, case: routings.Case, hidden: int, order: str, findings: Findings) -> None:
     """The backward of dispatch is combine, the backward of combine is dispatch: bit for bit, in the order asked for."""
     rank = heap.rank
     ready = dispatched(heap, case, hidden)
@@ -103,7 +101,9 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
         "slot": oracle.sum_slots(layout, rank, out_bits, case.dtype),
         "rank": oracle.sum_ranks(layout, rank, reduced, case.dtype),
     }
-    left = {"slot": out_bits[rank], "rank": reduced[rank]}  # what stands in the buffer afterwards
+    # What stands in the buffer afterwards: order "rank" has summed the rows of the peers' tokens, and no others.
+    is_own = np.array([source == rank for source, _, _ in layout.rows[rank]], dtype=bool)
+    left = {"slot": out_bits[rank], "rank": np.where(is_own[:, None], out_bits[rank], reduced[rank])}
     expert_out = on_device(expert_out, heap)
     whole = torch.full((plan.row_capacity, hidden), float("nan"), dtype=case.dtype, device=heap.device)
     whole[:num_rows] = expert_out
@@ -117,6 +117,8 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
             findings.check(same, f"y of order={order} differs from the oracle")
             same = oracle.same_numbers(oracle.bits_of(rows[:num_rows]), left[order], case.dtype)
             findings.check(same, f"rows after order={order} differ from the oracle")
+            own = oracle.bits_of(rows[:num_rows])[is_own]
+            findings.check((own == out_bits[rank][is_own]).all(), f"order={order} wrote rows of the rank's own tokens")
             findings.check(is_poison(rows[num_rows:]), f"order={order} wrote the tail")
             findings.equal("staging copies in place", heap.statistics.num_staging_copies, copies)
             findings.equal(f"version bumped by order={order}", rows._version > version, order == "rank")
@@ -222,10 +224,7 @@ def _check_gradients(heap: SymmetricHeap, case: routings.Case, order: str, findi
     with poisoned_lease(heap, (plan.row_capacity, hidden), x.dtype, name="gradient of the rows") as grad_rows:
         rows, row_probs = dispatch_tokens(x, plan, probs=probs, order=order)
         starts = plan.row_start.tolist()
-        per_expert = [
-            (rows[a:b] @ mine[g].T) * row_probs[a:b, None]
-            for g, (a, b) in enumerate(pairwise(starts))
-        ]
+        per_expert = [(rows[a:b] @ mine[g].T) * row_probs[a:b, None] for g, (a, b) in enumerate(pairwise(starts))]
         tail = rows.new_zeros(rows.shape[0] - starts[-1], hidden)
         expert_out = torch.cat([*per_expert, tail])
         given = grad_rows.tensor[: expert_out.shape[0]] if case.number % 2 else None

@@ -132,9 +132,7 @@ def _check_overflow(
         findings.check(is_poison(lease.tensor), "something was moved in spite of the overflow")
 
 
-def _check_maps(
-    plan: Plan, routing: routings.Routing, layout: oracle.Layout, rank: int, findings: Findings
-) -> None:
+def _check_maps(plan: Plan, routing: routings.Routing, layout: oracle.Layout, rank: int, findings: Findings) -> None:
     splits = layout.splits[rank]
     findings.equal("splits", plan.splits, np.array(splits))
     findings.equal("row_start", plan.row_start, np.cumsum([0, *splits]))

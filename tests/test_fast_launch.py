@@ -36,7 +36,7 @@ from symmoe.kernels.gpu import (  # noqa: E402
     tokens,
 )
 from symmoe.kernels.gpu import launch as launches  # noqa: E402
-from symmoe.kernels.gpu.hopper import act, wgrad  # noqa: E402
+from symmoe.kernels.gpu.hopper import act, rows, wgrad  # noqa: E402
 from symmoe.kernels.gpu.hopper import gemm as hopper_gemm  # noqa: E402
 from symmoe.kernels.gpu.launch import Constants, FastLaunch, fast_launch  # noqa: E402
 from symmoe.kernels.table import TensorTable  # noqa: E402
@@ -477,7 +477,9 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkey
 
 
 def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, monkeypatch):
-    jits = fake_jits(monkeypatch, hopper_gemm, act, wgrad)
+    jits = fake_jits(monkeypatch, hopper_gemm, act, wgrad, rows)
+    arena = torch.zeros(1 << 16, dtype=torch.uint8)
+    peers = Peers(rank=0, num_ranks=2, bases=torch.zeros(2), views=(arena, arena), layout=ControlLayout(2))
 
     def step(num_rows, dtype=torch.bfloat16, G=4, H=64, ffn=256):
         empty, swiglu = torch.empty, Activation()
@@ -495,6 +497,11 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, 
         act.launch_dact(x, w2, ranges, h, scale, h, a, sums, swiglu, num_sms=8)
         hopper_gemm.launch_gemm(x, w1, ranges, h, weight_k_first=False, columns=(256, 512), num_sms=8)
         wgrad.launch_wgrad(h, x, row_start, w1, num_sms=8)
+        wide, table = empty(num_rows, 256, dtype=dtype), empty(num_rows, 2, dtype=torch.int32)
+        received = torch.zeros(2, 3, dtype=torch.int64)
+        rows.launch_push(wide, table, peers, received, column=0, rank=num_rows % 2, num_ctas=num_rows % 7)
+        rows.launch_pre_reduce(wide, table, empty(3, dtype=torch.int32), rank=0, columns=None, num_ctas=3)
+        rows.launch_pull(table, table, table, peers, received, wide, column=0, columns=None, num_ctas=3)
 
     step(64)
     before = {name: len(jit.calls) for name, jit in jits.items()}

@@ -34,6 +34,7 @@ TYPE_NAMES = {
 SHAPES = {
     "qwen3-30b": (8192, 2048, 128, 8, 4),
     "deepseek-v3": (4096, 7168, 256, 8, 8),
+    "qwen3-30b, two ranks": (8192, 2048, 128, 8, 2),
     "odd": (100, 1000, 12, 3, 3),
     "largest": (33, 512, 1024, 32, 64),
     "most experts per rank": (64, 512, 1024, 1, 1),
@@ -72,13 +73,14 @@ class Compiled:
     def ptx(self):
         return self.result.asm["ptx"]
 
-    def resources(self, tmp_path):
-        """(registers per thread, bytes of local memory per thread)."""
+    def dump(self, tmp_path, what):
         path = tmp_path / "kernel.cubin"
         path.write_bytes(self.result.asm["cubin"])
-        text = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run([CUOBJDUMP, what, path], capture_output=True, text=True, check=True).stdout
+
+    def resources(self, tmp_path):
+        """(registers per thread, bytes of local memory per thread)."""
+        text = self.dump(tmp_path, "--dump-resource-usage")
         return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
@@ -127,11 +129,16 @@ def test_barrier(compiled, tmp_path, num_ranks):
     assert kernel.ptx.count("ld.acquire.sys.global.s64") == lanes_per_thread
     assert kernel.ptx.count("%globaltimer") == lanes_per_thread + 1
     # One for each kind of record; a rank alone cannot be in another call than its peers.
-    assert kernel.ptx.count("fence.acq_rel.sys") == (2 if num_ranks == 1 else 3)
+    assert kernel.ptx.count("fence.acq_rel.sys") == (3 if num_ranks == 1 else 4)
     # In this order: the words, the release, the wait, the peers' words, which are read from memory.
     release, acquire = kernel.ptx.index(atomics[0]), kernel.ptx.index("ld.acquire.sys")
     assert kernel.ptx.index("bar.sync") < release or "bar.warp.sync" in kernel.ptx[:release]
     assert release < acquire < kernel.ptx.index("ld.volatile.global", release)
+    # Without a bound, the wait looks at nothing but the words.
+    sync.barrier(make_peers(num_ranks), (1, 2, 3), received, status, call=1, fault=False, timeout_ns=None)
+    kernel = compiled["barrier_kernel"]
+    assert "%globaltimer" not in kernel.ptx
+    assert kernel.ptx.count("ld.acquire.sys.global.s64") == lanes_per_thread
 
 
 def test_signals(compiled, tmp_path):
@@ -228,20 +235,39 @@ def test_rows_move_in_16_byte_accesses(compiled, tmp_path, shape, dtype):
     peers = make_peers(num_ranks)
     x, rows = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens * 2, hidden, dtype=dtype)
     token_to_row, packed_to_row, num_packed = empty(num_tokens, num_ranks), empty(num_tokens, top_k), empty(1)
+    slots, starts = empty(num_tokens, top_k), empty(num_ranks + 1)
     received = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64)
 
     tokens.push_rows(x, token_to_row, peers, received, column=0)
     tokens.fan_out(rows, packed_to_row, num_packed, num_packed)
     for columns in (None, (hidden // 2 // 8 * 8, hidden)):
-        tokens.pre_reduce(rows, packed_to_row, num_packed, columns=columns)
-        tokens.pull_rows(None, token_to_row, peers, received, x, column=0, columns=columns)
-        for name in ("push_rows", "fan_out", "pre_reduce", "pull_rows"):
-            if top_k > 1 or name in ("push_rows", "pull_rows"):  # with one slot per token there are no secondary rows
+        tokens.pre_reduce(rows, packed_to_row, starts, rank=peers.rank, columns=columns)
+        tokens.pull_rows(slots, slots, peers, received, x, column=0, columns=columns)
+        check_rows_kernel(compiled["pull_rows_kernel"], tmp_path, f"pull_rows, {shape}, {columns}")
+        for num_ctas in (None, 8):
+            tokens.pull_sums(
+                token_to_row, slots, slots, peers, received, x, column=0, columns=columns, num_ctas=num_ctas
+            )
+            check_rows_kernel(compiled["pull_sums_kernel"], tmp_path, f"pull_sums, {shape}, {columns}, {num_ctas}")
+        for name in ("push_rows", "fan_out", "pre_reduce"):
+            # With one slot per token there are no secondary rows, with one rank no tokens of peers.
+            if name == "push_rows" or (top_k > 1 and (name == "fan_out" or num_ranks > 1)):
                 check_rows_kernel(compiled[f"{name}_kernel"], tmp_path, f"{name}, {shape}, {columns}")
-    tokens.pull_rows(None, token_to_row, peers, received, x, column=0, num_ctas=8)
-    check_rows_kernel(compiled["pull_rows_kernel"], tmp_path, f"pull_rows with few programs, {shape}")
-    tokens.pull_rows(packed_to_row, packed_to_row, peers, received, x, column=0)
-    check_rows_kernel(compiled["pull_rows_kernel"], tmp_path, f"pull_rows by slot, {shape}")
+
+
+@pytest.mark.parametrize("num_ctas", [None, 8])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_peers_rows_are_on_their_way_before_own_rows_are_summed(compiled, tmp_path, num_ranks, top_k, num_ctas):
+    slots, x = empty(8192, top_k), empty(8192, 2048, dtype=torch.bfloat16)
+    received, primary = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64), empty(8192, num_ranks)
+    tokens.pull_sums(primary, slots, slots, make_peers(num_ranks), received, x, column=0, num_ctas=num_ctas)
+    # Up to the first jump, which is that of the loop over own rows, or over the tile.
+    code = re.sub(r"\bBRA\b.*", "", compiled["pull_sums_kernel"].dump(tmp_path, "-sass"), flags=re.DOTALL)
+    is_wide = num_ctas is not None and num_ranks <= 2
+    accesses = tokens.WIDE_SUM_ACCESSES if is_wide else tokens.SUM_ACCESSES
+    assert code.count("LDG.E.128") == min(num_ranks, tokens.PEERS_UNROLL) * accesses
+    assert "FADD" not in code
 
 
 def check_rows_kernel(kernel, tmp_path, name):

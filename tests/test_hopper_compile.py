@@ -45,11 +45,19 @@ def launched(monkeypatch, tmp_path):
 
 
 def compiled(launched, directory):
-    """PTX of the launch, and the bytes that ptxas spills; it must fit, and its WGMMAs must run asynchronously."""
+    """PTX of the launch, and the bytes that ptxas spills; its WGMMAs must run asynchronously."""
+    ptx, spilled = compiled_source(launched, directory)
+    assert "wgmma.mma_async" in ptx
+    return ptx, spilled
+
+
+def compiled_source(launched, directory):
+    """PTX of the launch, and the bytes that ptxas spills; it must fit."""
     ((kernel, constants, *args),) = launched
     named = dict(constants.named)
     signature, constexprs, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, [*constants.described(tuple(args)), None], strict=True)):
+    values = [*constants.described(tuple(args)), *[None] * (len(kernel.params) - len(args))]
+    for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
         elif isinstance(value, TensorDescriptor):
@@ -70,7 +78,6 @@ def compiled(launched, directory):
     command = [ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", directory / "kernel.cubin"]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "C75" not in log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    assert "wgmma.mma_async" in result.asm["ptx"]
     assert "setmaxnreg" in result.asm["ptx"]
     return result.asm["ptx"], int(log.split(" bytes spill stores")[0].split()[-1])
 

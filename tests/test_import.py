@@ -23,10 +23,12 @@ LEVELS = {
     "moe": 4,
     "integrations": 5,
     "bench": 5,
+    "checkpoint": 5,
+    "doctor": 5,
     "cli": 6,
     "__main__": 7,
 }
-MAY_READ_ENVIRONMENT = {"symmoe/symm_mem/nvshmem.py", "symmoe/symm_mem/host.py"}
+MAY_READ_ENVIRONMENT = {f"symmoe/symm_mem/{name}.py" for name in ("nvshmem", "host", "flight")}
 
 
 def part_of(module: str) -> str:
@@ -47,9 +49,7 @@ def imports_of(path: Path) -> list[str]:
 
 
 def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -35,7 +35,8 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 def compare(findings: Findings, name: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     """Notes a tensor that is further from the oracle than the dtype explains."""
     scale = float(want.abs().max()) if want.numel() else 0.0
-    findings.close(name, got, want, rtol=0.0, atol=TOLERANCE[dtype] * max(scale, 1e-3))
+    # Terms are of order 1: where their sums cancel, they are no more exact for it.
+    findings.close(name, got, want, rtol=0.0, atol=TOLERANCE[dtype] * max(scale, 0.1))
 
 
 def flat(results: list[list[str]]) -> list[str]:
@@ -560,7 +561,7 @@ def check_leases(rank: int, num_ranks: int, device: str) -> list[str]:
         findings.check(torch.equal(y, first), "the next step differs")
         del y
 
-        empty = torch.empty(0 if rank == 0 else 2, hidden, device=heap.device, requires_grad=True)
+        empty = torch.zeros(0 if rank == 0 else 2, hidden, device=heap.device, requires_grad=True)
         y, metrics = layer(empty)
         (y.sum() + metrics.aux_loss).backward()
         findings.equal("shape of the gradient", empty.grad.shape, empty.shape)

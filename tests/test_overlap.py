@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from symmoe.kernels import twin
 from symmoe.kernels.parts import PART_ROWS
-from symmoe.moe.overlap import H200, Move, Overlap, Rates, Sizes, overlap, panels
+from symmoe.moe.overlap import H200, Move, Overlap, Rates, Sizes, layout_for, overlap, panels
 
 
 @given(st.data())
@@ -66,11 +67,12 @@ def test_panels_cover_the_columns(width: int, number: int):
 RATES = Rates(
     link_bytes=100e9,
     program_push_bytes=10e9,
-    program_pull_bytes=10e9,
-    program_memory_bytes=20e9,
+    program_slot_s=1e-6,
+    program_sum_bytes=20e9,
     memory_bytes=500e9,
     flops=1e15,
     launch_s=5e-6,
+    least_gain=0.1,
 )
 LAYERS = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 64, 8)]
 
@@ -82,17 +84,44 @@ def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> Sizes
 
 
 def test_times_of_a_move():
-    move = Move(push_bytes=1e6, pull_bytes=2e6, memory_bytes=4e6)
+    move = Move(push_bytes=1e6, pull_bytes=2e6, memory_bytes=4e6, num_slots=500)
     assert move.alone_s(RATES) == pytest.approx(30e-6 + 8e-6)
-    assert move.beside_s(2, RATES) == pytest.approx(50e-6 + 100e-6 + 100e-6)
-    assert move.beside_s(20, RATES) == pytest.approx(10e-6 + 20e-6 + 10e-6)  # the link is full
-    assert move.part(0.5).alone_s(RATES) == pytest.approx(19e-6)
+    assert move.beside_s(2, RATES) == pytest.approx(50e-6 + 250e-6)
+    assert replace(move, num_slots=5).beside_s(2, RATES) == pytest.approx(50e-6 + 150e-6)  # 6 MB are summed
+    assert replace(move, num_slots=5).beside_s(20, RATES) == pytest.approx(10e-6 + 20e-6)
+    assert move.beside_s(50, RATES) == pytest.approx(10e-6 + 20e-6)  # the link is full
+    # Rows that are summed while others come cost nothing by themselves, unless there are very many.
+    assert Move(pull_bytes=2e6, meanwhile_bytes=4e6).alone_s(RATES) == pytest.approx(20e-6)
+    assert Move(pull_bytes=2e6, meanwhile_bytes=20e6).alone_s(RATES) == pytest.approx(40e-6)
+
+
+def test_what_combine_moves():
+    """Four ranks, 3,000 tokens here, rows of 4 KiB in one piece: a slot for each row that a sum may have."""
+    sizes = Sizes(num_rows=6000, hidden=2048, ffn=64, top_k=2, num_experts=8, num_ranks=4, item_bytes=2)
+    whole, half = sizes.combine(), sizes.combine(2)
+    assert whole.pull_bytes == sizes.wire_bytes == 2 * half.pull_bytes
+    assert whole.memory_bytes == 4500 * 4096 == 2 * half.memory_bytes
+    assert whole.meanwhile_bytes == 1500 * 4096 == 2 * half.meanwhile_bytes
+    num_packed = sizes.wire_bytes / 4096
+    assert whole.num_slots == half.num_slots == pytest.approx(num_packed * 2 + 3000 * (2 + 3))
+    wide = replace(sizes, hidden=7168, top_k=8, num_rows=24000).combine()
+    assert wide.num_slots == pytest.approx(wide.pull_bytes / 14336 * 4 * 8 + 3000 * 7 * 11)  # of 4 KiB, of 2 KiB
+    slot = replace(sizes, pre_reduces=False)
+    assert slot.combine().pull_bytes == 4500 * 4096
+    assert slot.combine().memory_bytes == 0
+
+
+def test_layout_by_width():
+    assert layout_for(768) == layout_for(14336) == "expert-major"
+    assert layout_for(256) == "packed"
+    assert layout_for(768, item_bytes=4) == "packed"  # fp32 rows are copied for twice as long
+    assert layout_for(768, rates=replace(H200, gathered_share=0.0)) == "packed"
 
 
 def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[float, float]]:
     """(seconds by itself, the least with any division) of every trip and what it may run beside, by the documented
     formulas."""
-    counts, ranks, move = range(1, num_sms // 2 + 1), sizes.num_ranks, sizes.combine
+    counts, ranks, move = range(1, num_sms // 2 + 1), sizes.num_ranks, sizes.combine()
     g = lambda flops, n=0: flops / (rates.flops * (num_sms - n) / num_sms)  # noqa: E731
     found = {}
     for name, flops in (("dispatch", sizes.fc1_flops), ("gradient_dispatch", sizes.product_flops)):
@@ -103,10 +132,9 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
     times = []
     for panels_ in (2, 4, 8):
         for n in counts if panels_ <= sizes.hidden // 256 else ():
-            rest = 1 - 1 / panels_
-            hidden = max(g(rest * sizes.product_flops, n), move.part(rest).beside_s(n, rates))
-            last = g(sizes.product_flops / panels_) + move.part(1 / panels_).alone_s(rates)
-            times.append(hidden + last + (panels_ - 1) * rates.launch_s)
+            panel, flops = sizes.combine(panels_), sizes.product_flops / panels_
+            earlier = max(g(flops, n), panel.beside_s(n, rates)) + rates.launch_s
+            times.append((panels_ - 1) * earlier + g(flops) + panel.alone_s(rates))
     found["combine"] = move.alone_s(rates) + g(sizes.product_flops), min(times, default=float("inf"))
     weights = sizes.product_flops + sizes.fc1_flops
     times = [max(g(weights, n), move.beside_s(n, rates)) for n in counts]
@@ -123,7 +151,7 @@ def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: 
         chosen = overlap(sizes, 132, rates)
         for name, (alone_s, beside_s) in brute_force(sizes, 132, rates).items():
             division = getattr(chosen, name)
-            assert (division is not None) == (beside_s < alone_s), name
+            assert (division is not None) == (beside_s <= (1 - rates.least_gain) * alone_s), name
             if division is not None:
                 assert 1 <= division.num_ctas <= 66
                 assert division.num_ctas + division.num_sms == 132
@@ -140,7 +168,7 @@ def test_small_calls_and_single_sms_are_not_overlapped():
 def test_more_to_hide_behind_never_takes_more_programs():
     for layer in LAYERS:
         sizes, longer = sizes_of(layer, 4), sizes_of(layer, 4, ffn=4 * layer[1])
-        one, other = (overlap(s, 132).gradient_combine for s in (sizes, longer))
+        one, other = (overlap(s, 132, replace(H200, least_gain=0.0)).gradient_combine for s in (sizes, longer))
         assert other.num_ctas <= one.num_ctas
 
 

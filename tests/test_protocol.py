@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import left_in_shared_memory
 from test_heap import round_trip
-from worker import Findings, open_heap
+from worker import Findings, _cut_finely, open_heap
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.errors import ConfigMismatch, HeapExhausted, PeerTimeout, SymmoeError
+from symmoe.errors import (
+    ConfigMismatch,
+    HeapExhausted,
+    HeapPoisoned,
+    PeerAborted,
+    PeerError,
+    PeerTimeout,
+    SymmoeError,
+)
+from symmoe.kernels.twin import sync
 
 T, K, H = 12, 2, 16
 
@@ -198,14 +214,15 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
     """Rows of the last rank that never arrive while the experts compute: the next rank names it, and nobody hangs."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=1.0)
     layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="overlapped"), heap)
-    y, _ = layer(tokens(heap))
-    if rank == num_ranks - 1:
-        heap.send_signal = lambda peer: None
     raised = ""
-    try:
-        layer(tokens(heap))
-    except PeerTimeout as error:
-        raised = str(error)
+    with _cut_finely():
+        y, _ = layer(tokens(heap))
+        if rank == num_ranks - 1:
+            heap.send_signal = lambda peer: None
+        try:
+            layer(tokens(heap))
+        except PeerError as error:
+            raised = f"{type(error).__name__}: {error}"
     heap.close()
     return raised, bool(y.isfinite().all())
 
@@ -213,9 +230,219 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
 def test_a_signal_that_does_not_come(cluster):
     results = cluster(3).run(lose_a_signal, timeout_s=30)
     assert all(fine for _, fine in results)
-    for text, _ in results[:2]:  # whichever wait of theirs ends first, theirs or that for a rank that has given up
-        assert "within timeout_s=1" in text
-    assert any("rank 2 did not reach 'dispatch: arrived'" in text for text, _ in results[:2])
+    for text, _ in results[:2]:  # whoever's wait ends first tells the others
+        assert text.startswith("PeerTimeout: rank 2 did not reach 'dispatch: arrived' within timeout_s=1")
+    assert "gave up: rank 2 did not reach 'dispatch: arrived' within timeout_s=1" in results[2][0]
+
+
+GIVE_UP = ("before", "between", "in the experts", "in backward", "in close", "in a trip beside GEMMs")
+
+
+def give_up(rank: int, num_ranks: int, victim: int, where: str, by_exception: bool) -> dict:
+    """The victim has an error of its own; what the others raise, how long after it, and what works afterwards."""
+    # A slow rank that is not the victim: nobody waits for it either.
+    slow = (victim + 1) % num_ranks if num_ranks > 2 else None
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
+    layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="overlapped"), heap)
+    dist.barrier()
+    facts: dict = {"at": time.monotonic()}
+
+    def own_error() -> None:
+        time.sleep(0.1)  # the others wait by now
+        facts["at"] = time.monotonic()
+        if by_exception:
+            raise ZeroDivisionError("a bug of the user")
+        heap.abort("a bug of the user")
+
+    def step() -> None:
+        if rank == victim and where == "before":
+            return own_error()
+        if rank == slow:
+            time.sleep(0.5)
+        x = tokens(heap).requires_grad_()
+        if where == "in a trip beside GEMMs":
+            if rank == victim:
+                heap.send_signal = lambda peer: own_error()
+            with _cut_finely():
+                layer(x)
+            return None
+        plan = new_plan(heap)
+        if rank == victim and where == "between":
+            return own_error()
+        rows, _ = dispatch_tokens(x, plan)
+        if rank == victim and where == "in the experts":
+            return own_error()
+        y = combine_tokens(rows * 2.0, plan)
+        if rank == victim and where == "in backward":
+            return own_error()
+        y.sum().backward()
+        if rank == victim and where == "in close":
+            return own_error()
+        return None
+
+    try:
+        with heap:
+            step()
+    except PeerAborted as error:
+        facts |= {"raised": error.rank, "reason": error.reason, "seen_at": time.monotonic()}
+    except (ZeroDivisionError, HeapPoisoned):
+        facts["raised"] = "own"
+    facts["after"] = attempt(heap, lambda: heap.lease((1,), torch.uint8))[0]
+    start = time.monotonic()
+    heap.close()  # closed twice is closed
+    facts["close_s"] = time.monotonic() - start
+    dist.barrier()
+    with open_heap("cpu") as again:
+        facts["works"] = round_trip(again)
+    return facts
+
+
+@pytest.mark.parametrize("where", GIVE_UP)
+@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize("by_exception", [True, False])
+def test_a_rank_that_gives_up(cluster, num_ranks: int, victim: int, where: str, by_exception: bool):
+    results = cluster(num_ranks).run(give_up, victim, where, by_exception, timeout_s=40)
+    for rank, facts in enumerate(results):
+        assert facts["works"]
+        assert facts["after"] == "HeapClosed"
+        assert facts["close_s"] < 0.1
+        if rank == victim:
+            if where != "in a trip beside GEMMs":  # there it goes on until the next call on the heap, if it only aborts
+                assert facts.get("raised") == ("own" if by_exception else None)
+            continue
+        assert facts["raised"] == victim
+        wanted = "ZeroDivisionError: a bug of the user" if by_exception else "a bug of the user"
+        assert facts["reason"] == wanted
+        is_slow = num_ranks > 2 and rank == (victim + 1) % num_ranks
+        assert facts["seen_at"] - results[victim]["at"] < (1.5 if is_slow else 0.5)
+
+
+def leave_with_the_same_error(rank: int, num_ranks: int, times: int) -> list[str]:
+    """An error that all ranks raise ends everybody's `with heap:`; a rank that looks late must not see that instead."""
+    found = []
+    wait = sync._wait
+
+    def late(*args):
+        time.sleep(0.02 if rank == 0 else 0.0)
+        return wait(*args)
+
+    for turn in range(times):
+        try:
+            with SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=20.0) as heap:
+                plan = new_plan(heap)
+                with patch.object(sync, "_wait", late):
+                    dispatch_tokens(tokens(heap)[: T - (rank == 1 + turn % (num_ranks - 1))], plan)
+        except SymmoeError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_an_error_of_all_is_not_hidden_by_who_leaves_first(cluster):
+    assert cluster(3).run(leave_with_the_same_error, 6) == [["ArgumentError"] * 6] * 3
+
+
+def use_after_abort(rank: int, num_ranks: int) -> dict:
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
+    plan = new_plan(heap)
+    dist.barrier()
+    facts: dict = {}
+    if rank == 0:
+        heap.abort("first")
+        heap.abort("second")  # nobody hears it
+        facts["use"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
+        facts["plan"] = attempt(heap, lambda: new_plan(heap))[0]
+        dist.barrier()
+        heap.close()
+        heap.abort("after close: nothing happens")
+    else:
+        facts["raised"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
+        facts["use"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
+        dist.barrier()
+        heap.close()
+    facts["closed"] = attempt(heap, heap.check)[0]
+    return facts
+
+
+def test_an_aborted_heap_is_of_no_use(cluster):
+    zero, *others = cluster(3).run(use_after_abort)
+    assert zero["use"] == ("HeapPoisoned", "an earlier call failed: this rank gave up: first")
+    assert zero["plan"] == "HeapPoisoned"
+    assert zero["closed"] == "HeapClosed"
+    for facts in others:
+        assert facts["raised"] == ("PeerAborted", "rank 0 gave up: first")
+        assert facts["use"] == ("HeapPoisoned", "an earlier call failed: rank 0 gave up: first")
+        assert facts["closed"] == "HeapClosed"
+
+
+JOB = """
+import os, sys, time, torch, torch.distributed as dist, symmoe
+from datetime import timedelta
+rank, num_ranks, store, device, how = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
+timeout_s = float(sys.argv[6])
+torch.set_num_threads(1)
+if device == "cuda":
+    torch.cuda.set_device(rank)
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks,
+                        timeout=timedelta(seconds=120))
+heap = symmoe.SymmetricHeap(num_bytes=1 << 20, timeout_s=timeout_s, backend="nvshmem" if device == "cuda" else "host")
+layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=16, num_experts=2 * num_ranks, top_k=2), heap)
+for step in range(1000):
+    if rank == 1 and step == 5:
+        heap.synchronize()
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+        if how == "stays away":
+            time.sleep(timeout_s + 4.0)
+        with heap:
+            raise ZeroDivisionError("a bug of the user")
+    layer(torch.randn(8, 16, device=heap.device))[0].sum().backward()
+    time.sleep(0.01)
+"""
+
+
+def run_job(folder: Path, num_ranks: int, device: str, how: str, timeout_s: float) -> tuple[list[int], list[str]]:
+    """Exit statuses and what every rank has printed to stderr."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, *map(str, (rank, num_ranks, folder / "store", device, how, timeout_s))],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        texts = [process.communicate(timeout=200)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return [process.returncode for process in ranks], texts
+
+
+def check_job(folder: Path, num_ranks: int, device: str, how: str, timeout_s: float) -> None:
+    codes, texts = run_job(folder, num_ranks, device, how, timeout_s)
+    assert codes == [-9 if rank == 1 and how == "killed" else 1 for rank in range(num_ranks)], texts
+    wanted = "PeerAborted: rank 1 gave up: ZeroDivisionError" if how == "raises" else "PeerTimeout: rank 1 did not"
+    assert all(wanted in texts[rank] for rank in range(num_ranks) if rank != 1), texts
+
+
+@pytest.mark.parametrize("how", ["raises", "killed", "stays away"])
+def test_a_job_ends_by_itself(tmp_path: Path, shared_memory_before, how: str):
+    """Nobody catches anything, nobody closes: every process ends, and none with 0."""
+    check_job(tmp_path, 3, "cpu", how, 60.0 if how == "raises" else 2.0)
+    assert not left_in_shared_memory(shared_memory_before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["raises", "killed", "stays away"])
+def test_a_job_ends_by_itself_on_gpus(tmp_path: Path, how: str):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA GPUs")
+    check_job(tmp_path, 2, "cuda", how, 90.0 if how == "raises" else 20.0)  # first calls compile kernels
 
 
 def gradients(heap: SymmetricHeap, calls: int, times: int) -> list[torch.Tensor]:
@@ -260,12 +487,12 @@ def test_one_plan_for_several_calls(cluster, num_ranks: int):
 
 
 def close_alone(rank: int, num_ranks: int) -> tuple[str, float]:
-    """Rank 0 leaves without closing; the others wait for it no longer than timeout_s."""
+    """Rank 0 stays away; the others wait for it no longer than timeout_s."""
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=0.5)
     start = time.monotonic()
     try:
         if rank == 0:
-            heap.__exit__(ValueError, None, None)
+            time.sleep(1.0)
         else:
             heap.close()
     except PeerTimeout as error:

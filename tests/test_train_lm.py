@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from symmoe.checkpoint import read_manifest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = 20
@@ -51,15 +52,14 @@ def test_leaves_metrics_pictures_sample_and_checkpoint(finished: Path):
     for name in ("loss.png", "experts.png"):
         assert (finished / name).read_bytes().startswith(b"\x89PNG")
     assert (finished / "sample.txt").read_bytes().startswith(b"def ")
-    assert (finished / "checkpoints" / "latest").read_text() == f"step-{STEPS:06d}"
+    assert read_manifest(finished / "checkpoints").step == STEPS
 
 
 def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
     out = tmp_path / "run"
     shutil.copytree(finished, out)
     # As a kill in step 15 leaves it: the newest checkpoint is of step 10, and a line was cut in the middle.
-    shutil.rmtree(out / "checkpoints" / "step-000020")
-    (out / "checkpoints" / "latest").write_text("step-000010")
+    shutil.rmtree(out / "checkpoints" / "step-00000020")
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:14]) + lines[14][:40])
 
@@ -68,28 +68,13 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
     for record in records + expected:
         del record["tokens_per_s"]
     assert records == expected
-    for rank in range(2):
-        name = f"checkpoints/step-000020/rank-{rank}.pt"
-        assert_same_bits(torch.load(out / name), torch.load(finished / name))
+    names = [path.name for path in (finished / "checkpoints" / "step-00000020").iterdir()]
+    assert len([name for name in names if name.endswith(".safetensors")]) == 2
+    for name in names:  # parameters and moments of both ranks, and what the manifest says of them
+        assert (out / "checkpoints/step-00000020" / name).read_bytes() == (
+            finished / "checkpoints/step-00000020" / name
+        ).read_bytes()
     assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
-
-
-def assert_same_bits(a: object, b: object) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        assert a.numpy().tobytes() == b.numpy().tobytes()
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            assert_same_bits(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for left, right in zip(a, b, strict=True):
-            assert_same_bits(left, right)
-    else:
-        assert a == b
 
 
 def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path):
@@ -106,6 +91,15 @@ def test_resume_refuses_another_run(finished: Path):
     done = run(finished, "--resume", "--seed=1", num_ranks=2)
     assert done.returncode != 0
     assert "--resume: seed is 1, but the checkpoint was made with 0" in done.stderr
-    done = run(finished, "--resume", num_ranks=1)
-    assert done.returncode != 0
-    assert "--resume: ranks is 1, but the checkpoint was made with 2" in done.stderr
+
+
+def test_resumes_on_another_number_of_ranks(finished: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoints" / "step-00000020")
+    records = train(out, "--resume", num_ranks=1)
+    expected = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records[:10]] == [record["loss"] for record in expected[:10]]
+    # The first forward pass is the loaded model's; sums in another order make a difference only later.
+    assert records[10]["loss"] == pytest.approx(expected[10]["loss"], rel=1e-6)
+    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in expected], rel=1e-4)

@@ -47,12 +47,13 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+SERIAL = {"schedule": "serial"}
 LAYER = {
     "static": Choice(),
     "exact": Choice(static=False),
-    "overlapped": Choice(options={"schedule": "overlapped"}),
     "graph": Choice(captured=True),
-    "overlapped graph": Choice(captured=True, options={"schedule": "overlapped"}),
+    "serial": Choice(options=SERIAL),
+    "serial graph": Choice(captured=True, options=SERIAL),
 }
 VARIANTS = {
     **LAYER,
@@ -62,8 +63,8 @@ VARIANTS = {
     "stash=none": Choice(options={"stash": "none"}),
     "packed": Choice(options={"layout": "packed"}),
     "expert-major": Choice(options={"layout": "expert-major"}),
-    "overlapped packed": Choice(options={"layout": "packed", "schedule": "overlapped"}),
-    "overlapped expert-major": Choice(options={"layout": "expert-major", "schedule": "overlapped"}),
+    "serial packed": Choice(options={"layout": "packed", **SERIAL}),
+    "serial expert-major": Choice(options={"layout": "expert-major", **SERIAL}),
 }
 
 

@@ -1,6 +1,7 @@
 """The combine trip without autograd: every token's rows come home from the ranks of its experts and are summed.
 
-`order="rank"`: the expert's rank sums a token's rows into its primary row first, in place; home sums one row per rank.
+`order="rank"`: the expert's rank sums the rows of a peer's token into its primary row first, in place; home sums the
+rows that it has itself, rounds as peers do, and sums one row per rank.
 `order="slot"`: home sums the K rows in k order, which gives the same bits for any number of ranks.
 """
 
@@ -37,7 +38,7 @@ def collect_rows(rows: torch.Tensor, plan: Plan, *, order: str) -> torch.Tensor:
     """Sums each token's rows. Collective; does not synchronise the host.
 
     Args:
-        rows: [N_cap, H] on the heap; with order "rank" its primary rows are overwritten.
+        rows: [N_cap, H] on the heap; with order "rank" the primary rows of peers' tokens are overwritten.
 
     Returns:
         [T, H].
@@ -62,7 +63,7 @@ class Collection:
     Every call of :meth:`collect` is collective, and so is leaving the context.
 
     Args:
-        rows: [N_cap, H] on the heap; with order "rank" its primary rows are overwritten.
+        rows: [N_cap, H] on the heap; with order "rank" the primary rows of peers' tokens are overwritten.
         row_values: fp32 [N_cap] that shall come home as well, complete before the first :meth:`collect`.
         num_panels: calls of :meth:`collect` that there will be, the same on all ranks.
 
@@ -89,6 +90,7 @@ class Collection:
             "order": control.ORDERS.index(order),
             "probs": int(row_values is not None),
             "panels": num_panels,
+            "plan": plan.generation,
         }
         self.out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
         self.values = None
@@ -119,14 +121,19 @@ class Collection:
             num_ctas: programs of the kernels that move rows; None: as many as they like.
         """
         plan, heap, ops = self._plan, self._plan.heap, self._ops
-        sources = (plan.slot_to_rank, plan.slot_to_row)
+        slots, part = (plan.slot_to_rank, plan.slot_to_row), {"columns": columns, "num_ctas": num_ctas}
         if self._order == "rank":
-            ops.pre_reduce(self._rows, self._packed_to_row, plan.num_packed, columns=columns, num_ctas=num_ctas)
-            # Autograd must refuse a later use of what stood in the primary rows.
+            starts = plan.source_to_packed_start
+            ops.pre_reduce(self._rows, self._packed_to_row, starts, rank=heap.rank, **part)
+            # Autograd must refuse a later use of what stood in the primary rows: also where there are no peers, so
+            # that what works on one rank works on several.
             wrote_into(self._rows)
-            sources = (None, plan.token_to_primary_row)
         received = heap.barrier(PHASE, publish=self._publish, **self._agreed)
-        ops.pull_rows(*sources, heap.peers, received, self.out, column=READY_ROWS, columns=columns, num_ctas=num_ctas)
+        home = (heap.peers, received, self.out)
+        if self._order == "rank":
+            ops.pull_sums(plan.token_to_primary_row, *slots, *home, column=READY_ROWS, **part)
+        else:
+            ops.pull_rows(*slots, *home, column=READY_ROWS, **part)
         if not self._has_values:
             self._has_values = True
             ops.pull_values(

@@ -25,10 +25,11 @@ def combine_tokens(
 
     Args:
         expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. On the heap it is read in
-            place, and with order "rank" its primary rows are overwritten (its version counter tells autograd).
-            Anywhere else it is copied to the heap first: the slow path, counted in `heap.statistics`.
+            place, and with order "rank" the primary rows of peers' tokens are overwritten (its version counter tells
+            autograd, whether or not there are any). Anywhere else it is copied to the heap first: the slow path,
+            counted in `heap.statistics`.
         plan: of the dispatch.
-        order: "rank": each expert rank sums a token's rows first, then ranks are summed; least traffic. "slot": the
+        order: "rank": a token's rows on one rank are summed first, then ranks are summed; least traffic. "slot": the
             K rows are summed in k order; bitwise independent of the number of ranks.
         grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what
             they held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into memory

@@ -56,9 +56,10 @@ def arriving(
         layout: of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
         num_ctas: programs of the kernels that move rows to peers; None: as many as they like.
     """
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs, layout, "overlapped")
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
     with Slots(plan, probs) as slots, heap.one_call():
-        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE), *slots.offsets), **agreed)
+        offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
+        ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
         slots.push(ready)
 
         def receive(source: int, arrived: torch.Tensor) -> None:
@@ -67,7 +68,7 @@ def arriving(
             if layout == "expert-major":
                 ops.fan_out(buffer, slots.packed_to_row, begin, end)
 
-        with _travelling(x, plan, ready, layout, num_ctas, receive) as parts:
+        with _travelling(x, plan, buffer, ready, layout, num_ctas, receive) as parts:
             yield Arrival(parts, slots.row_probs, slots.row_to_packed_row)
 
 
@@ -76,7 +77,7 @@ def rows_arriving(
     x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, num_ctas: int | None
 ) -> Iterator[Iterator[torch.Tensor]]:
     """As :func:`arriving`, rows alone, over a plan that has dispatched: what backward does. Yields the parts."""
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, None, layout, "overlapped")
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, None, layout, "overlapped")
     packed_to_row, _ = plan.received_index()
 
     def receive(source: int, arrived: torch.Tensor) -> None:
@@ -84,8 +85,8 @@ def rows_arriving(
             ops.fan_out(buffer, packed_to_row, *_packed_rows_of(plan, source))
 
     with heap.one_call():
-        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed)
-        with _travelling(x, plan, ready, layout, num_ctas, receive) as parts:
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
+        with _travelling(x, plan, buffer, ready, layout, num_ctas, receive) as parts:
             yield parts
 
 
@@ -95,11 +96,17 @@ Receive = Callable[[int, torch.Tensor], None]
 
 @contextmanager
 def _travelling(
-    x: torch.Tensor, plan: Plan, ready: torch.Tensor, layout: str, num_ctas: int | None, receive: Receive
+    x: torch.Tensor,
+    plan: Plan,
+    buffer: torch.Tensor,
+    ready: torch.Tensor,
+    layout: str,
+    num_ctas: int | None,
+    receive: Receive,
 ) -> Iterator[Iterator[torch.Tensor]]:
     """Yields the parts. By the end of the context all rows have been sent and received, also after an exception:
     peers wait for them, and what they send must not come to memory that is somebody else's by then."""
-    trip = _Trip(x, plan, ready, layout, num_ctas)
+    trip = _Trip(x, plan, buffer, ready, layout, num_ctas)
     parts = trip.parts(receive)
     try:
         yield parts
@@ -116,8 +123,16 @@ def _travelling(
 class _Trip:
     """Rows of x on their way: this rank's own on the current stream, the others on a branch."""
 
-    def __init__(self, x: torch.Tensor, plan: Plan, ready: torch.Tensor, layout: str, num_ctas: int | None) -> None:
-        self._x, self._plan, self._ready, self._num_ctas = x, plan, ready, num_ctas
+    def __init__(
+        self,
+        x: torch.Tensor,
+        plan: Plan,
+        buffer: torch.Tensor,
+        ready: torch.Tensor,
+        layout: str,
+        num_ctas: int | None,
+    ) -> None:
+        self._x, self._plan, self._buffer, self._ready, self._num_ctas = x, plan, buffer, ready, num_ctas
         self._ops, self._token_to_row = kernels.for_device(x.device), token_to_row(plan, layout)
         self.branch = plan.heap.branch()
         self._start = self.branch.point()
@@ -158,7 +173,7 @@ class _Trip:
         # A graph may run branches one after the other, in any order that its edges allow: without this edge, every
         # rank could wait for pushes that come after the peer's own wait.
         self.branch.wait_for(self._sent[source])
-        return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE)
+        return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
 
     def _push(self, rank: int, num_ctas: int | None) -> None:
         self._ops.push_rows(

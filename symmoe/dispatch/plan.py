@@ -13,7 +13,6 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.records import reported_error
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP}
@@ -37,6 +36,7 @@ class Plan:
         source_to_packed_start: int32 [R + 1], where the packed rows of each source rank start here; the last is P.
         source_to_row_start: int32 [R + 1, e], where the rows of each source rank and local expert start here; the last
             row is where the experts' rows end.
+        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
         expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
         num_dropped: int32 [1], slots of the whole EP group that were dropped.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
@@ -50,6 +50,7 @@ class Plan:
     row_capacity: int
     packed_row_capacity: int
     num_rows: int | None
+    generation: int
     splits: torch.Tensor
     row_start: torch.Tensor
     slot_to_row: torch.Tensor
@@ -173,6 +174,8 @@ def make_plan(
         ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
         ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
         received = heap.barrier(control.PHASE_PLAN)
+        heap.note_counts(num_tokens=num_tokens, top_k=top_k)
+        generation = heap.epoch
 
         splits, row_start = int32(experts_per_rank), int32(experts_per_rank + 1)
         slot_start, slot_limit = int32(num_experts), int32(num_experts)
@@ -220,8 +223,9 @@ def make_plan(
         words = heap.read_back(report).tolist()
         if words[control.SUM_ERROR] != control.PLAN_OK:
             heap.check()  # a fault of a peer is on record
-            raise reported_error(*words[: control.SUM_WHERE + 1])
+            raise heap.plan_failure(words)
         num_rows = words[control.SUM_NUM_ROWS]
+        heap.note_counts(num_rows=num_rows, num_packed=words[control.SUM_NUM_PACKED])
         row_capacity, packed_capacity = max(1, words[control.SUM_MAX_ROWS]), max(1, words[control.SUM_MAX_PACKED])
     else:
         if device.type == "cpu":
@@ -236,6 +240,7 @@ def make_plan(
         row_capacity=row_capacity,
         packed_row_capacity=packed_capacity,
         num_rows=num_rows,
+        generation=generation,
         splits=splits,
         row_start=row_start,
         slot_to_row=slot_to_row,

@@ -54,7 +54,9 @@ def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
     kernels.for_device(rows.device).fan_out(rows, packed_to_row, start[:1], start[-1:])
 
 
-def agreed_fields(x: torch.Tensor, probs: torch.Tensor | None, layout: str, schedule: str) -> dict[str, int]:
+def agreed_fields(
+    x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, layout: str, schedule: str
+) -> dict[str, int]:
     """What all ranks must bring alike to a dispatch, or their rows would not fit each other's buffers."""
     return {
         "hidden": x.shape[1],
@@ -62,6 +64,7 @@ def agreed_fields(x: torch.Tensor, probs: torch.Tensor | None, layout: str, sche
         "probs": int(probs is not None),
         "layout": control.LAYOUTS.index(layout),
         "schedule": control.SCHEDULES.index(schedule),
+        "plan": plan.generation,
     }
 
 
@@ -71,21 +74,22 @@ def token_to_row(plan: Plan, layout: str) -> torch.Tensor:
 
 
 def _send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, layout: str) -> None:
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, None, layout, "serial")
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, None, layout, "serial")
     with heap.one_call():
-        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), **agreed)
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
         ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
-        heap.barrier(control.PHASE_DISPATCH_DONE, **agreed)
+        heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
 
 
 def _send_with_slots(
     x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None, layout: str
 ) -> torch.Tensor | None:
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, probs, layout, "serial")
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "serial")
     with Slots(plan, probs) as slots, heap.one_call():
-        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE), *slots.offsets), **agreed)
+        offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
+        ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
         ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
         slots.push(ready)
-        arrived = heap.barrier(control.PHASE_DISPATCH_DONE, **agreed)
+        arrived = heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
         slots.index(plan.source_to_packed_start[:1], plan.num_packed, ready, arrived)
     return slots.row_probs

@@ -20,9 +20,9 @@ from symmoe.errors import FAULT_BYTES
 
 MAX_EXPERTS = 1024  # bounds the count table: 2 * R rows of about 4 KiB
 
-# Counters. A barrier that has timed out sets ABORTED for good. A barrier that sees a fault, and a plan that finds an
-# error for the host, set FAULTED: until the host has raised the error, barriers return at once and count no epoch, so
-# all ranks go on from the same one, however far their hosts had run ahead.
+# Counters. A wait that has timed out, or that a rank which gave up has ended, sets ABORTED for good. A barrier that
+# sees a fault, and a plan that finds an error for the host, set FAULTED: until the host has raised the error, barriers
+# return at once and count no epoch, so all ranks go on from the same one, however far their hosts had run ahead.
 BARRIER_EPOCH, ABORTED, FAULTED = 0, 1, 2
 NUM_COUNTERS = 8
 
@@ -34,8 +34,19 @@ MAIL_CALL = 1 + NUM_PUBLISHED
 # a slot of the signals: an epoch, padding to 64 bytes
 SIGNAL_WORDS = 8
 
-# a slot of the fault inbox: the epoch of the faulted barrier (8 bytes), the error, padding to 64 bytes
+# A rank that gives up adds ABORT and its rank (in the bits from ABORT_RANK_SHIFT) to the first word of every slot of
+# every mailbox and of the signals, of its own and of the peers'. That is more than any epoch: every wait ends, and none
+# has to look at a flag besides. What was in the word may stay in its low bits, so that a wait for what has come already
+# does not fail (see symm_mem/abort.py). Others may write their epochs over it, but not in the slots of this rank, where
+# later waits find it.
+ABORT = 1 << 62
+ABORT_RANK_SHIFT = 48
+EPOCH_MASK = (1 << ABORT_RANK_SHIFT) - 1
+
+# a slot of the fault inbox: the epoch of the faulted barrier or the word of a rank that gave up (8 bytes), the error,
+# four integers of the latter (see symm_mem/abort.py), padding to 64 bytes
 INBOX_BYTES = 64 + FAULT_BYTES
+INBOX_DETAILS = 8 + FAULT_BYTES  # where the integers start
 
 # a row of the count table: a header, slots per expert, tokens per destination rank
 HEADER_WORDS = 16
@@ -82,10 +93,10 @@ OVERFLOW_RAISE, OVERFLOW_DROP = 0, 1
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
 STATUS_WORDS = 8
 STATUS_KIND, STATUS_PHASE, STATUS_PEER, STATUS_EXPECTED, STATUS_SEEN, STATUS_EPOCH, STATUS_WHERE = range(7)
-STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH = range(5)
+STATUS_OK, STATUS_TIMEOUT, STATUS_FAULT, STATUS_PLAN, STATUS_MISMATCH, STATUS_ABORT = range(6)
 # A record of kind STATUS_PLAN: PEER = SUM_ERROR_RANK, EXPECTED = SUM_LIMIT, SEEN = SUM_VALUE, EPOCH = SUM_ERROR,
 # WHERE = SUM_WHERE. Of kind STATUS_MISMATCH: PEER is the first rank whose call differs from rank 0's, EXPECTED rank 0's
-# call, SEEN that rank's.
+# call, SEEN that rank's. Of kind STATUS_ABORT: PEER is the rank that gave up, SEEN what it wrote.
 
 # how plan kernels cut the tokens of a rank
 TOKENS_PER_BLOCK = 32
@@ -120,14 +131,25 @@ PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBIN
 PHASE_CLOSE = 6
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
-CALL_FIELDS = {"phase": 8, "order": 2, "probs": 2, "dtype": 4, "hidden": 32, "layout": 2, "schedule": 2, "panels": 7}
+# The plan is known by its generation, of which the last bits have to do.
+CALL_FIELDS = {
+    "phase": 8,
+    "order": 2,
+    "probs": 2,
+    "dtype": 4,
+    "hidden": 24,
+    "layout": 2,
+    "schedule": 2,
+    "panels": 7,
+    "plan": 12,
+}
 
 
 def pack_call(**fields: int) -> int:
     """The call a barrier belongs to as one integer; fields that are not given are 0."""
     call, shift = 0, 0
     for name, width in CALL_FIELDS.items():
-        call |= fields.get(name, 0) << shift
+        call |= (fields.get(name, 0) & (1 << width) - 1) << shift
         shift += width
     return call
 

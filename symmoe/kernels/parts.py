@@ -36,3 +36,18 @@ def panel(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None
             f"width itself, got {columns}"
         )
     return first, end
+
+
+# What kernels that sum rows beside a GEMM (gpu/hopper/rows.py) have of shared memory for each of three rings.
+SUM_RING_BYTES = 72 << 10
+SUM_STAGES = 2
+MAX_SUM_PIECE_BYTES = 8 << 10  # 64 bytes to a thread
+MAX_SUM_TOKENS = 4
+
+
+def sum_stage(row_bytes: int, num_sources: int) -> tuple[int, int]:
+    """(bytes of a piece, tokens) of a stage of a ring: the longest pieces of rows, or panels, of `row_bytes` that each
+    have up to `num_sources` rows to sum, and as many tokens as there is room for."""
+    most_bytes = SUM_RING_BYTES // (SUM_STAGES * num_sources)
+    piece_bytes = min(1 << (row_bytes - 1).bit_length(), 1 << most_bytes.bit_length() - 1, MAX_SUM_PIECE_BYTES)
+    return piece_bytes, max(1, min(MAX_SUM_TOKENS, most_bytes // piece_bytes))

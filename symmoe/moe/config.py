@@ -44,8 +44,8 @@ class MoEConfig:
             The results have the same bits.
         layout: of the received rows. "packed": one per (token, rank), from which the GEMMs gather; "expert-major": one
             per (token, expert), which GEMMs read faster, and which take up to K times the heap. Same bits.
-        schedule: "serial": dispatch, experts, combine one after the other. "overlapped": rows travel beside the GEMMs.
-            Same bits.
+        schedule: "overlapped": rows travel beside the GEMMs where that pays (moe/overlap.py). "serial": dispatch,
+            experts, combine one after the other. Same bits.
         score: how logits become scores.
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
@@ -77,7 +77,7 @@ class MoEConfig:
     order: Literal["rank", "slot"] = "rank"
     stash: Literal["all", "rows", "hidden", "none"] = "all"
     layout: Literal["auto", "packed", "expert-major"] = "auto"
-    schedule: Literal["serial", "overlapped"] = "serial"
+    schedule: Literal["serial", "overlapped"] = "overlapped"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     num_groups: int = 1

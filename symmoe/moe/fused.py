@@ -58,7 +58,7 @@ def expert_parallel_mlp(
     order: str = "rank",
     stash: str = "all",
     layout: str = "auto",
-    schedule: str = "serial",
+    schedule: str = "overlapped",
 ) -> torch.Tensor:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
 

@@ -23,6 +23,7 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.table import TensorTable
 from symmoe.moe import weight_grad
+from symmoe.moe.adjacent import addresses, lay_side_by_side, packed_view
 from symmoe.moe.arguments import gradient_buffer, kernel_rows, result_buffers_problem, rows_problem, scale_problem
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
@@ -41,8 +42,9 @@ class GroupedLinear(nn.Module):
         bias: whether there is a bias [G, O].
         return_bias: forward returns (y, bias) and does not add the bias.
         weights: "packed": one parameter `weight` [G, O, C], with views `weight0` .. of its groups. "discrete": G
-            parameters `weight0` .. [O, C] that may lie anywhere; on GPUs the kernels find them by their addresses,
-            which is slower than a packed weight. State dicts of either form load into either.
+            parameters `weight0` .. [O, C]. They are made one after the other in one storage, and as long as they lie
+            so, also after `.to()`, the kernels take them for a packed weight. A trainer may put them anywhere: on GPUs
+            the kernels then find them by their addresses, which is slower. State dicts of either form load into either.
         accumulate_into_main_grad: the wgrad kernel adds to the fp32 `main_grad` of each weight instead of making
             `.grad` (see symmoe.moe.weight_grad).
         delay_wgrad: backward leaves the weight gradients to :meth:`backward_dw`.
@@ -88,7 +90,7 @@ class GroupedLinear(nn.Module):
         if self.is_packed:
             self.weight = nn.Parameter(whole)
         else:
-            for g, weight in enumerate(whole.unbind(0)):
+            for g, weight in enumerate(whole.unbind(0)):  # in one storage: see packed_view
                 setattr(self, f"weight{g}", nn.Parameter(weight))
         self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
         for parameter in self.parameters():
@@ -108,9 +110,7 @@ class GroupedLinear(nn.Module):
 
     def weight_parameters(self) -> tuple[torch.Tensor, ...]:
         """The one packed weight, or the G discrete ones; of a DTensor this rank's part, differentiable."""
-        if self.is_packed:
-            return (local_part(self.weight),)
-        return tuple(self._parameters[f"weight{g}"] for g in range(self.num_groups))
+        return (local_part(self.weight),) if self.is_packed else self._discrete_weights()
 
     def bias_parameter(self) -> torch.Tensor | None:
         """The bias, if there is one; of a DTensor this rank's part, differentiable."""
@@ -245,6 +245,21 @@ class GroupedLinear(nn.Module):
             f"bias={self.bias is not None}, weights={'packed' if self.is_packed else 'discrete'}"
         )
 
+    def _discrete_weights(self) -> tuple[nn.Parameter, ...]:
+        return tuple(self._parameters[f"weight{g}"] for g in range(self.num_groups))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
+        if self.is_packed:
+            return super()._apply(fn, recurse)
+        before = addresses(self._discrete_weights())
+        super()._apply(fn, recurse)
+        weights = self._discrete_weights()
+        after = addresses(weights)
+        # What has moved has got memory of its own. What has not may lie in a trainer's buffer, and stays there.
+        if after is not None and (before is None or all(old != new for old, new in zip(before, after, strict=True))):
+            lay_side_by_side(weights)
+        return self
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         for kind in ("weight", "bias"):
             indexed = [f"{prefix}{kind}{g}" for g in range(self.num_groups)]
@@ -265,14 +280,17 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable:
-    """Weights as the kernels take them: one packed tensor as it is, discrete ones as a table of their addresses.
+    """Weights as the kernels take them: a packed tensor, or discrete ones that do not lie like one as a table.
 
-    The table is made anew in forward and in backward: trainers may move weights in between.
+    Found out anew in forward and in backward: trainers may move weights in between.
     """
     first = weights[0]
     if first.dim() == 3:
         return first
     check_uniform(weights)
+    packed = packed_view(weights)
+    if packed is not None:
+        return packed
     pointers = copy_data_ptrs_to_device(weights, first.device, alignment=control.ACCESS_BYTES, contiguous=True)
     return TensorTable(pointers, weight_grad.packed_shape(weights), first.dtype)
 

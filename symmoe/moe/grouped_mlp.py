@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.table import TensorTable
 from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU
+from symmoe.moe.adjacent import packed_view
 from symmoe.moe.arguments import (
     gradient_buffer,
     kernel_rows,
@@ -179,15 +180,18 @@ def split_weights(
 def kernel_weights(
     weights1: tuple[torch.Tensor, ...], weights2: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor | TensorTable, torch.Tensor | TensorTable]:
-    """Weights of both layers as the kernels take them; if both are discrete, their addresses travel in one launch."""
+    """Weights of both layers as the kernels take them; if both need tables, their addresses travel in one launch."""
     if weights1[0].dim() == 2 and weights2[0].dim() == 2:
         check_uniform(weights1)
         check_uniform(weights2)
-        packed = pack_weight_ptrs(weights1, weights2)
-        return (
-            TensorTable(packed.fc1, packed_shape(weights1), weights1[0].dtype),
-            TensorTable(packed.fc2, packed_shape(weights2), weights2[0].dtype),
-        )
+        w1, w2 = packed_view(weights1), packed_view(weights2)
+        if w1 is None and w2 is None:
+            pointers = pack_weight_ptrs(weights1, weights2)
+            return (
+                TensorTable(pointers.fc1, packed_shape(weights1), weights1[0].dtype),
+                TensorTable(pointers.fc2, packed_shape(weights2), weights2[0].dtype),
+            )
+        return kernel_weight(weights1) if w1 is None else w1, kernel_weight(weights2) if w2 is None else w2
     return kernel_weight(weights1), kernel_weight(weights2)
 
 

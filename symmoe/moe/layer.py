@@ -146,7 +146,8 @@ class MoELayer(nn.Module):
             y like x (in autocast's dtype under autocast), and the metrics of the call.
 
         Raises:
-            ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
+            ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank. On
+                CPUs also for router logits of NaN or Inf; on GPUs such a token's own y is NaN.
                 Inside torch.compile a wrong x, token_mask or topk_idx is the compiler's error, on that rank alone.
         """
         if not torch.compiler.is_compiling():
@@ -158,6 +159,8 @@ class MoELayer(nn.Module):
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         tokens = x.reshape(-1, config.hidden).to(dtype)
         routed = self._route(x, token_mask, topk_idx)  # not `tokens`: autocast would round what it sees
+        if x.device.type == "cpu":  # elsewhere the host would have to wait for them
+            self.heap.fail_for(_logits_problem(routed.logits), control.PHASE_PLAN)
         plan = plan_step(config, self.heap, routed.topk_idx, dtype)
         shared = None
         if self.shared_expert is not None:
@@ -247,3 +250,10 @@ class MoELayer(nn.Module):
             return ArgumentError(f"x is on {x.device}; the heap is on {self.heap.device}")
         error = mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)
         return error or width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)
+
+
+def _logits_problem(logits: torch.Tensor) -> ArgumentError | None:
+    bad = (~logits.isfinite()).any(1).nonzero()
+    if not len(bad):
+        return None
+    return ArgumentError(f"the router's logits of token {int(bad[0])} are not finite ({len(bad)} such tokens)")

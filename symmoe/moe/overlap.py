@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from symmoe.kernels.parts import PANEL_COLUMNS, PART_ROWS
+from symmoe.kernels.parts import PANEL_COLUMNS, PART_ROWS, sum_stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,23 +24,26 @@ class Rates:
 
     Attributes:
         link_bytes: over NVLink to all peers together, one direction, by our push and pull.
-        program_push_bytes, program_pull_bytes: by one program, which fills an SM, of those that push and pull beside a
-            GEMM.
-        program_memory_bytes: by one that sums rows within the GPU's memory beside a GEMM, in bytes read.
+        program_push_bytes: by one program, which fills an SM, of those that push beside a GEMM.
+        program_slot_s: what one of those that sum rows takes to ask for one piece of a row (kernels/parts.py) beside a
+            GEMM, whether the sum has that row or not.
+        program_sum_bytes: that such a program sums.
         memory_bytes: by all SMs.
         flops: of the grouped GEMMs on all SMs.
         launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
+        least_gain: share of a time that must be gained: less than that is within what these formulas leave out.
         gathered_share: of a step's GEMMs, what they take longer if they gather their rows.
     """
 
     link_bytes: float = 340e9
-    program_push_bytes: float = 33e9
-    program_pull_bytes: float = 30e9
-    program_memory_bytes: float = 42e9
+    program_push_bytes: float = 28e9
+    program_slot_s: float = 0.045e-6
+    program_sum_bytes: float = 40e9
     memory_bytes: float = 3e12
     flops: float = 650e12
     launch_s: float = 15e-6
-    gathered_share: float = 0.05
+    least_gain: float = 0.02
+    gathered_share: float = 0.1
 
 
 H200 = Rates()
@@ -74,30 +77,32 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Bytes that are pushed to peers, pulled from peers, and read from this GPU's memory, one after the other."""
+    """What travels, one after the other.
+
+    Attributes:
+        push_bytes, pull_bytes: to peers, from peers.
+        memory_bytes: that are read from this GPU's memory for sums.
+        meanwhile_bytes: that are read from there while others are pulled.
+        num_slots: for pieces of rows to be summed, see kernels/parts.py.
+    """
 
     push_bytes: float = 0.0
     pull_bytes: float = 0.0
     memory_bytes: float = 0.0
-
-    def part(self, share: float) -> Move:
-        """So much of it."""
-        return Move(
-            push_bytes=share * self.push_bytes,
-            pull_bytes=share * self.pull_bytes,
-            memory_bytes=share * self.memory_bytes,
-        )
+    meanwhile_bytes: float = 0.0
+    num_slots: float = 0.0
 
     def alone_s(self, rates: Rates) -> float:
         """How long it takes with all SMs."""
-        return (self.push_bytes + self.pull_bytes) / rates.link_bytes + self.memory_bytes / rates.memory_bytes
+        pull = max(self.pull_bytes / rates.link_bytes, self.meanwhile_bytes / rates.memory_bytes)
+        return self.push_bytes / rates.link_bytes + pull + self.memory_bytes / rates.memory_bytes
 
     def beside_s(self, num_programs: int, rates: Rates) -> float:
         """How long it takes that many programs beside a GEMM."""
-        push = min(num_programs * rates.program_push_bytes, rates.link_bytes)
-        pull = min(num_programs * rates.program_pull_bytes, rates.link_bytes)
-        memory = num_programs * rates.program_memory_bytes
-        return self.push_bytes / push + self.pull_bytes / pull + self.memory_bytes / memory
+        push = self.push_bytes / min(num_programs * rates.program_push_bytes, rates.link_bytes)
+        sum_bytes = self.pull_bytes + self.memory_bytes + self.meanwhile_bytes
+        sums = max(self.num_slots * rates.program_slot_s, sum_bytes / rates.program_sum_bytes) / num_programs
+        return push + max(sums, self.pull_bytes / rates.link_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +115,7 @@ class Sizes:
         top_k, num_experts, num_ranks: K, E, R.
         item_bytes: of an element of a row.
         is_gated: FC1 has gates and ups.
-        pre_reduces: a token's rows on a rank are summed there before one of them goes home (`order="rank"`).
+        pre_reduces: rows of a peer's token are summed before one of them goes home (`order="rank"`).
     """
 
     num_rows: int
@@ -123,11 +128,23 @@ class Sizes:
     is_gated: bool = True
     pre_reduces: bool = True
 
-    @property
-    def combine(self) -> Move:
-        """What combine moves: all rows are read once, those of peers' tokens are summed before they travel."""
-        wire = self.wire_bytes if self.pre_reduces else self.row_bytes * (self.num_ranks - 1) / self.num_ranks
-        return Move(pull_bytes=wire, memory_bytes=self.row_bytes if self.pre_reduces else 0.0)
+    def combine(self, num_panels: int = 1) -> Move:
+        """What combine moves for one panel: rows of peers' tokens are summed before they travel, own rows as those of
+        peers arrive."""
+        own, panel_bytes = self.row_bytes / self.num_ranks, self.hidden * self.item_bytes // num_panels
+        num_tokens, num_packed = self.num_rows / self.top_k, self.wire_bytes / (self.hidden * self.item_bytes)
+        if not self.pre_reduces:
+            slots = num_tokens * _slots(panel_bytes, self.top_k)
+            return Move(
+                pull_bytes=(self.row_bytes - own) / num_panels, meanwhile_bytes=own / num_panels, num_slots=slots
+            )
+        sources = self.top_k + self.num_ranks - 1
+        return Move(
+            pull_bytes=self.wire_bytes / num_panels,
+            memory_bytes=(self.row_bytes - own) / num_panels,
+            meanwhile_bytes=own / num_panels,
+            num_slots=num_packed * _slots(panel_bytes, self.top_k) + num_tokens * _slots(panel_bytes, sources),
+        )
 
     @property
     def wasted_rows(self) -> float:
@@ -155,6 +172,12 @@ class Sizes:
     def fc1_flops(self) -> int:
         """Of FC1, forward, dgrad or wgrad."""
         return self.product_flops * (2 if self.is_gated else 1)
+
+
+def _slots(row_bytes: int, num_sources: int) -> int:
+    """Slots that the sum of one row, or of a panel's part of it, takes."""
+    piece_bytes, _ = sum_stage(row_bytes, num_sources)
+    return -(-row_bytes // piece_bytes) * num_sources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,9 +220,11 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
     def best(alone_s: float, beside_s: Callable[[int], float]) -> tuple[float, Division | None]:
         n = min(counts, key=beside_s)
-        return (beside_s(n), Division(n, num_sms - n)) if beside_s(n) < alone_s else (alone_s, None)
+        if beside_s(n) > (1 - rates.least_gain) * alone_s:
+            return alone_s, None
+        return beside_s(n), Division(n, num_sms - n)
 
-    push, combine, num_ranks = Move(push_bytes=sizes.wire_bytes), sizes.combine, sizes.num_ranks
+    push, combine, num_ranks = Move(push_bytes=sizes.wire_bytes), sizes.combine(), sizes.num_ranks
 
     def dispatch(flops: int) -> Division | None:
         extra_s = (num_ranks - 1) * (rates.launch_s + gemm_s(flops * sizes.wasted_rows / sizes.num_rows))
@@ -211,12 +236,11 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
         return best(push.alone_s(rates) + gemm_s(flops), beside_s)[1]
 
     def panelled(number: int) -> tuple[float, Division | None]:
-        earlier = (number - 1) / number
-        rest_s = gemm_s(sizes.product_flops / number) + combine.part(1 / number).alone_s(rates)
+        panel, panel_flops = sizes.combine(number), sizes.product_flops / number
+        rest_s = gemm_s(panel_flops) + panel.alone_s(rates)
 
         def beside_s(n: int) -> float:
-            hidden = combine.part(earlier).beside_s(n, rates)
-            return rest_s + max(gemm_s(earlier * sizes.product_flops, n), hidden) + (number - 1) * rates.launch_s
+            return rest_s + (number - 1) * (max(gemm_s(panel_flops, n), panel.beside_s(n, rates)) + rates.launch_s)
 
         return best(combine.alone_s(rates) + gemm_s(sizes.product_flops), beside_s)
 

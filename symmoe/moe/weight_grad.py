@@ -17,6 +17,7 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.table import TensorTable
+from symmoe.moe.adjacent import packed_view
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 
 # compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
@@ -41,12 +42,7 @@ def add_to_main_grad(
     # The kernel computes a gradient for every group; that of a frozen parameter goes nowhere.
     targets = [_main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters]
     overwrite = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
-    if parameters[0].dim() == 3:
-        out = targets[0]
-    else:
-        table = copy_data_ptrs_to_device(targets, parameters[0].device, alignment=control.ACCESS_BYTES)
-        out = TensorTable(table, packed_shape(parameters), targets[0].dtype)
-    compute(out, not overwrite)
+    compute(_kernel_target(targets), not overwrite)
     return [_stand_in(parameter) for parameter in parameters]
 
 
@@ -66,6 +62,18 @@ def packed_shape(parameters: Sequence[torch.Tensor]) -> tuple[int, int, int]:
     """(G, O, C) of one packed parameter or of G single ones."""
     first = parameters[0]
     return tuple(first.shape) if first.dim() == 3 else (len(parameters), *first.shape)
+
+
+def _kernel_target(targets: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable:
+    """`main_grad`s as the kernel takes them: a packed tensor, or those that do not lie like one as a table."""
+    first = targets[0]
+    if first.dim() == 3:
+        return first
+    packed = packed_view(targets)
+    if packed is not None:
+        return packed
+    table = copy_data_ptrs_to_device(targets, first.device, alignment=control.ACCESS_BYTES)
+    return TensorTable(table, packed_shape(targets), first.dtype)
 
 
 def _main_grad(parameter: nn.Parameter) -> torch.Tensor:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
-from symmoe.errors import FAULT_BYTES, SymmoeError, decode, encode
+from symmoe.errors import FAULT_BYTES, PeerError, PeerLost, PeerTimeout, SymmoeError, decode, encode
+from symmoe.kernels import control
+
+_TAG = 0x5E41  # keeps messages apart from what the user of the group sends
 
 
 class Bootstrap:
-    """The EP group as plain bytes. Every method is collective over the group, and waits as long as the group does.
+    """The EP group as plain bytes. Every method is collective over the group.
 
     `group=None` without an initialised process group is a group of one.
+
+    Args:
+        timeout_s: bound of each wait for a peer; None: as long as the group waits. After a wait that has failed, the
+            process group may be broken too.
+
+    Every method raises:
+        PeerTimeout: a peer did not come in time. A group without CPU tensors (NCCL alone) cannot tell which, then it is
+            rank -1.
+        PeerLost: the connection to a peer broke.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
         self._alone = group is None and not dist.is_initialized()
         self._group = group
+        self._timeout_s = timeout_s
+        self._num_exchanges = 0
         self.rank = 0 if self._alone else dist.get_rank(group)
         self.num_ranks = 1 if self._alone else dist.get_world_size(group)
 
@@ -27,9 +44,12 @@ class Bootstrap:
         padded = payload.ljust(num_bytes, b"\0")
         if self._alone:
             return [padded]
-        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self._message_device())
-        theirs = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        dist.all_gather(theirs, mine, group=self._group)
+        self._num_exchanges += 1
+        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        if self._timeout_s is None or not self._takes_cpu_tensors():
+            theirs = self._gather(mine)
+        else:
+            theirs = self._exchange(mine, self._timeout_s)
         return [bytes(t.cpu().numpy().tobytes()) for t in theirs]
 
     def agree(self, problem: SymmoeError | None) -> None:
@@ -43,8 +63,52 @@ class Bootstrap:
         """Every rank has arrived."""
         self.all_gather_bytes(b"", num_bytes=8)
 
-    def _message_device(self) -> torch.device:
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        if not self._takes_cpu_tensors():
+            mine = mine.to(torch.device("cuda", torch.cuda.current_device()))
+        theirs = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        start = time.monotonic()
+        try:
+            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
+            if self._timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            if self._timeout_s is None:
+                raise
+            raise self._failure(-1, start, error) from error
+        return theirs
+
+    def _exchange(self, mine: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+        """The same, message by message, so that one that does not come has a sender."""
+        theirs = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)]
+        peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        start, peer = time.monotonic(), -1
+        try:
+            sent, received = {}, {}
+            for peer in peers:
+                sent[peer] = dist.isend(mine, group_dst=peer, group=self._group, tag=_TAG)
+                received[peer] = dist.irecv(theirs[peer], group_src=peer, group=self._group, tag=_TAG)
+            for works in (received, sent):
+                for peer in peers:
+                    left_s = max(1e-3, start + timeout_s - time.monotonic())
+                    works[peer].wait(timedelta(seconds=left_s))
+        except RuntimeError as error:
+            raise self._failure(peer, start, error) from error
+        return theirs
+
+    def _failure(self, rank: int, start: float, error: RuntimeError) -> PeerError:
+        if time.monotonic() - start < self._timeout_s:
+            return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
+        return PeerTimeout(
+            rank=rank,
+            phase=control.PHASES[control.PHASE_START],
+            expected=self._num_exchanges,
+            seen=self._num_exchanges - 1,
+            timeout_s=self._timeout_s,
+        )
+
+    def _takes_cpu_tensors(self) -> bool:
         # A group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU.
-        if "cpu" in dist.get_backend_config(self._group) or dist.get_backend(self._group) == "gloo":
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        return "cpu" in dist.get_backend_config(self._group) or dist.get_backend(self._group) == "gloo"

@@ -24,24 +24,27 @@ from symmoe.errors import (
     HeapClosed,
     HeapExhausted,
     HeapPoisoned,
-    PeerTimeout,
+    PeerError,
     StaleLease,
     SymmoeError,
     decode,
     encode,
+    raise_for,
 )
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.symm_mem import host, nvshmem
+from symmoe.symm_mem.abort import Report, read_report, tell_peers
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.bootstrap import Bootstrap
+from symmoe.symm_mem.flight import FlightRecorder, flight_folder
 from symmoe.symm_mem.lease import Lease
-from symmoe.symm_mem.records import mismatch_error, plan_error, timeout_error
+from symmoe.symm_mem.records import abort_error, mismatch_error, plan_error, timeout_error
 from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 
 logger = logging.getLogger("symmoe")
 
-_PROTOCOL_VERSION = 2
+_PROTOCOL_VERSION = 3
 _FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend, timeout_s
 _BACKENDS = ("host", "nvshmem")
 
@@ -71,7 +74,11 @@ class SymmetricHeap:
         group: the EP process group; None is the default group, or a group of one without an initialised one.
         num_bytes: size of each rank's arena, the same on all ranks.
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
-        timeout_s: bound of every wait for a peer.
+        timeout_s: bound of every wait for a peer. math.inf is no bound, for measuring what the bound costs.
+        start_timeout_s: bound of each wait for a peer during construction, which ranks may enter at different times.
+
+    With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
+    raised (docs/reliability.md).
 
     Attributes:
         rank, num_ranks: in the group.
@@ -84,6 +91,7 @@ class SymmetricHeap:
         ArgumentError: `num_bytes`, `backend` or `timeout_s` is not usable.
         BackendUnavailable: on every rank, if any rank cannot take part.
         ConfigMismatch: on every rank, if ranks disagree on an argument.
+        PeerTimeout, PeerLost: a rank did not come, or has ended.
     """
 
     def __init__(
@@ -93,13 +101,17 @@ class SymmetricHeap:
         num_bytes: int,
         backend: str = "auto",
         timeout_s: float = 30.0,
+        start_timeout_s: float = 300.0,
     ) -> None:
         self._closed = True  # until everything below has worked
-        self._poison: list[int] | None = None  # the record of a timeout; an exception would keep frames alive
-        self._bootstrap = Bootstrap(group)
+        self._poison: str | None = None  # why; an exception would keep frames alive
+        self._flight = FlightRecorder(flight_folder())
+        self._patient_bootstrap = Bootstrap(group)
+        bound_s = start_timeout_s if _is_positive(start_timeout_s) else None
+        self._bootstrap = Bootstrap(group, bound_s)
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
         self._layout = ControlLayout(self.num_ranks)
-        self.timeout_s = timeout_s
+        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.num_bytes = num_bytes
         self.backend, self.backend_reason = _pick_backend(backend)
         self.statistics = HeapStatistics()
@@ -124,6 +136,7 @@ class SymmetricHeap:
         self._graph_arenas: dict[int, Arena] = {}  # what captured graphs use: no call outside may get it
         self._streams = stream_order(self.device)
         self._num_faults = 0
+        self._is_waiting = False
         # Spans and whose they are; the one thing that another thread may touch.
         self._dropped: deque[tuple[Arena, tuple[int, int]]] = deque()
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
@@ -270,28 +283,32 @@ class SymmetricHeap:
 
         Raises:
             HeapClosed, HeapPoisoned: the heap is not usable any more.
-            PeerTimeout: a peer did not arrive; the heap is poisoned from now on.
+            PeerTimeout, PeerAborted: a peer did not arrive, or gave up; the heap is poisoned from now on.
             SymmoeError: an error of another rank, as that rank's class.
         """
         if self._closed:
             raise HeapClosed("the symmetric heap has been closed")
         if self._poison is not None:
-            raise HeapPoisoned(f"an earlier call failed: {timeout_error(self._poison, self.timeout_s)}")
+            raise HeapPoisoned(f"an earlier call failed: {self._poison}")
         if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
             raise self._take_status()
 
-    def barrier(self, phase: int, *, publish: tuple[int, ...] = (), **agreed: int) -> torch.Tensor:
+    def barrier(
+        self, phase: int, *, publish: tuple[int, ...] = (), spoils: torch.Tensor | None = None, **agreed: int
+    ) -> torch.Tensor:
         """Waits (on the device) for every rank, bounded by `timeout_s`. Collective; does not synchronise the host.
 
         Args:
             phase: one of control.PHASE_*; error texts show its name.
             publish: up to control.NUM_PUBLISHED integers for the peers.
+            spoils: rows that are filled with NaN if the call has failed.
             agreed: fields of control.CALL_FIELDS that must be equal on all ranks, like the phase itself.
 
         Returns:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
         """
-        received = self._launch_barrier(control.pack_call(phase=phase, **agreed), publish, fault=False)
+        call = control.pack_call(phase=phase, **agreed)
+        received = self._launch_barrier(call, publish, fault=False, spoils=spoils)
         if self.device.type == "cpu":
             self.check()
         return received
@@ -300,18 +317,34 @@ class SymmetricHeap:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
         self._kernels.send_signal(self.peers, rank)
 
-    def wait_for_signal(self, rank: int, phase: int) -> torch.Tensor:
+    def wait_for_signal(self, rank: int, phase: int, *, spoils: torch.Tensor | None = None) -> torch.Tensor:
         """Waits (on the device) for `rank`'s signal since the last barrier, bounded by `timeout_s`.
+
+        Args:
+            spoils: rows that are filled with NaN if the call has failed.
 
         Returns:
             int64[1]: 0, or -1 if the call has failed.
         """
         arrived = torch.empty(1, dtype=torch.int64, device=self.device)
-        timeout_ns = int(self.timeout_s * 1e9)
-        self._kernels.wait_for_signal(self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns)
+        self._flight.wait_launched(phase, rank)
+        self._is_waiting = True
+        self._kernels.wait_for_signal(
+            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=self._timeout_ns, spoils=spoils
+        )
+        self._is_waiting = False
         if self.device.type == "cpu":
             self.check()
         return arrived
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last barrier that this host has launched; the same on all ranks after the same calls."""
+        return self._flight.epoch
+
+    def note_counts(self, **counts: int) -> None:
+        """Adds numbers that the host knows to the last call's line in the flight record."""
+        self._flight.note(**counts)
 
     def synchronize(self) -> None:
         """Waits for this rank's stream and raises what has been reported. Local.
@@ -359,7 +392,53 @@ class SymmetricHeap:
     def agree(self, problem: SymmoeError | None) -> None:
         """Raises the first rank's problem on every rank; returns if nobody has one. For slow work on the host: it is
         collective over the process group, waits as long as the group does, and uses no symmetric memory."""
-        self._bootstrap.agree(problem)
+        self._patient_bootstrap.agree(problem)
+
+    def abort(self, reason: str) -> None:
+        """Gives up: peers that wait for this rank, or will, raise PeerAborted at once instead of after `timeout_s`.
+
+        For a rank that has an error of its own between two collective calls; leaving a `with heap:` block by an
+        exception does it. Local, and does not wait for anybody. Nothing but :meth:`close` works on the heap afterwards.
+        Does nothing if the heap is closed or a peer's failure has been raised already.
+
+        Args:
+            reason: for the peers' error text; a few hundred bytes of it travel.
+        """
+        if self._closed or self._poison is not None:
+            return
+        self._poison = f"this rank gave up: {reason}"
+        record = SymmoeError(self._poison)
+        self._describe(record, [0] * control.STATUS_WORDS)
+        self._give_up(Report(reason))
+        self._write_down(record)
+
+    def _give_up(self, report: Report) -> None:
+        """Tells the peers; a GPU that is out of order, or a capture, keeps them waiting until their own bound."""
+        self._num_faults += 1
+        if capture_id(self.device):
+            return
+        try:
+            with self._streams.at_once():
+                kept_bits = 0 if self._is_waiting or report.missing >= 0 else control.EPOCH_MASK
+                tell_peers(self.peers, report, turn=self._num_faults & 1, kept_bits=kept_bits)
+        except RuntimeError as problem:
+            logger.warning("rank %d cannot tell its peers that it gives up: %s", self.rank, problem)
+
+    def _describe(self, error: SymmoeError, status: list[int]) -> None:
+        """Gives the error its flight record."""
+        if capture_id(self.device):
+            return
+        facts = {"backend": self.backend, "timeout_s": self.timeout_s}
+        try:
+            with self._streams.at_once():
+                error.flight = self._flight.describe(error, status, self.peers, facts)
+        except RuntimeError as problem:
+            logger.warning("rank %d cannot make a flight record: %s", self.rank, problem)
+
+    def _write_down(self, error: SymmoeError) -> None:
+        """Writes the error's flight record where records go, and says so in its text."""
+        if error.flight is not None and (where := self._flight.write(error.flight)):
+            error.args = (f"{error}{where}",)
 
     def _launch_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
         """Tells the peers, and returns what every rank raises."""
@@ -371,13 +450,15 @@ class SymmetricHeap:
             self._inbox(rank, sender=self.rank)[self._num_faults & 1, : payload.numel()].copy_(payload)
         self._launch_barrier(control.pack_call(phase=phase), (), fault=True)
         self._synchronize()
-        first = int(self._status_words[control.STATUS_PEER])
-        raised = self._take_status()
-        return error if first == self.rank and not isinstance(raised, PeerTimeout) else raised
+        return self._take_status(error)
 
-    def _launch_barrier(self, call: int, publish: tuple[int, ...], *, fault: bool) -> torch.Tensor:
+    def _launch_barrier(
+        self, call: int, publish: tuple[int, ...], *, fault: bool, spoils: torch.Tensor | None = None
+    ) -> torch.Tensor:
         received = torch.empty((self.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
+        self._flight.barrier_launched(call)
+        self._is_waiting = True  # stays so if a signal handler raises in a wait of the host
         self._kernels.barrier(
             self.peers,
             words,
@@ -385,26 +466,76 @@ class SymmetricHeap:
             self.status,
             call=call,
             fault=fault,
-            timeout_ns=int(self.timeout_s * 1e9),
+            timeout_ns=self._timeout_ns,
+            spoils=spoils,
         )
+        self._is_waiting = False
         return received
 
-    def _take_status(self) -> SymmoeError:
-        """The error on record. All but a timeout are over with it: the next barrier counts again."""
+    @property
+    def _timeout_ns(self) -> int | None:
+        return None if self.timeout_s == math.inf else int(self.timeout_s * 1e9)
+
+    def _take_status(self, own: SymmoeError | None = None) -> SymmoeError:
+        """The error on record. All but those of peers that are gone are over with it: the next barrier counts again.
+
+        Args:
+            own: the error of a fault of this rank.
+        """
         words = [int(word) for word in self._status_words]
         kind = words[control.STATUS_KIND]
-        if kind == control.STATUS_TIMEOUT:
-            self._poison = words
-            return timeout_error(words, self.timeout_s)
+        if kind in (control.STATUS_TIMEOUT, control.STATUS_ABORT):
+            error = self._peer_failure(words)
+            self._poison = str(error)
+            self._write_down(error)
+            return error
         if capture_id(self.device):
             return SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
         self._synchronize()  # barriers of the failed call that are on their way must still find the flag
         self._counters[control.FAULTED] = 0
+        self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # not all that were launched have counted
         self._synchronize()  # the next call may come on another stream
         self._status_words[control.STATUS_KIND] = control.STATUS_OK
-        if kind == control.STATUS_FAULT:
-            return self._peer_error(words[control.STATUS_PEER], words[control.STATUS_EPOCH])
-        return plan_error(words) if kind == control.STATUS_PLAN else mismatch_error(words)
+        if kind == control.STATUS_FAULT and words[control.STATUS_PEER] == self.rank and own is not None:
+            error = own
+        elif kind == control.STATUS_FAULT:
+            error = self._peer_error(words[control.STATUS_PEER], words[control.STATUS_EPOCH])
+        else:
+            error = plan_error(words) if kind == control.STATUS_PLAN else mismatch_error(words)
+        self._describe(error, words)
+        self._write_down(error)
+        return error
+
+    def plan_failure(self, report: list[int]) -> SymmoeError:
+        """The error of a plan whose report (control.SUM_*) the host has read itself. Local."""
+        words = [0] * control.STATUS_WORDS
+        words[control.STATUS_KIND], words[control.STATUS_PHASE] = control.STATUS_PLAN, control.PHASE_PLAN
+        words[control.STATUS_PEER] = report[control.SUM_ERROR_RANK]
+        words[control.STATUS_EXPECTED], words[control.STATUS_SEEN] = (
+            report[control.SUM_LIMIT],
+            report[control.SUM_VALUE],
+        )
+        words[control.STATUS_EPOCH], words[control.STATUS_WHERE] = report[control.SUM_ERROR], report[control.SUM_WHERE]
+        error = plan_error(words)
+        self._describe(error, words)
+        self._write_down(error)
+        return error
+
+    def _peer_failure(self, words: list[int]) -> PeerError:
+        """The error of a peer that did not come or gave up. Of the former, all ranks shall name the same one."""
+        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
+            error = timeout_error(words, self.timeout_s)
+            self._describe(error, words)  # before this rank writes over what its peers have sent
+            phase = words[control.STATUS_PHASE]
+            self._give_up(Report(str(error), error.rank, phase, error.expected, error.seen))
+            return error
+        sender, report = words[control.STATUS_PEER], Report("it has not said why")
+        if not capture_id(self.device):  # which may not read
+            with self._streams.at_once():
+                report = read_report(self.peers, sender)
+        error = abort_error(report, sender, rank=self.rank, timeout_s=self.timeout_s)
+        self._describe(error, words)
+        return error
 
     @property
     def _counters(self) -> torch.Tensor:
@@ -428,44 +559,49 @@ class SymmetricHeap:
     def close(self) -> None:
         """Ends the heap: collective, idempotent, synchronises. Waits for the peers at most `timeout_s`.
 
-        After a timeout, its own included, it is local and frees what it can. Tensors over the arena must not be used
-        afterwards.
+        After a timeout, its own included, or an abort it is local. The arena is zeroed and freed; NVSHMEM can free it
+        collectively only, else it goes with the process. Tensors over the arena must not be used afterwards.
 
         Raises:
-            PeerTimeout: a peer did not come to close.
+            PeerTimeout, PeerAborted: a peer did not come to close.
         """
         if self._closed:
             return
-        error = None
-        self._synchronize()
-        if self._poison is None and self._status_words[control.STATUS_KIND] != control.STATUS_OK:
-            error = self._take_status()  # nobody has raised it yet; unless it is a timeout, the peers are there
-        if self._poison is None:
-            self._launch_barrier(control.pack_call(phase=control.PHASE_CLOSE), (), fault=False)
+        error, together = None, False
+        try:
             self._synchronize()
-        together = self._poison is None and self._status_words[control.STATUS_KIND] == control.STATUS_OK
-        if self._poison is None and not together:
-            error = self._take_status()
+            if self._poison is None and self._status_words[control.STATUS_KIND] != control.STATUS_OK:
+                error = self._take_status()  # nobody has raised it yet; unless it is a timeout, the peers are there
+            if self._poison is None:
+                self._launch_barrier(control.pack_call(phase=control.PHASE_CLOSE), (), fault=False)
+                self._synchronize()
+                together = self._status_words[control.STATUS_KIND] == control.STATUS_OK
+                if not together:
+                    error = self._take_status()
+            if not together and self._poison is None:
+                self._give_up(Report("it has closed its heap"))  # the peers were in another call, and go on
+            raise_for(error)
+        finally:
+            del error  # as in `fail`
+            self._end(together)
+
+    def _end(self, together: bool) -> None:
+        """No trace of tokens is left here; `together` or, once the peers have been told, alone."""
         self._closed = True
         if together:
             self._backend.close()
         else:
             self._backend.abandon()
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # as in `fail`
 
     def __enter__(self) -> SymmetricHeap:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: object) -> None:
         if exc_type is None:
             self.close()
         elif not self._closed:  # the peers may be anywhere: no collective on the way out
-            self._closed = True
-            self._backend.abandon()
+            self.abort(f"{exc_type.__name__}: {exc}")
+            self._end(together=False)
 
     def __deepcopy__(self, memo: dict) -> SymmetricHeap:
         """A copy of a model shares the heap, as it shares the process group."""
@@ -481,8 +617,9 @@ class SymmetricHeap:
             return ArgumentError(
                 f"num_bytes ({self.num_bytes!r}) must be an int of at least {least} for {self.num_ranks} ranks"
             )
-        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < math.inf:
-            return ArgumentError(f"timeout_s ({self.timeout_s!r}) must be a finite number greater than 0")
+        for name in ("timeout_s", "start_timeout_s"):
+            if not _is_positive(value := getattr(self, name)):
+                return ArgumentError(f"{name} ({value!r}) must be a number greater than 0")
         missing = host.preflight() if self.backend == "host" else nvshmem.preflight(self.num_bytes)
         return BackendUnavailable(missing) if missing else None
 
@@ -506,6 +643,10 @@ class SymmetricHeap:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and value > 0
 
 
 def _pick_backend(backend: str) -> tuple[str, str]:

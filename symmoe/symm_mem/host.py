@@ -33,7 +33,7 @@ class HostBackend:
     """Arenas in shared memory. The constructor is collective over the group."""
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
-        self.device = torch.device("cpu")
+        self.device, self._rank = torch.device("cpu"), bootstrap.rank
         namespace = os.stat("/proc/self/ns/pid").st_ino
         files: list[int] = []
         try:
@@ -70,7 +70,11 @@ class HostBackend:
         return torch.frombuffer(self._maps[rank], dtype=torch.uint8)
 
     def close(self) -> None:
-        """Drops the mappings; each goes away with the last tensor over it. Local."""
+        """Frees this rank's arena, which reads as zeros from now on, wherever it is still mapped: nobody finds tokens
+        there, and a peer that stands still holds no memory. Drops the mappings; each goes away with the last tensor
+        over it. Local."""
+        if self._maps:
+            self._maps[self._rank].madvise(mmap.MADV_REMOVE)
         self._maps = []
 
     def abandon(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -60,7 +62,7 @@ class NvshmemBackend:
         from cuda.core import Device
 
         self._bindings, self._core = bindings, core
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device, self._rank = torch.device("cuda", torch.cuda.current_device()), bootstrap.rank
         self._check_peers(bootstrap)
         torch.zeros(1, device=self.device)  # the primary context exists from here on
         device = Device(self.device.index)
@@ -74,8 +76,7 @@ class NvshmemBackend:
         sent = id_bytes.tobytes() if bootstrap.rank == 0 else b""
         received = bootstrap.all_gather_bytes(sent, num_bytes=_UNIQUE_ID_BYTES)[0]
         id_bytes[:] = np.frombuffer(received, dtype=np.uint8)
-        old_umask = os.umask(0o077)  # NVSHMEM asks for world-accessible shared memory
-        try:
+        with _files_of_this_user():
             core.init(
                 device=device,
                 uid=unique_id,
@@ -83,14 +84,13 @@ class NvshmemBackend:
                 nranks=bootstrap.num_ranks,
                 initializer_method="uid",
             )
-        finally:
-            os.umask(old_umask)
         problem = None
         if core.init_status() < core.InitStatus.STATUS_IS_INITIALIZED:
             # The binding reports success for a half-done start; an allocation would then end the process.
             problem = BackendUnavailable("NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why")
         bootstrap.agree(problem)
-        self._address = bindings.malloc(num_bytes)
+        with _files_of_this_user():  # peers get its handles through sockets, which are files too
+            self._address = bindings.malloc(num_bytes)
         self.bases = [bindings.ptr(self._address, rank) for rank in range(bootstrap.num_ranks)]
         missing = [rank for rank, base in enumerate(self.bases) if base == 0]
         if missing:
@@ -103,12 +103,16 @@ class NvshmemBackend:
         return self._ranges[rank].tensor()
 
     def close(self) -> None:
-        """Frees the arena and ends NVSHMEM in this process. Collective; tensors over the arena dangle afterwards."""
+        """Zeroes and frees the arena, and ends NVSHMEM in this process. Collective; tensors over the arena dangle
+        afterwards."""
+        self.arena_tensor(self._rank).zero_()
+        torch.cuda.synchronize(self.device)
         self._bindings.free(self._address)
         self._core.finalize()
 
     def abandon(self) -> None:
-        """Local end after a failure: the memory goes with the process, because NVSHMEM frees collectively only."""
+        """Local end after a failure: the memory goes with the process, because NVSHMEM frees collectively only. It is
+        not zeroed, because a peer may be about to read from it."""
 
     def _check_peers(self, bootstrap: Bootstrap) -> None:
         """All ranks are on one machine, on GPUs of their own that can address each other. Collective."""
@@ -131,6 +135,16 @@ class NvshmemBackend:
             if blocked:
                 problem = BackendUnavailable(f"GPU {index} cannot address GPUs {blocked}")
         bootstrap.agree(problem)
+
+
+@contextmanager
+def _files_of_this_user() -> Iterator[None]:
+    """What is created in this context is for this user only: NVSHMEM asks for shared memory that all may write."""
+    old = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(old)
 
 
 def _same_view_of_devices(bootstrap: Bootstrap) -> bool:

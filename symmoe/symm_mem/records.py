@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from symmoe.errors import CapacityError, ConfigMismatch, ExpertIdError, PeerTimeout, SymmoeError
+from symmoe.errors import (
+    CapacityError,
+    ConfigMismatch,
+    ExpertIdError,
+    PeerAborted,
+    PeerError,
+    PeerTimeout,
+    SymmoeError,
+)
 from symmoe.kernels import control
+from symmoe.symm_mem.abort import Report
 
 
 def timeout_error(words: list[int], timeout_s: float) -> PeerTimeout:
@@ -17,15 +26,37 @@ def timeout_error(words: list[int], timeout_s: float) -> PeerTimeout:
     )
 
 
-def plan_error(words: list[int]) -> SymmoeError:
-    """The error of a status record of kind STATUS_PLAN."""
-    return reported_error(
-        words[control.STATUS_EPOCH],
-        words[control.STATUS_PEER],
-        words[control.STATUS_EXPECTED],
-        words[control.STATUS_SEEN],
-        words[control.STATUS_WHERE],
+def abort_error(report: Report, sender: int, *, rank: int, timeout_s: float) -> PeerError:
+    """The error of a report that `sender` has sent, on rank `rank`: who is missing, if it says so."""
+    if report.missing in (-1, rank):  # a rank that was given up learns by whom
+        return PeerAborted(rank=sender, reason=report.reason)
+    return PeerTimeout(
+        rank=report.missing,
+        phase=control.PHASES[report.phase],
+        expected=report.expected,
+        seen=report.seen,
+        timeout_s=timeout_s,
+        reported_by=sender,
     )
+
+
+def plan_error(words: list[int]) -> SymmoeError:
+    """The error of a status record of kind STATUS_PLAN; the same on every rank."""
+    code, rank = words[control.STATUS_EPOCH], words[control.STATUS_PEER]
+    limit, value = words[control.STATUS_EXPECTED], words[control.STATUS_SEEN]
+    where = words[control.STATUS_WHERE]
+    if code == control.PLAN_FAULT:
+        return SymmoeError("the plan failed on another rank")
+    if code == control.PLAN_MISMATCH:
+        field = control.AGREED_FIELDS[where]
+        zero, mine = _shown(where, limit), _shown(where, value)
+        return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
+    if code == control.PLAN_BAD_ID:
+        problem = f"{value} is neither -1 nor in [0, {limit})"
+        return ExpertIdError(f"topk_idx on rank {rank}, flat position {where}: {problem}")
+    if code == control.PLAN_OVERFLOW:
+        return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
+    raise AssertionError(f"unknown plan error {code}")
 
 
 def mismatch_error(words: list[int]) -> ConfigMismatch:
@@ -47,22 +78,6 @@ def mismatch_error(words: list[int]) -> ConfigMismatch:
     }.get(field)
     shown = [names[call[field]] if names else call[field] for call in (zero, other)]
     return ConfigMismatch(f"{field} differs at '{here}': rank 0 has {shown[0]}, rank {peer} has {shown[1]}")
-
-
-def reported_error(code: int, rank: int, limit: int, value: int, where: int) -> SymmoeError:
-    """The error of a plan, from the first words of `lay_out`'s report; the same on every rank."""
-    if code == control.PLAN_FAULT:
-        return SymmoeError("the plan failed on another rank")
-    if code == control.PLAN_MISMATCH:
-        field = control.AGREED_FIELDS[where]
-        zero, mine = _shown(where, limit), _shown(where, value)
-        return ConfigMismatch(f"{field} differs: rank 0 has {zero}, rank {rank} has {mine}")
-    if code == control.PLAN_BAD_ID:
-        problem = f"{value} is neither -1 nor in [0, {limit})"
-        return ExpertIdError(f"topk_idx on rank {rank}, flat position {where}: {problem}")
-    if code == control.PLAN_OVERFLOW:
-        return CapacityError(f"rank {rank} is routed {value} rows, more than capacity ({limit})")
-    raise AssertionError(f"unknown plan error {code}")
 
 
 def _shown(word: int, value: int) -> str:

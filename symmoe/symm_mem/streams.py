@@ -162,6 +162,14 @@ class StreamOrder:
         finally:
             order.end_call()
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is launched in this context waits for no other work of the GPU, and is done after it."""
+        stream = torch.cuda.Stream(self._device, priority=-1)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
     def released(self, span: tuple[int, int]) -> None:
         """The current stream is done with (offset, size)."""
         self._order().released(span[0], sum(span))
@@ -191,6 +199,11 @@ class NoStreams:
     @contextmanager
     def one_call(self) -> Iterator[None]:
         """Nothing to order."""
+        yield
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """It is."""
         yield
 
     def released(self, span: tuple[int, int]) -> None:

@@ -28,7 +28,7 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
     records = json.loads(path.read_text())
     found = {(record["suite"], record["variant"], record["direction"]): record for record in records}
     for direction in ("forward", "backward"):
-        for variant in ("static", "exact", "overlapped", "graph", "overlapped graph", "gemms alone", "stock torch"):
+        for variant in ("static", "exact", "serial", "graph", "serial graph", "gemms alone", "stock torch"):
             assert found["layer", variant, direction]["ms_median"] > 0
         assert found["variants", "static", direction]["peak_ordinary_bytes"] > 0
         assert (found["dispatch", "packed", direction]["copy_gbs"] is not None) == (num_ranks > 1)

@@ -174,6 +174,19 @@ def test_main_grad(ranks: Callable[[int], Cluster], ep: int, overlap: bool):
             assert result["num_expert_params"][form] == (2 * 2 * 4 if ep == 2 else 0)
 
 
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_experts_in_the_buffers_of_ddp(ranks: Callable[[int], Cluster], distributed_optimizer: bool):
+    """Registered from the last, they lie packed wherever DDP moves them; the gradients have the same bits."""
+    for result in ranks(2).run(megatron_training.buffer_layouts, distributed_optimizer=distributed_optimizer):
+        for name, layout in result["layouts"].items():
+            from_first = name.endswith("first")
+            assert layout["weights"] == {not (from_first and distributed_optimizer)}
+            assert layout["main_grad"] == {not from_first}
+        assert not any(result["differences"].values())
+        assert len(result["differences"]) == 6
+        assert result["num_nonzero"] == 2 * 2 * 4  # layers, linears, experts of a rank
+
+
 def test_wrong_main_grad_is_found(ranks: Callable[[int], Cluster]):
     for result in ranks(2).run(megatron_training.main_grads, ep=2, overlap=False, fault=True):
         for form in ("grad", "grad later", "main_grad", "main_grad later"):

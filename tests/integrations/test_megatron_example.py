@@ -1,30 +1,52 @@
-"""The Megatron example, run as its users run it: torchrun, two CPU processes."""
+"""The Megatron example, run as its users run it: torchrun, two CPU processes. And its parts that could mislead."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from megatron_shim import EXAMPLES
+from torch import nn
 
 pytest.importorskip("megatron.core")
 
 STEPS = 12
 
 
-def losses_of(*arguments: str) -> list[float]:
-    """The losses that a run of a few steps prints."""
+def output_of(*arguments: str) -> str:
+    """What a run prints."""
     launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, str(EXAMPLES / "megatron_gpt.py"), f"--steps={STEPS}", *arguments]
+    command = [sys.executable, *launcher, str(EXAMPLES / "megatron_gpt.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"^step (\d+) loss (\S+) tokens/s (\d+)$", done.stdout, flags=re.MULTILINE)
+    return done.stdout
+
+
+def assert_ordered(summary: dict[str, float]) -> None:
+    assert summary.keys() == {"median", "p10", "p90"}
+    assert 0 < summary["p10"] <= summary["median"] <= summary["p90"]
+
+
+def losses_of(*arguments: str) -> list[float]:
+    """The losses that a run of a few steps prints."""
+    text = output_of(f"--steps={STEPS}", "--layer-steps=0", *arguments)
+    lines = re.findall(r"^step (\d+) loss (\S+) tokens/s (\d+)$", text, flags=re.MULTILINE)
     assert [int(step) for step, _, _ in lines] == list(range(1, STEPS + 1))
     assert all(int(speed) > 0 for _, _, speed in lines)
-    assert re.search(r"^median tokens/s \d+$", done.stdout, flags=re.MULTILINE)
+    assert re.search(r"^median tokens/s \d+$", text, flags=re.MULTILINE)
+    figures = json.loads(text.splitlines()[-1])
+    assert figures["timed_steps"] == STEPS - 5
+    assert_ordered(figures["step_ms"])
+    assert "layers" not in figures
     return [float(loss) for _, loss, _ in lines]
 
 
@@ -36,3 +58,125 @@ def test_learns_and_agrees_with_megatrons_layer_on_other_layouts():
     assert ours == pytest.approx(theirs, rel=1e-3)
     assert replicated == pytest.approx(theirs, rel=1e-3)
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+
+
+def test_times_layers_beside_each_other(tmp_path: Path):
+    """All dispatchers with all experts, in bf16 as on GPUs; the run compares their results before it times them."""
+    from megatron.core.transformer.moe import experts
+
+    grouped = "GroupedMLP" if hasattr(experts, "GroupedMLP") else "SequentialMLP"
+    classes = {
+        "alltoall+megatron": grouped,
+        "alltoall+symmoe": "SymmExperts",
+        "symmoe+symmoe": "SymmExperts",
+        "symmoe+megatron": grouped,
+        "alltoall+sequential": "SequentialMLP",
+    }
+    file = tmp_path / "figures.jsonl"
+    compared = ["alltoall", "alltoall+symmoe", "symmoe", "symmoe+megatron", "alltoall+sequential"]
+    options = ["--steps=0", "--dtype=bf16", "--force-balance", "--layer-steps=3", f"--json={file}"]
+    text = output_of(f"--compare={','.join(compared)}", *options)
+    figures = json.loads(text.splitlines()[-1])
+    assert json.loads(file.read_text()) == figures
+    assert {name: layer["experts"] for name, layer in figures["layers"].items()} == classes
+    first = figures["layers"]["alltoall+megatron"]["total_ms"]["median"]
+    for layer in figures["layers"].values():
+        for phase in ("forward_ms", "backward_ms", "total_ms"):
+            assert_ordered(layer[phase])
+        assert layer["speedup"] == pytest.approx(first / layer["total_ms"]["median"], abs=1e-3)
+    assert (figures["ranks"], figures["dtype"], figures["timed_layer_steps"]) == (2, "bfloat16", 3)
+    assert "step_ms" not in figures
+
+
+def test_trains_in_bf16_with_a_capacity_and_times_its_layer():
+    text = output_of("--steps=6", "--dtype=bf16", "--load-factor=1.9", "--layer-steps=2")
+    figures = json.loads(text.splitlines()[-1])
+    assert figures["trained"] == "symmoe+symmoe"
+    assert figures["last_loss"] < figures["first_loss"]
+    assert list(figures["layers"]) == ["symmoe+symmoe"]
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples' modules can be imported."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Scaled(nn.Module):
+    """Stands for an MoE layer: x times a weight, and a gradient of x that is `wrong` times too large."""
+
+    def __init__(self, weight: float, wrong: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.wrong = nn.Parameter(torch.tensor(weight)), wrong
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        y = x * self.weight
+        if y.requires_grad:
+            x.register_hook(lambda gradient: gradient * self.wrong)
+        return y, None
+
+
+@pytest.mark.usefixtures("examples", "one_rank")
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (Scaled(2.0), None),
+        (Scaled(2.002), "output of b differs"),
+        (Scaled(2.0, wrong=1.01), "input gradient of b differs"),
+        (Scaled(math.nan), "output of b differs"),
+    ],
+    ids=["same", "output", "gradient", "NaN"],
+)
+def test_layers_that_do_not_agree_are_not_timed(layer: nn.Module, text: str | None):
+    from megatron_layers import time_layers
+
+    x = torch.randn(4, 2, 8)
+    layers: dict[str, Any] = {"a": Scaled(2.0), "b": layer}
+    seeds: list[int] = []
+    arguments = {"repetitions": 2, "reseed": lambda: seeds.append(0)}
+    if text is None:
+        assert time_layers(layers, x, torch.randn_like(x), **arguments).keys() == {"a", "b"}
+        assert len(seeds) == 2
+        assert layer.weight.grad is None
+        return
+    with pytest.raises(RuntimeError, match=text):
+        time_layers(layers, x, torch.randn_like(x), **arguments)
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_grouped_gemm_stand_in(trans_b: bool):
+    """As the package: one product per group, and gradients of both operands; groups without rows too."""
+    from megatron_without_te import gmm
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([5, 0, 2, 9])
+    a = torch.randn(16, 16, generator=generator).bfloat16().requires_grad_()
+    b = torch.randn(4, 24, 16, generator=generator).bfloat16()
+    b = (b if trans_b else b.transpose(1, 2).contiguous()).requires_grad_()
+    dy = torch.randn(16, 24, generator=generator).bfloat16()
+    y = gmm(a, b, sizes, trans_b)
+    y.backward(dy)
+    want_y, want_a, want_b = torch.zeros(16, 24), torch.zeros(16, 16), torch.zeros(4, 24, 16)
+    start = 0
+    for g, size in enumerate(sizes.tolist()):
+        matrix = b[g].detach().float() if trans_b else b[g].detach().float().t()
+        for row in range(start, start + size):
+            want_y[row] = matrix @ a[row].detach().float()
+            want_a[row] = matrix.t() @ dy[row].float()
+            want_b[g] += torch.outer(dy[row].float(), a[row].detach().float())
+        start += size
+    found_b = b.grad if trans_b else b.grad.transpose(1, 2)
+    for found, want in ((y, want_y), (a.grad, want_a), (found_b, want_b)):
+        torch.testing.assert_close(found.detach().float(), want, rtol=2e-2, atol=5e-2)
+    assert not b.grad[1].any()

@@ -176,6 +176,27 @@ class SymmExperts(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def register_experts_from_last(model: torch.nn.Module) -> None:
+    """For models with Megatron's distributed optimizer: keeps the weights of SymmExperts packed. Local; before DDP.
+
+    Megatron's DDP lays parameters out in its buffers from the last registered to the first, `main_grad` always, and
+    with the distributed optimizer the weights too. Experts that are registered as they are numbered then lie in
+    descending order, and kernels need a table of their addresses. This registers them the other way round. Names,
+    numbers and results stay the same.
+
+    What holds the state of optimizers by position then fits only models that have been through this too, and no
+    TEGroupedMLP: the formats "dp_reshardable" and "dp_zero_gather_scatter", and plain state dicts of optimizers.
+    "fully_reshardable" and "fully_sharded_model_space" go by name.
+    """
+    for module in model.modules():
+        if isinstance(module, SymmExperts):
+            for linear in (module.linear_fc1, module.linear_fc2):
+                for i in reversed(range(module.num_local_experts)):
+                    weight = linear.get_parameter(f"weight{i}")
+                    delattr(linear, f"weight{i}")
+                    linear.register_parameter(f"weight{i}", weight)
+
+
 def activation_of(config: TransformerConfig) -> ScaledActivation:
     """The activation that the configuration names, times the probs.
 

@@ -1,6 +1,7 @@
 """The barrier over peer pointers, and the status record that kernels leave for the host. See the twin.
 
-The only inline assembly of the package's communication is in three helpers: `now_ns`, `wait_for_words`, `system_fence`.
+The only inline assembly of the package's communication is in four helpers: `now_ns`, `system_fence`, `wait_for_words`
+and `wait_without_bound`.
 """
 
 import torch
@@ -20,6 +21,9 @@ MAIL_WORDS = tl.constexpr(control.MAIL_WORDS)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 SIGNAL_WORDS = tl.constexpr(control.SIGNAL_WORDS)
 MAIL_CALL = tl.constexpr(control.MAIL_CALL)
+ABORT = tl.constexpr(control.ABORT)
+ABORT_RANK_SHIFT = tl.constexpr(control.ABORT_RANK_SHIFT)
+EPOCH_MASK = tl.constexpr(control.EPOCH_MASK)
 STATUS_KIND = tl.constexpr(control.STATUS_KIND)
 STATUS_PHASE = tl.constexpr(control.STATUS_PHASE)
 STATUS_PEER = tl.constexpr(control.STATUS_PEER)
@@ -31,6 +35,8 @@ STATUS_OK = tl.constexpr(control.STATUS_OK)
 STATUS_TIMEOUT = tl.constexpr(control.STATUS_TIMEOUT)
 STATUS_FAULT = tl.constexpr(control.STATUS_FAULT)
 STATUS_MISMATCH = tl.constexpr(control.STATUS_MISMATCH)
+STATUS_ABORT = tl.constexpr(control.STATUS_ABORT)
+SPOIL_WORDS = tl.constexpr(512)  # int64 words that one warp sets at a time, 8 accesses of 16 bytes per thread
 
 
 @triton.jit
@@ -71,6 +77,46 @@ def wait_for_words(address, value, deadline):
 
 
 @triton.jit
+def wait_without_bound(address, value):
+    """As wait_for_words, without looking at the clock: to measure what the bound costs."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred again;
+        SPIN:
+        ld.acquire.sys.global.s64 $0, [$1];
+        setp.lt.s64 again, $0, $2;
+        @again bra SPIN;
+        }""",
+        "=&l,l,l",
+        [address, value],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def epoch_words(words):
+    """What stood in the words before a rank gave up."""
+    return tl.where(words >= ABORT, words & EPOCH_MASK, words)
+
+
+@triton.jit
+def who_gave_up(word):
+    """The rank that has written a word >= ABORT."""
+    return (word - ABORT) >> ABORT_RANK_SHIFT
+
+
+@triton.jit
+def spoil(address, num_words):
+    """Sets every bit of num_words int64 at the address, which is NaN in every dtype of rows."""
+    words = address.to(tl.pointer_type(tl.int64))
+    lane = tl.arange(0, SPOIL_WORDS)
+    for first in range(0, num_words, SPOIL_WORDS):
+        tl.store(words + first + lane, tl.full((SPOIL_WORDS,), -1, tl.int64), mask=first + lane < num_words)
+
+
+@triton.jit
 def write_record(status, kind, phase, peer, expected, seen, epoch, where):
     """Writes a status record to the address `status` unless one is pending: the first one counts."""
     record = status.to(tl.pointer_type(tl.int64))
@@ -97,7 +143,17 @@ def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
 @fast_launch
 @triton.jit(
     # Nothing may make this kernel compile again: a rank that compiles keeps its peers waiting.
-    do_not_specialize=["status", "word_0", "word_1", "word_2", "call", "fault", "timeout_ns"],
+    do_not_specialize=[
+        "status",
+        "word_0",
+        "word_1",
+        "word_2",
+        "call",
+        "fault",
+        "timeout_ns",
+        "spoiled",
+        "num_spoiled_words",
+    ],
     do_not_specialize_on_alignment=["bases", "received"],
 )
 def barrier_kernel(
@@ -110,11 +166,14 @@ def barrier_kernel(
     call: tl.int64,
     fault: tl.int32,
     timeout_ns: tl.int64,
+    spoiled: tl.int64,  # address, or anything if there are no words
+    num_spoiled_words: tl.int64,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     LANES: tl.constexpr,
     COUNTERS: tl.constexpr,
     MAILBOX: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     peer = tl.arange(0, LANES)
     is_peer = peer < NUM_RANKS
@@ -127,6 +186,7 @@ def barrier_kernel(
     if stopped != 0:
         for word in tl.static_range(NUM_PUBLISHED):
             tl.store(answer + word, tl.full((LANES,), -1, tl.int64), mask=is_peer)
+        spoil(spoiled, num_spoiled_words)
     else:
         tl.store(counters + BARRIER_EPOCH, epoch)
         half = MAILBOX + (epoch & 1) * (NUM_RANKS * MAIL_WORDS * 8)
@@ -142,28 +202,41 @@ def barrier_kernel(
         tl.atomic_xchg(slot, 2 * epoch + fault, mask=is_peer, sem="release", scope="sys")
 
         mine = own + half + tl.minimum(peer, NUM_RANKS - 1) * (MAIL_WORDS * 8)  # spare lanes double the last one
-        seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
+        if BOUNDED:
+            seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
+        else:
+            seen = wait_without_bound(mine, 2 * epoch)
         tl.debug_barrier()  # what any thread has acquired holds for all
         late = is_peer & (seen < 2 * epoch)
-        faulted = is_peer & (seen == 2 * epoch + 1)
+        reached = epoch_words(seen)
+        faulted = is_peer & (reached == 2 * epoch + 1)
+        given_up = is_peer & (seen >= ABORT) & (reached < 2 * epoch)
+        first_given_up = tl.min(tl.where(given_up, peer, LANES), axis=0)
         first_late = tl.min(tl.where(late, peer, LANES), axis=0)
         first_faulted = tl.min(tl.where(faulted, peer, LANES), axis=0)
         mail = mine.to(tl.pointer_type(tl.int64))
         calls = tl.load(mail + MAIL_CALL, mask=is_peer, other=0, volatile=True)
         first_call = tl.sum(tl.where(peer == 0, calls, 0), axis=0)
         first_other = tl.min(tl.where(is_peer & (calls != first_call), peer, LANES), axis=0)
-        good = (first_late == LANES) & (first_faulted == LANES) & (first_other == LANES)
+        came = (first_given_up == LANES) & (first_late == LANES)
+        good = came & (first_faulted == LANES) & (first_other == LANES)
         for word in tl.static_range(NUM_PUBLISHED):
             # volatile: read here, after the wait, and from memory
             value = tl.load(mail + 1 + word, mask=is_peer, other=-1, volatile=True)
             tl.store(answer + word, tl.where(good, value, -1), mask=is_peer)
+        if not good:
+            spoil(spoiled, num_spoiled_words)
         phase = call & 0xFF
-        if first_late < LANES:
+        if first_given_up < LANES:
+            tl.store(counters + ABORTED, 1)
+            written = tl.sum(tl.where(peer == first_given_up, seen, 0), axis=0)
+            write_record(status, STATUS_ABORT, phase, who_gave_up(written), epoch, written, epoch, 0)
+        elif first_late < LANES:
             tl.store(counters + ABORTED, 1)
             # The peer's last epoch may stand in the other half.
             other = mine + (1 - 2 * (epoch & 1)) * (NUM_RANKS * MAIL_WORDS * 8)
             before = tl.load(other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True)
-            last = tl.sum(tl.where(peer == first_late, tl.maximum(seen, before), 0), axis=0) >> 1
+            last = tl.sum(tl.where(peer == first_late, tl.maximum(reached, epoch_words(before)), 0), axis=0) >> 1
             write_record(status, STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
         elif first_faulted < LANES:
             tl.store(counters + FAULTED, 1)
@@ -182,7 +255,8 @@ def barrier(
     *,
     call: int,
     fault: bool,
-    timeout_ns: int,
+    timeout_ns: int | None,
+    spoils: torch.Tensor | None = None,
 ) -> None:
     """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. See the twin.
 
@@ -196,14 +270,21 @@ def barrier(
             *words,
             call,
             int(fault),
-            timeout_ns,
+            timeout_ns or 0,
+            *_words_of(spoils),
             RANK=peers.rank,
             NUM_RANKS=peers.num_ranks,
             LANES=triton.next_power_of_2(peers.num_ranks),
             COUNTERS=peers.layout.counters,
             MAILBOX=peers.layout.mailbox,
+            BOUNDED=timeout_ns is not None,
             num_warps=1,
         )
+
+
+def _words_of(spoils: torch.Tensor | None) -> tuple[int, int]:
+    """Address and number of int64 words."""
+    return (0, 0) if spoils is None else (spoils.data_ptr(), spoils.numel() * spoils.element_size() // 8)
 
 
 @fast_launch
@@ -237,7 +318,8 @@ def send_signal(peers: Peers, rank: int) -> None:
 
 @fast_launch
 @triton.jit(
-    do_not_specialize=["status", "rank", "phase", "timeout_ns"], do_not_specialize_on_alignment=["bases", "arrived"]
+    do_not_specialize=["status", "rank", "phase", "timeout_ns", "spoiled", "num_spoiled_words"],
+    do_not_specialize_on_alignment=["bases", "arrived"],
 )
 def wait_for_signal_kernel(
     bases,
@@ -246,9 +328,12 @@ def wait_for_signal_kernel(
     rank: tl.int32,
     phase: tl.int32,
     timeout_ns: tl.int64,
+    spoiled: tl.int64,
+    num_spoiled_words: tl.int64,
     RANK: tl.constexpr,
     COUNTERS: tl.constexpr,
     SIGNALS: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     own = tl.load(bases + RANK)
     counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
@@ -257,18 +342,33 @@ def wait_for_signal_kernel(
     result = lane.to(tl.int64) - 1
     if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
         slot = own + SIGNALS + rank * (SIGNAL_WORDS * 8)
-        seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
+        if BOUNDED:
+            seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
+        else:
+            seen = tl.max(wait_without_bound(slot + lane, epoch), axis=0)
         tl.debug_barrier()  # what any thread has acquired holds for all
-        if seen >= epoch:
+        if epoch_words(seen) >= epoch:
             result += 1
+        elif seen >= ABORT:
+            tl.store(counters + ABORTED, 1)
+            write_record(status, STATUS_ABORT, phase, who_gave_up(seen), epoch, seen, epoch, 0)
         else:
             tl.store(counters + ABORTED, 1)
             write_record(status, STATUS_TIMEOUT, phase, rank, epoch, seen, epoch, 0)
     tl.store(arrived + lane, result)
+    if tl.max(result, axis=0) < 0:
+        spoil(spoiled, num_spoiled_words)
 
 
 def wait_for_signal(
-    peers: Peers, rank: int, arrived: torch.Tensor, status: torch.Tensor, *, phase: int, timeout_ns: int
+    peers: Peers,
+    rank: int,
+    arrived: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    phase: int,
+    timeout_ns: int | None,
+    spoils: torch.Tensor | None = None,
 ) -> None:
     """Waits for `rank`'s signal since the last barrier, at most `timeout_ns`. See the twin.
 
@@ -281,9 +381,11 @@ def wait_for_signal(
             status.data_ptr(),
             rank,
             phase,
-            timeout_ns,
+            timeout_ns or 0,
+            *_words_of(spoils),
             RANK=peers.rank,
             COUNTERS=peers.layout.counters,
             SIGNALS=peers.layout.signals,
+            BOUNDED=timeout_ns is not None,
             num_warps=1,
         )

@@ -2,8 +2,11 @@
 
 Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs are persistent over
 tiles, so a caller may cap their number (`num_ctas`) and leave SMs to a GEMM; results do not depend on it.
-Rows must be 16-byte aligned and a multiple of 16 bytes long, and so must the offsets that barriers hand out.
+Rows must be 16-byte aligned and a multiple of 16 bytes long, and so must the offsets that barriers hand out; where
+`num_ctas` is given, offsets are multiples of 256, as those of leases are.
 """
+
+from types import ModuleType
 
 import torch
 import triton
@@ -11,6 +14,7 @@ import triton.language as tl
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.launch import fast_launch
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
@@ -22,9 +26,11 @@ ROW_WARPS = 8
 CAPPED_ROW_WARPS = 16  # where a caller wants few programs, each has to keep more in flight
 COPY_ACCESSES = 4  # 16-byte accesses per thread and tile: a copy needs 4 registers for each
 SUM_ACCESSES = 2  # a sum of 16-bit rows needs 8 more for each, and several rows are in flight
-WIDE_SUM_ACCESSES = 4  # of few programs that wait for peers, where no more than two rows are in flight
+WIDE_SUM_ACCESSES = 4  # of few programs that wait for peers, where only a few rows are in flight
 MAX_TILE_COLUMNS_BYTES = 4096
 UNROLL = 8  # rows of one token whose loads may be in flight together
+PEERS_UNROLL = 4  # likewise: rows of peers
+OWN_UNROLL = 2  # likewise: rows of the rank's own, beside those of peers; two ranks then leave room for NUM_CTAS
 SLOTS_PER_PROGRAM = 1024  # of the kernels that move slots and values
 
 
@@ -39,6 +45,12 @@ def _launch(num_rows: int, width: int, item_bytes: int, accesses: int, num_ctas:
     num_tiles = triton.cdiv(num_rows, tokens) * triton.cdiv(width, columns)
     grid = (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),)
     return grid, {"WIDTH": width, "BLOCK_TOKENS": tokens, "BLOCK_COLUMNS": columns, "num_warps": num_warps}
+
+
+def _movers(rows: torch.Tensor, num_ctas: int | None) -> ModuleType | None:
+    """The kernels for few programs (hopper/rows.py), where a caller wants few and they can move these rows."""
+    special = None if num_ctas is None else hopper.kernels(rows.device, rows.dtype, rows.shape[1])
+    return special if special is not None and special.takes_rows(rows) else None
 
 
 @triton.jit
@@ -115,6 +127,9 @@ def push_rows(
     num_tokens, width = x.shape
     ranks = range(peers.num_ranks) if ranks is None else ranks
     if num_tokens == 0:
+        return
+    if len(ranks) == 1 and (special := _movers(x, num_ctas)) is not None:
+        special.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
         return
     grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, num_ctas)
     with torch.cuda.device_of(x):
@@ -277,6 +292,8 @@ def index_rows_kernel(
         none = tl.full((BLOCK,), -1, tl.int32)
         tl.store(packed_to_row + entry, none, mask=entry < num_slots)
         tl.store(row_to_packed_row + entry, none + 1, mask=entry < num_rows)
+        if row_probs is not None:
+            tl.store(row_probs + entry, tl.full((BLOCK,), float("nan"), tl.float32), mask=entry < num_rows)
     else:
         entry += tl.load(packed_begin) * TOP_K
         packed = entry // TOP_K
@@ -393,11 +410,13 @@ def fan_out(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["packed_to_row", "num_packed"])
+@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"])
 def pre_reduce_kernel(
     rows,  # [N_cap, H]
     packed_to_row,  # [P_cap, K]
-    num_packed,
+    source_to_packed_start,  # [R + 1]
+    rank: tl.int32,
+    NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
     ROW_WIDTH: tl.constexpr,
     FIRST_COLUMN: tl.constexpr,
@@ -407,12 +426,15 @@ def pre_reduce_kernel(
     UNROLL: tl.constexpr,
 ):
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    num = tl.load(num_packed)
+    own_begin = tl.load(source_to_packed_start + rank)
+    num_own = tl.load(source_to_packed_start + rank + 1) - own_begin
+    num = tl.load(source_to_packed_start + NUM_RANKS) - num_own
     rows += FIRST_COLUMN
     for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
-        packed = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        index = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        packed = tl.where(index < own_begin, index, index + num_own)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        primary, num_rows = primary_row(packed_to_row, packed, packed < num, TOP_K, UNROLL)
+        primary, num_rows = primary_row(packed_to_row, packed, index < num, TOP_K, UNROLL)
         several = num_rows > 1
         mask = several[:, None] & is_column
         target = rows + primary.to(tl.int64)[:, None] * ROW_WIDTH + column
@@ -434,14 +456,22 @@ def pre_reduce_kernel(
 def pre_reduce(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
-    num_packed: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
     *,
+    rank: int,
     columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """Sums each token's rows of `rows` [N_cap, H] into its primary row: fp32, in k order, in place. See the twin."""
+    """Sums the rows of each token that another rank than `rank` has sent into its primary row. See the twin."""
     num_packed_cap, top_k = packed_to_row.shape
-    if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1:  # one slot per token: no secondary rows
+    num_ranks = source_to_packed_start.numel() - 1
+    # One rank has no peers' tokens; with one slot per token there are no secondary rows.
+    if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or top_k == 1:
+        return
+    special = _movers(rows, num_ctas)
+    if special is not None and special.takes_sums(top_k, num_ranks):
+        tables = (packed_to_row, source_to_packed_start)
+        special.launch_pre_reduce(rows, *tables, rank=rank, columns=columns, num_ctas=num_ctas)
         return
     first, end = columns or (0, rows.shape[1])
     grid, meta = _launch(num_packed_cap, end - first, rows.element_size(), SUM_ACCESSES, num_ctas)
@@ -449,7 +479,9 @@ def pre_reduce(
         pre_reduce_kernel[grid](
             rows,
             packed_to_row,
-            num_packed,
+            source_to_packed_start,
+            rank,
+            NUM_RANKS=num_ranks,
             TOP_K=top_k,
             ROW_WIDTH=rows.shape[1],
             FIRST_COLUMN=first,
@@ -510,7 +542,7 @@ def call_failed(received, COLUMN: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_LA
     do_not_specialize_on_alignment=["source_rank", "source_row", "bases", "received"],
 )
 def pull_rows_kernel(
-    source_rank,  # [T, S] or None
+    source_rank,  # [T, S]
     source_row,  # [T, S]
     bases,
     received,
@@ -547,13 +579,9 @@ def pull_rows_kernel(
                 rows += (tl.load(source_row + token * NUM_SOURCES + s, mask=mask, other=-1),)
             for step in tl.static_range(UNROLL):
                 s = first + step
-                if source_rank is None:
-                    rank, known = s, s < NUM_SOURCES
-                else:
-                    rank = tl.load(source_rank + token * NUM_SOURCES + s, mask=rows[step] >= 0, other=-1)
-                    known = rank >= 0
-                base = tl.load(bases + rank, mask=known, other=0)
-                places += (base + tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=known, other=0),)
+                rank = tl.load(source_rank + token * NUM_SOURCES + s, mask=rows[step] >= 0, other=-1)
+                base = tl.load(bases + rank, mask=rank >= 0, other=0)
+                places += (base + tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=rank >= 0, other=0),)
             for step in tl.static_range(UNROLL):
                 has = (rows[step] >= 0) & (places[step] != 0)
                 source = row_pointers(places[step] + rows[step].to(tl.int64) * ROW_BYTES, ELEMENT) + column
@@ -567,7 +595,7 @@ def pull_rows_kernel(
 
 
 def pull_rows(
-    source_rank: torch.Tensor | None,
+    source_rank: torch.Tensor,
     source_row: torch.Tensor,
     peers: Peers,
     received: torch.Tensor,
@@ -600,6 +628,166 @@ def pull_rows(
             ROW_WIDTH=width,
             FIRST_COLUMN=first,
             UNROLL=min(UNROLL, triton.next_power_of_2(num_sources)),
+            **meta,
+        )
+
+
+@triton.jit
+def sum_own_rows(
+    slot_to_rank,  # [T, K]
+    slot_to_row,  # [T, K]
+    token,
+    is_token,
+    top_k,
+    rank,
+    place,  # where the rows of rank `rank` lie, which is this one
+    column,
+    is_column,
+    ELEMENT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Sums of the tokens' rows on rank `rank`: fp32, in k order, rounded, as they would stand in a primary row."""
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+    # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of peers' rows in straight code.
+    for first in range(0, top_k, UNROLL):
+        rows, values = (), ()
+        for step in tl.static_range(UNROLL):
+            slot = token * top_k + first + step
+            mask = is_token & (first + step < top_k)
+            is_own = tl.load(slot_to_rank + slot, mask=mask, other=-1) == rank
+            rows += (tl.where(is_own, tl.load(slot_to_row + slot, mask=mask, other=-1), -1),)
+        for step in tl.static_range(UNROLL):
+            source = row_pointers(place + rows[step].to(tl.int64) * ROW_BYTES, ELEMENT) + column
+            values += (tl.load(source, mask=(rows[step] >= 0)[:, None] & is_column, other=0.0),)
+        for step in tl.static_range(UNROLL):
+            # Where all rows are -0.0, pre_reduce leaves -0.0 and this is 0.0. The sum over ranks is the same.
+            total += values[step].to(tl.float32)
+    return total.to(ELEMENT)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens", "top_k", "own_rank"],
+    do_not_specialize_on_alignment=["token_to_primary_row", "slot_to_rank", "slot_to_row", "bases", "received"],
+)
+def pull_sums_kernel(
+    token_to_primary_row,  # [T, R]
+    slot_to_rank,  # [T, K]
+    slot_to_row,  # [T, K]
+    bases,
+    received,
+    out,  # [T, H]
+    num_tokens: tl.int32,
+    top_k: tl.int32,
+    own_rank: tl.int32,
+    COLUMN: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    RANK_UNROLL: tl.constexpr,
+    SLOT_UNROLL: tl.constexpr,
+):
+    ELEMENT: tl.constexpr = out.dtype.element_ty
+    ROW_BYTES: tl.constexpr = ROW_WIDTH * ELEMENT.primitive_bitwidth // 8
+    NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    failed = call_failed(received, COLUMN, NUM_RANKS, RANK_LANES)
+    own_place = tl.load(bases + own_rank) + tl.load(received + own_rank * NUM_PUBLISHED + COLUMN)
+    num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * NUM_COLUMN_TILES
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        column += FIRST_COLUMN
+        is_token = token < num_tokens
+        total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+        own = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), ELEMENT)
+        for first in range(0, NUM_RANKS, RANK_UNROLL):
+            rows, values = (), ()
+            for step in tl.static_range(RANK_UNROLL):
+                rank = first + step
+                mask = is_token & (rank < NUM_RANKS) & (rank != own_rank) & (not failed)
+                rows += (tl.load(token_to_primary_row + token * NUM_RANKS + rank, mask=mask, other=-1),)
+            for step in tl.static_range(RANK_UNROLL):
+                rank = first + step
+                known = rank < NUM_RANKS
+                base = tl.load(bases + rank, mask=known, other=0)
+                place = base + tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=known, other=0)
+                source = row_pointers(place + rows[step].to(tl.int64) * ROW_BYTES, ELEMENT) + column
+                values += (tl.load(source, mask=(rows[step] >= 0)[:, None] & is_column, other=0.0),)
+            if first == 0:  # while the peers' rows are on their way
+                own = sum_own_rows(
+                    slot_to_rank,
+                    slot_to_row,
+                    token,
+                    is_token & (not failed),
+                    top_k,
+                    own_rank,
+                    own_place,
+                    column,
+                    is_column,
+                    ELEMENT,
+                    ROW_BYTES,
+                    BLOCK_TOKENS,
+                    BLOCK_COLUMNS,
+                    SLOT_UNROLL,
+                )
+            for step in tl.static_range(RANK_UNROLL):
+                # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
+                total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
+        total = tl.where(failed, float("nan"), total)
+        target = out + token.to(tl.int64)[:, None] * ROW_WIDTH + column
+        tl.store(target, total.to(ELEMENT), mask=is_token[:, None] & is_column)
+
+
+def pull_sums(
+    token_to_primary_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    column: int,
+    columns: tuple[int, int] | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    """out[t] = sum over the ranks, in their order, of the sum of token t's rows there. See the twin."""
+    num_tokens, width = out.shape
+    if num_tokens == 0:
+        return
+    top_k, num_ranks = slot_to_row.shape[1], peers.num_ranks
+    special = _movers(out, num_ctas)
+    if special is not None and special.takes_sums(top_k, num_ranks):
+        tables = (token_to_primary_row, slot_to_rank, slot_to_row)
+        special.launch_pull(*tables, peers, received, out, column=column, columns=columns, num_ctas=num_ctas)
+        return
+    first, end = columns or (0, width)
+    accesses = SUM_ACCESSES if num_ctas is None or num_ranks > 2 else WIDE_SUM_ACCESSES
+    grid, meta = _launch(num_tokens, end - first, out.element_size(), accesses, num_ctas)
+    with torch.cuda.device_of(out):
+        pull_sums_kernel[grid](
+            token_to_primary_row,
+            slot_to_rank,
+            slot_to_row,
+            peers.bases,
+            received,
+            out,
+            num_tokens,
+            top_k,
+            peers.rank,
+            COLUMN=column,
+            NUM_RANKS=num_ranks,
+            RANK_LANES=triton.next_power_of_2(num_ranks),
+            ROW_WIDTH=width,
+            FIRST_COLUMN=first,
+            RANK_UNROLL=min(PEERS_UNROLL, triton.next_power_of_2(num_ranks)),
+            SLOT_UNROLL=min(OWN_UNROLL, triton.next_power_of_2(top_k)),
             **meta,
         )
 

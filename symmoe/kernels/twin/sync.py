@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -23,24 +24,41 @@ def barrier(
     *,
     call: int,
     fault: bool,
-    timeout_ns: int,
+    timeout_ns: int | None,
+    spoils: torch.Tensor | None = None,
 ) -> None:
     """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
 
     Args:
         peers: the group's arenas.
         words: NUM_PUBLISHED integers (arena offsets) for the peers.
-        received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted, did
-            not come or is in another call, or an earlier failure has not been raised yet.
+        received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted, gave
+            up, did not come or is in another call, or an earlier failure has not been raised yet.
         status: int64[STATUS_WORDS] that the host reads; gets a record if something went wrong and none is pending.
         call: control.pack_call of what the ranks must agree on.
         fault: this rank's arguments are wrong, nobody shall move payload.
-        timeout_ns: bound of the wait.
+        timeout_ns: bound of the wait; None: none, which is there to measure what the bound costs.
+        spoils: what nobody may take for a result if the call has failed: then every bit of it is set, which is NaN in
+            every dtype of rows. On GPUs its size is a multiple of 16 bytes.
     """
-    counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     received.fill_(-1)
+    if not _meet(peers, words, received, status, call, fault, timeout_ns) and spoils is not None:
+        _spoil(spoils)
+
+
+def _meet(
+    peers: Peers,
+    words: tuple[int, ...],
+    received: torch.Tensor,
+    status: torch.Tensor,
+    call: int,
+    fault: bool,
+    timeout_ns: int | None,
+) -> bool:
+    """Whether the call goes on."""
+    counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     if counters[control.ABORTED] or counters[control.FAULTED]:
-        return
+        return False
     epoch = int(counters[control.BARRIER_EPOCH]) + 1
     counters[control.BARRIER_EPOCH] = epoch
     half = epoch & 1
@@ -51,15 +69,23 @@ def barrier(
         slot[0] = 2 * epoch + int(fault)  # last: whoever sees it sees the words and all payload before it
     mailbox = _mailbox(peers, peers.rank)
     mail = mailbox[half]
-    deadline = time.monotonic_ns() + timeout_ns
+    deadline = _deadline(timeout_ns)
     phase = call & 0xFF
-    for rank in range(peers.num_ranks):
-        if not _wait(mail, rank, 2 * epoch, deadline):
-            counters[control.ABORTED] = 1
-            seen = int(mailbox[:, rank, 0].max()) >> 1
-            _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
-            return
-    faulted = (mail[:, 0] == 2 * epoch + 1).nonzero()[0]
+    late = [rank for rank in range(peers.num_ranks) if not _wait(mail, rank, 2 * epoch, deadline)]
+    sent = mailbox[:, :, 0].copy()  # once: a rank may give up between two looks
+    reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
+    given_up = ((sent[half] >= control.ABORT) & (reached[half] < 2 * epoch)).nonzero()[0]
+    if given_up.size:
+        counters[control.ABORTED] = 1
+        word = int(sent[half, given_up[0]])
+        _record(status, control.STATUS_ABORT, phase, _who_gave_up(word), epoch, word, epoch)
+        return False
+    if late:
+        counters[control.ABORTED] = 1
+        seen = int(reached[:, late[0]].max()) >> 1
+        _record(status, control.STATUS_TIMEOUT, phase, late[0], epoch, seen, epoch)
+        return False
+    faulted = (reached[half] == 2 * epoch + 1).nonzero()[0]
     calls = mail[:, control.MAIL_CALL]
     others = (calls != calls[0]).nonzero()[0]
     if faulted.size:
@@ -71,6 +97,8 @@ def barrier(
         _record(status, control.STATUS_MISMATCH, phase, other, int(calls[0]), int(calls[other]), epoch)
     else:
         received.copy_(torch.from_numpy(mail[:, 1 : 1 + control.NUM_PUBLISHED].copy()))
+        return True
+    return False
 
 
 def send_signal(peers: Peers, rank: int) -> None:
@@ -81,30 +109,58 @@ def send_signal(peers: Peers, rank: int) -> None:
 
 
 def wait_for_signal(
-    peers: Peers, rank: int, arrived: torch.Tensor, status: torch.Tensor, *, phase: int, timeout_ns: int
+    peers: Peers,
+    rank: int,
+    arrived: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    phase: int,
+    timeout_ns: int | None,
+    spoils: torch.Tensor | None = None,
 ) -> None:
     """Waits for `rank`'s signal since the last barrier, at most `timeout_ns`.
 
     Args:
-        arrived: int64 [1], gets 0, or -1 if nothing can be relied on: the signal did not come, or an earlier failure
-            has not been raised yet.
+        arrived: int64 [1], gets 0, or -1 if nothing can be relied on: the signal did not come, a rank gave up, or an
+            earlier failure has not been raised yet.
         status: int64[STATUS_WORDS] that the host reads; gets a record if the signal did not come and none is pending.
         phase: for the record.
+        timeout_ns, spoils: as in :func:`barrier`.
     """
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     arrived.fill_(-1)
-    if counters[control.ABORTED] or counters[control.FAULTED]:
-        return
-    epoch = int(counters[control.BARRIER_EPOCH])
-    signals = _signals(peers, peers.rank)
-    if _wait(signals, rank, epoch, time.monotonic_ns() + timeout_ns):
-        arrived.fill_(0)
-    else:
+    if not (counters[control.ABORTED] or counters[control.FAULTED]):
+        epoch = int(counters[control.BARRIER_EPOCH])
+        signals = _signals(peers, peers.rank)
+        came = _wait(signals, rank, epoch, _deadline(timeout_ns))
+        seen = int(signals[rank, 0])
+        gave_up = seen >= control.ABORT
+        if came and (not gave_up or seen & control.EPOCH_MASK >= epoch):
+            arrived.fill_(0)
+            return
         counters[control.ABORTED] = 1
-        _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, int(signals[rank, 0]), epoch)
+        if gave_up:
+            _record(status, control.STATUS_ABORT, phase, _who_gave_up(seen), epoch, seen, epoch)
+        else:
+            _record(status, control.STATUS_TIMEOUT, phase, rank, epoch, seen, epoch)
+    if spoils is not None:
+        _spoil(spoils)
 
 
-def _wait(words: np.ndarray, rank: int, value: int, deadline_ns: int) -> bool:
+def _who_gave_up(word: int) -> int:
+    return (word - control.ABORT) >> control.ABORT_RANK_SHIFT
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        tensor.view(torch.uint8).fill_(0xFF)
+
+
+def _deadline(timeout_ns: int | None) -> float:
+    return math.inf if timeout_ns is None else time.monotonic_ns() + timeout_ns
+
+
+def _wait(words: np.ndarray, rank: int, value: int, deadline_ns: float) -> bool:
     spins = 0
     while words[rank, 0] < value:
         spins += 1

@@ -93,7 +93,7 @@ def index_rows(
     """Turns the slots that arrived into index tensors of this rank's own.
 
     If the call has failed, nothing has arrived: `packed_to_row` is filled with -1 and `row_to_packed_row` with 0, so
-    that kernels already on their way stay inside their buffers.
+    that kernels already on their way stay inside their buffers, and `row_probs` with NaN.
 
     Args:
         packed_begin, packed_end: int32 [1]; the packed rows that have arrived.
@@ -108,6 +108,8 @@ def index_rows(
     if min(int(ready.flatten()[0]), int(arrived.flatten()[0])) < 0:
         packed_to_row.fill_(-1)
         row_to_packed_row.zero_()
+        if row_probs is not None and wire_probs is not None:
+            row_probs.fill_(float("nan"))
         return
     begin, end = int(packed_begin), int(packed_end)
     packed_to_row[begin:end] = wire_to_row[begin:end]
@@ -141,17 +143,24 @@ def fan_out(
 def pre_reduce(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
-    num_packed: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
     *,
+    rank: int,
     columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """Sums each token's rows of `rows` [N_cap, H] into its primary row: fp32, in k order, in place.
+    """Sums the rows of each token that another rank has sent into its primary row: fp32, in k order, in place.
+
+    A token's rows are summed from the primary row on, and one that has no other row is left alone.
 
     Args:
+        rows: [N_cap, H].
+        source_to_packed_start: int32 [R + 1]; where the packed rows of each rank's tokens start, the last is P.
+        rank: whose tokens' rows are left alone: this one, which pull_sums sums itself.
         columns: first column that is summed and the one past the last; None: all.
     """
-    primary, others = _primary_and_others(packed_to_row[: int(num_packed)])
+    begin, end, num_packed = source_to_packed_start[[rank, rank + 1, -1]].tolist()
+    primary, others = _primary_and_others(torch.cat([packed_to_row[:begin], packed_to_row[end:num_packed]]))
     rows = rows[:, slice(*columns or (None,))]
     several = torch.zeros_like(primary, dtype=torch.bool)
     for secondary in others:
@@ -177,7 +186,7 @@ def gather_values(
 
 
 def pull_rows(
-    source_rank: torch.Tensor | None,
+    source_rank: torch.Tensor,
     source_row: torch.Tensor,
     peers: Peers,
     received: torch.Tensor,
@@ -192,8 +201,7 @@ def pull_rows(
     If the call has failed, `out` is filled with NaN.
 
     Args:
-        source_rank: int32 [T, S]; None: rank s for column s.
-        source_row: int32 [T, S]; -1: nothing to add.
+        source_rank, source_row: int32 [T, S]; -1: nothing to add.
         out: [T, H].
         columns: first column of `out` that is written and the one past the last; None: all.
     """
@@ -203,16 +211,50 @@ def pull_rows(
         return
     total = torch.zeros(out[:, panel].shape, dtype=torch.float32, device=out.device)
     for s in range(source_row.shape[1]):
-        for rank in range(peers.num_ranks) if source_rank is not None else (s,):
-            here = source_row[:, s] >= 0
-            if source_rank is not None:
-                here &= source_rank[:, s] == rank
-            tokens = here.nonzero().flatten()
-            if tokens.numel() == 0:
-                continue
-            rows = source_row[tokens, s].long()
-            shape = (int(rows.max()) + 1, out.shape[1])
-            total[tokens] += peers.region(rank, int(received[rank, column]), shape, out.dtype)[rows, panel].float()
+        for rank in range(peers.num_ranks):
+            rows = source_row[:, s].where(source_rank[:, s] == rank, -1)
+            _add_rows(total, rows, peers, rank, int(received[rank, column]), out, panel)
+    out[:, panel] = total
+
+
+def pull_sums(
+    token_to_primary_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    column: int,
+    columns: tuple[int, int] | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    """out[t] = sum over the ranks of the sum of token t's rows there: fp32, in order of the ranks.
+
+    A peer's sum has been made by pre_reduce and is read from the primary row. This rank's own is made here, of the
+    same bits: fp32, in k order, rounded to the dtype of `out`. If the call has failed, `out` is filled with NaN.
+
+    Args:
+        token_to_primary_row: int32 [T, R]; -1: the token has no row there.
+        slot_to_rank, slot_to_row: int32 [T, K]; -1 for no expert.
+        out: [T, H].
+        columns: first column of `out` that is written and the one past the last; None: all.
+    """
+    panel = slice(*columns or (None,))
+    if received.numel() and int(received[:, column].min()) < 0:
+        out[:, panel] = float("nan")
+        return
+    total = torch.zeros(out[:, panel].shape, dtype=torch.float32, device=out.device)
+    for rank in range(peers.num_ranks):
+        offset = int(received[rank, column])
+        if rank == peers.rank:
+            own = torch.zeros_like(total)
+            for k in range(slot_to_row.shape[1]):
+                rows = slot_to_row[:, k].where(slot_to_rank[:, k] == rank, -1)
+                _add_rows(own, rows, peers, rank, offset, out, panel)
+            total += own.to(out.dtype)
+        else:
+            _add_rows(total, token_to_primary_row[:, rank], peers, rank, offset, out, panel)
     out[:, panel] = total
 
 
@@ -241,6 +283,17 @@ def pull_values(
         shape = (int(packed.max()) + 1, out.shape[1])
         values = peers.region(rank, int(received[rank, column]), shape, torch.float32)[packed]
         out[tokens] = values.where(slot_to_rank[tokens] == rank, out[tokens])
+
+
+def _add_rows(
+    total: torch.Tensor, rows: torch.Tensor, peers: Peers, rank: int, offset: int, out: torch.Tensor, panel: slice
+) -> None:
+    """total[t] += row `rows[t]` of rank `rank`'s buffer at `offset`, of the width and dtype of `out`; -1: nothing."""
+    tokens = (rows >= 0).nonzero().flatten()
+    if tokens.numel():
+        index = rows[tokens].long()
+        buffer = peers.region(rank, offset, (int(index.max()) + 1, out.shape[1]), out.dtype)
+        total[tokens] += buffer[index, panel].float()
 
 
 def _primary_and_others(packed_to_row: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -1,7 +1,18 @@
-"""What the kernels for Hopper offer to gpu/gemm.py and gpu/gemm_act.py."""
+"""What the kernels for Hopper offer to the other modules of kernels/gpu."""
 
 from symmoe.kernels.gpu.hopper.act import launch_act, launch_dact
 from symmoe.kernels.gpu.hopper.gemm import launch_gemm
+from symmoe.kernels.gpu.hopper.rows import launch_pre_reduce, launch_pull, launch_push, takes_rows, takes_sums
 from symmoe.kernels.gpu.hopper.wgrad import launch_wgrad
 
-__all__ = ["launch_act", "launch_dact", "launch_gemm", "launch_wgrad"]
+__all__ = [
+    "launch_act",
+    "launch_dact",
+    "launch_gemm",
+    "launch_pre_reduce",
+    "launch_pull",
+    "launch_push",
+    "launch_wgrad",
+    "takes_rows",
+    "takes_sums",
+]

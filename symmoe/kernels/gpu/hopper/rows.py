@@ -4,8 +4,9 @@ A program fills an SM, so a grid of n programs takes n SMs and leaves the others
 lies in shared memory, a few hundred rows' bytes, not in registers. Contracts and bits as in gpu/tokens.py.
 
 A row is [segments, SEGMENT] 32-bit words, and a piece of it, one TMA box, is some segments of it. An arena is seen in
-units of UNIT_BYTES, at every one of which a row may begin. Reads past the last row give zeros and writes there vanish,
-without any traffic: a row that does not travel is read from and written to such a place.
+units of UNIT_BYTES, at every one of which a row may begin: offsets that barriers hand out are multiples of it, as those
+of leases are. Reads past the last row give zeros and writes there vanish, without any traffic: a row that does not
+travel is read from and written to such a place.
 """
 
 import functools
@@ -23,19 +24,17 @@ from symmoe.kernels.gpu.hopper.act import pack, unpack
 from symmoe.kernels.gpu.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.gpu.hopper.pipeline import make_barriers, thread_barrier
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
+from symmoe.kernels.parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
 
 NUM_PUBLISHED = gl.constexpr(control.NUM_PUBLISHED)
 UNIT_BYTES = gl.constexpr(256)
 NOWHERE = gl.constexpr(0x7FFFFFF0)  # a unit past every arena
+NEGATIVE_ZERO = gl.constexpr(-(2**31))  # the bits of -0.0 in fp32
 MAX_SEGMENT = 256  # words: the longest side of a TMA box
-MIN_SEGMENT = 64  # a unit
 MAX_PIECE_BYTES = 16 << 10  # that is pushed
-MAX_SUM_PIECE_BYTES = 4 << 10  # that is added up: 32 bytes to a thread
 STAGE_BYTES = 16 << 10
-RING_BYTES = 72 << 10  # of pieces to be added up
-SUM_STAGES = 2
-MAX_STAGES = 8
 MAX_RANKS = 8  # that rows can be pulled from
+MAX_SOURCES = SUM_RING_BYTES // (SUM_STAGES * 4 * MAX_SEGMENT)  # that stages of the shortest pieces have room for
 MOVERS = 4  # warps that move rows, each with its own ring
 MOVE_STAGES = 3
 PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]))  # 16 bytes to a thread
@@ -45,17 +44,16 @@ PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [
 class Pieces:
     """How rows are cut.
 
-    row_bytes: of a row. segments: of a row, `segment` words each. first_segment, num_segments: those that are moved.
-    piece: segments of a piece, a power of 2; the last piece of a row may reach past its end.
+    row_bytes: of a row, which has segments of `segment` words. first_segment, end_segment: those that are moved.
+    piece: segments of a piece, a power of 2; the last piece may reach past the end, where the hardware cuts it off.
     batch: pieces of a stage of a mover's ring.
     """
 
     row_bytes: int
     segment: int
-    segments: int
-    piece: int
     first_segment: int
-    num_segments: int
+    end_segment: int
+    piece: int
     num_ranks: int
     column: int
     batch: int = 1
@@ -65,7 +63,7 @@ class Pieces:
     @property
     def num_pieces(self) -> int:
         """Of what is moved of a row."""
-        return -(-self.num_segments // self.piece)
+        return -(-(self.end_segment - self.first_segment) // self.piece)
 
     @property
     def piece_bytes(self) -> int:
@@ -185,9 +183,14 @@ def launch_push(
     launch(hopper_push_kernel, (num_ctas,), constants, x, arena, token_to_row, received, rank, x.shape[0])
 
 
-def takes_rows(row_bytes: int) -> bool:
+def takes_rows(rows: torch.Tensor) -> bool:
     """Whether the kernels can move rows of this length."""
-    return row_bytes % UNIT_BYTES.value == 0
+    return rows.shape[1] * rows.element_size() % UNIT_BYTES.value == 0
+
+
+def takes_sums(top_k: int, num_ranks: int) -> bool:
+    """Whether the kernels can sum so many rows."""
+    return num_ranks <= MAX_RANKS and top_k + num_ranks - 1 <= MAX_SOURCES
 
 
 @functools.cache
@@ -201,24 +204,19 @@ def _push_plan(row_bytes: int, num_ranks: int, column: int) -> Constants:
 def cut_rows(
     row_bytes: int, num_ranks: int, column: int, most_bytes: int, part: tuple[int, int] | None = None
 ) -> Pieces:
-    """Rows, or the bytes (first, one past the last) of a panel, in pieces of at most `most_bytes`.
-
-    A panel begins and ends at a multiple of UNIT_BYTES, and its pieces fill it: only a row's end clips a piece.
-    """
+    """Rows, or bytes (first, one past the last) of them, multiples of UNIT_BYTES, in pieces of at most `most_bytes`."""
     words = row_bytes // 4
     begin, end = (0, words) if part is None else (part[0] // 4, part[1] // 4)
     joint = words | begin | end
     segment = min(MAX_SEGMENT, joint & -joint)
     num_segments = (end - begin) // segment
-    piece = 1 << (num_segments - 1).bit_length() if end == words else num_segments & -num_segments
-    piece = min(piece, most_bytes // (4 * segment))
+    piece = min(1 << (num_segments - 1).bit_length(), most_bytes // (4 * segment))
     return Pieces(
         row_bytes=row_bytes,
         segment=segment,
-        segments=words // segment,
-        piece=piece,
         first_segment=begin // segment,
-        num_segments=num_segments,
+        end_segment=end // segment,
+        piece=piece,
         num_ranks=num_ranks,
         column=column,
         batch=max(1, STAGE_BYTES // (4 * segment * piece)),
@@ -235,7 +233,7 @@ def describe_rows(cut: Pieces):
 
     def describe(rows: torch.Tensor) -> TensorDescriptor:
         words = rows.view(torch.int32)
-        shape = [words.shape[0], cut.segments, cut.segment]
+        shape = [words.shape[0], cut.end_segment, cut.segment]
         return TensorDescriptor(words, shape, [words.shape[1], cut.segment, 1], block, _layout(block))
 
     return describe
@@ -247,7 +245,7 @@ def describe_arena(cut: Pieces):
 
     def describe(arena: torch.Tensor) -> TensorDescriptor:
         num_units = (arena.numel() - cut.row_bytes) // UNIT_BYTES.value + 1
-        shape = [num_units, cut.segments, cut.segment]
+        shape = [num_units, cut.end_segment, cut.segment]
         strides = [UNIT_BYTES.value // 4, cut.segment, 1]
         return TensorDescriptor(arena.view(torch.int32), shape, strides, block, _layout(block))
 
@@ -261,51 +259,58 @@ def describe_arena(cut: Pieces):
 class Sums:
     """How rows are summed by pairs of roles, three to a program: one warp asks for pieces, a warpgroup adds them.
 
-    A stage of a pair's ring has a slot for each row that a sum may have; those that it does not have come as zeros from
-    the hardware, without any traffic, and are not added.
+    A stage of a pair's ring belongs to a few tokens, and has a slot for each row that their sums may have; those that
+    they do not have come as zeros from the hardware, without any traffic, and are not added.
 
-    cut: of the rows. top_k: K. sources: slots of a stage. own_rank: this rank, where rows are pulled.
+    cut: of the rows. top_k: K. sources: slots of a token. tokens: of a stage. own_rank: this rank, where rows are
+    pulled.
     """
 
     cut: Pieces
     top_k: int
     sources: int
+    tokens: int
     stages: int
     own_rank: int = -1
     pairs: int = 3
 
+    @property
+    def slots(self) -> int:
+        """Of a stage."""
+        return self.tokens * self.sources
+
 
 @gluon.jit
-def next_stage(stage, phase, moves, PAIR: gl.constexpr, SUMS: gl.constexpr):
-    """The ring's stage after `stage` and its parity, if this one was used."""
+def next_stage(stage, phase, PAIR: gl.constexpr, SUMS: gl.constexpr):
+    """The ring's stage after `stage`, and its parity."""
     FIRST: gl.constexpr = PAIR * SUMS.stages
     LAST: gl.constexpr = FIRST + SUMS.stages - 1
-    wraps = moves & (stage == LAST)
-    return gl.where(wraps, FIRST, gl.where(moves, stage + 1, stage)), gl.where(wraps, phase ^ 1, phase)
+    wraps = stage == LAST
+    return gl.where(wraps, FIRST, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
-def open_stage(ring, stage, phase, is_due, SUMS: gl.constexpr):
+def open_stage(ring, stage, phase, SUMS: gl.constexpr):
     """Waits until a stage is free, and says what will come."""
     _slots, full, empty = ring
-    mbarrier.wait(empty.index(stage), phase, pred=is_due)
-    mbarrier.expect(full.index(stage), SUMS.sources * SUMS.cut.piece_bytes, pred=is_due)
+    mbarrier.wait(empty.index(stage), phase)
+    mbarrier.expect(full.index(stage), SUMS.slots * SUMS.cut.piece_bytes)
 
 
 @gluon.jit
-def ask_piece(desc, first, segment, ring, stage, SOURCE: gl.constexpr, is_due, SUMS: gl.constexpr):
+def ask_piece(desc, first, segment, ring, stage, slot, SUMS: gl.constexpr):
     """Asks for a stage's piece of one row."""
     slots, full, _empty = ring
-    slot = slots.index(stage * SUMS.sources + SOURCE)
-    tma.async_copy_global_to_shared(desc, [first, segment, 0], full.index(stage), slot, pred=is_due)
+    target = slots.index(stage * SUMS.slots + slot)
+    tma.async_copy_global_to_shared(desc, [first, segment, 0], full.index(stage), target)
 
 
 @gluon.jit
-def add_piece(low, high, has, ring, stage, SOURCE: gl.constexpr, DTYPE: gl.constexpr, SUMS: gl.constexpr):
+def add_piece(low, high, has, ring, stage, slot, DTYPE: gl.constexpr, SUMS: gl.constexpr):
     """Sums of pairs of features, and one row's pairs if it has come. A missing row must not turn -0.0 into 0.0."""
     slots, _full, _empty = ring
     if has:
-        more_low, more_high = unpack(slots.index(stage * SUMS.sources + SOURCE).load(PIECE_LAYOUT), DTYPE)
+        more_low, more_high = unpack(slots.index(stage * SUMS.slots + slot).load(PIECE_LAYOUT), DTYPE)
         low += more_low
         high += more_high
     return low, high
@@ -320,9 +325,10 @@ def close_stage(ring, stage):
 
 
 @gluon.jit
-def constant_piece(value, SUMS: gl.constexpr):
+def constant_piece(bits, SUMS: gl.constexpr):
+    """Sums to begin with: fp32 of these bits (of the number -0.0 Triton makes 0.0)."""
     layout: gl.constexpr = PIECE_LAYOUT
-    return gl.full([1, SUMS.cut.piece, SUMS.cut.segment], value, gl.float32, layout)
+    return gl.full([1, SUMS.cut.piece, SUMS.cut.segment], bits, gl.int32, layout).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -330,7 +336,7 @@ def store_piece(words, low, high, row, first_segment, DTYPE: gl.constexpr, SUMS:
     """Rounds a piece and stores it in a row."""
     layout: gl.constexpr = PIECE_LAYOUT
     CUT: gl.constexpr = SUMS.cut
-    END: gl.constexpr = (CUT.first_segment + CUT.num_segments) * CUT.segment
+    END: gl.constexpr = CUT.end_segment * CUT.segment
     segment = first_segment + gl.arange(0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     word = gl.arange(0, CUT.segment, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     places = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(gl.expand_dims(word, 0), 1)
@@ -339,20 +345,34 @@ def store_piece(words, low, high, row, first_segment, DTYPE: gl.constexpr, SUMS:
 
 
 @gluon.jit
-def place_of(item, skip_begin, skip_length, SUMS: gl.constexpr):
-    """Packed row and segment of an item; rows of this rank's own tokens are left out."""
-    packed = item // SUMS.cut.num_pieces
-    segment = SUMS.cut.first_segment + (item - packed * SUMS.cut.num_pieces) * SUMS.cut.piece
-    return gl.where(packed >= skip_begin, packed + skip_length, packed), segment
+def peers_rows(source_to_packed_start, rank, SUMS: gl.constexpr):
+    """First and number of the packed rows of this rank's own tokens, which are left out; the number of all others."""
+    begin = gl.load(source_to_packed_start + rank)
+    length = gl.load(source_to_packed_start + rank + 1) - begin
+    return begin, length, gl.load(source_to_packed_start + SUMS.cut.num_ranks) - length
 
 
 @gluon.jit
-def load_slots(table, token, SUMS: gl.constexpr):
-    """K scalars of a token."""
+def num_items(num_tokens, SUMS: gl.constexpr):
+    """Groups of tokens, times pieces of a row."""
+    return (num_tokens + (SUMS.tokens - 1)) // SUMS.tokens * SUMS.cut.num_pieces
+
+
+@gluon.jit
+def place_of(item, SUMS: gl.constexpr):
+    """First token and first segment of an item."""
+    group = item // SUMS.cut.num_pieces
+    segment = SUMS.cut.first_segment + (item - group * SUMS.cut.num_pieces) * SUMS.cut.piece
+    return group * SUMS.tokens, segment
+
+
+@gluon.jit
+def load_slots(table, token, inside, SUMS: gl.constexpr):
+    """K scalars of a token; -1 of none."""
     TOP_K: gl.constexpr = SUMS.top_k
     values = ()
     for k in gl.static_range(TOP_K):
-        values += (gl.load(table + token * TOP_K + k),)
+        values += (gl.load(table + token * TOP_K + k, mask=inside, other=-1),)
     return values
 
 
@@ -371,58 +391,62 @@ def first_of_several(rows, SUMS: gl.constexpr):
 @gluon.jit
 def ask_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
     """The role: pieces of the rows of tokens that have several."""
-    rows_desc, _words, packed_to_row, num_packed, skip_begin, skip_end = tensors
+    rows_desc, _words, packed_to_row, source_to_packed_start, rank = tensors
     TOP_K: gl.constexpr = SUMS.top_k
-    begin = gl.load(skip_begin)
-    length = gl.load(skip_end) - begin
-    num_items = (gl.load(num_packed) - length) * SUMS.cut.num_pieces
+    TOKENS: gl.constexpr = SUMS.tokens
+    begin, length, number = peers_rows(source_to_packed_start, rank, SUMS)
     step = gl.num_programs(0) * SUMS.pairs
     stage = PAIR * SUMS.stages + 0
     phase = 1
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items, step):
-        packed, segment = place_of(item, begin, length, SUMS)
-        later, _ = place_of(gl.minimum(item + 2 * step, num_items - 1), begin, length, SUMS)
-        prefetch(packed_to_row + later * TOP_K)
-        rows = load_slots(packed_to_row, packed, SUMS)
-        several, _primary = first_of_several(rows, SUMS)
-        open_stage(ring, stage, phase, several, SUMS)
-        for k in gl.static_range(TOP_K):
-            row = gl.where(rows[k] >= 0, rows[k], NOWHERE)
-            ask_piece(rows_desc, row, segment, ring, stage, k, several, SUMS)
-        stage, phase = next_stage(stage, phase, several, PAIR, SUMS)
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
+        first, segment = place_of(item, SUMS)
+        later, _ = place_of(item + 2 * step, SUMS)
+        later = gl.minimum(later, number - 1)
+        prefetch(packed_to_row + gl.where(later < begin, later, later + length) * TOP_K)
+        open_stage(ring, stage, phase, SUMS)
+        for i in range(TOKENS):  # not unrolled: the code of all roles has to fit into the instruction cache
+            packed = gl.where(first + i < begin, first + i, first + i + length)
+            rows = load_slots(packed_to_row, packed, first + i < number, SUMS)
+            several, _primary = first_of_several(rows, SUMS)
+            for k in gl.static_range(TOP_K):
+                row = gl.where(several & (rows[k] >= 0), rows[k], NOWHERE)
+                ask_piece(rows_desc, row, segment, ring, stage, i * TOP_K + k, SUMS)
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
 
 
 @gluon.jit
 def add_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
     """The role: sums of the same pieces, into each token's first row."""
-    _rows_desc, words, packed_to_row, num_packed, skip_begin, skip_end = tensors
+    _rows_desc, words, packed_to_row, source_to_packed_start, rank = tensors
     TOP_K: gl.constexpr = SUMS.top_k
+    TOKENS: gl.constexpr = SUMS.tokens
     _slots, full, _empty = ring
-    begin = gl.load(skip_begin)
-    length = gl.load(skip_end) - begin
-    num_items = (gl.load(num_packed) - length) * SUMS.cut.num_pieces
+    begin, length, number = peers_rows(source_to_packed_start, rank, SUMS)
     stage = PAIR * SUMS.stages + 0
     phase = 0
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items, gl.num_programs(0) * SUMS.pairs):
-        packed, segment = place_of(item, begin, length, SUMS)
-        rows = load_slots(packed_to_row, packed, SUMS)
-        several, primary = first_of_several(rows, SUMS)
-        if several:
-            low = constant_piece(-0.0, SUMS)  # to which any number can be added without a change of bits
-            high = constant_piece(-0.0, SUMS)
-            mbarrier.wait(full.index(stage), phase)
-            for k in gl.static_range(TOP_K):
-                low, high = add_piece(low, high, rows[k] >= 0, ring, stage, k, DTYPE, SUMS)
-            close_stage(ring, stage)
-            store_piece(words, low, high, primary, segment, DTYPE, SUMS)
-        stage, phase = next_stage(stage, phase, several, PAIR, SUMS)
+    step = gl.num_programs(0) * SUMS.pairs
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
+        first, segment = place_of(item, SUMS)
+        mbarrier.wait(full.index(stage), phase)
+        for i in range(TOKENS):  # not unrolled: the code of all roles has to fit into the instruction cache
+            packed = gl.where(first + i < begin, first + i, first + i + length)
+            rows = load_slots(packed_to_row, packed, first + i < number, SUMS)
+            several, primary = first_of_several(rows, SUMS)
+            if several:
+                low = constant_piece(NEGATIVE_ZERO, SUMS)  # to which any number can be added without a change of bits
+                high = constant_piece(NEGATIVE_ZERO, SUMS)
+                for k in gl.static_range(TOP_K):
+                    low, high = add_piece(low, high, rows[k] >= 0, ring, stage, i * TOP_K + k, DTYPE, SUMS)
+                store_piece(words, low, high, primary, segment, DTYPE, SUMS)
+        close_stage(ring, stage)
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
 
 
 @gluon.jit
 def make_rings(desc, SUMS: gl.constexpr):
     """Both pairs' stages, one after the other, and their barriers."""
     NUM_STAGES: gl.constexpr = SUMS.pairs * SUMS.stages
-    slots = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * SUMS.sources] + desc.block_shape, desc.layout)  # noqa: RUF005
+    slots = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * SUMS.slots] + desc.block_shape, desc.layout)  # noqa: RUF005
     full = make_barriers(NUM_STAGES, 1)
     empty = make_barriers(NUM_STAGES, 1)
     fence_async_shared()
@@ -430,18 +454,17 @@ def make_rings(desc, SUMS: gl.constexpr):
 
 
 @fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["packed_to_row", "num_packed", "skip_begin", "skip_end"])
+@gluon.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"])
 def hopper_pre_reduce_kernel(
     rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
-    rows,  # words
+    words,  # of the rows
     packed_to_row,  # [P_cap, K]
-    num_packed,
-    skip_begin,
-    skip_end,
+    source_to_packed_start,  # [R + 1]
+    rank: gl.int32,
     SUMS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    tensors = (rows_desc, rows, packed_to_row, num_packed, skip_begin, skip_end)
+    tensors = (rows_desc, words, packed_to_row, source_to_packed_start, rank)
     ring = make_rings(rows_desc, SUMS)
     gl.warp_specialize(
         [
@@ -460,44 +483,48 @@ def hopper_pre_reduce_kernel(
 def launch_pre_reduce(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
-    num_packed: torch.Tensor,
-    skip_begin: torch.Tensor,
-    skip_end: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
     *,
+    rank: int,
     columns: tuple[int, int] | None,
     num_ctas: int,
 ) -> None:
     """pre_reduce of rows [N_cap, H], on `num_ctas` SMs."""
-    constants = _pre_reduce_plan(rows.shape[1] * rows.element_size(), rows.dtype, packed_to_row.shape[1], columns)
-    words = rows.view(torch.int32)
-    launch(
-        hopper_pre_reduce_kernel, (num_ctas,), constants, rows, words, packed_to_row, num_packed, skip_begin, skip_end
-    )
+    num_ranks, top_k = source_to_packed_start.numel() - 1, packed_to_row.shape[1]
+    constants = _pre_reduce_plan(rows.shape[1], rows.dtype, top_k, num_ranks, columns)
+    tables = (packed_to_row, source_to_packed_start)
+    launch(hopper_pre_reduce_kernel, (num_ctas,), constants, rows, rows.view(torch.int32), *tables, rank)
 
 
 @functools.cache
-def _pre_reduce_plan(row_bytes: int, dtype: torch.dtype, top_k: int, columns: tuple[int, int] | None) -> Constants:
-    named = {"SUMS": _sums(row_bytes, dtype, top_k, columns), "DTYPE": GLUON_DTYPES[dtype], "num_warps": 4}
-    return Constants(named, {0: describe_rows(named["SUMS"].cut)})
+def _pre_reduce_plan(
+    width: int, dtype: torch.dtype, top_k: int, num_ranks: int, columns: tuple[int, int] | None
+) -> Constants:
+    sums = _sums(width, dtype, top_k, columns, top_k, num_ranks)
+    return Constants(_named(sums, dtype), {0: describe_rows(sums.cut)})
 
 
 def _sums(
-    row_bytes: int,
+    width: int,
     dtype: torch.dtype,
     top_k: int,
     columns: tuple[int, int] | None,
-    *,
-    num_ranks: int = 1,
-    own_rank: int = -1,
+    sources: int,
+    num_ranks: int,
     column: int = 0,
+    own_rank: int = -1,
 ) -> Sums:
-    """The longest pieces of which three stages fit into a ring."""
-    sources = top_k + num_ranks - 1
-    most_bytes = 1 << (RING_BYTES // (SUM_STAGES * sources)).bit_length() - 1
-    part = None if columns is None else (columns[0] * dtype.itemsize, columns[1] * dtype.itemsize)
-    cut = cut_rows(row_bytes, num_ranks, column, min(most_bytes, MAX_SUM_PIECE_BYTES), part)
-    stages = min(MAX_STAGES, RING_BYTES // (sources * cut.piece_bytes))
-    return Sums(cut=cut, top_k=top_k, sources=sources, stages=stages, own_rank=own_rank)
+    """As many stages as a ring takes."""
+    first, end = columns or (0, width)
+    part = (first * dtype.itemsize, end * dtype.itemsize)
+    piece_bytes, tokens = sum_stage(part[1] - part[0], sources)
+    cut = cut_rows(width * dtype.itemsize, num_ranks, column, piece_bytes, part)
+    stages = SUM_RING_BYTES // (tokens * sources * cut.piece_bytes)
+    return Sums(cut=cut, top_k=top_k, sources=sources, tokens=tokens, stages=stages, own_rank=own_rank)
+
+
+def _named(sums: Sums, dtype: torch.dtype) -> dict[str, object]:
+    return {"SUMS": sums, "DTYPE": GLUON_DTYPES[dtype], "num_warps": 4}
 
 
 @gluon.jit
@@ -530,76 +557,84 @@ def unit_of(first_unit, row, has, SUMS: gl.constexpr):
 def ask_for_pull(tensors, arenas, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
     """The role: pieces of every token's rows, one of each peer, all of this rank."""
     _words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens = tensors
-    CUT: gl.constexpr = SUMS.cut
-    NUM_RANKS: gl.constexpr = CUT.num_ranks
+    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     TOP_K: gl.constexpr = SUMS.top_k
+    TOKENS: gl.constexpr = SUMS.tokens
     OWN: gl.constexpr = SUMS.own_rank
     units = first_units(received, SUMS)
-    num_items = gl.where(is_failed(received, SUMS), 0, num_tokens * CUT.num_pieces)
+    number = gl.where(is_failed(received, SUMS), 0, num_tokens)
     step = gl.num_programs(0) * SUMS.pairs
     stage = PAIR * SUMS.stages + 0
     phase = 1
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items, step):
-        token = item // CUT.num_pieces
-        segment = CUT.first_segment + (item - token * CUT.num_pieces) * CUT.piece
-        later = gl.minimum(item + 2 * step, num_items - 1) // CUT.num_pieces
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
+        first, segment = place_of(item, SUMS)
+        later, _ = place_of(item + 2 * step, SUMS)
+        later = gl.minimum(later, number - 1)
         prefetch(token_to_primary_row + later * NUM_RANKS)
         prefetch(slot_to_rank + later * TOP_K)
         prefetch(slot_to_row + later * TOP_K)
-        own_rows = load_slots(slot_to_row, token, SUMS)
-        ranks = load_slots(slot_to_rank, token, SUMS)
-        open_stage(ring, stage, phase, True, SUMS)
-        for i in gl.static_range(1, NUM_RANKS):  # peers first: theirs is the longer way
-            row = gl.load(token_to_primary_row + token * NUM_RANKS + (OWN + i) % NUM_RANKS)
-            unit = unit_of(units[(OWN + i) % NUM_RANKS], row, row >= 0, SUMS)
-            ask_piece(arenas[(OWN + i) % NUM_RANKS], unit, segment, ring, stage, TOP_K + i - 1, True, SUMS)
-        for k in gl.static_range(TOP_K):
-            unit = unit_of(units[OWN], own_rows[k], (ranks[k] == OWN) & (own_rows[k] >= 0), SUMS)
-            ask_piece(arenas[OWN], unit, segment, ring, stage, k, True, SUMS)
-        stage, phase = next_stage(stage, phase, True, PAIR, SUMS)
+        open_stage(ring, stage, phase, SUMS)
+        for t in range(TOKENS):
+            token = first + t
+            own_rows = load_slots(slot_to_row, token, token < number, SUMS)
+            ranks = load_slots(slot_to_rank, token, token < number, SUMS)
+            for i in gl.static_range(1, NUM_RANKS):  # peers first: theirs is the longer way
+                primary = token_to_primary_row + token * NUM_RANKS + (OWN + i) % NUM_RANKS
+                row = gl.load(primary, mask=token < number, other=-1)
+                unit = unit_of(units[(OWN + i) % NUM_RANKS], row, row >= 0, SUMS)
+                slot = t * SUMS.sources + TOP_K + i - 1
+                ask_piece(arenas[(OWN + i) % NUM_RANKS], unit, segment, ring, stage, slot, SUMS)
+            for k in gl.static_range(TOP_K):
+                unit = unit_of(units[OWN], own_rows[k], (ranks[k] == OWN) & (own_rows[k] >= 0), SUMS)
+                ask_piece(arenas[OWN], unit, segment, ring, stage, t * SUMS.sources + k, SUMS)
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
 
 
 @gluon.jit
 def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
     """The role: sums of the same pieces. This rank's rows are summed and rounded first, as its peers do with theirs."""
     words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens = tensors
-    CUT: gl.constexpr = SUMS.cut
-    NUM_RANKS: gl.constexpr = CUT.num_ranks
+    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     TOP_K: gl.constexpr = SUMS.top_k
+    TOKENS: gl.constexpr = SUMS.tokens
     OWN: gl.constexpr = SUMS.own_rank
     _slots, full, _empty = ring
     failed = is_failed(received, SUMS)
     stage = PAIR * SUMS.stages + 0
     phase = 0
     step = gl.num_programs(0) * SUMS.pairs
-    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_tokens * CUT.num_pieces, step):
-        token = item // CUT.num_pieces
-        segment = CUT.first_segment + (item - token * CUT.num_pieces) * CUT.piece
-        own_rows = load_slots(slot_to_row, token, SUMS)
-        ranks = load_slots(slot_to_rank, token, SUMS)
-        low = constant_piece(0.0, SUMS)
-        high = constant_piece(0.0, SUMS)
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(num_tokens, SUMS), step):
+        first, segment = place_of(item, SUMS)
         mbarrier.wait(full.index(stage), phase, pred=not failed)
-        for rank in gl.static_range(NUM_RANKS):
-            if rank == OWN:
-                own_low = constant_piece(-0.0, SUMS)
-                own_high = constant_piece(-0.0, SUMS)
-                for k in gl.static_range(TOP_K):
-                    has = (ranks[k] == OWN) & (own_rows[k] >= 0)
-                    own_low, own_high = add_piece(own_low, own_high, has, ring, stage, k, DTYPE, SUMS)
-                # Without own rows this adds -0.0, which changes nothing.
-                rounded_low, rounded_high = unpack(pack(own_low, own_high, DTYPE), DTYPE)
-                low += rounded_low
-                high += rounded_high
-            else:
-                has = gl.load(token_to_primary_row + token * NUM_RANKS + rank) >= 0
-                i = (rank + NUM_RANKS - OWN) % NUM_RANKS
-                low, high = add_piece(low, high, has, ring, stage, TOP_K + i - 1, DTYPE, SUMS)
+        for t in range(TOKENS):
+            token = first + t
+            moves = (token < num_tokens) & (not failed)
+            own_rows = load_slots(slot_to_row, token, moves, SUMS)
+            ranks = load_slots(slot_to_rank, token, moves, SUMS)
+            low = constant_piece(0, SUMS)
+            high = constant_piece(0, SUMS)
+            for rank in gl.static_range(NUM_RANKS):
+                if rank == OWN:
+                    # Where a primary row has -0.0 this may be 0.0: the same to who adds it to 0.0.
+                    own_low = constant_piece(0, SUMS)
+                    own_high = constant_piece(0, SUMS)
+                    for k in gl.static_range(TOP_K):
+                        has = (ranks[k] == OWN) & (own_rows[k] >= 0)
+                        slot = t * SUMS.sources + k
+                        own_low, own_high = add_piece(own_low, own_high, has, ring, stage, slot, DTYPE, SUMS)
+                    rounded_low, rounded_high = unpack(pack(own_low, own_high, DTYPE), DTYPE)
+                    low += rounded_low
+                    high += rounded_high
+                else:
+                    has = gl.load(token_to_primary_row + token * NUM_RANKS + rank, mask=moves, other=-1) >= 0
+                    slot = t * SUMS.sources + TOP_K + (rank + NUM_RANKS - OWN) % NUM_RANKS - 1
+                    low, high = add_piece(low, high, has, ring, stage, slot, DTYPE, SUMS)
+            low = gl.where(failed, float("nan"), low)
+            high = gl.where(failed, float("nan"), high)
+            if token < num_tokens:
+                store_piece(words, low, high, token, segment, DTYPE, SUMS)
         close_stage(ring, stage)
-        low = gl.where(failed, float("nan"), low)
-        high = gl.where(failed, float("nan"), high)
-        store_piece(words, low, high, token, segment, DTYPE, SUMS)
-        stage, phase = next_stage(stage, phase, True, PAIR, SUMS)
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
 
 
 @fast_launch
@@ -616,7 +651,7 @@ def hopper_pull_kernel(
     arena5,
     arena6,
     arena7,
-    out,  # words
+    words,  # of out
     token_to_primary_row,  # [T, R]
     slot_to_rank,  # [T, K]
     slot_to_row,
@@ -625,7 +660,7 @@ def hopper_pull_kernel(
     SUMS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    tensors = (out, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens)
+    tensors = (words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens)
     arenas = (arena0, arena1, arena2, arena3, arena4, arena5, arena6, arena7)
     ring = make_rings(arena0, SUMS)
     gl.warp_specialize(
@@ -655,17 +690,16 @@ def launch_pull(
     num_ctas: int,
 ) -> None:
     """pull_sums to out [T, H], on `num_ctas` SMs. T is at least 1."""
-    row_bytes, top_k = out.shape[1] * out.element_size(), slot_to_row.shape[1]
-    constants = _pull_plan(row_bytes, out.dtype, top_k, peers.num_ranks, peers.rank, column, columns)
+    top_k = slot_to_row.shape[1]
+    constants = _pull_plan(out.shape[1], out.dtype, top_k, peers.num_ranks, peers.rank, column, columns)
     arenas = (*peers.views, *(MAX_RANKS - peers.num_ranks) * peers.views[:1])
-    words = out.view(torch.int32)
     tables = (token_to_primary_row, slot_to_rank, slot_to_row, received)
-    launch(hopper_pull_kernel, (num_ctas,), constants, *arenas, words, *tables, out.shape[0])
+    launch(hopper_pull_kernel, (num_ctas,), constants, *arenas, out.view(torch.int32), *tables, out.shape[0])
 
 
 @functools.cache
 def _pull_plan(
-    row_bytes: int,
+    width: int,
     dtype: torch.dtype,
     top_k: int,
     num_ranks: int,
@@ -673,6 +707,5 @@ def _pull_plan(
     column: int,
     columns: tuple[int, int] | None,
 ) -> Constants:
-    sums = _sums(row_bytes, dtype, top_k, columns, num_ranks=num_ranks, own_rank=own_rank, column=column)
-    named = {"SUMS": sums, "DTYPE": GLUON_DTYPES[dtype], "num_warps": 4}
-    return Constants(named, dict.fromkeys(range(MAX_RANKS), describe_arena(sums.cut)))
+    sums = _sums(width, dtype, top_k, columns, top_k + num_ranks - 1, num_ranks, column, own_rank)
+    return Constants(_named(sums, dtype), dict.fromkeys(range(MAX_RANKS), describe_arena(sums.cut)))

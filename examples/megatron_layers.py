@@ -1,0 +1,119 @@
+"""Times MoE layers beside each other: forward and backward, one repetition of each in turn, on all ranks at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+WARM_UP = 5  # kernels are compiled, buffers grow
+# Between the results of two layers, as a share of the first one's norm: what rounding can do.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """Median, 10th and 90th percentile."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Summary:
+        """Of any number of values but none."""
+        p10, median, p90 = (float(round(value, 4)) for value in np.percentile(values, (10, 50, 90)))
+        return cls(median, p10, p90)
+
+
+def time_layers(
+    layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, *, repetitions: int, reseed: Callable[[], None]
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds of each MoE layer, {name: {"forward_ms", "backward_ms", "total_ms"}}. Collective.
+
+    First the results of all layers are compared. In the timed part steps follow each other without a pause, as in
+    training: before each the ranks' streams are aligned, not their hosts. A repetition takes as long as on its slowest
+    rank. Weight gradients are made anew each time.
+
+    Args:
+        layers: Megatron MoE layers that hold the same numbers.
+        x, dy: [S, B, H], input and gradient of the output.
+        repetitions: timed ones of each layer, after WARM_UP.
+        reseed: sets Megatron's generators, so that random routing repeats.
+
+    Raises:
+        RuntimeError: two layers differ by more than rounding does.
+    """
+    _compare(layers, x, dy, reseed)
+    marks: dict[str, list[tuple[Any, Any, Any]]] = {name: [] for name in layers}
+    for repetition in range(WARM_UP + repetitions):
+        for name, layer in layers.items():
+            _align(x.device)
+            start = _mark(x.device)
+            y = layer(leaf := x.detach().requires_grad_())[0]
+            middle = _mark(x.device)
+            y.backward(dy)
+            end = _mark(x.device)
+            del y, leaf
+            layer.zero_grad(set_to_none=True)
+            if repetition >= WARM_UP:
+                marks[name].append((start, middle, end))
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    times = {}
+    for name, points in marks.items():
+        forward = _slowest([_milliseconds(start, middle) for start, middle, _ in points], x.device)
+        total = _slowest([_milliseconds(start, end) for start, _, end in points], x.device)
+        backward = _slowest([_milliseconds(middle, end) for _, middle, end in points], x.device)
+        times[name] = {
+            f"{phase}_ms": dataclasses.asdict(Summary.of(values))
+            for phase, values in (("forward", forward), ("backward", backward), ("total", total))
+        }
+    return times
+
+
+def _compare(layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, reseed: Callable[[], None]) -> None:
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, layer in layers.items():
+        reseed()
+        leaf = x.detach().requires_grad_()
+        y = layer(leaf)[0]
+        y.backward(dy)
+        found[name] = y.detach(), leaf.grad
+        layer.zero_grad(set_to_none=True)
+    for (first, want), (other, got) in itertools.pairwise(found.items()):
+        for what, a, b in (("output", want[0], got[0]), ("input gradient", want[1], got[1])):
+            worst = ((b.float() - a.float()).norm() / a.float().norm()).reshape(1).nan_to_num(nan=torch.inf)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # one rank's error ends all of them
+            if worst.item() > TOLERANCE[x.dtype]:
+                raise RuntimeError(f"{what} of {other} differs from that of {first} by {worst.item():.2e} of its norm")
+
+
+def _align(device: torch.device) -> None:
+    """The ranks' streams meet; hosts of GPUs do not wait."""
+    dist.all_reduce(torch.zeros(1, device=device))
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+def _slowest(values: list[float], device: torch.device) -> list[float]:
+    """Of each repetition, the time on its slowest rank. Collective."""
+    slowest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()

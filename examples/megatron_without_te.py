@@ -1,0 +1,37 @@
+"""Megatron-Core without Transformer Engine, apex and grouped_gemm: names it needs that are not there. For examples.
+
+Nothing here is needed by symmoe.
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+import torch.nn.functional as F
+
+
+def install() -> None:
+    """Makes the router of 0.16 run without Transformer Engine, on any device. Call it before building a model."""
+    from megatron.core.transformer.moe import moe_utils
+
+    # 0.16 asks whether this function is None, but defines it only where Transformer Engine is.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+
+def provide_grouped_gemm() -> None:
+    """Lets Megatron's GroupedMLP run on torch's grouped GEMM where the package grouped_gemm is not installed."""
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    if not grouped_gemm_util.grouped_gemm_is_available():
+        grouped_gemm_util.ops = types.SimpleNamespace(gmm=gmm)
+        grouped_gemm_util.grouped_gemm = types.SimpleNamespace(ops=grouped_gemm_util.ops)
+
+
+def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
+    """grouped_gemm.ops.gmm: a [N, C] in groups of batch_sizes rows, each times its b [G, C, O] ([G, O, C]: trans_b).
+
+    Differentiable in a and b. bf16 on GPUs. `batch_sizes`: integers [G], on the CPU or the device of a.
+    """
+    ends = batch_sizes.cumsum(0).to(device=a.device, dtype=torch.int32, non_blocking=True)
+    return F.grouped_mm(a, b.transpose(1, 2) if trans_b else b, offs=ends)

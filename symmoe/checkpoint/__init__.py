@@ -1,0 +1,24 @@
+"""Checkpoints of models whose experts are spread over ranks: sharded, verified, readable with any number of ranks.
+
+Needs safetensors: pip install 'symmoe[checkpoint]'. How they are used, and what they promise: docs/checkpoints.md.
+"""
+
+from symmoe.checkpoint.load import LoadedCheckpoint, load_checkpoint, read_manifest
+from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredSlice, StoredTensor
+from symmoe.checkpoint.places import ExpertShard
+from symmoe.checkpoint.rng import get_rng_state, set_rng_state
+from symmoe.checkpoint.save import save_checkpoint
+
+__all__ = [
+    "ExpertShard",
+    "LoadedCheckpoint",
+    "Manifest",
+    "StoredFile",
+    "StoredSlice",
+    "StoredTensor",
+    "get_rng_state",
+    "load_checkpoint",
+    "read_manifest",
+    "save_checkpoint",
+    "set_rng_state",
+]

@@ -1,0 +1,44 @@
+"""The state of a rank's random number generators as something JSON can hold."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import torch
+
+from symmoe.errors import CheckpointError
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Of Python's `random`, torch's CPU generator and, where CUDA is in use, that of the current device. Local."""
+    version, words, gauss = random.getstate()
+    state = {"python": [version, list(words), gauss], "torch": _to_text(torch.get_rng_state())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = _to_text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Puts back what :func:`get_rng_state` gave. Local.
+
+    Raises:
+        CheckpointError: it is no such state. Generators before the wrong one have been set.
+    """
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(_to_tensor(state["torch"]))
+        if "cuda" in state:
+            torch.cuda.set_rng_state(_to_tensor(state["cuda"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"this is no state of random number generators: {error!r}") from error
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _to_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

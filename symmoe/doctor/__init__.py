@@ -1,0 +1,1 @@
+"""`symmoe doctor`: what is wrong."""

@@ -1,0 +1,80 @@
+"""Matrices that lie one after the other in memory, as one tensor.
+
+Kernels read a packed tensor by TMA; of matrices that may lie anywhere they have only the addresses (TensorTable), and
+only the general kernels take those. So a list is looked at in every call, and handed on as a packed tensor where it
+is one in fact. Nothing is remembered of a list: trainers move parameters with `.data =`.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from symmoe import kernels
+from symmoe.kernels import control
+
+
+def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """[G, O, C] over the memory of G matrices, if each begins where the one before it ends; None otherwise.
+
+    Copies nothing, does not synchronise the host. The view has no history and does not share version counters.
+
+    Args:
+        matrices: [O, C] each, of one shape and dtype.
+
+    Returns:
+        None too if they are not contiguous, aligned and on one device, or if the first one's storage ends before the
+        last of them: then they are neighbours by chance, and nothing would keep the others alive.
+    """
+    first = matrices[0]
+    # The first two tell most lists that are not adjacent, at the cost of two addresses.
+    if not (_are_adjacent(matrices[:2]) and _are_adjacent(matrices)):
+        return None
+    storage = first.untyped_storage()
+    if first.data_ptr() + len(matrices) * first.nbytes > storage.data_ptr() + storage.nbytes():
+        return None
+    num_rows, num_columns = first.shape
+    shape = (len(matrices), num_rows, num_columns)
+    return first.detach().as_strided(shape, (num_rows * num_columns, num_columns, 1))
+
+
+def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
+    """Moves G parameters [O, C] into one storage, one after the other, where packed_view finds them. Copies them.
+
+    Leaves them where they are if they lie so already, or are no plain tensors of one shape, dtype and device.
+    """
+    first = parameters[0]
+    looks = {(type(p), p.shape, p.dtype, p.device, p.layout) for p in parameters}
+    if looks != {(nn.Parameter, first.shape, first.dtype, first.device, torch.strided)}:
+        return
+    if packed_view(parameters) is None:
+        for parameter, part in zip(parameters, torch.stack([p.data for p in parameters]), strict=True):
+            parameter.data = part
+
+
+def addresses(matrices: Sequence[torch.Tensor]) -> list[int] | None:
+    """Where G tensors begin; None if they have no memory that can be asked for, or not on one device."""
+    payload = _read(matrices, alignment=1, contiguous=False)
+    return None if payload is None else memoryview(payload).cast("q").tolist()
+
+
+def _are_adjacent(matrices: Sequence[torch.Tensor]) -> bool:
+    first = matrices[0]
+    payload = _read(matrices, alignment=control.ACCESS_BYTES, contiguous=True)
+    return payload is not None and payload == _side_by_side(first.data_ptr(), first.nbytes, len(matrices))
+
+
+@functools.lru_cache(maxsize=1024)  # a layer asks with the same numbers in every call
+def _side_by_side(start: int, num_bytes: int, count: int) -> bytes:
+    """Addresses of `count` matrices, each of which begins where the one before it ends, as native int64."""
+    return struct.pack(f"={count}q", *range(start, start + count * num_bytes, num_bytes))
+
+
+def _read(matrices: Sequence[torch.Tensor], *, alignment: int, contiguous: bool) -> bytes | None:
+    device = matrices[0].device
+    read = kernels.for_device(device).read_addresses
+    return read(list(matrices), device, alignment=alignment, contiguous=contiguous)

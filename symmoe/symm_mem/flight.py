@@ -1,0 +1,182 @@
+"""The flight record: what this rank's last collective calls were, for whoever has to find out why ranks stand still.
+
+Kept on the host when a call is launched, for the price of a clock and an append; nothing is read from a device until an
+error is raised. It holds counts, indices, times and the text of the error, and never a value of a token.
+`symmoe doctor --read` makes a sentence of the records of several ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from symmoe.errors import PeerError, PeerTimeout, SymmoeError
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+
+FORMAT = "symmoe flight record 1"
+NUM_CALLS = 64
+MAX_FILES = 100  # of one rank and process in a folder
+_STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort")
+_NAMES = {
+    "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES],
+    "order": control.ORDERS,
+    "layout": control.LAYOUTS,
+    "schedule": control.SCHEDULES,
+}
+
+
+def flight_folder() -> str | None:
+    """Where the environment wants flight records; None: nowhere."""
+    return os.environ.get("SYMMOE_FLIGHT_DIR") or None
+
+
+class FlightRecorder:
+    """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched.
+
+    Args:
+        folder: where records are written when an error is raised; None: nowhere.
+
+    Attributes:
+        epoch: of the last barrier that the host has launched. That of the device, but for graphs, whose launches count
+            when they are captured and not when they are replayed.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder
+        self._calls: deque[list] = deque(maxlen=NUM_CALLS)
+        self._num_launched = 0
+        self.epoch = 0
+
+    def barrier_launched(self, call: int) -> None:
+        """Notes a barrier; `call` as in control.pack_call."""
+        self.epoch += 1
+        self._num_launched += 1
+        self._calls.append([self._num_launched, self.epoch, call, -1, time.monotonic_ns(), None])
+
+    def wait_launched(self, phase: int, rank: int) -> None:
+        """Notes a wait for the signal of `rank`."""
+        self._num_launched += 1
+        self._calls.append([self._num_launched, self.epoch, phase, rank, time.monotonic_ns(), None])
+
+    def note(self, **counts: int) -> None:
+        """Adds counts to the last call: numbers that the host knows anyway."""
+        if self._calls:
+            known = self._calls[-1][-1]
+            self._calls[-1][-1] = counts if known is None else {**known, **counts}
+
+    def describe(self, error: SymmoeError, status: list[int], peers: Peers, facts: dict[str, Any]) -> dict[str, Any]:
+        """The record as JSON has it. Reads the control block, on the current stream.
+
+        Args:
+            error: that is about to be raised.
+            status: the words of the status record.
+            facts: of the heap, for the top of the record.
+        """
+        now_ns, wall_s = time.monotonic_ns(), time.time()
+        return {
+            "format": FORMAT,
+            "rank": peers.rank,
+            "num_ranks": peers.num_ranks,
+            "pid": os.getpid(),
+            **facts,
+            "written_unix_s": wall_s,
+            "error": _describe_error(error),
+            "status": _describe_status(status),
+            **_describe_control_block(peers, self._last_plan_epoch()),
+            "calls": [_describe_call(call, wall_s - now_ns / 1e9) for call in self._calls],
+        }
+
+    def write(self, record: dict[str, Any]) -> str:
+        """Writes a record, for this user's eyes only; what to add to the error's text about it, "" for nothing."""
+        if self._folder is None:
+            return ""
+        try:
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            path, file = _create(Path(self._folder), f"symmoe-flight-rank{record['rank']}-pid{record['pid']}")
+            with os.fdopen(file, "w") as stream:
+                json.dump(record, stream, indent=1)
+        except OSError as problem:
+            return f" (no flight record in {self._folder}: {problem.strerror})"
+        return f" (flight record: {path})"
+
+    def _last_plan_epoch(self) -> int | None:
+        return next((call[1] for call in reversed(self._calls) if call[2] & 0xFF == control.PHASE_PLAN), None)
+
+
+def _create(folder: Path, stem: str) -> tuple[Path, int]:
+    for number in range(MAX_FILES):
+        path = folder / f"{stem}-{number}.json"
+        try:
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except FileExistsError:
+            continue
+    raise OSError(0, f"there are {MAX_FILES} of this process already")
+
+
+def _describe_error(error: SymmoeError) -> dict[str, Any]:
+    described = {"type": type(error).__name__, "text": str(error)}
+    if isinstance(error, PeerError):
+        described["rank"] = error.rank
+    if isinstance(error, PeerTimeout):
+        described.update(phase=error.phase, expected=error.expected, seen=error.seen, reported_by=error.reported_by)
+    return described
+
+
+def _describe_status(words: list[int]) -> dict[str, Any]:
+    kind = words[control.STATUS_KIND]
+    return {
+        "kind": _STATUS_KINDS[kind] if 0 <= kind < len(_STATUS_KINDS) else kind,
+        "phase": control.PHASES[words[control.STATUS_PHASE]],
+        "peer": words[control.STATUS_PEER],
+        "expected": words[control.STATUS_EXPECTED],
+        "seen": words[control.STATUS_SEEN],
+        "epoch": words[control.STATUS_EPOCH],
+        "where": words[control.STATUS_WHERE],
+    }
+
+
+def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, Any]:
+    layout, num_ranks = peers.layout, peers.num_ranks
+    block = peers.views[peers.rank][: layout.num_bytes].cpu()
+
+    def words(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return block[offset : offset + dtype.itemsize * torch.Size(shape).numel()].view(dtype).view(shape)
+
+    counters = words(layout.counters, (control.NUM_COUNTERS,), torch.int64).tolist()
+    mailbox = words(layout.mailbox, (2, num_ranks, control.MAIL_WORDS), torch.int64)[:, :, 0].tolist()
+    signals = words(layout.signals, (num_ranks, control.SIGNAL_WORDS), torch.int64)[:, 0].tolist()
+    described = {
+        "barrier_epoch": counters[control.BARRIER_EPOCH],
+        # What each rank has last sent here, also where a rank that gave up has written over it.
+        "epoch_of_rank": [max(word & control.EPOCH_MASK for word in sent) >> 1 for sent in zip(*mailbox, strict=True)],
+        "signal_of_rank": [word & control.EPOCH_MASK for word in signals],
+    }
+    if plan_epoch is not None:
+        table = words(layout.count_table, (2, num_ranks, layout.row_words), torch.int32)[plan_epoch & 1]
+        described["num_tokens_of_rank"] = table[:, control.HEAD_NUM_TOKENS].tolist()
+    return described
+
+
+def _describe_call(entry: list, wall_offset_s: float) -> dict[str, Any]:
+    launch, epoch, call, peer, launched_ns, counts = entry
+    fields = control.unpack_call(call)
+    described: dict[str, Any] = {
+        "launch": launch,
+        "epoch": epoch,
+        "phase": control.PHASES[fields.pop("phase")],
+        "launched_unix_s": round(wall_offset_s + launched_ns / 1e9, 6),
+        "launched_monotonic_s": launched_ns / 1e9,
+    }
+    if peer >= 0:
+        described["signal_of"] = peer
+    elif fields["hidden"]:  # a trip
+        for name in ("hidden", "dtype", "order", "probs", "layout", "schedule", "panels", "plan"):
+            described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]
+    return {**described, **(counts or {})}

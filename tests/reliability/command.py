@@ -1,0 +1,63 @@
+"""The command line of the suites. Every case has a number and depends on that, the seed and the ranks alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from reliability.launch import Launcher
+from reliability.suite import Run, Suite, execute
+
+# Suite to module and what it shows; the numbers of cases are in the modules.
+SUITES = {
+    "routings": ("random_routings", "random routings against the oracle, bit for bit"),
+    "gradients": ("gradients", "gradients of the layer against the oracle, and the adjoint identity"),
+    "determinism": ("determinism", "the same bits in repeats, with late ranks, and in other processes"),
+    "faults": ("faults", "ranks that are killed, stopped or raise: typed errors in time, and nothing is left"),
+    "stalls": ("stalls", "no false timeout when ranks stall up to half the timeout"),
+    "fuzz": ("fuzz", "wrong calls: the documented error on every rank, then an exact call"),
+    "soak": ("soak", "steps with random sizes: nothing grows"),
+    "lifecycle": ("lifecycle", "heaps made and closed, jobs one after the other"),
+    "model": ("model", "every interleaving of the protocol's model, as written and with faults and deaths"),
+    "mutations": ("mutations", "a step of the protocol removed, in the model and in the twins: something fails"),
+}
+
+
+def suite_of(name: str) -> Suite:
+    """The suite of that name."""
+    return import_module(f"reliability.{SUITES[name][0]}").SUITE
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one suite; the exit code is 0 if every case has passed."""
+    shown = "\n".join(f"  {name:12} {what}" for name, (_, what) in SUITES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.reliability",
+        description=f"suites:\n{shown}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("suite", choices=SUITES, metavar="SUITE")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, help="processes of the EP group (default: the suite's, mostly 2)")
+    parser.add_argument("--cases", type=int, help="how many, from case 0 (default: all that the suite promises)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="this one alone")
+    parser.add_argument("--json", type=Path, help="write the record to this file")
+    options = parser.parse_args(arguments)
+    suite = suite_of(options.suite)
+    full = suite.num_cases if options.device == "cpu" else suite.num_gpu_cases or suite.num_cases
+    count = full if options.cases is None else options.cases
+    numbers = tuple(range(count)) if options.case is None else (options.case,)
+    run = Run(numbers, options.ranks or suite.num_ranks, options.device, options.seed)
+    command = shlex.join(["python", "-m", "tests.reliability", *(sys.argv[1:] if arguments is None else arguments)])
+    with Launcher() as launcher:
+        record = execute(options.suite, suite, run, launcher, command=command)
+    text = json.dumps(record, indent=1)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return int(record["cases_failed"] > 0 or record["cases_run"] < record["cases_wanted"])

@@ -1,0 +1,345 @@
+"""Ranks that are killed, stopped, or raise, in every phase of a step: what the others do, and what is left.
+
+A case is a job of its own. Its victim takes part in some steps and then, at the phase of the case, ends by SIGKILL,
+stops by SIGSTOP, or raises an exception that nobody catches. Every survivor has to raise a typed error that names the
+victim within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a
+code other than 0. Then no process may be left, /dev/shm and the memory of the GPUs have to be as before, and a new job
+has to work at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from conftest import left_in_shared_memory, shared_memory
+from test_heap import round_trip
+
+from reliability.delays import before_steps
+from reliability.launch import Job, Launcher
+from reliability.step import HIDDEN, TOP_K, make_layer, tokens_of
+from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles
+from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, errors, kernels, make_plan
+from symmoe.kernels import control
+
+TIMEOUT_S = 2.0
+ALLOWED_S = TIMEOUT_S + 2.0
+TOLD_S = 1.0  # where the victim itself told its peers
+EXIT_S = 10.0  # from a survivor's error to its end: Python takes torch apart
+FREE_AGAIN_S = 10.0
+GPU_SLACK_MIB = 64
+
+PHASES = ("before", "in dispatch", "between", "in combine", "in backward", "in close")
+VICTIMS = ("first", "middle", "last")
+KINDS = ("kill", "stop", "raise")
+CASES = {"cpu": (60, 40, 40), "cuda": (24, 20, 20)}  # of each kind
+
+
+class UsersError(Exception):
+    """What a victim raises: no error of the package."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One case.
+
+    Attributes:
+        victim: its rank.
+        steps: that go well before.
+        options: of the layer; None: the step is made of make_plan, dispatch_tokens and combine_tokens.
+    """
+
+    kind: str
+    phase: str
+    victim: int
+    steps: int
+    options: dict[str, Any] | None
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} rank {self.victim} {self.phase}, after {self.steps} steps of {self.options or 'the parts'}"
+
+
+def fault_of(number: int, run: Run) -> Fault:
+    """Case `number`: kinds one after the other, phases and victims in turn within a kind, the rest at random."""
+    index, kind = number, 0
+    counts = CASES[run.device]
+    while kind < len(KINDS) - 1 and index >= counts[kind]:
+        index, kind = index - counts[kind], kind + 1
+    phase, victim = list(itertools.product(PHASES, VICTIMS))[index % (len(PHASES) * len(VICTIMS))]
+    generator = random.Random(f"{run.seed * SEED_STRIDE + number}")
+    ways: tuple[dict[str, Any] | None, ...] = (
+        None,
+        {"order": "rank", "layout": "packed"},
+        {"order": "slot", "layout": "expert-major", "stash": "none"},
+        {"schedule": "overlapped"},
+        {"capacity": 64 * run.num_ranks, "max_tokens": 32},
+    )
+    return Fault(
+        KINDS[kind],
+        phase,
+        {"first": 0, "middle": run.num_ranks // 2, "last": run.num_ranks - 1}[victim],
+        generator.randrange(3),
+        generator.choice(ways),
+        generator.randrange(1000),
+    )
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """A step that says where it is: calls `at(phase)` before, between and in close, and kernels do so for the rest."""
+
+    def __init__(self, heap: SymmetricHeap, fault: Fault, at: Callable[[str], None]) -> None:
+        self._heap, self._fault, self._at = heap, fault, at
+        self.layer = None if fault.options is None else make_layer(heap, fault.seed, **fault.options)
+        self.in_backward = False
+
+    def run(self, turn: int) -> None:
+        x = tokens_of(self._heap, self._fault.seed + turn, 20)
+        self.in_backward = False
+        self._at("before")
+        y = self._parts(x) if self.layer is None else self._with_layer(self.layer, x)
+        self._heap.synchronize()
+        self.in_backward = True
+        y.square().sum().backward()
+        self._heap.synchronize()
+
+    def _parts(self, x: torch.Tensor) -> torch.Tensor:
+        num_experts = 2 * self._heap.num_ranks
+        ids = (torch.arange(20)[:, None] + torch.arange(TOP_K) + self._fault.seed) % num_experts
+        plan = make_plan(ids.to(x.device), num_experts=num_experts, heap=self._heap, hidden=HIDDEN)
+        rows, _ = dispatch_tokens(x, plan)
+        self._at("between")
+        return combine_tokens(rows * 2, plan)
+
+    def _with_layer(self, layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+        return layer(x)[0]
+
+    def before_kernel(self, name: str) -> None:
+        """Hook: the phase that a kernel belongs to."""
+        if self.in_backward:
+            if name.startswith("push_rows"):
+                self._at("in backward")
+        elif name.startswith("push_rows"):
+            self._at("in dispatch")
+        elif name.startswith("pull_"):
+            self._at("in combine")
+        elif name == "index_rows" and self.layer is not None:
+            self._at("between")  # rows are there, experts come next
+
+
+def take_part(rank: int, num_ranks: int, fault: Fault, device: str) -> Iterator[dict[str, Any]]:
+    """Yields when the fault happens (the victim) or what was raised and when (the others), and then lets it through."""
+    is_victim, turn, struck = rank == fault.victim, 0, False
+
+    def strike(phase: str) -> None:
+        if phase == fault.phase and is_victim and turn == fault.steps:
+            mark_and(fault.kind)
+
+    def mark_and(kind: str) -> None:
+        nonlocal struck
+        if struck:  # what runs on the way out of an exception passes here again
+            return
+        struck = True
+        os.write(report, f"{time.monotonic()}".encode())
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            raise UsersError(f"of rank {rank}")
+
+    backend = "nvshmem" if device == "cuda" else "host"
+    if device == "cuda":  # kernels are compiled before a wait is short
+        with SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=120.0) as heap:
+            Step(heap, fault, lambda phase: None).run(0)
+    raised = None
+    read_end, report = os.pipe()
+    os.set_blocking(read_end, False)
+    yield {"pipe": (os.getpid(), read_end)}  # the launcher reads it after the death of this process, too
+    try:
+        # As a user writes it: an exception leaves the heap on its way out.
+        with SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=TIMEOUT_S) as heap:
+            step = Step(heap, fault, strike)
+            with before_steps(kernels.for_device(heap.device), step.before_kernel) if is_victim else nullcontext():
+                for turn in range(fault.steps + 1):
+                    step.run(turn)
+            if fault.phase == "in close" and is_victim:
+                closing = heap._launch_barrier
+
+                def close_barrier(call: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+                    if control.unpack_call(call)["phase"] == control.PHASE_CLOSE:
+                        mark_and(fault.kind)
+                    return closing(call, *args, **kwargs)
+
+                heap._launch_barrier = close_barrier
+    except errors.SymmoeError as error:
+        raised = error
+        yield {
+            "raised": type(error).__name__,
+            "text": str(error),
+            "rank": getattr(error, "rank", None),
+            "at": time.monotonic(),
+        }
+        raise  # nobody catches it: the process has to end by itself
+    finally:
+        del raised
+
+
+# -- in the launcher --------------------------------------------------------------------------------------------------
+
+
+def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
+    for number in run.numbers:
+        fault, start = fault_of(number, run), time.perf_counter()
+        shm_before, used_before = shared_memory(), gpu_mib(run)
+        with launcher.start(run.num_ranks, run.device) as job:
+            problems, facts = watch(job, fault, run)
+        problems += what_is_left(job, run, shm_before, used_before)
+        problems += new_job_problems(launcher, run)
+        where = f"{fault}: "
+        yield Outcome(number, 1e3 * (time.perf_counter() - start), [where + text for text in problems], facts)
+
+
+def watch(
+    job: Job,
+    fault: Fault,
+    run: Run,
+    function: Callable[..., Iterator[Any]] = take_part,
+    more: tuple[Any, ...] = (),
+    *,
+    wait_s: float = 30.0,
+) -> tuple[list[str], dict[str, Any]]:
+    """What is wrong with what the survivors do, and how long it took them.
+
+    Args:
+        function, more: what the ranks run, and its arguments after the fault and the device.
+        wait_s: for a survivor's error.
+    """
+    problems, facts = [], {"kind": fault.kind, "phase": fault.phase, "detect_ms": [], "exit_ms": [], "errors": []}
+    job.send(function, fault, run.device, *more)
+    ready = time.monotonic() + run.seconds(30.0)
+    streams = {rank: job.received(rank, deadline=ready) for rank in range(run.num_ranks)}
+    pipes = {rank: next(stream, None) for rank, stream in streams.items()}
+    if None in pipes.values():
+        return [f"a rank did not start: {job.log(0)}"], facts
+    pid, file = pipes[fault.victim]["pipe"]
+    # Opened here while the victim lives: a pipe keeps what was written to it.
+    report = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_NONBLOCK)
+    survivors = [rank for rank in range(run.num_ranks) if rank != fault.victim]
+    try:
+        deadline = time.monotonic() + run.seconds(wait_s)
+        streams = {rank: job.received(rank, deadline=deadline) for rank in survivors}
+        found = {rank: next(stream, None) for rank, stream in streams.items()}
+        try:
+            struck = float(os.read(report, 64) or "nan")
+        except BlockingIOError:
+            struck = float("nan")
+    finally:
+        os.close(report)
+    if struck != struck:
+        job.dump_stacks()
+        return [f"the fault never happened; survivors have {found}; log of the victim: {job.log(fault.victim)}"], facts
+    for rank in survivors:
+        facts_of = found.get(rank)
+        if facts_of is None:
+            job.dump_stacks()
+            problems.append(f"survivor {rank} raised nothing: {job.log(rank)}")
+            continue
+        detect_s = facts_of["at"] - struck
+        facts["detect_ms"].append(1e3 * detect_s)
+        facts["errors"].append(facts_of["raised"])
+        problems += wrong_error(rank, facts_of, fault)
+        allowed_s = TOLD_S if facts_of["raised"] == "PeerAborted" else ALLOWED_S
+        if detect_s > allowed_s:
+            problems.append(f"survivor {rank} raised after {detect_s:.2f} s, allowed are {allowed_s} s")
+        code = job.exit_code(rank, deadline=facts_of["at"] + EXIT_S)
+        facts["exit_ms"].append(1e3 * (time.monotonic() - facts_of["at"]))
+        if not code:
+            problems.append(f"survivor {rank} " + ("still runs" if code is None else "ended with code 0"))
+    if fault.kind == "stop":
+        job.kill(fault.victim)
+    if fault.kind == "raise":
+        code = job.exit_code(fault.victim, deadline=time.monotonic() + EXIT_S)
+        if not code:
+            problems.append(f"the victim ended with {code} after an exception")
+        if UsersError.__name__ not in job.log(fault.victim):
+            problems.append(f"the victim's own exception is lost: {job.log(fault.victim)}")
+    return problems, facts
+
+
+def wrong_error(rank: int, found: dict[str, Any], fault: Fault) -> list[str]:
+    """Nothing if a survivor's error is of the right class and names the victim."""
+    allowed = {"PeerTimeout"} | ({"PeerAborted"} if fault.kind == "raise" else set())
+    shown = f"survivor {rank} raised {found['raised']}: {found['text']}"
+    if found["raised"] not in allowed:
+        return [shown]
+    named = found["rank"] == fault.victim or f"rank {fault.victim} " in found["text"]
+    return [] if named else [f"the victim is not named: {shown}"]
+
+
+def what_is_left(job: Job, run: Run, shm_before: frozenset[str], used_before: list[int]) -> list[str]:
+    """Of the job that has ended: processes, names in /dev/shm, memory of the GPUs."""
+    problems = []
+    if job.processes():
+        problems.append(f"processes {job.processes()} are left")
+    if left := left_in_shared_memory(shm_before):
+        problems.append(f"{sorted(left)} are left in /dev/shm")
+    deadline = time.monotonic() + FREE_AGAIN_S
+    while True:
+        used = gpu_mib(run)
+        if all(now <= was + GPU_SLACK_MIB for now, was in zip(used, used_before, strict=True)):
+            return problems
+        if time.monotonic() > deadline:
+            return [*problems, f"the GPUs hold {used} MiB, before the job {used_before}"]
+        time.sleep(0.2)
+
+
+def new_job_problems(launcher: Launcher, run: Run) -> list[str]:
+    """A new job on the same devices works at once."""
+    with launcher.start(run.num_ranks, run.device) as job:
+        exact = job.run(work, run.device, deadline_s=run.seconds(30.0))
+    return [] if all(exact) else ["the round trip of a new job is not exact"]
+
+
+def work(rank: int, num_ranks: int, device: str) -> Iterator[bool]:
+    backend, timeout_s = ("nvshmem", 120.0) if device == "cuda" else ("host", 30.0)
+    with SymmetricHeap(num_bytes=1 << 20, backend=backend, timeout_s=timeout_s) as heap:
+        yield round_trip(heap)
+
+
+def gpu_mib(run: Run) -> list[int]:
+    """MiB in use on each GPU; nothing on CPUs."""
+    if run.device == "cpu":
+        return []
+    query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+    by_kind = {}
+    for kind in KINDS:
+        facts = [outcome.facts for outcome in outcomes if outcome.facts.get("kind") == kind]
+        raised = [name for f in facts for name in f["errors"]]
+        by_kind[kind] = {
+            "cases": len(facts),
+            "survivors": len(raised),
+            "errors": {name: raised.count(name) for name in sorted(set(raised))},
+            "detect_ms": percentiles(ms for f in facts for ms in f["detect_ms"]),
+            "exit_ms": percentiles(ms for f in facts for ms in f["exit_ms"]),
+        }
+    return {"timeout_ms": 1e3 * TIMEOUT_S, "kinds": by_kind}
+
+
+SUITE = Suite(run_cases, sum(CASES["cpu"]), sum(CASES["cuda"]), num_ranks=3, summarize=summarize)

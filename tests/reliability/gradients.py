@@ -1,0 +1,58 @@
+"""Gradients of the expert-parallel step against the float64 oracle, and <dispatch(x), g> = <x, combine(g)>, exactly.
+
+A case is a routing of tests/routings.py with finite numbers; its gradients are compared in both orders of sums, both
+layouts and both schedules, in fp32 (every third case bf16 or fp16). In every other case one rank dawdles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import routings
+import test_combine_oracle as combine
+import test_layer as layer
+import torch
+from worker import Findings, open_heap
+
+from reliability.delays import dawdling
+from reliability.launch import Launcher
+from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
+from symmoe import kernels
+
+_FINITE = [index for index, stratum in enumerate(routings.STRATA) if stratum != "nonfinite"]
+_DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16)
+
+
+def case_number(number: int, seed: int) -> int:
+    """Case `number` among those of finite numbers."""
+    turn, index = divmod(number, len(_FINITE))
+    first = -(-seed * SEED_STRIDE // len(routings.STRATA)) * len(routings.STRATA)
+    return first + turn * len(routings.STRATA) + _FINITE[index]
+
+
+def check(
+    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
+) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+    """Yields per case."""
+    for number in numbers:
+        start, routing_number = time.perf_counter(), case_number(number, seed)
+        case, dtype = routings.case_on(routing_number, device), _DTYPES[number % len(_DTYPES)]
+        findings = Findings()
+        findings.where = f"{case}, step in {dtype}"
+        slow = number % 2 == 1 and number // 2 % num_ranks == rank
+        ops = kernels.for_device(torch.device(device))
+        with open_heap(device) as heap, dawdling(ops, number, longest_s=1e-3) if slow else nullcontext():
+            layer._check_mlp(heap, case, layer.shapes(device), dtype, findings)
+            findings.equal("staging copies", heap.statistics.num_staging_copies, 0)
+        adjoint = combine.check_adjoint(rank, num_ranks, [routing_number], device)
+        yield 1e3 * (time.perf_counter() - start), findings.texts + adjoint, {}
+
+
+def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
+    return on_ranks(run, launcher, check, deadline_s=60.0)
+
+
+SUITE = Suite(run_cases, num_cases=200)

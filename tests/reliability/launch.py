@@ -1,0 +1,230 @@
+"""Ranks for suites that stop, kill and restart them. torchrun cannot be used: it kills the survivors.
+
+The process that uses this module never touches a GPU. Every rank leads a session of its own, everything has a deadline,
+a rank that misses it says in its log where it is, and what is killed are these ranks and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).resolve().parents[1]
+_START_S = {"cpu": 60.0, "cuda": 120.0}
+_LOG_TAIL = 4000  # characters of a rank's log that a failure shows
+
+
+class JobFailure(AssertionError):
+    """A rank died, raised or gave no answer in time; the text holds the end of every rank's log."""
+
+
+class Launcher:
+    """Starts jobs. A context: what it started is gone when it ends."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="symmoe-reliability-")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests = ours
+        path = os.pathsep.join([str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        self._nursery = subprocess.Popen(
+            [sys.executable, "-m", "reliability.nursery", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        theirs.close()
+        self._num_jobs = 0
+
+    def start(self, num_ranks: int, device: str) -> Job:
+        """A job of `num_ranks` new processes, joined by gloo on loopback. On "cuda" rank r uses GPU r."""
+        self._num_jobs += 1
+        folder = Path(self._folder.name, f"job-{self._num_jobs}")
+        folder.mkdir()
+        return Job(self, num_ranks, device, folder)
+
+    def start_rank(self, request: dict[str, Any], file: int) -> int:
+        """The pid of a new rank, which talks to the launcher through `file`."""
+        socket.send_fds(self._requests, [json.dumps({"do": "start", **request}).encode()], [file])
+        return json.loads(self._requests.recv(1 << 16))
+
+    def exit_code(self, pid: int) -> int | None:
+        """Of a rank, once; None while it runs."""
+        self._requests.send(json.dumps({"do": "poll", "pid": pid}).encode())
+        return json.loads(self._requests.recv(1 << 16))
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._requests.close()  # the nursery ends, and with it every rank that is left
+        try:
+            self._nursery.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._nursery.kill()
+            self._nursery.wait()
+        self._folder.cleanup()
+
+
+class Job:
+    """Some ranks; made by :meth:`Launcher.start`. A context that ends them.
+
+    Attributes:
+        pids: of the ranks; each is its session's id as well.
+    """
+
+    def __init__(self, launcher: Launcher, num_ranks: int, device: str, folder: Path) -> None:
+        self._launcher, self._folder = launcher, folder
+        self.num_ranks, self.device = num_ranks, device
+        self.pids: list[int] = []
+        self._connections = []
+        self._exit_codes: dict[int, int] = {}
+        for rank in range(num_ranks):
+            ours, theirs = Pipe()
+            request = {
+                "rank": rank,
+                "num_ranks": num_ranks,
+                "device": device,
+                "store": str(folder / "store"),
+                "log": str(self._log(rank)),
+            }
+            self._connections.append(ours)
+            self.pids.append(launcher.start_rank(request, theirs.fileno()))
+            theirs.close()
+        deadline = time.monotonic() + _START_S[device]
+        for rank in range(num_ranks):
+            self._receive(rank, deadline)
+
+    def stream(self, function: Callable[..., Iterator[Any]], *arguments: Any, deadline_s: float) -> Iterator[list[Any]]:
+        """What `function(rank, num_ranks, *arguments)` yields on the ranks: a list in rank order for every yield.
+
+        Args:
+            function: importable; a generator that yields equally often on all ranks.
+            deadline_s: for each yield.
+
+        Raises:
+            JobFailure: a rank died or did not yield in time. The job is over.
+        """
+        self.send(function, *arguments)
+        while True:
+            deadline = time.monotonic() + deadline_s
+            messages = [self._receive(rank, deadline) for rank in range(self.num_ranks)]
+            kinds = {kind for kind, _ in messages}
+            if kinds == {"done"}:
+                return
+            if kinds != {"item"}:
+                raise JobFailure(f"ranks yielded differently often: {messages}")
+            yield [item for _, item in messages]
+
+    def run(self, function: Callable[..., Iterator[Any]], *arguments: Any, deadline_s: float) -> list[Any]:
+        """The only yield of `function`, in rank order."""
+        (items,) = self.stream(function, *arguments, deadline_s=deadline_s)
+        return items
+
+    def send(self, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
+        """Starts `function` on every rank; what it yields is for :meth:`received`."""
+        for connection in self._connections:
+            connection.send((function, arguments))
+
+    def received(self, rank: int, *, deadline: float) -> Iterator[Any]:
+        """What one rank yields, until it is done, has ended, or `deadline` (time.monotonic()) has passed."""
+        connection = self._connections[rank]
+        while connection.poll(max(0.0, deadline - time.monotonic())):
+            try:
+                kind, item = connection.recv()
+            except (EOFError, ConnectionError):
+                return
+            if kind == "done":
+                return
+            yield item
+
+    def exit_code(self, rank: int, *, deadline: float) -> int | None:
+        """Of a rank that ends by itself; None if it still runs at `deadline` (time.monotonic())."""
+        while rank not in self._exit_codes:
+            code = self._launcher.exit_code(self.pids[rank])
+            if code is not None:
+                self._exit_codes[rank] = code
+            elif time.monotonic() > deadline:
+                return None
+            else:
+                time.sleep(0.005)
+        return self._exit_codes[rank]
+
+    def log(self, rank: int) -> str:
+        """The end of what a rank has written, stack dumps included."""
+        try:
+            return self._log(rank).read_text(errors="replace")[-_LOG_TAIL:]
+        except OSError:
+            return ""
+
+    def dump_stacks(self) -> None:
+        """Makes every rank that runs write the stacks of its threads into its log."""
+        for rank, pid in enumerate(self.pids):
+            if self.exit_code(rank, deadline=0.0) is None:
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+
+    def processes(self) -> list[int]:
+        """Processes in the sessions of this job's ranks."""
+        sessions, found = set(self.pids), []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) in sessions and fields[0] != "Z":  # state, parent, group, session
+                    found.append(int(stat.parent.name))
+        return found
+
+    def close(self) -> None:
+        """Ends the ranks: those that wait for a function by themselves, the others by SIGKILL."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + 5.0
+        for rank in range(len(self.pids)):
+            if self.exit_code(rank, deadline=deadline) is None:
+                self.kill(rank)
+        for pid in self.processes():  # children of ranks; none of ours starts any
+            os.kill(pid, signal.SIGKILL)
+
+    def kill(self, rank: int) -> None:
+        """Ends one rank by SIGKILL, if it still runs."""
+        if self.exit_code(rank, deadline=0.0) is None:  # not reaped: the pid is still this rank's
+            os.kill(self.pids[rank], signal.SIGKILL)
+            self.exit_code(rank, deadline=time.monotonic() + 10.0)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        if exc_type is not None:
+            for rank in range(len(self.pids)):
+                self.kill(rank)
+        self.close()
+
+    def _receive(self, rank: int, deadline: float) -> tuple[str, Any]:
+        connection = self._connections[rank]
+        try:
+            if connection.poll(max(0.0, deadline - time.monotonic())):
+                return connection.recv()
+            problem = "gave no answer in time"
+        except (EOFError, ConnectionError):
+            code = self.exit_code(rank, deadline=time.monotonic() + 2.0)
+            problem = f"ended with exit code {code}"
+        self.dump_stacks()
+        logs = "\n".join(f"-- log of rank {r}:\n{self.log(r)}" for r in range(self.num_ranks))
+        for other in range(self.num_ranks):
+            self.kill(other)
+        raise JobFailure(f"rank {rank} {problem}\n{logs}")
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.log"

@@ -1,0 +1,35 @@
+"""Every interleaving of the protocol's model: no deadlock, no stale read, nothing overwritten before it is read.
+
+A case is a scenario of protocol.py, on 3 ranks unless told otherwise: three epochs or more of plans, trips and signals,
+also with a rank that fails a call and with a rank that may die at any moment. Runs in this process; needs no device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from reliability.launch import Launcher
+from reliability.protocol import Model, Protocol, scenarios
+from reliability.suite import Outcome, Run, Suite
+
+
+def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
+    cases = scenarios(run.num_ranks)
+    for number in run.numbers:
+        start, verdict = time.perf_counter(), Model(cases[number], Protocol()).search()
+        problems = [] if verdict.violation is None else [f"{cases[number].name}: {verdict.violation}"]
+        facts = {
+            "scenario": cases[number].name,
+            "states": verdict.num_states,
+            "ends_that_misname": verdict.num_misnamed,
+        }
+        yield Outcome(number, 1e3 * (time.perf_counter() - start), problems, facts)
+
+
+def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+    return {"scenarios": [outcome.facts for outcome in outcomes]}
+
+
+SUITE = Suite(run_cases, num_cases=len(scenarios()), num_ranks=3, summarize=summarize)

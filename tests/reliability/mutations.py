@@ -1,0 +1,185 @@
+"""Each fence, wait, epoch step and fill is taken away in turn, in the model and in the CPU twins: something must fail.
+
+A case is one mutant. A mutant of the model fails if a scenario does. One of the twins fails if a part of the suites of
+this folder does that passes on the code as it is, which is tried first, with the same delays.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from worker import open_heap
+
+from reliability import faults, fuzz, gradients, random_routings
+from reliability.delays import dawdling
+from reliability.launch import Job, JobFailure, Launcher
+from reliability.protocol import Model, Protocol, scenarios
+from reliability.suite import Outcome, Run, Suite
+from reliability.twin_mutants import MUTANTS, DoesNotApply, mutated, slow_waits
+from symmoe import make_plan
+from symmoe.kernels import twin
+
+OF_THE_MODEL: dict[str, dict[str, Any]] = {
+    "flags without a fence": {"fenced_flags": False},
+    "signals without a fence": {"fenced_signals": False},
+    "words after the flag": {"words_before_flag": False},
+    "epoch stays": {"counts_epochs": False},
+    "one half of the mailbox": {"mailbox_halves": False},
+    "one half of the count table": {"table_halves": False},
+    "no wait for the last rank": {"waits_for_all": False},
+    "wait for an older epoch": {"wait_offset": -1},
+    "no barrier before rows are sent": {"ready_before_push": False},
+    "no barrier after rows are sent": {"arrived_after_push": False},
+    "no barrier before rows are pulled": {"ready_before_pull": False},
+    "no barrier after rows are pulled": {"done_after_pull": False},
+    "no barrier of the plan": {"plan_barrier": False},
+    "no wait for signals": {"waits_for_signals": False},
+    "signal carries no epoch": {"signal_is_epoch": False},
+    "fault ignored": {"fault_stops_payload": False},
+    "failed barriers count": {"failed_barriers_count": True},
+    "wait without end": {"times_out": False},
+    "abort is not final": {"abort_is_final": False},
+}
+
+# Which part of which suite has to find a mutant of the twins.
+_IN_ROUTINGS, _IN_GRADIENTS, _IN_FUZZ, _IN_PLANS, _IN_FAULTS = "routings", "gradients", "fuzz", "plans", "faults"
+FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
+    "no wait for signals": _IN_GRADIENTS,
+    "payload after the signal": _IN_GRADIENTS,
+    "one half of the count table": _IN_PLANS,
+    "fault not told": _IN_FUZZ,
+    "wait without end": _IN_FAULTS,
+    "timeout not reported": _IN_FAULTS,
+}
+_FAULT = faults.Fault(kind="kill", phase="in dispatch", victim=1, steps=1, options=None, seed=3)
+_FAULT_WAIT_S = 8.0
+_CASE_S = 10.0  # a case takes one or two; mutants that hang cost all of it
+_SOUND_CASE_S = 60.0
+NAMES = [("model", name) for name in OF_THE_MODEL] + [("twins", name) for name in MUTANTS]
+
+
+def check_plans(
+    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
+) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+    """Plans without a trip between them, of ranks that dawdle: every rank's load is what the ids say."""
+    num_experts = 2 * num_ranks
+    with open_heap(device) as heap, dawdling(twin, rank, longest_s=3e-3):
+        for number in numbers:
+            problems = []
+            for turn in range(5):
+                seeds = [[number, turn, r] for r in range(num_ranks)]
+                ids = [np.random.default_rng(s).integers(0, num_experts, (6, 2)) for s in seeds]
+                plan = make_plan(torch.from_numpy(ids[rank]), num_experts=num_experts, heap=heap)
+                want = np.bincount(np.concatenate(ids).ravel(), minlength=num_experts).tolist()
+                if plan.expert_load.tolist() != want:
+                    problems.append(f"turn {turn}: the load is {plan.expert_load.tolist()}, want {want}")
+            yield 0.0, problems, {}
+
+
+CHECKS = {
+    _IN_ROUTINGS: (random_routings.check, tuple(range(28))),
+    _IN_GRADIENTS: (gradients.check, (1, 3, 5, 7)),
+    _IN_FUZZ: (fuzz.check, (0, 1, 2, 3, 6, 8)),
+    _IN_PLANS: (check_plans, tuple(range(10))),
+}
+
+
+def check(
+    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str, mutant: str | None, part: str
+) -> Iterator[Any]:
+    """A part of a suite on ranks with a mutant. Yields once when that is in place, then the part's results."""
+    try:
+        late = slow_waits(1) if rank == num_ranks - 1 else nullcontext()
+        with late, mutated(mutant):
+            yield ""
+            yield from CHECKS[part][0](rank, num_ranks, numbers, seed, device)
+    except DoesNotApply as problem:
+        yield str(problem)
+
+
+def take_part(rank: int, num_ranks: int, fault: faults.Fault, device: str, mutant: str | None) -> Iterator[Any]:
+    with mutated(mutant):
+        yield from faults.take_part(rank, num_ranks, fault, device)
+
+
+def found_in_twins(run: Run, launcher: Launcher, mutant: str | None, part: str) -> str:
+    """What fails, as text; "" if nothing does.
+
+    Raises:
+        DoesNotApply: on the ranks the mutant could not be put in place.
+    """
+    with launcher.start(run.num_ranks, run.device) as job:
+        if part == _IN_FAULTS:
+            job_run = replace(run, numbers=())
+            problems, _ = faults.watch(job, _FAULT, job_run, take_part, (mutant,), wait_s=_FAULT_WAIT_S)
+            return "; ".join(text.splitlines()[0] for text in problems)[:300]  # the rest is stacks
+        return _first_failure(job, run, mutant, part)
+
+
+def _first_failure(job: Job, run: Run, mutant: str | None, part: str) -> str:
+    numbers, deadline_s = CHECKS[part][1], _CASE_S if mutant else _SOUND_CASE_S
+    stream = job.stream(check, numbers, run.seed, run.device, mutant, part, deadline_s=deadline_s)
+    in_place = next(stream)
+    if any(in_place):
+        raise DoesNotApply("; ".join(in_place))
+    try:
+        for number, results in zip(numbers, stream, strict=True):
+            for _, problems, _ in results:
+                if problems:
+                    return f"case {number}: {problems[0]}"[:300]
+    except JobFailure as failure:
+        # The line that says what a rank raised, if one did.
+        if mutant is None:
+            return str(failure)
+        lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in str(failure).splitlines()]  # torch's prefix
+        raised = [line for line in lines if line.partition(":")[0].endswith(("Error", "Mismatch", "Timeout"))]
+        return (raised or lines)[0][:300]
+    return ""
+
+
+def found_in_the_model(name: str, num_ranks: int) -> str:
+    """The first violation of a mutant; "" if there is none."""
+    for scenario in scenarios(num_ranks):
+        verdict = Model(scenario, Protocol(**OF_THE_MODEL[name])).search()
+        if verdict.violation is not None:
+            return f"{scenario.name}: {verdict.violation}"
+    return ""
+
+
+def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
+    sound: dict[str, str] = {}
+    for number in run.numbers:
+        (where, name), start, problems, found = NAMES[number], time.perf_counter(), [], ""
+        if where == "model":
+            found = found_in_the_model(name, run.num_ranks)
+        elif run.device == "cpu":
+            part = FOUND_BY[name]
+            if part not in sound:
+                sound[part] = found_in_twins(run, launcher, None, part)
+            if sound[part]:
+                problems.append(f"{part} fails without a mutant: {sound[part]}")
+            try:
+                found = found_in_twins(run, launcher, name, part)
+            except DoesNotApply as problem:
+                problems.append(f"{name} does not apply: {problem}")
+        else:
+            continue  # the twins are what CPUs run
+        if not found and not problems:
+            problems.append(f"nothing fails if the {where} have this mutant: {name}")
+        yield Outcome(
+            number, 1e3 * (time.perf_counter() - start), problems, {"where": where, "mutant": name, "found": found}
+        )
+
+
+def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+    return {"mutants": [outcome.facts for outcome in outcomes]}
+
+
+SUITE = Suite(run_cases, num_cases=len(NAMES), num_gpu_cases=len(OF_THE_MODEL), num_ranks=3, summarize=summarize)

@@ -1,0 +1,364 @@
+"""A model of the barrier, epoch and signal protocol, and a search through all its interleavings.
+
+Written from docs/design.md ("Trips", "Barrier, epochs, faults", "Plan"), not from the code. Ranks run programs of small
+steps. A plain store waits in its rank's store buffer and becomes visible at any later time, in any order (as on GPUs;
+x86-64 would keep it); a flag is a release: it is stored once the buffer is empty. Loads take place where they stand.
+Every value carries the number of the trip, plan or epoch that it belongs to, so a read knows what it should see:
+something older is a stale read, something newer was overwritten before it was read.
+
+A rank's own slots and rows play no part: no other rank is needed to get them right.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The rules of docs/design.md; a mutant breaks one.
+
+    Attributes:
+        fenced_flags, fenced_signals: a flag or signal is stored after all stores before it.
+        words_before_flag: a barrier's words are stored before its flag, not after it.
+        counts_epochs: a barrier adds one to the epoch.
+        mailbox_halves, table_halves: two halves in turn, by the parity of the epoch.
+        waits_for_all: a barrier waits for every rank, the last one too.
+        wait_offset: added to the epoch that is waited for.
+        ready_before_push, arrived_after_push, ready_before_pull, done_after_pull: barriers of the trips.
+        plan_barrier: between the counts and their use.
+        waits_for_signals: before reading what came with them.
+        signal_is_epoch: it carries the epoch of the ready barrier, not just "something came".
+        fault_stops_payload: after a barrier in which a rank has failed, nobody moves anything.
+        failed_barriers_count: those that are still on their way after a failed one count epochs (a first version).
+        times_out: waits are bounded.
+        abort_is_final: a rank that has timed out reads nothing any more.
+    """
+
+    fenced_flags: bool = True
+    fenced_signals: bool = True
+    words_before_flag: bool = True
+    counts_epochs: bool = True
+    mailbox_halves: bool = True
+    table_halves: bool = True
+    waits_for_all: bool = True
+    wait_offset: int = 0
+    ready_before_push: bool = True
+    arrived_after_push: bool = True
+    ready_before_pull: bool = True
+    done_after_pull: bool = True
+    plan_barrier: bool = True
+    waits_for_signals: bool = True
+    signal_is_epoch: bool = True
+    fault_stops_payload: bool = True
+    failed_barriers_count: bool = False
+    times_out: bool = True
+    abort_is_final: bool = True
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What the ranks do.
+
+    Attributes:
+        calls: one after the other: "plan", "dispatch", "combine" or "overlapped dispatch".
+        fails: (rank, call): whose arguments are wrong in which call.
+        dies: the rank that may die, at any moment; None: nobody.
+    """
+
+    name: str
+    calls: tuple[str, ...]
+    num_ranks: int = 3
+    fails: tuple[int, int] | None = None
+    dies: int | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the search has found.
+
+    Attributes:
+        num_states: that can be reached, all of them if nothing is wrong.
+        violation: the first thing that is wrong, None if nothing is.
+        num_misnamed: ends in which a survivor names not the rank that died but one that gave up because of it.
+    """
+
+    num_states: int
+    violation: str | None
+    num_misnamed: int = 0
+
+
+# A step: (kind, peer, number). Queued stores and the start of a barrier take no time of their own: nobody sees them.
+_LOCAL = ("store", "begin")
+_RUNS, _FINISHED, _GAVE_UP, _DEAD = range(4)
+
+
+class _Places:
+    """Numbers of the memory cells. Each has one writer."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks = num_ranks
+        self.count = 8 * num_ranks * num_ranks
+
+    def at(self, kind: int, owner: int, writer: int) -> int:
+        return (kind * self._ranks + owner) * self._ranks + writer
+
+
+# kinds of cells, each [owner][writer]; halves are neighbours
+_FLAG, _WORDS, _TABLE, _SIGNAL, _PAYLOAD = 0, 2, 4, 6, 7
+
+
+class Model:
+    """One scenario under one protocol."""
+
+    def __init__(self, scenario: Scenario, protocol: Protocol) -> None:
+        self._scenario, self._protocol = scenario, protocol
+        self._num_ranks = scenario.num_ranks
+        self._places = _Places(self._num_ranks)
+        self._programs: list[list[tuple]] = []
+        self._call_starts: list[list[int]] = []
+        for rank in range(self._num_ranks):
+            program, starts = [], []
+            for number, call in enumerate(scenario.calls):
+                starts.append(len(program))
+                program += self._steps_of(rank, number, call)
+            self._programs.append(program)
+            self._call_starts.append([*starts, len(program)])
+
+    # -- programs -----------------------------------------------------------------------------------------------------
+
+    def _peers(self, rank: int) -> list[int]:
+        return [(rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+
+    def _steps_of(self, rank: int, number: int, call: str) -> list[tuple]:
+        """A call's steps; `number` + 1 is what its stores carry."""
+        rules, tag, peers = self._protocol, number + 1, self._peers(rank)
+
+        def barrier(present: bool = True) -> list[tuple]:
+            return self._barrier(rank, number) if present else []
+
+        if call == "plan":
+            send = [("store", (_TABLE, peer, rank), tag) for peer in peers]
+            return [*send, *barrier(rules.plan_barrier), *[("read table", peer, tag) for peer in peers]]
+        if call == "combine":
+            write = [("store", (_PAYLOAD, rank, rank), tag)]
+            pull = [("pull", peer, tag) for peer in peers]
+            return [*write, *barrier(rules.ready_before_pull), *pull, *barrier(rules.done_after_pull)]
+        read = [("read", peer, tag) for peer in reversed(peers)]
+        if call == "dispatch":
+            push = [("store", (_PAYLOAD, peer, rank), tag) for peer in peers]
+            return [*barrier(rules.ready_before_push), *push, *barrier(rules.arrived_after_push), *read]
+        steps = barrier(rules.ready_before_push)
+        for peer in peers:
+            steps += [("store", (_PAYLOAD, peer, rank), tag), ("signal", peer, tag)]
+        for step in read:
+            steps += [("wait for signal", step[1], tag)] * rules.waits_for_signals + [step]
+        return steps
+
+    def _barrier(self, rank: int, number: int) -> list[tuple]:
+        peers = [peer for peer in range(self._num_ranks) if peer != rank]
+        words = [("store words", peer, number) for peer in peers]
+        flags = [("flag", peer, number) for peer in peers]
+        sends = [*words, *flags] if self._protocol.words_before_flag else [*flags, *words]
+        waits = [("wait", peer, number) for peer in (peers if self._protocol.waits_for_all else peers[:-1])]
+        return [("begin", None, number), *sends, *waits, *[("read words", peer, number) for peer in peers]]
+
+    # -- states -------------------------------------------------------------------------------------------------------
+    # A state: (per rank (position, epoch, has seen a fault, store buffer, status, whom it names), memory)
+
+    def _start(self) -> tuple:
+        ranks = []
+        for rank in range(self._num_ranks):
+            ranks.append(self._settled(rank, (0, 0, False, frozenset(), _RUNS, -1)))
+        return tuple(ranks), (0,) * self._places.count
+
+    def _settled(self, rank: int, state: tuple) -> tuple:
+        """After the steps that nobody sees."""
+        position, epoch, failed, buffer, status, named = state
+        program = self._programs[rank]
+        while status == _RUNS:
+            if position == len(program):
+                status = _FINISHED
+                break
+            kind, peer, number = program[position]
+            if kind == "begin":
+                if failed and not self._protocol.failed_barriers_count:
+                    position = self._call_starts[rank][number + 1]  # it returns at once, and so does the call
+                    failed = False
+                    continue
+                epoch += self._protocol.counts_epochs
+            elif kind == "store words":
+                half = epoch & 1 if self._protocol.mailbox_halves else 0
+                cell = self._places.at(_WORDS + half, peer, rank)
+                buffer = buffer | {(cell, self._words(epoch, number))}
+            elif kind == "store":
+                what, owner, writer = peer
+                if failed and what == _PAYLOAD and self._protocol.fault_stops_payload:
+                    position += 1
+                    continue
+                half = 0
+                if what == _TABLE and self._protocol.table_halves:
+                    half = (epoch + 1) & 1
+                buffer = buffer | {(self._places.at(what + half, owner, writer), number)}
+            else:
+                break
+            position += 1
+        return position, epoch, failed, buffer, status, named
+
+    @staticmethod
+    def _words(epoch: int, number: int) -> int:
+        return 100 * epoch + number
+
+    def _next(self, state: tuple) -> Iterator[tuple | str]:
+        """States that can follow, or what has gone wrong, as text."""
+        ranks, memory = state
+        for rank, own in enumerate(ranks):
+            position, epoch, failed, buffer, status, _ = own
+            for cell, value in buffer:
+                if any(c == cell and v < value for c, v in buffer):
+                    continue  # stores of one rank to one place keep their order
+                changed = (position, epoch, failed, buffer - {(cell, value)}, status, own[5])
+                yield self._with(ranks, rank, changed), self._stored(memory, cell, value)
+            if status != _RUNS:
+                continue
+            if rank == self._scenario.dies:
+                yield self._with(ranks, rank, (*own[:4], _DEAD, -1)), memory
+            yield from self._step(ranks, memory, rank)
+
+    def _step(self, ranks: tuple, memory: tuple, rank: int) -> Iterator[tuple | str]:
+        position, epoch, failed, buffer, status, named = ranks[rank]
+        kind, peer, number = self._programs[rank][position]
+        rules, at = self._protocol, self._places.at
+        done = (position + 1, epoch, failed, buffer, status, named)
+        half = epoch & 1 if rules.mailbox_halves else 0
+
+        def moved(state: tuple = done, new_memory: tuple = memory) -> tuple:
+            return self._with(ranks, rank, self._settled(rank, state)), new_memory
+
+        if kind in ("flag", "signal"):
+            if buffer and (rules.fenced_flags if kind == "flag" else rules.fenced_signals):
+                return
+            if kind == "signal":
+                value = epoch if rules.signal_is_epoch else 1
+                yield moved(done, self._stored(memory, at(_SIGNAL, peer, rank), value))
+                return
+            fault = self._scenario.fails == (rank, number) and not failed
+            yield moved(done, self._stored(memory, at(_FLAG + half, peer, rank), 2 * epoch + fault))
+        elif kind in ("wait", "wait for signal"):
+            cell = at(_FLAG + half, rank, peer) if kind == "wait" else at(_SIGNAL, rank, peer)
+            seen = memory[cell] >> 1 if kind == "wait" else memory[cell]
+            if seen >= (epoch if rules.signal_is_epoch or kind == "wait" else 1) + rules.wait_offset:
+                yield moved()
+            elif rules.times_out and ranks[peer][4] in (_DEAD, _GAVE_UP):  # those who live come in time
+                if rules.abort_is_final:
+                    yield self._with(ranks, rank, (position, epoch, failed, buffer, _GAVE_UP, peer)), memory
+                else:
+                    yield moved()
+        elif kind == "read words":
+            value, want = memory[at(_WORDS + half, rank, peer)], self._words(epoch, number)
+            if value != want:
+                yield self._wrong_read(f"words of rank {peer} in epoch {epoch}", value, want)
+                return
+            is_last = self._programs[rank][position + 1 : position + 2] == [] or (
+                self._programs[rank][position + 1][0] != "read words"
+            )
+            faults = failed or self._sees_fault(memory, rank, half, epoch, number)
+            if is_last and faults and not failed:
+                if rules.failed_barriers_count and self._scenario.fails[0] != rank:
+                    failed = True  # its host has launched the rest of the call: that goes on without payload
+                elif rules.fault_stops_payload or self._scenario.fails[0] == rank:
+                    yield moved((self._call_starts[rank][number + 1], epoch, False, buffer, status, named))
+                    return
+            yield moved((position + 1, epoch, failed, buffer, status, named))
+        elif kind == "read table":
+            which = epoch & 1 if rules.table_halves else 0
+            yield self._checked(moved, memory[at(_TABLE + which, rank, peer)], number, f"counts of rank {peer}")
+        elif failed:
+            yield moved()
+        elif kind == "read":
+            yield self._checked(moved, memory[at(_PAYLOAD, rank, peer)], number, f"rows from rank {peer}")
+        elif kind == "pull":
+            yield self._checked(moved, memory[at(_PAYLOAD, peer, peer)], number, f"rows on rank {peer}")
+        else:
+            raise AssertionError(kind)
+
+    def _sees_fault(self, memory: tuple, rank: int, half: int, epoch: int, number: int) -> bool:
+        if self._scenario.fails is None:
+            return False
+        if self._scenario.fails == (rank, number):
+            return True
+        peers = (peer for peer in range(self._num_ranks) if peer != rank)
+        return any(memory[self._places.at(_FLAG + half, rank, peer)] == 2 * epoch + 1 for peer in peers)
+
+    def _checked(self, moved, value: int, want: int, what: str) -> tuple | str:
+        return moved() if value == want else self._wrong_read(what, value, want)
+
+    @staticmethod
+    def _wrong_read(what: str, value: int, want: int) -> str:
+        return f"{'stale read' if value < want else 'overwritten before it was read'}: {what} are {value}, want {want}"
+
+    @staticmethod
+    def _with(ranks: tuple, rank: int, state: tuple) -> tuple:
+        return (*ranks[:rank], state, *ranks[rank + 1 :])
+
+    @staticmethod
+    def _stored(memory: tuple, cell: int, value: int) -> tuple:
+        return (*memory[:cell], value, *memory[cell + 1 :])
+
+    # -- search -------------------------------------------------------------------------------------------------------
+
+    def search(self, most_states: int = 3_000_000) -> Verdict:
+        """Breadth first through every state that can be reached."""
+        start = self._start()
+        seen, queue, misnamed = {start}, deque([start]), 0
+        while queue:
+            state = queue.popleft()
+            followers = list(self._next(state))
+            for follower in followers:
+                if isinstance(follower, str):
+                    return Verdict(len(seen), follower)
+                if follower not in seen:
+                    seen.add(follower)
+                    queue.append(follower)
+            statuses = [own[4] for own in state[0]]
+            if not followers and _RUNS in statuses:
+                return Verdict(len(seen), f"deadlock: {self._where(state)}")
+            if not followers and _GAVE_UP in statuses:
+                named = {own[5] for own in state[0] if own[4] == _GAVE_UP}
+                misnamed += named != {self._scenario.dies}
+            if len(seen) > most_states:
+                raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
+        return Verdict(len(seen), None, misnamed)
+
+    def _where(self, state: tuple) -> list[str]:
+        where = []
+        for rank, own in enumerate(state[0]):
+            at = self._programs[rank][own[0]] if own[0] < len(self._programs[rank]) else ("end",)
+            status = ("runs", "finished", "gave up", "dead")[own[4]]
+            where.append(f"rank {rank} in epoch {own[1]} at {at[0]} ({status})")
+        return where
+
+
+def scenarios(num_ranks: int = 3) -> list[Scenario]:
+    """What is searched: at least three epochs each, every rank as the one that fails or dies."""
+    quiet = [
+        Scenario("plans", ("plan",) * 3),
+        Scenario("dispatches", ("dispatch", "dispatch")),
+        Scenario("combines", ("combine", "combine")),
+        Scenario("step", ("plan", "dispatch", "combine")),
+        Scenario("overlapped", ("overlapped dispatch",) * 3),
+        Scenario("overlapped step", ("overlapped dispatch", "combine", "overlapped dispatch")),
+    ]
+    troubled = []
+    for rank in range(num_ranks):
+        for call in range(2):
+            name = f"rank {rank} fails call {call}"
+            troubled.append(Scenario(name, ("dispatch", "combine", "plan"), fails=(rank, call)))
+        troubled.append(Scenario(f"rank {rank} fails a plan", ("plan", "plan", "dispatch"), fails=(rank, 1)))
+        troubled.append(Scenario(f"rank {rank} dies in a step", ("plan", "dispatch"), dies=rank))
+        troubled.append(Scenario(f"rank {rank} dies in a combine", ("combine", "plan"), dies=rank))
+        overlapped = ("overlapped dispatch", "overlapped dispatch", "plan")
+        troubled.append(Scenario(f"rank {rank} dies while rows travel", overlapped, dies=rank))
+    return [replace(scenario, num_ranks=num_ranks) for scenario in (*quiet, *troubled)]

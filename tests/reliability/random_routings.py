@@ -1,0 +1,56 @@
+"""Random routings against the oracle: dispatch byte for byte, combine bit for bit in both orders.
+
+Cases are those of tests/routings.py, 14 strata in turn; what is checked of each is what the oracle tests check. In
+every other case one rank dawdles between the steps of the protocol.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import routings
+import test_combine_oracle as combine
+import test_dispatch_oracle as dispatch
+from worker import Findings, open_heap
+
+from reliability.delays import dawdling
+from reliability.launch import Launcher
+from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
+from symmoe import kernels
+
+
+def check(
+    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
+) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+    """Yields per case; the ranks share one heap for all of them."""
+    with open_heap(device) as heap:
+        for number in numbers:
+            case, start = routings.case_on(seed * SEED_STRIDE + number, device), time.perf_counter()
+            findings = Findings()
+            findings.where = str(case)
+            slow = number % 2 == 1 and number // 2 % num_ranks == rank
+            delay = dawdling(kernels.for_device(heap.device), case.number, longest_s=1e-3) if slow else nullcontext()
+            with delay:
+                hidden = case.shape(device)
+                dispatch._check_case(heap, case, findings, device)
+                combine._check_sums(heap, case, hidden, findings)
+                for order in combine.ORDERS:
+                    combine._check_backward(heap, case, hidden, order, findings)
+            findings.equal("leased bytes after the case", heap.leased_bytes, 0)
+            yield 1e3 * (time.perf_counter() - start), findings.texts, {"stratum": case.stratum}
+
+
+def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
+    return on_ranks(run, launcher, check, deadline_s=60.0)
+
+
+def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+    strata = Counter(outcome.facts["stratum"][0] for outcome in outcomes if "stratum" in outcome.facts)
+    return {"strata": dict(sorted(strata.items()))}
+
+
+SUITE = Suite(run_cases, num_cases=2000, summarize=summarize)

@@ -1,0 +1,131 @@
+"""Steps, forward and backward, with another number of tokens every time: nothing grows, and results stay right.
+
+A case is one step of two layers in turn, with static and with exact capacity. After the first steps, which are the
+largest, these have to stay as they are: the heap's high-water mark, its leased bytes between steps, file descriptors,
+and on GPUs the bytes that torch has allocated. Host memory may grow by less than 1 MB in 1,000 steps. Every 50 steps y
+is compared with a plain loop in float64, and a fixed step with the hash it had at first.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import oracle
+import torch
+
+from reliability.launch import Launcher
+from reliability.step import (
+    EXPERTS_PER_RANK,
+    TOP_K,
+    forward_backward,
+    hash_of_step,
+    make_layer,
+    num_open_files,
+    resident_bytes,
+    tokens_of,
+    weights_of,
+)
+from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
+from symmoe import MoELayer, SymmetricHeap
+
+MAX_TOKENS = 24
+WARM_UP = 100  # steps; torch and malloc settle on what they keep
+CHECK_EVERY = 50
+GROWTH_BYTES_PER_STEP = 1e6 / 1000
+_SLACK_BYTES = 2e6  # a page here and there: in a short run it is more than the growth that is allowed
+_WEIGHTS_SEED = 5
+
+
+def check(
+    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
+) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+    """Yields per step; what has grown is a problem of the last one."""
+    backend, timeout_s = ("nvshmem", 120.0) if device == "cuda" else ("host", 30.0)
+    with SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=timeout_s) as heap:
+        most = num_ranks * MAX_TOKENS * TOP_K
+        layers = (
+            make_layer(heap, _WEIGHTS_SEED, capacity=most, max_tokens=MAX_TOKENS),
+            make_layer(heap, _WEIGHTS_SEED, order="slot", schedule="overlapped"),
+        )
+        weights = [w.double() for w in weights_of(EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)]
+        fixed = tokens_of(heap, 99, MAX_TOKENS)
+        wanted = [hash_of_step(layer, fixed) for layer in layers]
+        samples = []
+        for turn, number in enumerate(numbers):
+            start, problems, facts = time.perf_counter(), [], {}
+            generator = random.Random(f"{seed * SEED_STRIDE + number}, {rank}")
+            layer, num_tokens = layers[number % 2], generator.randint(0, MAX_TOKENS)
+            x = tokens_of(heap, seed * SEED_STRIDE + number, num_tokens)
+            y = forward_backward(layer, x)
+            if number % CHECK_EVERY == 0:
+                problems += wrong_values(layer, x, y, weights)
+                found = [hash_of_step(layer, fixed) for layer in layers]
+                if found != wanted:
+                    problems.append(f"the fixed step hashes to {found}, at first to {wanted}")
+            del x, y
+            if turn >= WARM_UP and (turn % CHECK_EVERY == 0 or number == numbers[-1]):
+                samples.append((turn, resident_bytes(), *footprint(heap)))
+            if number == numbers[-1] and samples:
+                problems += what_grew(samples)
+                facts = {
+                    "resident_bytes_per_1000_steps": 1000.0 * slope([s[0] for s in samples], [s[1] for s in samples]),
+                    "high_water_bytes": heap.high_water_bytes,
+                    "open_files": num_open_files(),
+                }
+            yield 1e3 * (time.perf_counter() - start), problems, facts
+
+
+def wrong_values(layer: MoELayer, x: torch.Tensor, y: torch.Tensor, weights: list[torch.Tensor]) -> list[str]:
+    """Compares y with the experts' formula, row by row in float64."""
+    with torch.no_grad():
+        routed = layer.router(x)
+        ids, probs, tokens = routed.topk_idx.cpu(), routed.probs.cpu().double(), x.detach().cpu().double()
+        want = torch.zeros_like(tokens)
+        for token, k in np.ndindex(*ids.shape):
+            chosen = [w[int(ids[token, k])] for w in weights]
+            want[token] += oracle.swiglu_expert(tokens[token], probs[token, k], *chosen)
+    worst = float((y.cpu().double() - want).abs().max()) if y.numel() else 0.0
+    return [] if worst < 1e-4 else [f"y is off by {worst:.3g}"]
+
+
+def footprint(heap: SymmetricHeap) -> tuple[int, ...]:
+    """What must not change at all: see NAMES."""
+    on_device = torch.cuda.memory_allocated() if heap.device.type == "cuda" else 0
+    return heap.high_water_bytes, heap.leased_bytes, num_open_files(), on_device
+
+
+NAMES = ("heap high water", "leased bytes", "open files", "device bytes")
+
+
+def what_grew(samples: list[tuple[int, ...]]) -> list[str]:
+    first, last = samples[0], samples[-1]
+    problems = [
+        f"{name} went from {first[2 + i]} to {sorted({s[2 + i] for s in samples})}"
+        for i, name in enumerate(NAMES)
+        if len({sample[2 + i] for sample in samples}) > 1
+    ]
+    steps = [sample[0] for sample in samples]
+    growth = slope(steps, [sample[1] for sample in samples]) * (last[0] - first[0])
+    if growth > GROWTH_BYTES_PER_STEP * (last[0] - first[0]) + _SLACK_BYTES:
+        problems.append(f"host memory grew by {growth:.0f} bytes in {last[0] - first[0]} steps")
+    return problems
+
+
+def slope(x: list[float], y: list[float]) -> float:
+    """Of the line of least squares."""
+    return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else 0.0
+
+
+def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
+    return on_ranks(run, launcher, check, deadline_s=60.0)
+
+
+def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
+    return {"footprint": outcomes[-1].facts} if outcomes else {}
+
+
+SUITE = Suite(run_cases, num_cases=20_000, summarize=summarize)

@@ -1,0 +1,72 @@
+"""One training step of a layer whose routing, sizes and weights depend on numbers alone, and a hash of its results."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from worker import experts_of
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+
+HIDDEN, FFN, TOP_K, EXPERTS_PER_RANK = 64, 96, 2, 2
+
+
+def weights_of(num_experts: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [E, 2I, H] and [E, H, I] of all experts, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    w1 = torch.randn((num_experts, 2 * FFN, HIDDEN), generator=generator) / HIDDEN**0.5
+    return w1, torch.randn((num_experts, HIDDEN, FFN), generator=generator) / FFN**0.5
+
+
+def make_layer(heap: SymmetricHeap, seed: int, **options: Any) -> MoELayer:
+    """A layer with the experts of :func:`weights_of` and a router that is the same on all ranks."""
+    num_experts = EXPERTS_PER_RANK * heap.num_ranks
+    config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=num_experts, top_k=TOP_K, **options)
+    mine = slice(heap.rank * EXPERTS_PER_RANK, (heap.rank + 1) * EXPERTS_PER_RANK)
+    torch.manual_seed(seed)
+    experts = experts_of(*(w[mine].to(heap.device) for w in weights_of(num_experts, seed)))
+    return MoELayer(config, heap, experts=experts)
+
+
+def tokens_of(heap: SymmetricHeap, seed: int, num_tokens: int) -> torch.Tensor:
+    """fp32 [T, H], other ones on every rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + heap.rank)
+    return torch.randn((num_tokens, HIDDEN), generator=generator).to(heap.device).requires_grad_()
+
+
+def forward_backward(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    """y; the gradients are in x.grad and in the parameters, and are those of this step alone."""
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    y, _ = layer(x)
+    y.square().sum().backward()
+    layer.heap.synchronize()
+    return y.detach()
+
+
+def hash_of_step(layer: MoELayer, x: torch.Tensor) -> str:
+    """sha256 of every byte of y, dx and the gradients of all parameters."""
+    y = forward_backward(layer, x)
+    digest = hashlib.sha256()
+    for tensor in (y, x.grad, *(parameter.grad for parameter in layer.parameters())):
+        digest.update(b"none" if tensor is None else tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def num_open_files() -> int:
+    """File descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_arenas_mapped() -> int:
+    """Host arenas that this process has mapped."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:symmoe")
+
+
+def resident_bytes() -> int:
+    """RSS of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")

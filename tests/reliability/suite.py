@@ -1,0 +1,154 @@
+"""What suites have in common: numbered cases, their outcomes, and the record of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from reliability.launch import Job, JobFailure, Launcher
+from symmoe.bench.records import machine
+
+SEED_STRIDE = 1_000_000  # case I of seed S is number S * SEED_STRIDE + I of an endless list
+MAX_FAILURES = 20  # of one run: what fails so often is broken, and every failure may cost a deadline
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a suite does.
+
+    Attributes:
+        numbers: of the cases, each from 0.
+        device: "cpu" or "cuda".
+    """
+
+    numbers: tuple[int, ...]
+    num_ranks: int = 2
+    device: str = "cpu"
+    seed: int = 0
+
+    def seconds(self, on_cpu: float) -> float:
+        """A deadline: GPUs get more, because first calls compile kernels."""
+        return on_cpu if self.device == "cpu" else on_cpu + 240.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case.
+
+    Attributes:
+        problems: what is wrong, as text; nothing if the case has passed.
+        facts: figures that the run's record sums up or lists, by name.
+    """
+
+    case: int
+    ms: float
+    problems: list[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+# Runs cases; outcomes come as they are known.
+RunCases = Callable[[Run, Launcher], Iterator[Outcome]]
+# On every rank: (rank, num_ranks, numbers, seed, device), a generator of (milliseconds, problems, facts) per number.
+CheckCases = Callable[[int, int, tuple[int, ...], int, str], Iterator[tuple[float, list[str], dict[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One command.
+
+    Attributes:
+        run: all of it.
+        num_cases: of a run in full.
+        num_gpu_cases: likewise on GPUs; None: the same.
+        num_ranks: if nobody asks for others.
+        summarize: from outcomes to more entries of the record.
+    """
+
+    run: RunCases
+    num_cases: int
+    num_gpu_cases: int | None = None
+    num_ranks: int = 2
+    summarize: Callable[[list[Outcome]], dict[str, Any]] = lambda outcomes: {}
+
+
+def on_ranks(run: Run, launcher: Launcher, check: CheckCases, *, deadline_s: float) -> Iterator[Outcome]:
+    """Runs cases on ranks that stay up from case to case, and are started again after a case that ended them."""
+    left = list(run.numbers)
+    while left:
+        try:
+            with launcher.start(run.num_ranks, run.device) as job:
+                stream = job.stream(check, tuple(left), run.seed, run.device, deadline_s=run.seconds(deadline_s))
+                for results in stream:
+                    yield merged(left.pop(0), results)
+        except JobFailure as failure:
+            if not left:
+                raise  # the ranks could not end
+            yield Outcome(left.pop(0), float("nan"), [str(failure)])
+
+
+def merged(case: int, results: Iterable[tuple[float, list[str], dict[str, Any]]]) -> Outcome:
+    """One outcome from what the ranks found: the slowest rank's time, all problems, facts as lists over ranks."""
+    results = list(results)
+    names = list(dict.fromkeys(name for _, _, facts in results for name in facts))
+    return Outcome(
+        case,
+        max(ms for ms, _, _ in results),
+        [f"rank {rank}: {text}" for rank, (_, problems, _) in enumerate(results) for text in problems],
+        {name: [facts.get(name) for _, _, facts in results] for name in names},
+    )
+
+
+def execute(name: str, suite: Suite, run: Run, launcher: Launcher, *, command: str) -> dict[str, Any]:
+    """Runs the cases and makes the record: counts, times, the failures in full, and where it ran."""
+    start, outcomes, failed = time.monotonic(), [], []
+    for outcome in suite.run(run, launcher):
+        outcomes.append(outcome)
+        if outcome.problems:
+            failed.append(outcome)
+            print(f"{name} case {outcome.case}: " + "\n  ".join(outcome.problems)[:6000], flush=True)
+        if len(failed) >= MAX_FAILURES:
+            print(f"{name}: stopped after {MAX_FAILURES} failures", flush=True)
+            break
+    wall_s = time.monotonic() - start
+    with launcher.start(1, run.device) as job:
+        (facts,) = job.run(describe, run.device, deadline_s=120.0)
+    return {
+        "suite": name,
+        "device": run.device,
+        "ranks": run.num_ranks,
+        "seed": run.seed,
+        "cases_wanted": len(run.numbers),
+        "cases_run": len(outcomes),
+        "cases_failed": len(failed),
+        "case_ms": percentiles([outcome.ms for outcome in outcomes]),
+        "wall_s": round(wall_s, 1),
+        **suite.summarize(outcomes),
+        "failures": [asdict(outcome) for outcome in failed],
+        **facts,
+        "command": command,
+    }
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float | None]:
+    """p50, p99 and the largest of the values that are numbers."""
+    known = np.array([value for value in values if not np.isnan(value)])
+    if not known.size:
+        return {"p50": None, "p99": None, "max": None}
+    marks = {"p50": np.quantile(known, 0.5), "p99": np.quantile(known, 0.99), "max": known.max()}
+    return {name: round(float(value), 3) for name, value in marks.items()}
+
+
+def describe(rank: int, num_ranks: int, device: str) -> Iterator[dict[str, Any]]:
+    """Where and with what a run is made; on a rank, because it may touch the GPU."""
+    yield machine(torch.device(device))
+
+
+def check_on(job: Job, check: CheckCases, run: Run, *, deadline_s: float) -> list[Outcome]:
+    """Outcomes of all cases of a run on a job that is there already."""
+    stream = job.stream(check, run.numbers, run.seed, run.device, deadline_s=run.seconds(deadline_s))
+    return [merged(number, results) for number, results in zip(run.numbers, stream, strict=True)]

@@ -1,0 +1,343 @@
+"""Discrete weights and gradients that lie like a packed tensor are handed to the kernels as one; others as a table."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from grouped_cases import (
+    TINY,
+    Case,
+    assert_near_oracle,
+    assert_same_bits,
+    assert_same_results,
+    linear_inputs,
+    linear_oracle,
+    make_inputs,
+    make_linear,
+    mlp_oracle,
+    run,
+)
+from torch import nn
+
+from symmoe import GroupedLinear, GroupedMLP
+from symmoe.errors import ArgumentError
+from symmoe.kernels import twin
+from symmoe.kernels.table import TensorTable
+from symmoe.moe.adjacent import lay_side_by_side, packed_view
+
+G = TINY.num_groups
+
+
+def kinds(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, list[str]]:
+    """How the kernels of these names will be given matrices: "packed" or "table", by name."""
+    seen: dict[str, list[str]] = {name: [] for name in names}
+    position = {"grouped_gemm_wgrad": 3}
+
+    def spy(name: str) -> Callable[..., object]:
+        kernel = getattr(twin, name)
+
+        def recording(*args: object, **kwargs: object) -> object:
+            matrices = args[position.get(name, 1)]
+            seen[name].append("table" if isinstance(matrices, TensorTable) else "packed")
+            assert isinstance(matrices, TensorTable) or matrices.is_contiguous()
+            return kernel(*args, **kwargs)
+
+        return recording
+
+    for name in names:
+        monkeypatch.setattr(twin, name, spy(name))
+    return seen
+
+
+def scatter(layer: GroupedLinear) -> None:
+    """Every weight into memory of its own."""
+    for weight in layer.weight_parameters():
+        weight.data = weight.data.clone()
+
+
+def descend(layer: GroupedLinear) -> None:
+    """Side by side, but the last one first: as Megatron's buffers hold parameters that were registered in order."""
+    weights = layer.weight_parameters()
+    whole = torch.stack([weight.data for weight in reversed(weights)])
+    for weight, part in zip(reversed(weights), whole, strict=True):
+        weight.data = part
+
+
+def leave_gaps(layer: GroupedLinear) -> None:
+    """At equal distances, but not one after the other."""
+    weights = layer.weight_parameters()
+    whole = torch.stack([part for weight in weights for part in (weight.data, torch.full_like(weight, 7.0))])
+    for weight, part in zip(weights, whole[::2], strict=True):
+        weight.data = part
+
+
+def move_one(layer: GroupedLinear) -> None:
+    """All in place but one in the middle."""
+    layer.weight2.data = layer.weight2.data.clone()
+
+
+def join_others(layer: GroupedLinear) -> None:
+    """Into the middle of a larger storage, as trainers' buffers are."""
+    weights = layer.weight_parameters()
+    whole = torch.cat([torch.zeros(64), *(weight.data.flatten() for weight in weights), torch.zeros(64)])
+    size = weights[0].numel()
+    for g, weight in enumerate(weights):
+        weight.data = whole[64 + g * size : 64 + (g + 1) * size].view(weight.shape)
+
+
+MOVES = {
+    "table": (scatter, descend, leave_gaps, move_one),
+    "packed": (lambda layer: None, join_others, lambda layer: layer.to(torch.float64).to(torch.float32)),
+}
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize(("kind", "move"), [(kind, move) for kind, moves in MOVES.items() for move in moves])
+def test_linear_is_given_what_the_weights_are(monkeypatch, kind, move, main_grad):
+    """And the bits are those of a packed weight either way."""
+    case = Case(main_grad=main_grad, buffers=())
+    inputs = linear_inputs(case)
+    packed = make_linear(case, inputs.w1, inputs.b1)
+    want = run(lambda x, scale: packed(x, inputs.splits), {"fc": packed}, inputs, case)
+    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    move(layer)
+    seen = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
+    got = run(lambda x, scale: layer(x, inputs.splits), {"fc": layer}, inputs, case)
+    assert seen == {"grouped_gemm": [kind], "grouped_gemm_dgrad": [kind]}
+    assert_same_results(got, want, TINY)
+    assert_near_oracle(got, linear_oracle(inputs, case), case, TINY)
+
+
+def test_weights_that_move_between_forward_and_backward(monkeypatch):
+    case = Case(buffers=())
+    inputs = linear_inputs(case)
+    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    seen = kinds(monkeypatch, "grouped_gemm", "grouped_gemm_dgrad")
+    x = inputs.x.clone().requires_grad_()
+    y = layer(x, inputs.splits)
+    scatter(layer)
+    y.backward(inputs.d_y)
+    first, x.grad = x.grad, None
+    layer(x, inputs.splits).backward(inputs.d_y)
+    assert_same_bits(x.grad[: TINY.num_used], first[: TINY.num_used])
+    assert seen["grouped_gemm"] == ["packed", "table"]
+    assert seen["grouped_gemm_dgrad"][1] == "table"
+
+
+@pytest.mark.parametrize("moved", [(), ("fc1",), ("fc2",), ("fc1", "fc2")], ids=str)
+def test_layers_of_an_mlp_are_looked_at_one_by_one(monkeypatch, moved):
+    case = Case(buffers=())
+    inputs = make_inputs(case)
+    model = GroupedMLP(G, TINY.hidden, TINY.ffn)
+    model.fc1, model.fc2 = (
+        make_linear(case, *values, weights="discrete") for values in ((inputs.w1, inputs.b1), (inputs.w2, inputs.b2))
+    )
+    layers = {"fc1": model.fc1, "fc2": model.fc2}
+    for name in moved:
+        scatter(layers[name])
+    seen = kinds(monkeypatch, "grouped_gemm_act", "grouped_gemm", "grouped_gemm_dact", "grouped_gemm_dgrad")
+    ran = run(lambda x, scale: model(x, inputs.splits, scale), layers, inputs, case)
+    of = {name: ["table" if name in moved else "packed"] for name in layers}
+    assert seen == {
+        "grouped_gemm_act": of["fc1"],
+        "grouped_gemm": of["fc2"],
+        "grouped_gemm_dact": of["fc2"],
+        "grouped_gemm_dgrad": of["fc1"],
+    }
+    assert_near_oracle(ran, mlp_oracle(inputs, case), case, TINY)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("where", ["fresh", "side by side", "anywhere", "descending"])
+def test_gradients_are_written_as_they_lie(monkeypatch, where, delayed):
+    case = Case(main_grad=where != "fresh", delayed=delayed, buffers=())
+    inputs = linear_inputs(case)
+    packed, layer = (make_linear(case, inputs.w1, inputs.b1, weights=form) for form in ("packed", "discrete"))
+    whole = torch.full((G, *layer.weight0.shape), 0.5)
+    if where in ("side by side", "descending"):
+        order = layer.weight_parameters()
+        for weight, part in zip(order if where == "side by side" else reversed(order), whole, strict=True):
+            weight.main_grad = part
+    elif where == "anywhere":
+        layer.weight2.main_grad = torch.full_like(layer.weight2, 0.5)
+    seen = kinds(monkeypatch, "grouped_gemm_wgrad")
+    want, got = (
+        run(lambda x, scale, each=each: each(x, inputs.splits), {"fc": each}, inputs, case, finish=each.backward_dw)
+        for each in (packed, layer)
+    )
+    assert seen["grouped_gemm_wgrad"] == ["packed", "packed" if where in ("fresh", "side by side") else "table"]
+    assert_same_results(got, want, TINY)
+
+
+def test_main_grad_of_a_frozen_weight_among_others_is_not_written(monkeypatch):
+    case = Case(main_grad=True, buffers=())
+    inputs = linear_inputs(case)
+    layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
+    whole = torch.zeros(G, *layer.weight0.shape)
+    for weight, part in zip(layer.weight_parameters(), whole, strict=True):
+        weight.main_grad = part
+    layer.weight2.requires_grad_(False)
+    seen = kinds(monkeypatch, "grouped_gemm_wgrad")
+    layer(inputs.x, inputs.splits).backward(inputs.d_y)
+    assert seen["grouped_gemm_wgrad"] == ["table"]
+    assert not whole[2].any()
+    assert whole[0].any()
+    assert whole[3].any()
+
+
+# -- where weights come to lie ----------------------------------------------------------------------------------------
+
+
+def pickled(layer: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(layer))
+
+
+def saved(layer: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def loaded(layer: nn.Module) -> nn.Module:
+    other = GroupedLinear(G, 8, 16, weights="discrete")
+    other.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()})
+    return other
+
+
+def assigned(layer: nn.Module) -> nn.Module:
+    other = GroupedLinear(G, 8, 16, weights="discrete", device="meta")
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    other.load_state_dict(state, assign=True)
+    return other
+
+
+def from_meta(layer: nn.Module) -> nn.Module:
+    other = GroupedLinear(G, 8, 16, weights="discrete", device="meta").to_empty(device="cpu")
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+@pytest.mark.parametrize(
+    ("way", "stays"),
+    [
+        (lambda layer: layer, True),
+        (lambda layer: layer.to("cpu"), True),
+        (lambda layer: layer.to(torch.bfloat16).float(), True),
+        (lambda layer: nn.ModuleList([layer]).double().float()[0], True),
+        (lambda layer: layer.share_memory(), True),
+        (loaded, True),
+        (saved, True),
+        (from_meta, True),
+        (pickled, None),  # as the version of torch has it
+        (copy.deepcopy, None),
+        (assigned, False),
+    ],
+    ids=["new", "to", "dtype", "parent", "share_memory", "loaded", "saved", "meta", "pickle", "deepcopy", "assigned"],
+)
+def test_ways_that_weights_take(way, stays):
+    torch.manual_seed(0)
+    layer = GroupedLinear(G, 8, 16, weights="discrete")
+    with torch.no_grad():
+        for weight in layer.weight_parameters():  # that bf16 can hold
+            weight.copy_(torch.randint(-8, 8, weight.shape))
+    layer.bias.data.zero_()
+    x = torch.randn(12, 8)
+    want = layer(x, [3, 0, 2, 7])
+    after = way(layer)
+    assert_same_bits(after(x, [3, 0, 2, 7]), want)
+    if stays is not None:
+        assert (packed_view(after.weight_parameters()) is not None) == stays
+
+
+def test_what_does_not_move_stays_in_a_trainers_buffer():
+    """A `.to()` that changes nothing must not take parameters out of the buffer that an optimizer writes to."""
+    layer = GroupedLinear(G, 8, 16, weights="discrete")
+    descend(layer)
+    buffer = layer.weight3.untyped_storage().data_ptr()
+    layer.to("cpu").float()
+    assert {weight.untyped_storage().data_ptr() for weight in layer.weight_parameters()} == {buffer}
+    scatter(layer)
+    places = [weight.data_ptr() for weight in layer.weight_parameters()]
+    layer.to("cpu").float()
+    assert [weight.data_ptr() for weight in layer.weight_parameters()] == places
+
+
+def test_optimizers_keep_their_parameters():
+    layer = GroupedLinear(G, 8, 16, weights="discrete")
+    before = layer.weight_parameters()
+    layer.to(torch.float64)
+    assert all(old is new for old, new in zip(before, layer.weight_parameters(), strict=True))
+    assert all(weight.is_leaf and weight.requires_grad and weight.is_expert for weight in before)
+
+
+# -- packed_view ------------------------------------------------------------------------------------------------------
+
+
+def test_packed_view_is_the_same_memory_without_history():
+    whole = torch.randn(3, 4, 8)
+    matrices = [nn.Parameter(part) for part in whole]
+    view = packed_view(matrices)
+    assert (view.data_ptr(), tuple(view.shape), view.stride()) == (whole.data_ptr(), (3, 4, 8), (32, 8, 1))
+    assert torch.equal(view, whole)
+    assert not view.requires_grad
+    assert view.grad_fn is None
+    part = packed_view(matrices[1:])
+    assert torch.equal(part, whole[1:])
+    assert torch.equal(packed_view(matrices[2:]), whole[2:])
+
+
+def test_neighbours_in_different_storages_are_not_packed():
+    """Nothing would keep the second alive as long as a view over the first one's storage."""
+    memory = bytearray(2 * 4 * 8 * 4 + 64)
+    offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 16
+    parts = [torch.frombuffer(memory, dtype=torch.float32, count=32, offset=offset + 128 * i) for i in range(2)]
+    matrices = [part.view(4, 8) for part in parts]
+    assert matrices[1].data_ptr() == matrices[0].data_ptr() + matrices[0].nbytes
+    assert packed_view(matrices) is None
+    whole = torch.frombuffer(memory, dtype=torch.float32, count=64, offset=offset).view(2, 4, 8)
+    assert packed_view(list(whole)) is not None
+
+
+@pytest.mark.parametrize(
+    "matrices",
+    [
+        lambda whole: [whole[1], whole[0]],
+        lambda whole: [whole[0], whole[2]],
+        lambda whole: [whole[0], whole[0]],
+        lambda whole: [whole[0], whole[1], whole[1]],
+        lambda whole: [whole[0].t(), whole[1].t()],
+        lambda whole: [part[:, :4] for part in whole],
+        lambda whole: list(whole.flatten()[1:65].view(2, 4, 8)),
+        lambda whole: [whole[0], torch.empty(4, 8, device="meta")],
+    ],
+    ids=["descending", "gap", "same", "repeated", "transposed", "columns", "misaligned", "meta"],
+)
+def test_what_is_not_packed(matrices):
+    assert packed_view(matrices(torch.zeros(3, 4, 8))) is None
+
+
+def test_errors_are_those_of_tables():
+    """Weights that kernels cannot take at all raise as before."""
+    layer = GroupedLinear(G, 8, 16, weights="discrete")
+    layer.weight1.data = torch.zeros(8, 16).t()
+    with pytest.raises(ArgumentError, match="strides"):
+        layer(torch.zeros(4, 8), [1, 1, 1, 1])
+
+
+def test_only_plain_parameters_alike_are_laid_side_by_side():
+    mixed = [nn.Parameter(torch.zeros(4, 8)), nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))]
+    places = [parameter.data_ptr() for parameter in mixed]
+    lay_side_by_side(mixed)
+    assert [parameter.data_ptr() for parameter in mixed] == places
+    alike = [nn.Parameter(torch.full((4, 8), float(i))) for i in range(3)]
+    lay_side_by_side(alike)
+    assert torch.equal(packed_view(alike)[:, 0, 0], torch.arange(3.0))

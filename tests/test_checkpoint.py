@@ -1,0 +1,770 @@
+"""symmoe.checkpoint: the same bits with any number of ranks, typed errors on all of them, files in the right order."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+import torch.distributed as dist
+from cluster import Cluster
+from torch import nn
+
+import symmoe
+from symmoe.checkpoint import (
+    ExpertShard,
+    folder,
+    get_rng_state,
+    load,
+    load_checkpoint,
+    read_manifest,
+    save,
+    save_checkpoint,
+    set_rng_state,
+)
+from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredSlice, StoredTensor, parse, seal_of
+from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
+from symmoe.moe.grouped_linear import GroupedLinear
+from symmoe.moe.grouped_mlp import GroupedMLP
+
+EXPERTS, HIDDEN, FFN = 8, 16, 8
+FILE = "rank-00000-0000.safetensors"
+CONFIG = symmoe.MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=2, expert_bias=True, order="slot")
+Bits = dict[str, bytes]
+
+
+class Model(nn.Module):
+    """A dense part in half precision, an MoE layer with a shared expert, and a parameter that is a scalar."""
+
+    def __init__(self, heap: symmoe.SymmetricHeap, weights: str = "packed") -> None:
+        super().__init__()
+        self.dense = nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)
+        experts = GroupedMLP(EXPERTS // heap.num_ranks, HIDDEN, FFN, bias=True, weights=weights)
+        self.moe = symmoe.MoELayer(CONFIG, heap, experts=experts, shared_expert=nn.Linear(HIDDEN, HIDDEN))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def named(model: nn.Module, first: int) -> Iterator[tuple[str, int | None, torch.Tensor]]:
+    """Every tensor by the name it has whatever the ranks: (name, global expert or None, tensor of that expert)."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not getattr(tensor, "is_expert", False):
+            yield name, None, tensor
+            continue
+        layer, _, leaf = name.rpartition(".")
+        digits = leaf.removeprefix("weight")
+        if digits.isdigit():
+            yield f"{layer}.weight", first + int(digits), tensor
+        else:
+            yield from ((name, first + g, part) for g, part in enumerate(tensor))
+
+
+def draw(label: str, like: torch.Tensor) -> torch.Tensor:
+    """Values that follow from the label alone."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(label.encode()).digest()[:6], "little"))
+    return (torch.randn(like.shape, generator=generator) * 100).to(like.dtype)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, first: int, seed: int) -> None:
+    """Sets every tensor, and the moments of every parameter, to what they are in state `seed`."""
+    for name, expert, tensor in named(model, first):
+        tensor.copy_(draw(f"{seed}/{name}/{expert}", tensor))
+    if optimizer is None:
+        return
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = {"step": torch.tensor(seed + 0.5)}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[parameter][kind] = torch.empty_like(parameter)
+            fill_moment(moment, parameter, name, kind, first, seed)
+    for group in optimizer.param_groups:
+        group.update(lr=seed / 7, betas=(0.5, seed / 9))
+
+
+def fill_moment(moment: torch.Tensor, parameter: nn.Parameter, name: str, kind: str, first: int, seed: int) -> None:
+    if getattr(parameter, "is_expert", False):
+        leaf = name.rpartition(".")[2].removeprefix("weight")
+        rows = [moment] if leaf.isdigit() else list(moment)
+        name = name.removesuffix(leaf) if leaf.isdigit() else name
+        for g, row in enumerate(rows):
+            row.copy_(draw(f"{seed}/{name}/{kind}/{first + g + (int(leaf) if leaf.isdigit() else 0)}", row))
+    else:
+        moment.copy_(draw(f"{seed}/{name}/{kind}", moment))
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Bits:
+    """What this rank has, byte for byte."""
+    found = {name: raw(tensor) for name, tensor in model.state_dict().items()}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            for kind, value in optimizer.state[parameter].items():
+                found[f"{name}/{kind}"] = raw(value)
+        found["groups"] = repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]).encode()
+    return found
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def alone_or_world(num_ranks: int) -> dist.ProcessGroup:
+    return dist.group.WORLD if num_ranks > 1 else dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def build(heap: symmoe.SymmetricHeap, weights: str, seed: int) -> tuple[Model, torch.optim.Optimizer]:
+    model = Model(heap, weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    fill(model, optimizer, heap.rank * (EXPERTS // heap.num_ranks), seed)
+    return model, optimizer
+
+
+def save_on(rank: int, num_ranks: int, directory: str, weights: str, seed: int, **kwargs: Any) -> Bits:
+    group = alone_or_world(num_ranks)
+    with symmoe.SymmetricHeap(group, num_bytes=1 << 20, backend="host") as heap:
+        model, optimizer = build(heap, weights, seed)
+        path = save_checkpoint(
+            directory,
+            seed,
+            model=model,
+            optimizer=optimizer,
+            extra={"seed": seed},
+            rank_extra=rank,
+            group=group,
+            **kwargs,
+        )
+        assert path == Path(directory) / f"step-{seed:08d}"
+        return bits(model, optimizer)
+
+
+def load_on(rank: int, num_ranks: int, directory: str, weights: str, *, fresh: bool = False) -> tuple[Bits, Bits, Any]:
+    """What is loaded into a model of other values, what this rank should have then by the formula, and the rest."""
+    group = alone_or_world(num_ranks)
+    with symmoe.SymmetricHeap(group, num_bytes=1 << 20, backend="host") as heap:
+        model, optimizer = build(heap, weights, 999)
+        if fresh:
+            optimizer.state.clear()
+        result = load_checkpoint(directory, model=model, optimizer=optimizer, group=group)
+        expected = build(heap, weights, result.step)
+        return bits(model, optimizer), bits(*expected), dataclasses.asdict(result)
+
+
+ROUTES = [(source, target, "packed", "packed") for source, target in ((4, 2), (2, 1), (1, 4), (2, 4), (2, 2))]
+ROUTES += [(4, 2, "discrete", "packed"), (1, 4, "packed", "discrete")]
+
+
+@pytest.mark.parametrize(("source", "target", "written", "read"), ROUTES)
+def test_every_bit_survives_the_change_of_ranks(
+    cluster: Callable[..., Cluster], tmp_path: Path, source: int, target: int, written: str, read: str
+):
+    saved = cluster(source).run(save_on, str(tmp_path), written, 3)
+    assert len({mine["moe.router.weight"] for mine in saved}) == 1
+    for rank, (found, expected, rest) in enumerate(
+        cluster(target).run(load_on, str(tmp_path), read, fresh=target == 2)
+    ):
+        assert found == expected
+        assert len(found) > 40
+        assert rest == {"step": 3, "extra": {"seed": 3}, "rank_extra": rank if source == target else None}
+    manifest = read_manifest(tmp_path)
+    assert (manifest.num_ranks, manifest.ep_size) == (source, source)
+    fc1 = manifest.tensors["model.moe.experts.fc1.weight"]
+    assert (fc1.shape, len(fc1.slices)) == ((EXPERTS, 2 * FFN, HIDDEN), source)
+    # What all ranks have is written once.
+    needed = sum(tensor_bytes(tensor) for tensor in manifest.tensors.values())
+    assert needed < sum(file.bytes for file in manifest.files.values()) < needed + 16384 * source
+    assert len(manifest.tensors["model.dense.weight"].slices) == 1
+
+
+def tensor_bytes(tensor: StoredTensor) -> int:
+    return torch.Size(tensor.shape).numel() * {"F32": 4, "BF16": 2, "I64": 8}[tensor.dtype]
+
+
+def replicas_of_experts(rank: int, num_ranks: int, directory: str) -> tuple[Bits, Bits]:
+    """Two EP groups of two: each expert has two holders."""
+    ep = 2
+    groups = [dist.new_group([first, first + 1]) for first in range(0, num_ranks, ep)]
+    with symmoe.SymmetricHeap(groups[rank // ep], num_bytes=1 << 20, backend="host") as heap:
+        model, optimizer = build(heap, "packed", 5)
+        save_checkpoint(directory, 5, model=model, optimizer=optimizer)
+        other, other_optimizer = build(heap, "packed", 6)
+        load_checkpoint(directory, model=other, optimizer=other_optimizer)
+        return bits(model, optimizer), bits(other, other_optimizer)
+
+
+def test_experts_with_replicas_are_written_once(cluster: Callable[..., Cluster], tmp_path: Path):
+    for saved, found in cluster(4).run(replicas_of_experts, str(tmp_path)):
+        assert saved == found
+    manifest = read_manifest(tmp_path)
+    assert manifest.ep_size == 2
+    assert len(manifest.tensors["model.moe.experts.fc2.weight"].slices) == 2
+    # Writing is shared out: nobody writes more than a third of it.
+    sizes = [sum(f.bytes for n, f in manifest.files.items() if n.startswith(f"rank-{r:05d}")) for r in range(4)]
+    assert max(sizes) < sum(sizes) / 3
+
+
+def disagree(rank: int, num_ranks: int, directory: str, case: str) -> str:
+    tensors = {"x": torch.arange(4.0), "e": ExpertShard(tensor=torch.ones(2, 3), start=2 * rank, num_experts=4)}
+    arguments: dict[str, Any] = {"extra": None, "rank_extra": None}
+    if rank == 1:
+        if case == "a bit":
+            tensors["x"].view(torch.int32)[2] ^= 1
+        elif case == "extra":
+            arguments["extra"] = 1
+        elif case == "not JSON":
+            arguments["rank_extra"] = {1, 2}
+        elif case == "a dtype":
+            tensors["x"] = tensors["x"].double()
+        elif case == "an expert":
+            tensors["e"] = ExpertShard(tensor=torch.ones(1, 3), start=3, num_experts=4)
+        elif case == "twice":
+            tensors["e"] = ExpertShard(tensor=torch.ones(3, 3), start=1, num_experts=4)
+        elif case == "no tensor":
+            tensors["x"] = "x"
+        elif case == "disk":
+            folder_write, folder.write = folder.write, broken
+    try:
+        save_checkpoint(directory, 1 + (rank if case == "step" else 0), model=tensors, **arguments)
+    except SymmoeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if case == "disk" and rank == 1:
+            folder.write = folder_write
+    return "saved"
+
+
+def broken(path: Path, data: bytes) -> None:
+    path.write_bytes(data[: len(data) // 2])
+    raise OSError(28, "No space left on device", str(path))
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    {
+        "a bit": "CheckpointError: on rank 0: model.x differs between rank 0 and rank 1",
+        "extra": "CheckpointError: on rank 0: extra differs between rank 0 and rank 1",
+        "step": "CheckpointError: on rank 0: step differs",
+        "not JSON": "ArgumentError: on rank 1: rank_extra is not fit for JSON",
+        "a dtype": "CheckpointError: on rank 0: model.x is ('F64', (4,)) on rank 1",
+        "an expert": "CheckpointError: on rank 0: model.e is not whole over the ranks that save together: rows 2 to 2",
+        "twice": "rows 1 to 1 are there twice",
+        "no tensor": "ArgumentError: on rank 1: model.x is of type str",
+        "disk": "CheckpointError: on rank 1: OSError: [Errno 28] No space left on device",
+    }.items(),
+)
+def test_one_ranks_problem_is_every_ranks_error(cluster: Callable[..., Cluster], tmp_path: Path, case: str, text: str):
+    cluster(2).run(disagree, str(tmp_path), "nothing")
+    before = tree(tmp_path)
+    errors = cluster(2).run(disagree, str(tmp_path), case)
+    assert errors[0] == errors[1]
+    assert text in errors[0]
+    assert tree(tmp_path) == before  # nothing is left of it
+    assert cluster(2).run(disagree, str(tmp_path), "nothing") == ["saved"] * 2
+
+
+def tree(directory: Path) -> Bits:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def save_experts(rank: int, num_ranks: int, directory: str) -> None:
+    save_checkpoint(
+        directory, 1, model={"e": ExpertShard(tensor=torch.full((2, 3), rank), start=2 * rank, num_experts=8)}
+    )
+
+
+def test_a_rank_opens_no_file_that_it_needs_nothing_of(
+    cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cluster(4).run(save_experts, str(tmp_path))
+    opened = []
+
+    def recorded(path: Path, **kwargs: Any) -> Any:
+        opened.append(path.name)
+        return safetensors.safe_open(path, **kwargs)
+
+    monkeypatch.setattr(load, "safe_open", recorded)
+    found = torch.full((4, 3), -1)
+    load_checkpoint(tmp_path, model={"e": ExpertShard(tensor=found, start=3, num_experts=8)})
+    assert found.tolist() == [[1] * 3, [2] * 3, [2] * 3, [3] * 3]
+    assert set(opened) == {f"rank-{rank:05d}-0000.safetensors" for rank in (1, 2, 3)}
+
+
+# --- one process ---
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    return {
+        "a": {"weight": draw(f"{seed}/a", torch.empty(5, 3)), "none": torch.empty(0, 3)},
+        "experts": ExpertShard(tensor=draw(f"{seed}/e", torch.empty(4, 2)), start=0, num_experts=4),
+        "scalar": torch.tensor(seed, dtype=torch.int64),
+    }
+
+
+def flat(tensors: dict[str, Any]) -> Bits:
+    return {
+        "weight": raw(tensors["a"]["weight"]),
+        "experts": raw(tensors["experts"].tensor),
+        "scalar": raw(tensors["scalar"]),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with steps 1 and 2."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, model=state(step))
+    return tmp_path
+
+
+def newest(directory: Path, step: int | None = None) -> int:
+    """The step that is loaded, of which every bit is right."""
+    tensors = state(99)
+    result = load_checkpoint(directory, model=tensors, step=step)
+    assert flat(tensors) == flat(state(result.step))
+    return result.step
+
+
+def test_files_are_the_owners_alone(saved: Path):
+    old = os.umask(0)
+    try:
+        save_checkpoint(saved / "deep" / "er", 1, model=state())
+    finally:
+        os.umask(old)
+    for path in (saved / "deep" / "er").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert stat.S_IMODE((saved / "deep" / "er").stat().st_mode) == 0o700
+
+
+def test_a_step_can_be_saved_again_and_old_ones_pruned(saved: Path):
+    save_checkpoint(saved, 2, model=state(2), extra="again")
+    assert read_manifest(saved).extra == "again"
+    save_checkpoint(saved, 5, model=state(5))
+    save_checkpoint(saved, 3, model=state(3), keep_last=2)
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "latest",
+        "step-00000002",
+        "step-00000003",
+        "step-00000005",  # of a later step: not ours to delete
+    ]
+    assert newest(saved) == 3
+    assert newest(saved, 5) == 5
+    save_checkpoint(saved, 9, model=state(9), keep_last=1)
+    assert sorted(path.name for path in saved.iterdir()) == ["latest", "step-00000009"]
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, 1.5, True])
+def test_wrong_arguments(tmp_path: Path, keep_last: Any):
+    with pytest.raises(ArgumentError, match="keep_last"):
+        save_checkpoint(tmp_path, 1, model=state(), keep_last=keep_last)
+    for step in (-1, 10**8, 1.0, True):
+        with pytest.raises(ArgumentError, match="step"):
+            save_checkpoint(tmp_path, step, model=state())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"step-0000", b"../../etc/passwd\n", b"\xff" * 79, b"step-00000002 " + b"0" * 64 + b"\n"]
+)
+def test_latest_missing_or_torn_means_the_newest_complete_step(
+    saved: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+):
+    assert newest(saved) == 2
+    assert not caplog.records
+    (saved / "latest").unlink()
+    if content is not None:
+        (saved / "latest").write_bytes(content)
+    (saved / "step-00000003").mkdir()  # not complete
+    shutil.copytree(saved / "step-00000002", saved / "step-00000004")
+    next((saved / "step-00000004").glob("*.safetensors")).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert newest(saved) == 2
+    assert "the newest complete checkpoint" in caplog.text
+    assert "step-00000003 is passed over" in caplog.text
+
+
+def test_latest_of_a_deleted_checkpoint(saved: Path, caplog: pytest.LogCaptureFixture):
+    shutil.rmtree(saved / "step-00000002")
+    assert newest(saved) == 1
+    assert "names step-00000002, which is not there" in caplog.text
+    shutil.rmtree(saved / "step-00000001")
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        newest(saved)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has steps"):
+        newest(saved, 7)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        newest(saved / "nowhere")
+
+
+def test_what_a_killed_save_left_is_cleaned_by_the_next(saved: Path):
+    (saved / ".step-00000003.0123abcd.tmp").mkdir()
+    (saved / ".step-00000003.0123abcd.tmp" / "rank-00000-0000.safetensors").write_bytes(b"half")
+    (saved / ".latest.0123abcd.tmp").write_bytes(b"half")
+    (saved / "notes.tmp").write_bytes(b"not ours")
+    assert newest(saved) == 2
+    # Killed between the two renames of a step that was saved again.
+    (saved / "step-00000002").rename(saved / "step-00000002.replaced")
+    assert newest(saved) == 2
+    assert newest(saved, 2) == 2
+    save_checkpoint(saved, 3, model=state(3))
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "latest",
+        "notes.tmp",
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
+    assert newest(saved, 2) == 2
+    # Killed before the replaced one was deleted.
+    shutil.copytree(saved / "step-00000003", saved / "step-00000003.replaced")
+    save_checkpoint(saved, 4, model=state(4))
+    assert not list(saved.glob("*.replaced"))
+
+
+def test_everything_is_on_disk_before_it_gets_its_name(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    """The order of writes, fsyncs and renames, as the system sees them. A power cut keeps no order but this one."""
+    events: list[tuple[str, str]] = []
+
+    def name(file: int | str | Path) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file).name
+
+    def spy(call: str) -> None:
+        real = getattr(os, call)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            events.append((call, name(args[0])))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, call, recorded)
+
+    for call in ("write", "fsync", "rename"):
+        spy(call)
+    save_checkpoint(saved, 3, model=state(3))
+    unfinished = next(n for call, n in events if call == "rename" and n.startswith(".step"))
+    pointer = next(n for call, n in events if call == "rename" and n.startswith(".latest"))
+    order = [event for i, event in enumerate(events) if i == 0 or event != events[i - 1]]
+    files = (FILE, "manifest.json", "manifest.json.sha256")
+    assert order == [
+        ("fsync", saved.name),
+        *[(call, file) for file in files for call in ("write", "fsync")],
+        ("fsync", unfinished),
+        ("rename", unfinished),
+        ("fsync", saved.name),
+        ("write", pointer),
+        ("fsync", pointer),
+        ("rename", pointer),
+        ("fsync", saved.name),
+    ]
+
+
+def test_nothing_is_overwritten_or_followed(tmp_path: Path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / "link").symlink_to(victim)
+    for path in (victim, tmp_path / "link"):
+        with pytest.raises(OSError, match="exists"):
+            folder.write(path, b"x")
+    assert victim.read_bytes() == b"precious"
+
+
+def test_every_flipped_bit_is_caught(saved: Path):
+    """A fast slice over every kind of file; tests/reliability/checkpoint_kills.py does more of it."""
+    draw_ = random.Random(0)
+    for path in sorted((saved / "step-00000002").iterdir()):
+        whole = path.read_bytes()
+        for position in {0, len(whole) - 1, *(draw_.randrange(len(whole)) for _ in range(20))}:
+            flipped = bytearray(whole)
+            flipped[position] ^= 1 << draw_.randrange(8)
+            path.write_bytes(flipped)
+            tensors = state(99)
+            with pytest.raises(CheckpointError, match=path.name):
+                load_checkpoint(saved, model=tensors)
+            assert flat(tensors) == flat(state(99))
+        for cut in (whole[:-1], whole + b"\0", b""):
+            path.write_bytes(cut)
+            with pytest.raises(CheckpointError, match=path.name):
+                load_checkpoint(saved, model=state(99))
+        path.unlink()
+        with pytest.raises(CheckpointError, match=path.name):
+            load_checkpoint(saved, model=state(99))
+        path.symlink_to(saved / "step-00000001" / path.name)
+        with pytest.raises(CheckpointError, match=path.name):
+            load_checkpoint(saved, model=state(99))
+        path.unlink()
+        path.write_bytes(whole)
+    assert newest(saved) == 2
+
+
+def test_a_link_is_no_file_of_a_checkpoint(saved: Path):
+    path = saved / "step-00000002" / FILE
+    path.rename(saved / "elsewhere")
+    path.symlink_to(saved / "elsewhere")
+    with pytest.raises(CheckpointError, match="is no plain file"):
+        newest(saved)
+
+
+def change(tensors: dict[str, Any], case: str) -> None:
+    if case == "missing":
+        tensors["new"] = torch.ones(1)
+    elif case == "unexpected":
+        del tensors["a"]["weight"]
+    elif case == "shape":
+        tensors["a"]["weight"] = torch.empty(5, 4)
+    elif case == "dtype":
+        tensors["scalar"] = torch.tensor(0)
+        tensors["a"]["weight"] = torch.empty(5, 3, dtype=torch.float16)
+    elif case == "experts":
+        tensors["experts"] = ExpertShard(tensor=torch.empty(4, 2), start=0, num_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    {
+        "missing": "has no model.new",
+        "unexpected": "has model.a.weight, which the model has not",
+        "shape": r"model.a.weight is F32 \[5, 3\] in .* and F32 \[5, 4\] in the model",
+        "dtype": r"model.a.weight is F32 \[5, 3\] in .* and F16",
+        "experts": r"model.experts is F32 \[4, 2\] in .* and F32 \[8, 2\]",
+    }.items(),
+)
+def test_another_model_is_refused_untouched(saved: Path, case: str, text: str):
+    tensors = state(99)
+    change(tensors, case)
+    before = [raw(t) for t in (tensors["scalar"], tensors["experts"].tensor)]
+    with pytest.raises(CheckpointError, match=text):
+        load_checkpoint(saved, model=tensors)
+    assert [raw(t) for t in (tensors["scalar"], tensors["experts"].tensor)] == before
+
+
+def tamper(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a manifest as somebody would who can seal it again."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    edit(manifest)
+    data = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(data)
+    (path / "manifest.json.sha256").write_bytes(seal_of(data))
+
+
+def first_slice(manifest: dict[str, Any], key: str) -> dict[str, Any]:
+    return manifest["tensors"][key]["slices"][0]
+
+
+def rename_file(manifest: dict[str, Any], name: str) -> None:
+    manifest["files"][name] = manifest["files"].pop(FILE)
+    for tensor in manifest["tensors"].values():
+        for piece in tensor["slices"]:
+            piece["file"] = name
+
+
+def make_huge(manifest: dict[str, Any]) -> None:
+    manifest["tensors"]["model.a.weight"]["shape"] = [1 << 50, 3]
+    first_slice(manifest, "model.a.weight")["length"] = 1 << 50
+
+
+def move_key(manifest: dict[str, Any]) -> None:
+    manifest["tensors"]["model.elsewhere"] = manifest["tensors"].pop("model.scalar")
+
+
+def half_a_tensor(manifest: dict[str, Any]) -> None:
+    """The two halves would have names of their own in the file."""
+    piece = first_slice(manifest, "model.experts")
+    manifest["tensors"]["model.experts"]["slices"] = [piece | {"length": 2}, piece | {"start": 2, "length": 2}]
+
+
+TAMPERED = {
+    "format": lambda m: m.update(format="other"),
+    "version": lambda m: m.update(version=2),
+    "fields": lambda m: m.update(code="x"),
+    "a field less": lambda m: m.pop("files"),
+    "step": lambda m: m.update(step="2"),
+    "a name with a path": lambda m: rename_file(m, "../" + FILE),
+    "an absolute name": lambda m: rename_file(m, "/etc/passwd"),
+    "bytes": lambda m: m["files"][FILE].update(bytes=-1),
+    "true as a number": lambda m: m["files"][FILE].update(bytes=True),
+    "sha256": lambda m: m["files"][FILE].update(sha256="0"),
+    "dtype": lambda m: m["tensors"]["model.scalar"].update(dtype="object"),
+    "a file that is not there": lambda m: first_slice(m, "model.scalar").update(file="rank-00009-0000.safetensors"),
+    "shape": lambda m: m["tensors"]["model.scalar"].update(shape=[-1]),
+    "a huge shape": make_huge,
+    "no slices": lambda m: m["tensors"]["model.scalar"].update(slices=[]),
+    "missing rows": lambda m: first_slice(m, "model.a.weight").update(length=4),
+    "rows elsewhere": lambda m: first_slice(m, "model.a.weight").update(start=1),
+    "another key": move_key,
+    "names that are not in the file": half_a_tensor,
+    "another shape in the file": lambda m: m["tensors"]["model.a.weight"].update(shape=[5, 2]),
+    "rank_extra": lambda m: m.update(rank_extra=[]),
+    "nothing": lambda m: m.clear(),
+}
+
+
+@pytest.mark.parametrize("case", TAMPERED)
+def test_a_manifest_made_in_bad_faith_is_refused(saved: Path, case: str):
+    shutil.copy(saved / "step-00000002" / FILE, saved / FILE)  # "a name with a path" is that of a good file
+    tamper(saved / "step-00000002", TAMPERED[case])
+    tensors = state(99)
+    with pytest.raises(CheckpointError, match=r"step-00000002|model\."):
+        load_checkpoint(saved, model=tensors, step=2)
+    assert flat(tensors) == flat(state(99))
+
+
+def test_tampering_with_nothing_is_no_reason_to_refuse(saved: Path):
+    """The control of the test above."""
+    tamper(saved / "step-00000002", lambda m: m.update(extra="new"))
+    assert newest(saved, 2) == 2
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b"nul", b"1e999"])
+def test_bytes_that_are_no_manifest(data: bytes):
+    with pytest.raises(CheckpointError):
+        parse(data, Path("manifest.json"))
+
+
+def test_a_manifest_reads_as_it_was_written():
+    tensor = StoredTensor("F32", (4, 2), (StoredSlice(0, 4, "rank-00000-0000.safetensors"),))
+    manifest = Manifest(
+        step=1,
+        num_ranks=1,
+        ep_size=1,
+        files={"rank-00000-0000.safetensors": StoredFile(100, "0" * 64)},
+        tensors={"x": tensor},
+        optimizer=None,
+        extra={"a": [1, None, "ä"]},
+        rank_extra=[3],
+        written_by={"symmoe": "0"},
+    )
+    assert parse(manifest.to_bytes(), Path("m")) == manifest
+
+
+def test_tensors_go_into_files_of_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(save, "MAX_FILE_BYTES", 100)
+    tensors = {str(i): torch.full((4, i), float(i)) for i in range(1, 9)}  # of 16 to 128 bytes
+    save_checkpoint(tmp_path, 1, model=tensors)
+    manifest = read_manifest(tmp_path)
+    assert 4 <= len(manifest.files) < 8
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load_checkpoint(tmp_path, model=found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_memory_that_is_shared_or_strided(tmp_path: Path):
+    base = torch.arange(12.0).view(3, 4)
+    tensors = {"base": base, "transposed": base.t(), "part": base[:, 1:3], "tied": base}
+    save_checkpoint(tmp_path, 1, model=tensors)
+    found = {
+        name: torch.zeros(4, 3).t().contiguous() if name != "transposed" else torch.zeros(3, 4).t() for name in tensors
+    }
+    found["part"] = torch.zeros(3, 4)[:, 1:3]
+    load_checkpoint(tmp_path, model=found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+# --- optimizers ---
+
+
+def stepped(kind: str, seed: int, weights: str = "packed") -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(GroupedLinear(4, 8, 8, weights=weights), nn.Linear(8, 8))
+    make = {
+        "AdamW": lambda p: torch.optim.AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], amsgrad=True),
+        "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+        "Adafactor": lambda p: torch.optim.Adafactor(p),
+        "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+    }
+    optimizer = make[kind](list(model.parameters()))
+    step(model, optimizer, seed)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "plain SGD", "Adafactor", "tensor lr"])
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+def test_an_optimizer_goes_on_as_if_nothing_had_been(tmp_path: Path, kind: str, weights: str):
+    model, optimizer = stepped(kind, 1, weights)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 0.3  # as schedulers leave it
+    save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+    for _ in range(2):
+        step(model, optimizer, 5)
+    other, other_optimizer = stepped(kind, 2, weights)
+    load_checkpoint(tmp_path, model=other, optimizer=other_optimizer)
+    assert other_optimizer.param_groups[0]["initial_lr"] == 0.3
+    for _ in range(2):
+        step(other, other_optimizer, 5)
+    assert bits(other, other_optimizer) == bits(model, optimizer)
+    # The control: without the optimizer's state it goes elsewhere.
+    if kind != "plain SGD":
+        third, third_optimizer = stepped(kind, 2, weights)
+        load_checkpoint(tmp_path, model=third)
+        for _ in range(2):
+            step(third, third_optimizer, 5)
+        assert bits(third) != bits(model)
+
+
+def test_no_state_survives_that_the_checkpoint_has_not(tmp_path: Path):
+    model, optimizer = stepped("AdamW", 1)
+    optimizer.state.clear()
+    save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+    other, other_optimizer = stepped("AdamW", 2)
+    assert other_optimizer.state
+    load_checkpoint(tmp_path, model=other, optimizer=other_optimizer)
+    assert not other_optimizer.state
+
+
+def test_another_optimizer_is_refused(tmp_path: Path):
+    model, optimizer = stepped("AdamW", 1)
+    save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match="optimizer is 'AdamW', not 'SGD'"):
+        load_checkpoint(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(CheckpointError, match="has 2 groups; this one has 1"):
+        load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    first, *rest = model.parameters()
+    with pytest.raises(CheckpointError, match=r"group 0 .* other parameters"):
+        load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW([{"params": [first]}, {"params": rest}]))
+    with pytest.raises(ArgumentError, match="not in model"):
+        save_checkpoint(tmp_path, 2, model=model, optimizer=torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
+    save_checkpoint(tmp_path, 2, model=model)
+    with pytest.raises(CheckpointError, match="has no optimizer state"):
+        load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+
+
+def test_no_state_is_allocated_that_the_files_cannot_hold(tmp_path: Path):
+    model, optimizer = stepped("AdamW", 1)
+    save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+    before = bits(model, optimizer)
+
+    def edit(manifest: dict[str, Any]) -> None:
+        key = "optimizer.model.1.bias.step"
+        manifest["tensors"][key]["shape"] = [1 << 50]
+        first_slice(manifest, key)["length"] = 1 << 50
+
+    tamper(tmp_path / "step-00000001", edit)
+    with pytest.raises(CheckpointError, match=r"bytes is .* at least"):
+        load_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
+    assert bits(model, optimizer) == before
+
+
+def test_random_numbers_go_on():
+    state = json.loads(json.dumps(get_rng_state()))
+    expected = torch.rand(4), random.random(), random.gauss(0, 1)
+    set_rng_state(state)
+    found = torch.rand(4), random.random(), random.gauss(0, 1)
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+    for wrong in ({}, {"python": [3, [1], None], "torch": ""}, {**state, "torch": "!"}):
+        with pytest.raises(CheckpointError, match="random number"):
+            set_rng_state(wrong)

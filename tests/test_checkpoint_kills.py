@@ -1,0 +1,55 @@
+"""A fast slice of tests/reliability/checkpoint_kills.py, and proof that the suite notices what it is there for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("safetensors")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each takes one promise away from symmoe.checkpoint, in the launcher and the ranks that it forks.
+BROKEN = {
+    # The old checkpoint of a step that is saved again goes before the new one is there.
+    "kills": (
+        "prepare = folder.prepare\n"
+        "def broken(directory, step, token):\n"
+        "    shutil.rmtree(directory / folder.name_of(step), ignore_errors=True)\n"
+        "    prepare(directory, step, token)\n"
+        "folder.prepare = broken\n",
+        ["--kills", "12", "--flips", "0"],
+    ),
+    "flips": ("folder.check_content = lambda path, sha256: None\n", ["--kills", "0", "--flips", "20"]),
+}
+
+
+def run(prelude: str, *arguments: str, record: Path) -> tuple[int, dict]:
+    code = f"import shutil, sys\nfrom symmoe.checkpoint import folder\n{prelude}"
+    code += "from tests.reliability.checkpoint_kills import main\nsys.exit(main(sys.argv[1:]))\n"
+    command = [sys.executable, "-c", code, *arguments, "--json", str(record)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert record.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(record.read_text())
+
+
+def test_kills_and_flips(tmp_path: Path):
+    code, record = run("", "--kills", "5", "--flips", "20", record=tmp_path / "record.json")
+    assert (code, record["failures"]) == (0, [])
+    assert (record["kills"], record["flips"]) == (5, 20)
+    assert record["kills_that_hit"] >= 3
+    assert record["flips_outcomes"] == {"CheckpointError": 15, "newest state": 5}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_suite_fails_where_a_promise_is_broken(tmp_path: Path, what: str):
+    code, record = run(*BROKEN[what][:1], *BROKEN[what][1], record=tmp_path / "record.json")
+    assert code == 1
+    problems = " ".join(problem for failure in record["failures"] for problem in failure["problems"])
+    assert ("no complete checkpoint" if what == "kills" else "another state") in problems

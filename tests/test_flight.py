@@ -1,0 +1,267 @@
+"""Flight records: what they say has happened, in files for this user only; and `symmoe doctor` makes sense of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_heap import round_trip
+
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.cli import main
+from symmoe.errors import ArgumentError, PeerAborted, PeerError, PeerTimeout, SymmoeError
+from symmoe.kernels import control
+from symmoe.symm_mem.flight import FORMAT, MAX_FILES, NUM_CALLS
+
+H, K = 8, 2
+FOLDER = "SYMMOE_FLIGHT_DIR"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Does not exist yet."""
+    return tmp_path / "records"
+
+
+def open_recorded(folder: str | None, timeout_s: float) -> SymmetricHeap:
+    """A heap whose records go to the folder."""
+    if folder is not None:
+        os.environ[FOLDER] = folder
+    try:
+        return SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=timeout_s)
+    finally:
+        os.environ.pop(FOLDER, None)
+
+
+def new_plan(heap: SymmetricHeap):
+    """T differs from rank to rank: 3 + rank. Token t goes to experts t and t + 1 of one for each rank and one more."""
+    num_experts, num_tokens = 2 * heap.num_ranks, 3 + heap.rank
+    ids = (torch.arange(num_tokens)[:, None] + torch.arange(K)) % num_experts
+    return make_plan(ids, num_experts=num_experts, heap=heap)
+
+
+def expected_rows(rank: int, num_ranks: int) -> tuple[int, int]:
+    """(N, P) of a rank, counted one by one."""
+    num_rows = num_packed = 0
+    for source in range(num_ranks):
+        for token in range(3 + source):
+            here = [k for k in range(K) if (token + k) % (2 * num_ranks) // 2 == rank]
+            num_rows += len(here)
+            num_packed += bool(here)
+    return num_rows, num_packed
+
+
+def stay_away(rank: int, num_ranks: int, missing: int, folder: str | None, warm_up: int) -> dict:
+    """`missing` does not come to combine; what the others raise."""
+    heap = open_recorded(folder, 0.6)
+    for turn in range(warm_up):
+        assert round_trip(heap, turn)
+    plan = new_plan(heap)
+    before_s = time.time()
+    rows, _ = dispatch_tokens(torch.ones(3 + rank, H), plan)
+    facts: dict = {
+        "pid": os.getpid(),
+        "epoch": heap.epoch + 1,
+        "before_s": before_s,
+        "rows": expected_rows(rank, num_ranks),
+    }
+    if rank != missing:
+        try:
+            combine_tokens(rows, plan)
+        except PeerTimeout as error:
+            facts |= {"text": str(error), "flight": error.flight, "rank": error.rank, "reported_by": error.reported_by}
+    dist.barrier()  # the missing one comes when all others have raised
+    try:
+        heap.close()
+    except PeerAborted as error:  # the missing one is told that it has been given up
+        facts["told"] = str(error)
+    return facts
+
+
+@pytest.mark.parametrize(("num_ranks", "missing"), [(2, 0), (3, 2), (4, 1)])
+def test_a_timeout_leaves_records(cluster, folder: Path, num_ranks: int, missing: int, capsys):
+    # 64 calls are more than 8 round trips have: the ring has turned.
+    results = cluster(num_ranks).run(stay_away, missing, str(folder), 16)
+    waiting = [rank for rank in range(num_ranks) if rank != missing]
+    files = {path.name: path for path in folder.iterdir()}
+    assert sorted(files) == sorted(f"symmoe-flight-rank{r}-pid{results[r]['pid']}-0.json" for r in range(num_ranks))
+    of_missing = files.pop(f"symmoe-flight-rank{missing}-pid{results[missing]['pid']}-0.json")
+    assert f"gave up: rank {missing} did not reach 'combine: ready'" in results[missing]["told"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for rank in waiting:
+        facts = results[rank]
+        path = files[f"symmoe-flight-rank{rank}-pid{facts['pid']}-0.json"]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert facts["text"].endswith(f" (flight record: {path})")
+        record = json.loads(path.read_text())
+        assert record == facts["flight"]
+        assert (record["format"], record["rank"], record["num_ranks"]) == (FORMAT, rank, num_ranks)
+        assert record["error"]["rank"] == facts["rank"] == missing
+        assert record["error"]["expected"] == record["barrier_epoch"] == facts["epoch"]
+        assert record["error"]["seen"] == facts["epoch"] - 1
+        assert record["num_tokens_of_rank"] == [3 + r for r in range(num_ranks)]
+        if facts["reported_by"] is None:
+            for r, seen in enumerate(record["epoch_of_rank"]):  # 0: another rank has given up at the same moment
+                assert seen in (0, facts["epoch"] - (r == missing))
+            assert record["status"]["kind"] == "timeout"
+        calls = record["calls"]
+        assert len(calls) == NUM_CALLS
+        assert [call["launch"] for call in calls] == list(
+            range(calls[-1]["launch"] - NUM_CALLS + 1, calls[-1]["launch"] + 1)
+        )
+        assert [call["epoch"] for call in calls] == list(range(facts["epoch"] - NUM_CALLS + 1, facts["epoch"] + 1))
+        phases = ["plan: counts", "dispatch: ready", "dispatch: arrived", "combine: ready"]
+        assert [call["phase"] for call in calls[-4:]] == phases
+        assert [calls[-4][name] for name in ("num_tokens", "top_k")] == [3 + rank, K]
+        assert (calls[-4]["num_rows"], calls[-4]["num_packed"]) == facts["rows"]
+        assert [calls[-1][name] for name in ("hidden", "dtype", "order", "probs")] == [H, "float32", "rank", 0]
+        assert calls[-1]["plan"] == calls[-4]["epoch"]
+        times = [call["launched_unix_s"] for call in calls]
+        assert times == sorted(times)
+        assert facts["before_s"] - 0.01 <= calls[-1]["launched_unix_s"] <= record["written_unix_s"]
+    # As if the missing one were dead, which leaves no record:
+    assert main(["doctor", "--read", *map(str, files.values())]) == 0
+    sentence = capsys.readouterr().out
+    names = {1: "rank {}", 2: "ranks {} and {}", 3: "ranks {}, {} and {}"}[len(waiting)].format(*waiting)
+    epoch = results[waiting[0]]["epoch"]
+    assert sentence.startswith(f"{names} waited for rank {missing} at 'combine: ready' (epoch {epoch}) since 20")
+    assert (
+        f"the last known call of rank {missing} is 'dispatch: arrived' (epoch {epoch - 1}); rank {missing} left no"
+        in sentence
+    )
+    assert sentence.count("\n") == 1
+    assert main(["doctor", "--json", "--read", *map(str, files.values())]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["culprits"], found["witnesses"]) == ("timeout", [missing], waiting)
+    assert (found["phase"], found["epoch"], found["without_record"]) == ("combine: ready", epoch, [missing])
+    assert found["last_call"] == {"phase": "dispatch: arrived", "epoch": epoch - 1, "at_unix_s": None, "own": False}
+    assert found["sentence"] == sentence.strip()
+    # It lives, and has left one of its own.
+    assert main(["doctor", "--read", str(of_missing), *map(str, files.values())]) == 0
+    sentence = capsys.readouterr().out
+    assert sentence.startswith(f"{names} waited for rank {missing} at 'combine: ready' (epoch {epoch}) since 20")
+    assert f"rank {missing} is 'dispatch: arrived' (epoch {epoch - 1}, launched 20" in sentence
+    assert "and it came to 'close' too late, 20" in sentence
+    # One record is enough.
+    assert main(["doctor", "--read", str(files[min(files)])]) == 0
+    assert f"waited for rank {missing} at 'combine: ready'" in capsys.readouterr().out
+
+
+def test_nothing_is_written_unless_asked_for(cluster, folder: Path, tmp_path: Path):
+    facts = cluster(2).run(stay_away, 1, None, 0)[0]
+    assert "flight record" not in facts["text"]
+    assert facts["flight"]["calls"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def abort_between_calls(rank: int, num_ranks: int, folder: str) -> tuple[str, str]:
+    heap = open_recorded(folder, 20.0)
+    try:
+        with heap:
+            plan = new_plan(heap)
+            dist.barrier()  # all have seen the plan's barrier end
+            if rank == 1:
+                raise ZeroDivisionError("a bug of the user")
+            dispatch_tokens(torch.ones(3 + rank, H), plan)
+    except (ZeroDivisionError, PeerAborted) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_abort_leaves_records(cluster, folder: Path, capsys):
+    results = cluster(3).run(abort_between_calls, str(folder))
+    assert [name for name, _ in results] == ["PeerAborted", "ZeroDivisionError", "PeerAborted"]
+    files = sorted(folder.iterdir())
+    assert len(files) == 3
+    for given in (files, [path for path in files if "rank1" not in path.name], files[1:2]):
+        assert main(["doctor", "--read", *map(str, given)]) == 0
+        sentence = capsys.readouterr().out
+        assert sentence.startswith("rank 1 gave up: ZeroDivisionError: a bug of the user;"), sentence
+        if len(given) > 1:
+            assert "ranks 0 and 2 found out at 'dispatch: ready' (epoch 4)" in sentence
+        assert ("rank 1 left no record" in sentence) == (len(given) == 2)
+
+
+def fail_again_and_again(rank: int, num_ranks: int, folder: str, times: int) -> list[str]:
+    texts = []
+    with open_recorded(folder, 20.0) as heap:
+        for turn in range(times):
+            ids = torch.full((1, 1), 99 if rank == 1 else 0)
+            try:
+                # With a static capacity the kernel reports it, else the host reads it.
+                make_plan(ids, num_experts=num_ranks, heap=heap, capacity=8 if turn else None)
+            except SymmoeError as error:
+                texts.append(str(error))
+            assert round_trip(heap, turn)
+    return texts
+
+
+def test_errors_that_all_raise_leave_records_too(cluster, folder: Path, capsys):
+    results = cluster(2).run(fail_again_and_again, str(folder), 2)
+    for rank, texts in enumerate(results):
+        for number, text in enumerate(texts):
+            assert (
+                f"topk_idx on rank 1, flat position 0: 99 is neither -1 nor in [0, 2) (flight record: {folder}" in text
+            )
+            assert text.endswith(f"-{number}.json)")
+            assert f"rank{rank}-pid" in text
+    latest = [str(path) for path in folder.iterdir()]
+    assert len(latest) == 4
+    assert main(["doctor", "--read", *latest]) == 0
+    sentence = capsys.readouterr().out
+    assert sentence.startswith("ranks 0 and 1 raised ExpertIdError at 'plan: counts' (epoch ")
+    assert sentence.endswith(": topk_idx on rank 1, flat position 0: 99 is neither -1 nor in [0, 2).\n")
+
+
+def test_a_folder_that_takes_nothing_hides_no_error(tmp_path: Path, monkeypatch):
+    """What cannot be written is said in the error's text, and the error stays what it was."""
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    for folder, text in ((blocked, "File exists"), (blocked / "below", "Not a directory")):
+        monkeypatch.setenv(FOLDER, str(folder))
+        with (
+            SymmetricHeap(num_bytes=1 << 20, backend="host") as heap,
+            pytest.raises(ArgumentError, match=rf"wrong \(no flight record in {folder}: {text}\)"),
+        ):
+            heap.fail(ArgumentError("wrong"), control.PHASE_PLAN)
+
+
+def test_records_do_not_fill_the_disk(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        for turn in range(MAX_FILES + 2):
+            with pytest.raises(ArgumentError) as caught:
+                _bad_capacity(heap)
+            kept = f"-{turn}.json)" if turn < MAX_FILES else f"there are {MAX_FILES} of this process already)"
+            assert str(caught.value).endswith(kept)
+    assert len(list(tmp_path.iterdir())) == MAX_FILES
+
+
+def _bad_capacity(heap: SymmetricHeap) -> None:
+    make_plan(torch.full((1, 1), 5), num_experts=1, heap=heap, capacity=1)
+
+
+def lose_everything(rank: int, num_ranks: int) -> bool:
+    """A record holds no value of a token: the text of one is nowhere in it."""
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=0.3)
+    plan = new_plan(heap)
+    rows, _ = dispatch_tokens(torch.full((3 + rank, H), 1234567.0), plan)
+    if rank:
+        time.sleep(0.8)
+        return True
+    try:
+        combine_tokens(rows, plan)
+    except PeerError as error:
+        record = json.dumps(error.flight)
+        return "1234567" not in record and str(int(torch.tensor(1234567.0).view(torch.int32))) not in record
+    return False
+
+
+def test_records_hold_no_tokens(cluster):
+    assert all(cluster(2).run(lose_everything))
