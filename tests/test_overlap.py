@@ -68,6 +68,7 @@ RATES = Rates(
     link_bytes=100e9,
     program_push_bytes=10e9,
     program_slot_s=1e-6,
+    program_pull_slot_s=2e-6,
     program_sum_bytes=20e9,
     memory_bytes=500e9,
     flops=1e15,
@@ -84,7 +85,7 @@ def sizes_of(layer: tuple[int, ...], num_ranks: int, **changes: object) -> Sizes
 
 
 def test_times_of_a_move():
-    move = Move(push_bytes=1e6, pull_bytes=2e6, memory_bytes=4e6, num_slots=500)
+    move = Move(push_bytes=1e6, pull_bytes=2e6, memory_bytes=4e6, num_slots=300, num_pull_slots=100)
     assert move.alone_s(RATES) == pytest.approx(30e-6 + 8e-6)
     assert move.beside_s(2, RATES) == pytest.approx(50e-6 + 250e-6)
     assert replace(move, num_slots=5).beside_s(2, RATES) == pytest.approx(50e-6 + 150e-6)  # 6 MB are summed
@@ -103,9 +104,11 @@ def test_what_combine_moves():
     assert whole.memory_bytes == 4500 * 4096 == 2 * half.memory_bytes
     assert whole.meanwhile_bytes == 1500 * 4096 == 2 * half.meanwhile_bytes
     num_packed = sizes.wire_bytes / 4096
-    assert whole.num_slots == half.num_slots == pytest.approx(num_packed * 2 + 3000 * (2 + 3))
+    assert whole.num_slots == half.num_slots == pytest.approx(num_packed * 2)
+    assert whole.num_pull_slots == half.num_pull_slots == 3000 * (2 + 3)
     wide = replace(sizes, hidden=7168, top_k=8, num_rows=24000).combine()
-    assert wide.num_slots == pytest.approx(wide.pull_bytes / 14336 * 4 * 8 + 3000 * 7 * 11)  # of 4 KiB, of 2 KiB
+    assert wide.num_slots == pytest.approx(wide.pull_bytes / 14336 * 4 * 8)  # of 4 KiB
+    assert wide.num_pull_slots == 3000 * 7 * 11  # of 2 KiB
     slot = replace(sizes, pre_reduces=False)
     assert slot.combine().pull_bytes == 4500 * 4096
     assert slot.combine().memory_bytes == 0

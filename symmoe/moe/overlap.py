@@ -25,8 +25,8 @@ class Rates:
     Attributes:
         link_bytes: over NVLink to all peers together, one direction, by our push and pull.
         program_push_bytes: by one program, which fills an SM, of those that push beside a GEMM.
-        program_slot_s: what one of those that sum rows takes to ask for one piece of a row (kernels/parts.py) beside a
-            GEMM, whether the sum has that row or not.
+        program_slot_s, program_pull_slot_s: what one of those that sum rows takes for one piece of a row
+            (kernels/parts.py) beside a GEMM, whether the sum has that row or not; and if it may be a peer's.
         program_sum_bytes: that such a program sums.
         memory_bytes: by all SMs.
         flops: of the grouped GEMMs on all SMs.
@@ -38,6 +38,7 @@ class Rates:
     link_bytes: float = 340e9
     program_push_bytes: float = 28e9
     program_slot_s: float = 0.045e-6
+    program_pull_slot_s: float = 0.06e-6
     program_sum_bytes: float = 40e9
     memory_bytes: float = 3e12
     flops: float = 650e12
@@ -83,7 +84,8 @@ class Move:
         push_bytes, pull_bytes: to peers, from peers.
         memory_bytes: that are read from this GPU's memory for sums.
         meanwhile_bytes: that are read from there while others are pulled.
-        num_slots: for pieces of rows to be summed, see kernels/parts.py.
+        num_slots, num_pull_slots: for pieces of rows to be summed, see kernels/parts.py: here, and while others are
+            pulled.
     """
 
     push_bytes: float = 0.0
@@ -91,6 +93,7 @@ class Move:
     memory_bytes: float = 0.0
     meanwhile_bytes: float = 0.0
     num_slots: float = 0.0
+    num_pull_slots: float = 0.0
 
     def alone_s(self, rates: Rates) -> float:
         """How long it takes with all SMs."""
@@ -101,7 +104,8 @@ class Move:
         """How long it takes that many programs beside a GEMM."""
         push = self.push_bytes / min(num_programs * rates.program_push_bytes, rates.link_bytes)
         sum_bytes = self.pull_bytes + self.memory_bytes + self.meanwhile_bytes
-        sums = max(self.num_slots * rates.program_slot_s, sum_bytes / rates.program_sum_bytes) / num_programs
+        slots_s = self.num_slots * rates.program_slot_s + self.num_pull_slots * rates.program_pull_slot_s
+        sums = max(slots_s, sum_bytes / rates.program_sum_bytes) / num_programs
         return push + max(sums, self.pull_bytes / rates.link_bytes)
 
 
@@ -136,14 +140,15 @@ class Sizes:
         if not self.pre_reduces:
             slots = num_tokens * _slots(panel_bytes, self.top_k)
             return Move(
-                pull_bytes=(self.row_bytes - own) / num_panels, meanwhile_bytes=own / num_panels, num_slots=slots
+                pull_bytes=(self.row_bytes - own) / num_panels, meanwhile_bytes=own / num_panels, num_pull_slots=slots
             )
         sources = self.top_k + self.num_ranks - 1
         return Move(
             pull_bytes=self.wire_bytes / num_panels,
             memory_bytes=(self.row_bytes - own) / num_panels,
             meanwhile_bytes=own / num_panels,
-            num_slots=num_packed * _slots(panel_bytes, self.top_k) + num_tokens * _slots(panel_bytes, sources),
+            num_slots=num_packed * _slots(panel_bytes, self.top_k),
+            num_pull_slots=num_tokens * _slots(panel_bytes, sources),
         )
 
     @property
