@@ -32,7 +32,7 @@ def peers_of(num_ranks, rank):
     return Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=(arena,) * num_ranks, layout=ControlLayout(1))
 
 
-@pytest.mark.parametrize(("hidden", "batch"), [(2048, 4), (4096, 2), (7168, 1), (384, 16)])
+@pytest.mark.parametrize(("hidden", "batch"), [(2048, 4), (7168, 1), (384, 16)])
 def test_push(launched, tmp_path, hidden, batch):
     x, table = meta(8192, hidden, dtype=torch.bfloat16), meta(8192, 2, dtype=torch.int32)
     rows.launch_push(x, table, peers_of(2, 0), meta(2, 3, dtype=torch.int64), column=0, rank=1, num_ctas=4)
@@ -43,23 +43,27 @@ def test_push(launched, tmp_path, hidden, batch):
     assert ptx.count(STORE) == 4 * batch
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("hidden", "columns"), [(2048, None), (7168, None), (7168, (1792, 3584)), (4096, (0, 1024))])
+@pytest.mark.parametrize(
+    ("hidden", "columns", "dtype"),
+    [
+        (2048, None, torch.bfloat16),
+        (7168, (1792, 3584), torch.float16),
+        (4096, (0, 1024), torch.bfloat16),
+    ],
+)
 def test_sums(launched, tmp_path, hidden, columns, dtype):
     out, table = meta(8192, hidden, dtype=dtype), meta(8192, 8, dtype=torch.int32)
     rows.launch_pre_reduce(out, table, meta(3, dtype=torch.int32), rank=1, columns=columns, num_ctas=8)
     ptx, spilled = compiled_source(launched, tmp_path)
     assert spilled == 0
-    _, tokens = sum_stage(2 * (hidden if columns is None else columns[1] - columns[0]), 8)
-    assert ptx.count(LOAD) == 3 * tokens * 8
+    assert ptx.count(LOAD) == 3 * 8  # the loop over a stage's tokens is a loop
     launched.clear()
     primary, received = meta(8192, 4, dtype=torch.int32), meta(4, 3, dtype=torch.int64)
     options = {"column": 0, "columns": columns, "num_ctas": 8}
     rows.launch_pull(primary, table, table, peers_of(4, 2), received, out, **options)
     ptx, spilled = compiled_source(launched, tmp_path)
     assert spilled == 0
-    _, tokens = sum_stage(2 * (hidden if columns is None else columns[1] - columns[0]), 11)
-    assert ptx.count(LOAD) == 3 * tokens * 11
+    assert ptx.count(LOAD) == 3 * 11
     assert re.search(r"st\.global\.v4\.b32", ptx)
 
 

@@ -218,7 +218,8 @@ def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
     with _cut_finely():
         y, _ = layer(tokens(heap))
         if rank == num_ranks - 1:
-            heap.send_signal = lambda peer: None
+            # Nor does it wait for the others before they have begun to wait for it: its own wait must not end first.
+            heap.send_signal = lambda peer: time.sleep(0.4)
         try:
             layer(tokens(heap))
         except PeerError as error:
