@@ -34,7 +34,7 @@ class Options:
         peers: name to module of those to measure.
         peer_timeout_s: of each.
         heap_gib: size of the heap; None is what the cases need.
-        load: file with records to take instead of measuring.
+        load: files with records to take instead of measuring.
         json, plot: files to write.
         check: file with the baseline.
     """
@@ -45,7 +45,7 @@ class Options:
     peers: dict[str, str]
     peer_timeout_s: float
     heap_gib: float | None
-    load: str | None
+    load: tuple[str, ...]
     json: str | None
     plot: str | None
     check: str | None
@@ -73,7 +73,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--peers", default="all", help=f"comma-separated, all or none: {', '.join(PEERS)} (all)")
     parser.add_argument("--peer-timeout", type=float, default=300.0, help="seconds that a peer may take (300)")
     parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
-    parser.add_argument("--load", metavar="FILE", help="take the records of FILE instead of measuring")
+    parser.add_argument(
+        "--load", nargs="+", default=[], metavar="FILE", help="take the records of these files instead of measuring"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the records")
     parser.add_argument(
@@ -111,7 +113,7 @@ def parse_options(args: argparse.Namespace) -> Options:
         peers={name: PEERS[name] for name in _names("peers", args.peers, PEERS, none=True)},
         peer_timeout_s=args.peer_timeout,
         heap_gib=args.heap_gib,
-        load=args.load,
+        load=tuple(args.load),
         json=args.json,
         plot=args.plot,
         check=args.check,

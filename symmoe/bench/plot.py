@@ -17,8 +17,9 @@ _FIGURES = {
     "dispatch": ("wire_gbs", "GB/s on the wire"),
     "combine": ("wire_gbs", "GB/s on the wire"),
 }
-_PANELS_PER_ROW = 3
-_PANEL_INCHES = (5.2, 3.6)
+_PANELS_PER_ROW = 2  # forward and backward
+_PANEL_INCHES = (5.2, 2.6)
+_OURS, _YARDSTICK = "#0072b2", "#999999"  # told apart by everybody
 
 Panel = tuple[Any, ...]
 
@@ -26,7 +27,8 @@ Panel = tuple[Any, ...]
 def draw(records: Sequence[Record], path: str) -> None:
     """A panel for every suite, preset, number of ranks, skew and direction.
 
-    A panel has a line for each variant over the number of tokens, or bars if there is one such number.
+    A panel has a line for each variant over the number of tokens, or bars if there is one such number; those of
+    yardsticks and peers are grey.
 
     Raises:
         ArgumentError: there is nothing to draw, or no matplotlib to draw with.
@@ -65,9 +67,13 @@ def _draw_panel(axis: Any, panel: Panel, records: list[Record]) -> None:
     if not any(record.get(key) for record in records):
         key, label = "ms_median", "ms"
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    yardsticks = set()
     for record in records:
         if record.get(key) is not None:
-            lines[record.get("variant") or suite].append((record["tokens"], record[key]))
+            name = record.get("variant") or suite
+            lines[name].append((record["tokens"], record[key]))
+            if not record.get("yardstick"):
+                yardsticks.add(name)
     if len({tokens for points in lines.values() for tokens, _ in points}) > 1:
         for name, points in lines.items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
@@ -77,7 +83,10 @@ def _draw_panel(axis: Any, panel: Panel, records: list[Record]) -> None:
         axis.legend(fontsize="xx-small")
     else:
         names = list(lines)
-        axis.barh(names, [lines[name][0][1] for name in names])
+        colors = [_YARDSTICK if name in yardsticks else _OURS for name in names]
+        bars = axis.barh(names, [lines[name][0][1] for name in names], color=colors)
+        axis.bar_label(bars, fmt="{:.3g}", padding=2, fontsize="x-small")
+        axis.margins(x=0.1)
         axis.invert_yaxis()
         axis.tick_params(axis="y", labelsize="x-small")
         axis.set_xlabel(label)
