@@ -249,7 +249,7 @@ def few_cases(per_stratum: int) -> list[int]:
     return chosen[: per_stratum * len(routings.STRATA)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_expert_parallel_mlp_is_the_oracle(cluster, num_ranks: int):
     numbers = few_cases(3 if num_ranks < 4 else 2)
     assert flat(cluster(num_ranks).run(check_mlp, numbers, "cpu", torch.float32, timeout_s=280)) == []

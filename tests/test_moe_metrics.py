@@ -86,6 +86,10 @@ def check_records(rank: int, num_ranks: int, order: str) -> list[str]:
             findings.check(abs(record.aux_loss - mean) < 1e-6, f"aux_loss is {record.aux_loss}, want {mean}")
             findings.equal("high water", record.heap_high_water_bytes, heap.high_water_bytes)
             findings.check(0 < record.forward_s < 60, f"forward took {record.forward_s} s")
+            trips = (record.dispatch_s, record.combine_s)
+            findings.check(
+                min(trips) > 0 and sum(trips) < record.forward_s, f"trips took {trips} of {record.forward_s} s"
+            )
         (numbers, step) = logged[0]
         findings.equal("step", step, 17)
         findings.equal("all numbers", {type(value) for value in numbers.values()}, {float})
@@ -140,7 +144,7 @@ def test_static_drops_and_the_metrics_of_one_call(heap: SymmetricHeap):
     assert metrics.coefficient_of_variation.item() == pytest.approx(load.std() / load.mean())
     assert metrics.num_dead_experts.item() == int((load == 0).sum())
     assert metrics.num_over_capacity is None
-    assert record.forward_s is None
+    assert record.forward_s is record.dispatch_s is record.combine_s is None
 
 
 def test_inside_torch_compile(heap: SymmetricHeap):

@@ -120,6 +120,10 @@ class Collection:
         Args:
             num_ctas: programs of the kernels that move rows; None: as many as they like.
         """
+        with self._plan.heap.timed("combine"):
+            self._collect(columns, num_ctas)
+
+    def _collect(self, columns: tuple[int, int] | None, num_ctas: int | None) -> None:
         plan, heap, ops = self._plan, self._plan.heap, self._ops
         slots, part = (plan.slot_to_rank, plan.slot_to_row), {"columns": columns, "num_ctas": num_ctas}
         if self._order == "rank":
@@ -143,4 +147,5 @@ class Collection:
     def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
         with self._exit:
             if exc_type is None:
-                self._plan.heap.barrier(control.PHASE_COMBINE_DONE, **self._agreed)
+                with self._plan.heap.timed("combine"):
+                    self._plan.heap.barrier(control.PHASE_COMBINE_DONE, **self._agreed)

@@ -59,8 +59,9 @@ def arriving(
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
     with Slots(plan, probs) as slots, heap.one_call():
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
-        ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
-        slots.push(ready)
+        with heap.timed("dispatch"):
+            ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
+            slots.push(ready)
 
         def receive(source: int, arrived: torch.Tensor) -> None:
             begin, end = _packed_rows_of(plan, source)
@@ -141,15 +142,17 @@ class _Trip:
 
     def parts(self, receive: Receive) -> Iterator[torch.Tensor]:
         """Rows of each source rank, once the current stream has waited for them and `receive` has been called."""
-        plan, own = self._plan, self._plan.heap.rank
-        self._push(own, None)
-        receive(own, self._ready)
+        plan, own, timed = self._plan, self._plan.heap.rank, self._plan.heap.timed
+        with timed("dispatch"):
+            self._push(own, None)
+            receive(own, self._ready)
         yield plan.source_to_rows[own]
         # Not before the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
         self._send_all()
         for source in self._others:
-            receive(source, self._wait(source))
+            with timed("dispatch"):
+                receive(source, self._wait(source))
             yield plan.source_to_rows[source]
 
     def finish(self) -> None:
@@ -162,7 +165,7 @@ class _Trip:
         if self._sent:
             return
         heap = self._plan.heap
-        with self.branch.after(self._start):
+        with self.branch.after(self._start), heap.timed("dispatch"):
             for step in range(1, heap.num_ranks):
                 rank = (heap.rank + step) % heap.num_ranks
                 self._push(rank, self._num_ctas)

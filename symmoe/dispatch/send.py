@@ -51,7 +51,8 @@ def send_expert_major_gradient(dy: torch.Tensor, plan: Plan, rows: torch.Tensor)
 def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
     packed_to_row, _ = plan.received_index()
     start = plan.source_to_packed_start
-    kernels.for_device(rows.device).fan_out(rows, packed_to_row, start[:1], start[-1:])
+    with plan.heap.timed("dispatch"):
+        kernels.for_device(rows.device).fan_out(rows, packed_to_row, start[:1], start[-1:])
 
 
 def agreed_fields(
@@ -75,7 +76,7 @@ def token_to_row(plan: Plan, layout: str) -> torch.Tensor:
 
 def _send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, layout: str) -> None:
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, None, layout, "serial")
-    with heap.one_call():
+    with heap.one_call(), heap.timed("dispatch"):
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
         ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
         heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
@@ -85,7 +86,7 @@ def _send_with_slots(
     x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None, layout: str
 ) -> torch.Tensor | None:
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "serial")
-    with Slots(plan, probs) as slots, heap.one_call():
+    with Slots(plan, probs) as slots, heap.one_call(), heap.timed("dispatch"):
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
         ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
         ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)

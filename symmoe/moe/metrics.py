@@ -6,7 +6,8 @@ Counts are added up on the device while the layers run, and read once per step f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ class LayerRecord:
             Backward moves as many again. Slots that a static capacity drops are counted in.
         heap_high_water_bytes: the most bytes ever leased of the heap.
         forward_s: seconds in forward, from the router to combine; None if not asked for.
+        dispatch_s, combine_s: of that, in these trips, their waits for other ranks included, on whichever stream they
+            are. Where GEMMs run beside them, more than they cost.
     """
 
     name: str
@@ -57,6 +60,8 @@ class LayerRecord:
     combine_bytes: int
     heap_high_water_bytes: int
     forward_s: float | None
+    dispatch_s: float | None
+    combine_s: float | None
 
 
 class MetricsLogger:
@@ -69,7 +74,8 @@ class MetricsLogger:
         model: its MoELayers are watched. Layers in eval mode are not counted.
         sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a function that calls
             SummaryWriter.add_scalar. None: the records are all there is.
-        times_forward: take the time of every forward, with CUDA events, or perf_counter on CPUs. Not in CUDA graphs.
+        times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not
+            in CUDA graphs, nor of what is compiled.
 
     Raises:
         ArgumentError: the model has no MoELayer.
@@ -128,6 +134,7 @@ class _Watch:
     def before(self, layer: MoELayer, _args: tuple[Any, ...]) -> None:
         if self._timer is not None and _counts(layer):
             self._timer.start()
+            layer.heap.trip_timer = self._timer.trip
 
     @torch.no_grad()
     def after(self, layer: MoELayer, _args: tuple[Any, ...], output: tuple[torch.Tensor, MoEMetrics]) -> None:
@@ -135,6 +142,7 @@ class _Watch:
             return
         if self._timer is not None:
             self._timer.stop()
+            layer.heap.trip_timer = None
         y, metrics = output
         num_experts, heap = layer.config.num_experts, layer.heap
         sent, read = wire_rows(
@@ -157,29 +165,37 @@ class _Watch:
 
 
 class _Timer:
-    """Sums up the time between start and stop, read when the device is done."""
+    """Sums up the time of forwards, from start to stop, and of their trips; read when the device is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans: dict[str, list[tuple[Any, Any]]] = {"forward": [], "dispatch": [], "combine": []}
         self._begin: Any = None
 
     def start(self) -> None:
         self._begin = self._now()
 
     def stop(self) -> None:
-        if self._begin is not None:
-            self._spans.append((self._begin, self._now()))
+        self._add("forward", self._begin)
         self._begin = None
 
-    def take(self) -> float:
+    @contextmanager
+    def trip(self, name: str) -> Iterator[None]:
+        """Of the current stream."""
+        begin = self._now()
+        yield
+        self._add(name, begin)
+
+    def take(self, name: str) -> float:
         """Seconds since the last call. On GPUs the events must have happened."""
+        spans, self._spans[name] = self._spans[name], []
         if self._on_gpu:
-            total = sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
-        else:
-            total = sum(end - begin for begin, end in self._spans)
-        self._spans.clear()
-        return total
+            return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+        return sum(end - begin for begin, end in spans)
+
+    def _add(self, name: str, begin: Any) -> None:
+        if begin is not None:
+            self._spans[name].append((begin, self._now()))
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -232,7 +248,9 @@ def _record(name: str, layer: MoELayer, values: torch.Tensor, timer: _Timer | No
         dispatch_bytes=int(other[_DISPATCH]),
         combine_bytes=int(other[_COMBINE]),
         heap_high_water_bytes=layer.heap.high_water_bytes,
-        forward_s=None if timer is None else timer.take(),
+        forward_s=None if timer is None else timer.take("forward"),
+        dispatch_s=None if timer is None else timer.take("dispatch"),
+        combine_s=None if timer is None else timer.take("combine"),
     )
 
 

@@ -8,7 +8,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -86,6 +86,7 @@ class SymmetricHeap:
         backend, backend_reason: what was picked, and why.
         peers, status: what kernels are given to reach the arenas and to report to the host.
         statistics: counters.
+        trip_timer: gives a context for the kernels of a trip ("dispatch", "combine") on the current stream, or None.
 
     Raises:
         ArgumentError: `num_bytes`, `backend` or `timeout_s` is not usable.
@@ -115,6 +116,7 @@ class SymmetricHeap:
         self.num_bytes = num_bytes
         self.backend, self.backend_reason = _pick_backend(backend)
         self.statistics = HeapStatistics()
+        self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self._bootstrap.agree(self._find_problem())
         self._agree_on_configuration()
         logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
@@ -275,6 +277,10 @@ class SymmetricHeap:
     def one_call(self) -> AbstractContextManager[None]:
         """Goes around the kernels of a collective call, which start after those of the last one (see streams.py)."""
         return self._streams.one_call()
+
+    def timed(self, trip: str) -> AbstractContextManager[None]:
+        """Goes around what a trip does on the current stream, whose time the `trip_timer` may want to know."""
+        return nullcontext() if self.trip_timer is None else self.trip_timer(trip)
 
     # -- barrier and faults ---------------------------------------------------------------------------------------
 

@@ -259,8 +259,15 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks: Callable[[int], Cluster]
         assert text in message
 
 
-@pytest.mark.parametrize("per_expert_keys", [False, True])
-@pytest.mark.parametrize("saved_by", ["symmoe", "megatron"])
+@pytest.mark.parametrize(
+    ("saved_by", "per_expert_keys"),
+    [
+        ("symmoe", False),
+        pytest.param("symmoe", True, marks=pytest.mark.slow),
+        pytest.param("megatron", False, marks=pytest.mark.slow),
+        ("megatron", True),
+    ],
+)
 def test_checkpoint(ranks: Callable[[int], Cluster], tmp_path: Path, saved_by: str, per_expert_keys: bool):
     """Saved at EP 2; loaded at EP 2, EP 1 x 2 replicas, EP 4 and EP 2 x 2 replicas, by both kinds of layers."""
     layouts = ((2, 1), (4, 4)) if per_expert_keys else ((2, 2), (2, 1), (4, 4), (4, 2))
