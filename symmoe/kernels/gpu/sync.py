@@ -1,6 +1,6 @@
 """The barrier over peer pointers, and the status record that kernels leave for the host. See the twin.
 
-The only inline assembly of the package's communication is in four helpers: `now_ns`, `system_fence`, `wait_for_words`
+The only inline assembly of the protocol is in four helpers: `now_ns`, `system_fence`, `wait_for_words`
 and `wait_without_bound`.
 """
 
