@@ -125,8 +125,11 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
     """(seconds by itself, the least with any division) of every trip and what it may run beside, by the documented
     formulas."""
     counts, ranks, move = range(1, num_sms // 2 + 1), sizes.num_ranks, sizes.combine()
-    g = lambda flops, n=0: flops / (rates.flops * (num_sms - n) / num_sms)  # noqa: E731
     found = {}
+
+    def g(flops: float, n: int = 0) -> float:
+        return flops / (rates.flops * (num_sms - n) / num_sms)
+
     for name, flops in (("dispatch", sizes.fc1_flops), ("gradient_dispatch", sizes.product_flops)):
         push = Move(push_bytes=sizes.wire_bytes)
         waste = sizes.num_experts / ranks * PART_ROWS / 2 / sizes.num_rows * flops / rates.flops

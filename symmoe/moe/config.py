@@ -43,7 +43,8 @@ class MoEConfig:
             backward computes h again; "hidden": only h, backward dispatches the tokens again; "none": it does both.
             The results have the same bits.
         layout: of the received rows. "packed": one per (token, rank), from which the GEMMs gather; "expert-major": one
-            per (token, expert), which GEMMs read faster, and which take up to K times the heap. Same bits.
+            per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
+            takes less time, expert-major for an ffn of about 500 and more. Same bits.
         schedule: "overlapped": rows travel beside the GEMMs where that pays (moe/overlap.py). "serial": dispatch,
             experts, combine one after the other. Same bits.
         score: how logits become scores.

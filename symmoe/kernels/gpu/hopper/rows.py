@@ -444,7 +444,7 @@ def add_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE:
 
 @gluon.jit
 def make_rings(desc, SUMS: gl.constexpr):
-    """Both pairs' stages, one after the other, and their barriers."""
+    """The pairs' stages, one after the other, and their barriers."""
     NUM_STAGES: gl.constexpr = SUMS.pairs * SUMS.stages
     slots = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * SUMS.slots] + desc.block_shape, desc.layout)  # noqa: RUF005
     full = make_barriers(NUM_STAGES, 1)
