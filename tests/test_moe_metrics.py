@@ -98,7 +98,9 @@ def check_records(rank: int, num_ranks: int, order: str) -> list[str]:
         findings.equal("mean over layers", numbers["moe/max_violation/mean"], sum(violations) / 2)
         findings.equal("of a layer", numbers["moe/layers.1/num_calls"], 3.0)
         findings.equal("the next step", [r.num_calls for r in logger.step(18)], [0, 0])
+        heap.trip_timer = logger._timers["layers.0"].trip  # as after a forward that has raised
         logger.close()
+        findings.check(heap.trip_timer is None, "the heap still has the timer")
         model.train()(batch(rank, 0))
         findings.equal("after close", sum(r.num_calls for r in logger.step(19)), 0)
     return findings.texts

@@ -123,6 +123,9 @@ class MetricsLogger:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._timers:  # a forward that raised has left its own
+            for layer in self._layers.values():
+                layer.heap.trip_timer = None
 
 
 class _Watch:
