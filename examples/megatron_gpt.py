@@ -45,7 +45,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """Shape of the model and of a micro-batch."""
+    """Shape of the model, of a micro-batch (micro_batch sequences), and of a step (micro_batches of them)."""
 
     layers: int
     hidden: int
@@ -56,6 +56,7 @@ class Preset:
     top_k: int
     sequence: int
     micro_batch: int
+    micro_batches: int
     steps: int
     learning_rate: float
 
@@ -71,6 +72,7 @@ PRESETS = {
         top_k=2,
         sequence=64,
         micro_batch=4,
+        micro_batches=1,
         steps=40,
         learning_rate=2e-3,
     ),
@@ -84,6 +86,7 @@ PRESETS = {
         top_k=8,
         sequence=2048,
         micro_batch=4,
+        micro_batches=8,
         steps=20,
         learning_rate=3e-4,
     ),
@@ -224,6 +227,7 @@ def make_spec(arguments: argparse.Namespace, preset: Preset, config: Any, varian
         if config.moe_grouped_gemm:
             megatron_without_te.provide_grouped_gemm()
         spec = gpt_layer_specs.get_gpt_layer_local_spec(**experts, normalization=config.normalization)
+        megatron_without_te.use_fused_attention(spec)
     own_experts = variant.experts == "symmoe"
     if variant.dispatcher == "symmoe":
         use = use_symmoe if own_experts else use_symmoe_dispatcher
@@ -316,7 +320,7 @@ def make_optimizer(config: Any, model: Any, learning_rate: float) -> Callable[[]
 def train(
     arguments: argparse.Namespace, preset: Preset, device: torch.device, config: Any, model: Any
 ) -> dict[str, Any]:
-    """Steps of one micro-batch each; rank 0 prints losses and tokens per second of all ranks. Returns figures."""
+    """Rank 0 prints losses and tokens per second of all ranks. Returns figures."""
     from megatron.core.distributed import finalize_model_grads
 
     corpus, rank, num_ranks = load_corpus(), dist.get_rank(), dist.get_world_size()
@@ -324,27 +328,31 @@ def train(
     shape = (preset.micro_batch, preset.sequence)
     positions = torch.arange(preset.sequence, device=device).expand(shape)
     mask = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).triu(1)[None, None]
-    mine = range(rank * preset.micro_batch, (rank + 1) * preset.micro_batch)
+    per_rank = preset.micro_batch * preset.micro_batches
+    mine, num_tokens = range(rank * per_rank, (rank + 1) * per_rank), per_rank * preset.sequence * num_ranks
     seconds, losses = [], []
     for step in range(preset.steps):
         text = train_batch(corpus, seed=arguments.seed, step=step, sequences=mine, context=preset.sequence).to(device)
+        loss_sum = torch.zeros((), device=device)
         _synchronize()
         start = time.perf_counter()
         model.zero_grad_buffer()
-        inputs, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        loss = model(inputs, positions, mask, labels=labels).float().mean()
-        loss.backward()
+        for micro_batch in text.split(preset.micro_batch):
+            inputs, labels = micro_batch[:, :-1].contiguous(), micro_batch[:, 1:].contiguous()
+            loss = model(inputs, positions, mask, labels=labels).float().mean() / preset.micro_batches
+            loss.backward()
+            loss_sum += loss.detach()
         finalize_model_grads([model])
         optimizer_step()
         _synchronize()
         loss_and_seconds = torch.tensor([0.0, time.perf_counter() - start], dtype=torch.float64, device=device)
-        loss_and_seconds[0] = loss.detach() / num_ranks
+        loss_and_seconds[0] = loss_sum / num_ranks
         dist.all_reduce(loss_and_seconds[:1])
         dist.all_reduce(loss_and_seconds[1:], op=dist.ReduceOp.MAX)  # a step takes as long as on its slowest rank
         for values, value in zip((losses, seconds), loss_and_seconds.tolist(), strict=True):
             values.append(value)
         if rank == 0:
-            speed = shape[0] * shape[1] * num_ranks / seconds[-1]
+            speed = num_tokens / seconds[-1]
             print(f"step {step + 1} loss {losses[-1]:.6f} tokens/s {speed:.0f}", flush=True)
     figures: dict[str, Any] = {"first_loss": losses[0], "last_loss": losses[-1]}
     timed = seconds[WARMUP_STEPS:]
@@ -352,7 +360,7 @@ def train(
         step_ms = Summary.of([1e3 * value for value in timed])
         figures.update(timed_steps=len(timed), step_ms=dataclasses.asdict(step_ms))
         if rank == 0:
-            print(f"median tokens/s {shape[0] * shape[1] * num_ranks / step_ms.median * 1e3:.0f}", flush=True)
+            print(f"median tokens/s {num_tokens / step_ms.median * 1e3:.0f}", flush=True)
     return figures
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from symmoe.kernels.parts import PANEL_COLUMNS
+from symmoe.kernels.parts import PANEL_COLUMNS, Division
 from symmoe.moe import fused
 from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.overlap import MAX_PANELS, Division, Overlap, Sizes
+from symmoe.moe.overlap import MAX_PANELS, Overlap, Sizes
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 

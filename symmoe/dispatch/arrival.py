@@ -19,6 +19,7 @@ from symmoe.dispatch.send import agreed_fields, token_to_row
 from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
+from symmoe.kernels.parts import Division, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,14 @@ class Arrival:
     """Rows that are on their way.
 
     Attributes:
-        parts: int32 [2, e] per source rank, in the order of arrival: the rows (first, one past the last) of each local
-            expert that the current stream may read once the iterator has handed them out. Together they are all rows.
-            None: all rows are there.
+        parts: per source rank, in the order of arrival: rows of the local experts that the current stream may read once
+            the iterator has handed them out, and SMs for what reads them. Together they are all rows. None: all rows
+            are there.
         row_probs: fp32 [N_cap], complete for the parts that have been handed out; None without probs.
         row_to_packed_row: int32 [N_cap], likewise.
     """
 
-    parts: Iterator[torch.Tensor] | None
+    parts: Iterator[Part] | None
     row_probs: torch.Tensor | None
     row_to_packed_row: torch.Tensor
 
@@ -46,7 +47,7 @@ def arriving(
     probs: torch.Tensor,
     *,
     layout: str,
-    num_ctas: int | None,
+    division: Division,
 ) -> Iterator[Arrival]:
     """Rows, slots and probs of x [T, H] to every rank's `buffer` (on the heap), in forward. Collective.
 
@@ -54,7 +55,7 @@ def arriving(
 
     Args:
         layout: of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
-        num_ctas: programs of the kernels that move rows to peers; None: as many as they like.
+        division: of the SMs, until all rows have been sent.
     """
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
     with Slots(plan, probs) as slots, heap.one_call():
@@ -69,14 +70,14 @@ def arriving(
             if layout == "expert-major":
                 ops.fan_out(buffer, slots.packed_to_row, begin, end)
 
-        with _travelling(x, plan, buffer, ready, layout, num_ctas, receive) as parts:
+        with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
             yield Arrival(parts, slots.row_probs, slots.row_to_packed_row)
 
 
 @contextmanager
 def rows_arriving(
-    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, num_ctas: int | None
-) -> Iterator[Iterator[torch.Tensor]]:
+    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, division: Division
+) -> Iterator[Iterator[Part]]:
     """As :func:`arriving`, rows alone, over a plan that has dispatched: what backward does. Yields the parts."""
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, None, layout, "overlapped")
     packed_to_row, _ = plan.received_index()
@@ -87,7 +88,7 @@ def rows_arriving(
 
     with heap.one_call():
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
-        with _travelling(x, plan, buffer, ready, layout, num_ctas, receive) as parts:
+        with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
             yield parts
 
 
@@ -102,12 +103,12 @@ def _travelling(
     buffer: torch.Tensor,
     ready: torch.Tensor,
     layout: str,
-    num_ctas: int | None,
+    division: Division,
     receive: Receive,
-) -> Iterator[Iterator[torch.Tensor]]:
+) -> Iterator[Iterator[Part]]:
     """Yields the parts. By the end of the context all rows have been sent and received, also after an exception:
     peers wait for them, and what they send must not come to memory that is somebody else's by then."""
-    trip = _Trip(x, plan, buffer, ready, layout, num_ctas)
+    trip = _Trip(x, plan, buffer, ready, layout, division)
     parts = trip.parts(receive)
     try:
         yield parts
@@ -131,29 +132,31 @@ class _Trip:
         buffer: torch.Tensor,
         ready: torch.Tensor,
         layout: str,
-        num_ctas: int | None,
+        division: Division,
     ) -> None:
-        self._x, self._plan, self._buffer, self._ready, self._num_ctas = x, plan, buffer, ready, num_ctas
+        self._x, self._plan, self._buffer, self._ready, self._division = x, plan, buffer, ready, division
         self._ops, self._token_to_row = kernels.for_device(x.device), token_to_row(plan, layout)
         self.branch = plan.heap.branch()
         self._start = self.branch.point()
         self._others = iter(plan.arrivals[1:])
         self._sent: dict[int, torch.cuda.Event | None] = {}  # by the source that is waited for after it
 
-    def parts(self, receive: Receive) -> Iterator[torch.Tensor]:
+    def parts(self, receive: Receive) -> Iterator[Part]:
         """Rows of each source rank, once the current stream has waited for them and `receive` has been called."""
-        plan, own, timed = self._plan, self._plan.heap.rank, self._plan.heap.timed
+        plan, own, timed, num_sms = self._plan, self._plan.heap.rank, self._plan.heap.timed, self._division.num_sms
+        last = plan.arrivals[-1]
         with timed("dispatch"):
             self._push(own, None)
             receive(own, self._ready)
-        yield plan.source_to_rows[own]
+        yield Part(plan.source_to_rows[own], num_sms)
         # Not before the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
         self._send_all()
         for source in self._others:
             with timed("dispatch"):
                 receive(source, self._wait(source))
-            yield plan.source_to_rows[source]
+            # The last peer's rows are waited for after this rank's own last push, see _wait.
+            yield Part(plan.source_to_rows[source], None if source == last else num_sms)
 
     def finish(self) -> None:
         """Sends and waits for what is left, and does nothing with it."""
@@ -168,7 +171,7 @@ class _Trip:
         with self.branch.after(self._start), heap.timed("dispatch"):
             for step in range(1, heap.num_ranks):
                 rank = (heap.rank + step) % heap.num_ranks
-                self._push(rank, self._num_ctas)
+                self._push(rank, self._division.num_ctas)
                 heap.send_signal(rank)
                 self._sent[(heap.rank - step) % heap.num_ranks] = self.branch.point()
 

@@ -4,6 +4,8 @@ Ranges of rows: int32[2, G] in the place of row_start, the begin and the end of 
 Panels of columns: (first, end) of the output's features, at multiples of PANEL_COLUMNS.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from symmoe.errors import ArgumentError
@@ -12,6 +14,27 @@ from symmoe.errors import ArgumentError
 # begin and end anywhere, but tiles that are cut cost time.
 PART_ROWS = 128
 PANEL_COLUMNS = 256  # a multiple of every tile's columns: a panel's tiles are tiles of the whole
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Programs of the kernels that move rows, each of which fills an SM, and SMs of the GEMMs beside them."""
+
+    num_ctas: int
+    num_sms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one launch of a grouped GEMM computes.
+
+    Attributes:
+        rows: ranges, or row_start.
+        num_sms: that it uses at most; None: all.
+    """
+
+    rows: torch.Tensor
+    num_sms: int | None = None
 
 
 def are_ranges(row_start: torch.Tensor) -> bool:

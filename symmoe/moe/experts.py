@@ -13,6 +13,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.parts import Part
 from symmoe.kernels.table import TensorTable
 from symmoe.symm_mem.autograd import Unmodified
 
@@ -75,30 +76,27 @@ def first_layer(
     weights: ExpertWeights,
     *,
     num_rows: int,
-    parts: Iterable[torch.Tensor] | None = None,
-    num_sms: int | None = None,
+    parts: Iterable[Part] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel per part.
 
     Args:
-        parts: which rows, one part after the other: each as row_start, or as int32 [2, G] (first row of each group, and
-            the one past its last). None: all at once.
-        num_sms: that the kernels use at most; None: all.
+        parts: which rows, one part after the other. None: all at once.
     """
     h = x.rows.new_empty((num_rows, weights.w1.shape[1]))
     a = x.rows.new_empty((num_rows, weights.w2.shape[2]))
-    for part in (x.row_start,) if parts is None else parts:
+    for part in (Part(x.row_start),) if parts is None else parts:
         kernels.for_device(h.device).grouped_gemm_act(
             x.rows,
             weights.w1,
-            part,
+            part.rows,
             x.scale,
             h,
             a,
             weights.activation,
             row_index=x.row_index,
             bias=weights.b1,
-            num_sms=num_sms,
+            num_sms=part.num_sms,
         )
     return h, a
 
@@ -137,7 +135,7 @@ class ExpertsBackward:
         x, weights: of forward.
         h: what forward returned.
         d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
-        parts, num_sms: of the first step, as first_layer takes them; `d_out` need not be complete before they are.
+        parts: of the first step, as first_layer takes them; `d_out` need not be complete before they are.
 
     Attributes:
         d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
@@ -152,8 +150,7 @@ class ExpertsBackward:
         h: torch.Tensor,
         d_out: torch.Tensor,
         *,
-        parts: Iterable[torch.Tensor] | None = None,
-        num_sms: int | None = None,
+        parts: Iterable[Part] | None = None,
     ) -> None:
         self._ops = ops = kernels.for_device(h.device)
         self._x, self._weights, self._d_out = x, weights, d_out
@@ -168,13 +165,13 @@ class ExpertsBackward:
         if parts is not None and weights.b1 is not None:  # db1 is summed over whole groups: wait for all rows
             for _ in parts:
                 pass
-            parts = num_sms = None
+            parts = None
         num_partials = 0
-        for part in (x.row_start,) if parts is None else parts:
+        for part in (Part(x.row_start),) if parts is None else parts:
             num_partials = ops.grouped_gemm_dact(
                 d_out,
                 weights.w2,
-                part,
+                part.rows,
                 h,
                 x.scale,
                 self._dh,
@@ -184,7 +181,7 @@ class ExpertsBackward:
                 weights.activation,
                 row_index=x.row_index,
                 dbias=self.db1,
-                num_sms=num_sms,
+                num_sms=part.num_sms,
             )
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_start, self.d_scale, num_partials)

@@ -180,9 +180,7 @@ class _ExpertParallelMLP(torch.autograd.Function):
         with schedule.dispatch(x, plan, received.tensor, probs.contiguous()) as arrival:
             row_probs = arrival.row_probs
             rows, experts = call.operands(received.tensor, arrival.row_to_packed_row, row_probs, b1, b2, weights)
-            h, a = first_layer(
-                rows, experts, num_rows=call.num_rows, parts=arrival.parts, num_sms=schedule.dispatch_sms
-            )
+            h, a = first_layer(rows, experts, num_rows=call.num_rows, parts=arrival.parts)
         keeps, stash = any(ctx.needs_input_grad), call.stash
         if keeps:
             # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
@@ -216,12 +214,11 @@ class _ExpertParallelMLP(torch.autograd.Function):
         rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tuple(weights))
         with nullcontext() if arrived is None else arrived as parts:
             if h is None:
-                num_sms = None if parts is None else schedule.gradient_dispatch_sms
-                h, _ = first_layer(rows, experts, num_rows=call.num_rows, parts=parts, num_sms=num_sms)
+                h, _ = first_layer(rows, experts, num_rows=call.num_rows, parts=parts)
         d_out = heap.lease(shape, dy.dtype, name="output gradients", phase=SEND).tensor
         with schedule.dispatch_rows(kernel_rows(dy), plan, d_out) as parts:
             # Holds both leases, beyond this call if weight gradients are delayed.
-            step = ExpertsBackward(rows, experts, h, d_out, parts=parts, num_sms=schedule.gradient_dispatch_sms)
+            step = ExpertsBackward(rows, experts, h, d_out, parts=parts)
         with heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT) as d_rows:
             step.input_gradient(d_rows.tensor)
             # Without weight gradients there is nothing to run beside.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from symmoe.kernels.parts import PANEL_COLUMNS, PART_ROWS, sum_stage
+from symmoe.kernels.parts import PANEL_COLUMNS, Division, sum_stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,14 +66,6 @@ def layout_for(ffn: int, item_bytes: int = 2, rates: Rates = H200) -> str:
     """
     gathering_s = rates.gathered_share * 18 * ffn / rates.flops
     return "expert-major" if gathering_s > 2 * item_bytes / rates.memory_bytes else "packed"
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Programs of the kernels that move rows, each of which fills an SM, and SMs of the GEMMs beside them."""
-
-    num_ctas: int
-    num_sms: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,11 +144,6 @@ class Sizes:
         )
 
     @property
-    def wasted_rows(self) -> float:
-        """That one more part of a GEMM multiplies in vain: half a tile for every expert."""
-        return self.num_experts / self.num_ranks * PART_ROWS / 2
-
-    @property
     def wire_bytes(self) -> float:
         """Of rows that go to peers in a dispatch, one per (token, rank)."""
         experts, top_k = self.num_experts, self.top_k
@@ -210,8 +197,8 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
     With n SMs for the move, GEMMs of f FLOPs take g = f / (flops per second * (num_sms - n) / num_sms). In all,
 
-    * a dispatch in R parts takes max(g, push + g / R), and R - 1 times launch_s and half a tile per expert: peers' last
-      rows come after the whole push, and then their part is left;
+    * a dispatch in R parts takes the longer of g and the push for R - 1 of them, then one part on all SMs, since peers'
+      last rows come after the whole push; and R - 1 times launch_s;
     * FC2 and combine in p panels take 1 / p of f on all SMs, the longer of the other panels' g and the move of all
       panels but the last, that one's combine by itself, and (p - 1) times launch_s;
     * combine under weight gradients takes the longer of both.
@@ -232,11 +219,11 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
     push, combine, num_ranks = Move(push_bytes=sizes.wire_bytes), sizes.combine(), sizes.num_ranks
 
     def dispatch(flops: int) -> Division | None:
-        extra_s = (num_ranks - 1) * (rates.launch_s + gemm_s(flops * sizes.wasted_rows / sizes.num_rows))
+        last = flops / num_ranks
 
         def beside_s(n: int) -> float:
-            whole = gemm_s(flops, n)
-            return max(whole, push.beside_s(n, rates) + whole / num_ranks) + extra_s
+            others_s = max(gemm_s(flops - last, n), push.beside_s(n, rates))
+            return others_s + gemm_s(last) + (num_ranks - 1) * rates.launch_s
 
         return best(push.alone_s(rates) + gemm_s(flops), beside_s)[1]
 

@@ -22,7 +22,7 @@ from symmoe.dispatch.send import (
     send_packed,
     send_packed_gradient,
 )
-from symmoe.moe.overlap import Division, Overlap, panels
+from symmoe.moe.overlap import Overlap, panels
 
 # Computes columns (first, one past the last; None: all) of the rows that combine reads, on so many SMs (None: all).
 Columns = tuple[int, int] | None
@@ -33,12 +33,9 @@ class Schedule(Protocol):
     """What moe/fused.py wants.
 
     Attributes:
-        dispatch_sms, gradient_dispatch_sms, gradient_combine_sms: SMs for GEMMs that run while rows travel in
-            :meth:`dispatch`, in :meth:`dispatch_rows` of a gradient, in :meth:`combine_beside`; None: all.
+        gradient_combine_sms: SMs for GEMMs that run while rows travel in :meth:`combine_beside`; None: all.
     """
 
-    dispatch_sms: int | None
-    gradient_dispatch_sms: int | None
     gradient_combine_sms: int | None
 
     def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor):
@@ -57,7 +54,7 @@ class Schedule(Protocol):
 class Serial:
     """One thing after the other."""
 
-    dispatch_sms = gradient_dispatch_sms = gradient_combine_sms = None
+    gradient_combine_sms = None
 
     def __init__(self, layout: str) -> None:
         self._layout = layout
@@ -106,23 +103,22 @@ class Overlapped:
 
     def __init__(self, layout: str, overlap: Overlap) -> None:
         self._layout, self._overlap, self._serial = layout, overlap, Serial(layout)
-        self.dispatch_sms = _gemm_sms(overlap.dispatch)
-        self.gradient_dispatch_sms = _gemm_sms(overlap.gradient_dispatch)
-        self.gradient_combine_sms = _gemm_sms(overlap.gradient_combine)
+        beside = overlap.gradient_combine
+        self.gradient_combine_sms = None if beside is None else beside.num_sms
 
     def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor):
         """See Schedule."""
         division = self._overlap.dispatch
         if division is None:
             return self._serial.dispatch(x, plan, buffer, probs)
-        return arriving(x, plan, buffer, probs, layout=self._layout, num_ctas=division.num_ctas)
+        return arriving(x, plan, buffer, probs, layout=self._layout, division=division)
 
     def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor):
         """See Schedule."""
         division = self._overlap.gradient_dispatch
         if division is None:
             return self._serial.dispatch_rows(x, plan, buffer)
-        return rows_arriving(x, plan, buffer, layout=self._layout, num_ctas=division.num_ctas)
+        return rows_arriving(x, plan, buffer, layout=self._layout, division=division)
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """See Schedule."""
@@ -162,7 +158,3 @@ class Overlapped:
                     collection.collect(num_ctas=num_ctas)
             finally:
                 branch.join()
-
-
-def _gemm_sms(division: Division | None) -> int | None:
-    return None if division is None else division.num_sms

@@ -52,7 +52,8 @@ def losses_of(*arguments: str) -> list[float]:
 
 def test_learns_and_agrees_with_megatrons_layer_on_other_layouts():
     ours, theirs = losses_of(), losses_of("--dispatcher=alltoall")
-    replicated = losses_of("--expert-parallel=1", "--experts=megatron", "--order=slot")
+    halves = ["--micro-batch=2", "--micro-batches=2"]  # the same sequences
+    replicated = losses_of("--expert-parallel=1", "--experts=megatron", "--order=slot", *halves)
     assert ours[0] == pytest.approx(math.log(256), rel=0.02)
     assert ours[-1] < ours[0] - 0.5
     assert ours == pytest.approx(theirs, rel=1e-3)
@@ -180,3 +181,24 @@ def test_grouped_gemm_stand_in(trans_b: bool):
     for found, want in ((y, want_y), (a.grad, want_a), (found_b, want_b)):
         torch.testing.assert_close(found.detach().float(), want, rtol=2e-2, atol=5e-2)
     assert not b.grad[1].any()
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("num_groups", [4, 2])
+def test_fused_attention(num_groups: int):
+    """Softmax of the scaled scores of a position and those before it, times their values; heads share a group's."""
+    from megatron_without_te import FusedAttention
+
+    generator = torch.Generator().manual_seed(0)
+    length, batch, num_heads, width = 5, 3, 4, 8
+    query = torch.randn(length, batch, num_heads, width, generator=generator)
+    key, value = (torch.randn(length, batch, num_groups, width, generator=generator) for _ in range(2))
+    found = FusedAttention(None, 1)(query, key, value, None)
+    want = torch.zeros(length, batch, num_heads, width)
+    for position in range(length):
+        for head in range(num_heads):
+            group = head * num_groups // num_heads
+            keys, values = key[: position + 1, :, group], value[: position + 1, :, group]
+            scores = torch.einsum("bd,sbd->sb", query[position, :, head], keys) / math.sqrt(width)
+            want[position, :, head] = torch.einsum("sb,sbd->bd", scores.softmax(0), values)
+    torch.testing.assert_close(found, want.flatten(2))
