@@ -267,13 +267,16 @@ def start_alike(model: Any, config: Any, seed: int) -> None:
     num_local = config.num_moe_experts // config.expert_model_parallel_size
     first = parallel_state.get_expert_model_parallel_rank() * num_local
     for name, parameter in model.named_parameters():
-        # SequentialMLP: local_experts.{i}.linear_fc1.weight; grouped: linear_fc1.weight{i}.
+        # SequentialMLP: local_experts.{i}.linear_fc1.weight; TEGroupedMLP: linear_fc1.weight{i}; ours: without {i}.
         expert = re.search(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc\d)\.weight(\d*)", name)
         grouped = re.search(r"\.mlp\.experts\.weight([12])$", name)
         named = {name: parameter}
-        if expert:
+        if expert and (expert[1] or expert[3]):
             number = first + int(expert[1] or expert[3])
             named = {f"{name[: expert.start()]} expert {number} {expert[2]}": parameter}
+        elif expert:
+            prefix = name[: expert.start()]
+            named = {f"{prefix} expert {first + i} {expert[2]}": matrix for i, matrix in enumerate(parameter)}
         elif grouped:  # GroupedMLP: weight1 [H, e * 2F] holds [e, H, 2F], weight2 [e * F, H] holds [e, F, H]
             rows = config.hidden_size if grouped[1] == "1" else config.moe_ffn_hidden_size
             matrices = parameter.view(num_local, rows, -1).transpose(1, 2)

@@ -38,7 +38,7 @@ class LanguageModel(nn.Module):
         self.autocast = preset.autocast
         self.embedding = nn.Embedding(VOCABULARY, hidden, device=device)
         self.blocks = nn.ModuleList(Block(preset, heap, device=device) for _ in range(preset.layers))
-        self.norm = nn.RMSNorm(hidden, device=device)
+        self.norm = nn.LayerNorm(hidden, bias=False, device=device)
         self.head = nn.Linear(hidden, VOCABULARY, bias=False, device=device)
 
     def forward(self, tokens: torch.Tensor) -> ModelOutput:
@@ -61,9 +61,9 @@ class Block(nn.Module):
     def __init__(self, preset: Preset, heap: symmoe.SymmetricHeap, *, device: torch.device) -> None:
         super().__init__()
         hidden = preset.moe.hidden
-        self.attention_norm = nn.RMSNorm(hidden, device=device)
+        self.attention_norm = nn.LayerNorm(hidden, bias=False, device=device)
         self.attention = Attention(hidden, preset.heads, device=device)
-        self.moe_norm = nn.RMSNorm(hidden, device=device)
+        self.moe_norm = nn.LayerNorm(hidden, bias=False, device=device)
         self.moe = symmoe.MoELayer(preset.moe, heap, device=device)
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, symmoe.MoEMetrics]:
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and normalised queries and keys."""
+    """Causal self-attention with rotary positions; queries and keys are normalised over all heads, as OLMoE's are."""
 
     def __init__(self, hidden: int, heads: int, *, device: torch.device) -> None:
         super().__init__()
@@ -82,24 +82,25 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden, bias=False, device=device)
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)  # [B, A, S, D]
-        q, k = (rotate(F.rms_norm(t, (self.head_dim,)), rotation).to(v.dtype) for t in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden, head = x.shape[-1], (self.heads, self.head_dim)
+        qk, v = self.qkv(x).split((2 * hidden, hidden), dim=-1)
+        qk = F.layer_norm(qk.unflatten(-1, (2, *head)), head)  # [B, S, 2, A, D]
+        q, k = rotate(qk, rotation).to(v.dtype).permute(2, 0, 3, 1, 4)  # [B, A, S, D]
+        y = F.scaled_dot_product_attention(q, k, v.unflatten(-1, head).transpose(1, 2), is_causal=True)
         return self.output(y.transpose(1, 2).flatten(2))
 
 
 def rope_rotation(length: int, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of the rotary positions, [2, S, D / 2] fp32."""
+    """Rotary positions: what pairs of a head's features are multiplied by, [S, 1, 1, D / 2] complex64."""
     frequencies = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
-    return torch.stack([angles.cos(), angles.sin()])
+    return torch.polar(torch.ones_like(angles), angles)[:, None, None]
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turns the two halves of the last dimension of x [..., S, D] against each other by position."""
-    cos, sin = rotation
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    """Turns neighbouring features of x [B, S, 2, A, D] fp32 against each other by position, as complex numbers."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation).flatten(-2)
 
 
 @torch.no_grad()

@@ -102,28 +102,39 @@ def filled(model: Any) -> Any:
 
 
 def named_parameters(model: Any) -> list[tuple[str, Any]]:
-    """Parameters under names that are the same for all kinds of experts, with global expert numbers."""
+    """Parameters under names that are the same for all kinds of experts, with global expert numbers.
+
+    A weight of all of a rank's experts comes as one tensor each, in the same memory, with `grad` and `main_grad`.
+    """
+    return [
+        (part_name, part)
+        for name, parameter in model.named_parameters()
+        for part_name, part in named_parts(name.removeprefix("module."), parameter)
+    ]
+
+
+def named_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """(name, part) of what belongs to a parameter: one per expert, or the tensor itself."""
     from megatron.core import parallel_state
 
-    found = []
-    for name, parameter in model.named_parameters():
-        found.append((global_name(name.removeprefix("module."), parallel_state), parameter))
-    return found
-
-
-def global_name(name: str, parallel_state: Any) -> str:
-    """`name` with the expert's number among all experts, if it is a weight of one."""
     before, marker, after = name.partition("experts.")
     if not marker or "shared_" in before:
-        return name
+        return [(name, tensor)]
+    first = (
+        parallel_state.get_expert_model_parallel_rank()
+        * NUM_EXPERTS
+        // parallel_state.get_expert_model_parallel_world_size()
+    )
     if after.startswith("local_experts."):  # SequentialMLP: local_experts.{i}.linear_fc1.weight
         _, i, linear, _ = after.split(".")
-    else:  # ours and TEGroupedMLP: linear_fc1.weight{i}
-        linear, weight = after.split(".")
-        i = weight.removeprefix("weight")
-    num_local = NUM_EXPERTS // parallel_state.get_expert_model_parallel_world_size()
-    expert = parallel_state.get_expert_model_parallel_rank() * num_local + int(i)
-    return f"{before}{marker}{expert}.{linear}.weight"
+        return [(f"{before}{marker}{first + int(i)}.{linear}.weight", tensor)]
+    parts = []
+    for i, part in enumerate(tensor.detach().unbind(0)):  # ours: linear_fc1.weight
+        part.grad = None if tensor.grad is None else tensor.grad[i]
+        if hasattr(tensor, "main_grad"):
+            part.main_grad = tensor.main_grad[i]
+        parts.append((f"{before}{marker}{first + i}.{after}", part))
+    return parts
 
 
 def reference_spec(config: Any) -> Any:

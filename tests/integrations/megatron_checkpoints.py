@@ -6,7 +6,7 @@ import multiprocessing as mp
 from typing import Any
 
 import torch
-from megatron_cases import config_of, model_of, named_parameters, opened_heap, reference_spec, use_groups
+from megatron_cases import config_of, model_of, named_parameters, named_parts, opened_heap, reference_spec, use_groups
 
 MOMENT = 3.0  # exp_avg of the saved optimizer is this times the parameter
 
@@ -28,7 +28,7 @@ def save(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
                 parameter.copy_(torch.randn(parameter.shape, generator=_generator(name)))
                 if fault and name.endswith("experts.5.linear_fc1.weight"):
                     parameter.copy_(parameter.roll(parameter.shape[0] // 2, 0))
-        state = _state(model, per_expert_keys, {name: MOMENT * p.detach() for name, p in named_parameters(model)})
+        state = _state(model, per_expert_keys, [MOMENT * parameter.detach() for parameter in model.parameters()])
         try:
             dist_checkpointing.save(state, path, content_metadata={"singleton_local_shards": per_expert_keys})
         finally:
@@ -49,16 +49,21 @@ def load(rank: int, num_ranks: int, *, path: str, ep: int, form: str, per_expert
         with torch.no_grad():
             for _, parameter in parameters:
                 parameter.zero_()
-        state = _state(model, per_expert_keys, {name: torch.zeros_like(p) for name, p in parameters})
+        state = _state(model, per_expert_keys, [torch.zeros_like(parameter) for parameter in model.parameters()])
         loaded = dist_checkpointing.load(state, path)
         model.load_state_dict(loaded["model"], strict=True)
         wrong = []
-        moments = loaded["optimizer"]["state"]
-        for i, (name, parameter) in enumerate(parameters):
+        states = loaded["optimizer"]["state"]
+        moments = dict(
+            part
+            for i, (name, _) in enumerate(model.named_parameters())
+            for part in named_parts(name, states[i]["exp_avg"])
+        )
+        for name, parameter in parameters:
             want = torch.randn(parameter.shape, generator=_generator(name))
             if not torch.equal(parameter, want):
                 wrong.append(name)
-            if not torch.equal(moments[i]["exp_avg"], MOMENT * want):
+            if not torch.equal(moments[name], MOMENT * want):
                 wrong.append(f"exp_avg of {name}")
         experts = [name for name, _ in parameters if ".mlp.experts." in name]
         return {"wrong": wrong, "num_tensors": len(parameters), "experts": experts}
@@ -86,7 +91,7 @@ def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**62)
 
 
-def _state(model: Any, per_expert_keys: bool, moments: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _state(model: Any, per_expert_keys: bool, moments: list[torch.Tensor]) -> dict[str, Any]:
     """Sharded state of the model and of an Adam over its parameters, by Megatron's own functions for optimizers."""
     from megatron.core.dist_checkpointing.optimizer import (
         get_param_id_to_sharded_param_map,
@@ -94,10 +99,10 @@ def _state(model: Any, per_expert_keys: bool, moments: dict[str, torch.Tensor]) 
     )
 
     sharded = model.sharded_state_dict(metadata=_metadata(per_expert_keys))
-    parameters = [parameter for _, parameter in named_parameters(model)]
+    parameters = list(model.parameters())
     by_id = get_param_id_to_sharded_param_map(sharded, parameters)
     assert len(by_id) == len(parameters), "an optimizer finds the sharded tensor of every parameter"
-    state = {i: {"exp_avg": moments[name]} for i, (name, _) in enumerate(named_parameters(model))}
+    state = {i: {"exp_avg": moment} for i, moment in enumerate(moments)}
     optimizer = {"state": state, "param_groups": [{"params": list(range(len(parameters)))}]}
     optim_state_to_sharding_state(optimizer, by_id)
     return {"model": sharded, "optimizer": optimizer}

@@ -83,50 +83,6 @@ def _with_fused_gradients(spec: Any) -> Any:
     return spec
 
 
-def buffer_layouts(rank: int, num_ranks: int, *, distributed_optimizer: bool) -> dict[str, Any]:
-    """How experts lie in the buffers of Megatron's DDP, registered from the first and from the last; with `main_grad`s.
-
-    `fused` experts add to main_grad in their kernels. Everything before the reduction, so ranks do not mix.
-    """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from symmoe.integrations.megatron import register_experts_from_last, use_symmoe
-    from symmoe.moe.adjacent import packed_view
-
-    use_groups(ep=2)
-    config = config_of()
-    choice = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, bucket_size=None
-    )
-    layouts: dict[str, Any] = {}
-    found = {}
-    with opened_heap() as heap:
-        for fused in (False, True):
-            for start in ("first", "last", "last, twice"):
-                spec = use_symmoe(reference_spec(config), heap)
-                model = model_of(config, _with_fused_gradients(spec) if fused else spec)
-                for _ in range(("first", "last", "last, twice").index(start)):
-                    register_experts_from_last(model)
-                ddp = DistributedDataParallel(config, choice, model)
-                experts = [layer.mlp.experts for layer in model.decoder.layers]
-                linears = [linear for e in experts for linear in (e.linear_fc1, e.linear_fc2)]
-                name = f"{'fused, ' if fused else ''}{start}"
-                weights = [linear.weight_parameters() for linear in linears]
-                layouts[name] = {
-                    "weights": {packed_view(each) is not None for each in weights},
-                    "main_grad": {packed_view([w.main_grad for w in each]) is not None for each in weights},
-                }
-                with ddp.no_sync():
-                    ddp(**batch_of()).mean().backward()
-                found[name] = {key: parameter.main_grad.clone() for key, parameter in named_parameters(model)}
-    first = found["first"]
-    return {
-        "layouts": layouts,
-        "differences": {name: differences(grads, first) for name, grads in found.items()},
-        "num_nonzero": sum(bool(grad.any()) for name, grad in first.items() if "experts." in name),
-    }
-
-
 def _ddp(model: Any, overlap: bool) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -330,7 +286,31 @@ def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
         assert weight.tensor_model_parallel is True
     use_groups(ep=1)
     assert all(weight.allreduce is True for weight in SymmExperts(8, config_of()).parameters())
-    return [weight.detach().clone() for weight in experts.linear_fc1.weight_parameters()]
+    return list(experts.linear_fc1.weight.detach().clone())
+
+
+def other_state(rank: int, num_ranks: int) -> tuple[list[str], str]:
+    """Names of weights that a plain state dict of TEGroupedMLP does not load into, and what a flattened one raises."""
+    from symmoe.errors import ArgumentError
+    from symmoe.integrations.megatron import SymmExperts
+
+    use_groups(ep=2)
+    experts = SymmExperts(4, config_of())
+    linears = (("linear_fc1", experts.linear_fc1), ("linear_fc2", experts.linear_fc2))
+    state = {f"{name}.weight{i}": torch.randn(linear.weight.shape[1:]) for name, linear in linears for i in range(4)}
+    experts.load_state_dict(dict(state), strict=True)
+    wrong = [
+        f"{name}.weight{i}"
+        for name, linear in linears
+        for i in range(4)
+        if not torch.equal(linear.weight[i], state[f"{name}.weight{i}"])
+    ]
+    factory = experts.sharded_state_dict("mlp.experts.")["mlp.experts.linear_fc2.weight"]
+    try:
+        factory.build_fn("key", factory.data.flatten()[:8], factory.replica_id, slice(0, 8))
+    except ArgumentError as error:
+        return wrong, str(error)
+    return wrong, "no error"
 
 
 def refused(rank: int, num_ranks: int, *, what: str) -> tuple[str, str]:

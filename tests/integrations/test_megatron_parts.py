@@ -183,7 +183,6 @@ REFUSED = [
     ("fp4", "e2m1", experts_problem),
     ("activation_func_fp8_input_store", True, experts_problem),
     ("moe_mlp_glu_interleave_size", 32, experts_problem),
-    ("moe_single_grouped_weight", True, experts_problem),
     ("init_model_with_meta_device", True, experts_problem),
 ]
 

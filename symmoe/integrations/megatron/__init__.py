@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from symmoe.integrations.megatron.compat import MEGATRON_VERSION
 from symmoe.integrations.megatron.dispatcher import DispatchOptions, SymmTokenDispatcher
-from symmoe.integrations.megatron.experts import SymmExperts, register_experts_from_last
+from symmoe.integrations.megatron.experts import SymmExperts
 from symmoe.integrations.megatron.layer import SymmMoELayer
 from symmoe.integrations.megatron.memory import heap_bytes
 from symmoe.integrations.megatron.spec import open_heap, use_symmoe, use_symmoe_dispatcher, use_symmoe_experts
@@ -25,7 +25,6 @@ __all__ = [
     "SymmTokenDispatcher",
     "heap_bytes",
     "open_heap",
-    "register_experts_from_last",
     "use_symmoe",
     "use_symmoe_dispatcher",
     "use_symmoe_experts",

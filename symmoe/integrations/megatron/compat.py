@@ -52,7 +52,6 @@ _EXPERT_LIMITS = (
     _Limit("fp4", (None, False), "the experts compute in fp32, fp16 or bf16"),
     _Limit("activation_func_fp8_input_store", (False,), "the experts keep FC1's output in the working dtype"),
     _Limit("moe_mlp_glu_interleave_size", (None,), "gate and up features are two halves of FC1"),
-    _Limit("moe_single_grouped_weight", (False,), "every expert has a parameter of its own"),
     _Limit("init_model_with_meta_device", (False,), "the experts are made on the device they train on"),
 )
 

@@ -6,17 +6,17 @@ H hidden, F moe_ffn_hidden_size, e experts on this rank, N rows sorted by expert
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
@@ -33,9 +33,10 @@ _QUICK_GELU_ALPHA = 1.702
 class SymmExperts(MegatronModule):
     """The experts of one rank, in place of TEGroupedMLP or SequentialMLP.
 
-    Parameters are `linear_fc1.weight{i}` [2F, H] (gate, then up) and `linear_fc2.weight{i}` [H, F], as in
-    TEGroupedMLP. FC1's output is kept for backward, the activation is computed again: recomputing "moe_act" is what
-    the experts always do.
+    Parameters are `linear_fc1.weight` [e, 2F, H] (gates, then ups) and `linear_fc2.weight` [e, H, F]: two in all, since
+    Megatron's DDP and optimizers work parameter by parameter. Checkpoints hold them expert by expert, as those of
+    Megatron's own experts. FC1's output is kept for backward, the activation is computed again: recomputing "moe_act"
+    is what the experts always do.
 
     Args:
         num_local_experts: e.
@@ -63,8 +64,8 @@ class SymmExperts(MegatronModule):
         self.activation = activation_of(config)
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
         width = self.activation.activation.hidden_width(ffn)
-        self.linear_fc1 = self._linear(hidden, width, config.init_method, split_dim=0)
-        self.linear_fc2 = self._linear(ffn, hidden, config.output_layer_init_method, split_dim=1)
+        self.linear_fc1 = self._linear(hidden, width, config.init_method, split_dim=1)
+        self.linear_fc2 = self._linear(ffn, hidden, config.output_layer_init_method, split_dim=2)
 
     def _linear(
         self, in_features: int, out_features: int, init_method: Callable[[torch.Tensor], object], *, split_dim: int
@@ -81,18 +82,18 @@ class SymmExperts(MegatronModule):
                 in_features,
                 out_features,
                 bias=False,
-                weights="discrete",
+                weights="packed",
                 accumulate_into_main_grad=config.gradient_accumulation_fusion,
                 delay_wgrad=config.delay_wgrad_compute,
                 init_method=init_method if config.perform_initialization else _leave_as_it_is,
                 dtype=config.params_dtype,
                 device="cpu" if on_cpu else torch.cuda.current_device(),
             )
-        for weight in linear.weight_parameters():
-            weight.allreduce = config.expert_model_parallel_size == 1  # else: the expert-data-parallel buckets
-            # No duplicates on tensor-parallel ranks: gradient norms count it wherever it is.
-            weight.tensor_model_parallel = True
-            weight.partition_dim, weight.partition_stride = split_dim, 1
+        weight = linear.weight
+        weight.allreduce = config.expert_model_parallel_size == 1  # else: the expert-data-parallel buckets
+        # No duplicates on tensor-parallel ranks: gradient norms count it wherever it is.
+        weight.tensor_model_parallel = True
+        weight.partition_dim, weight.partition_stride = split_dim, 1
         return linear
 
     def forward(
@@ -137,37 +138,31 @@ class SymmExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
         """Under the keys of SequentialMLP and TEGroupedMLP, so that checkpoints move both ways. Not collective."""
-        per_expert_keys = (metadata or {}).get("singleton_local_shards", False)
-        num_local, num_global = self.num_local_experts, self.num_local_experts * self._ep_group.size()
+        num_local = self.num_local_experts
+        first, num_global = self._ep_group.rank() * num_local, num_local * self._ep_group.size()
         replica_id = (0, 0, self._expt_dp_group.rank())
-        sharded: ShardedStateDict = {}
-        for i in range(num_local):
-            expert = self._ep_group.rank() * num_local + i
+        per_expert_keys = (metadata or {}).get("singleton_local_shards", False)
+        places = []  # of the local experts' matrices: (what comes after "experts" in the key, offsets)
+        for expert in range(first, first + num_local):
             if per_expert_keys:
-                key_prefix, offsets = f"{prefix}experts.{expert}.", sharded_offsets
+                places.append((f".{expert}", sharded_offsets))
             else:
-                key_prefix = f"{prefix}experts."
-                offsets = (*sharded_offsets, (len(sharded_offsets), expert, num_global))
-            for name in ("linear_fc1", "linear_fc2"):
-                weight = self._parameter(name, i)
-                tensor = ShardedTensor.from_rank_offsets(
-                    f"{key_prefix}{name}.weight",
-                    weight,
-                    *offsets,
-                    replica_id=replica_id,
-                    prepend_axis_num=len(offsets),
-                )
-                if name == "linear_fc1" and self.config.gated_linear_unit:
-                    tensor = apply_swiglu_sharded_factory(tensor, offsets, per_expert_keys)
-                sharded[f"{prefix}{name}.weight{i}"] = tensor
-                extra: ShardedObject = make_sharded_object_for_checkpoint(
-                    None, f"{key_prefix}{name}._extra_state", offsets, replica_id
-                )
+                places.append(("", (*sharded_offsets, (len(sharded_offsets), expert, num_global))))
+        sharded: ShardedStateDict = {}
+        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+            is_gated = name == "linear_fc1" and self.config.gated_linear_unit
+            sharded[f"{prefix}{name}.weight"] = ShardedTensorFactory(
+                f"{prefix}experts.{name}.weight",
+                linear.weight,
+                functools.partial(_split, places=places, is_gated=is_gated, per_expert_keys=per_expert_keys),
+                functools.partial(_join, num_halves=2 if is_gated else 1),
+                replica_id,
+            )
+            for i, (number, offsets) in enumerate(places):
+                key = f"{prefix}experts{number}.{name}._extra_state"
+                extra = make_sharded_object_for_checkpoint(None, key, offsets, replica_id)
                 sharded[f"{prefix}{name}._extra_state{i}"] = extra
         return sharded
-
-    def _parameter(self, name: str, i: int) -> torch.nn.Parameter:
-        return getattr(self, name).weight_parameters()[i]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         """Drops the `_extra_state` of other experts: TE's are about FP8, SequentialMLP's are empty."""
@@ -176,25 +171,46 @@ class SymmExperts(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def register_experts_from_last(model: torch.nn.Module) -> None:
-    """For models with Megatron's distributed optimizer: keeps the weights of SymmExperts packed. Local; before DDP.
+@torch.no_grad()
+def _split(
+    key: str,
+    weight: torch.Tensor,
+    replica_id: tuple[int, ...],
+    flattened_range: slice | None = None,
+    *,
+    places: list[tuple[str, tuple]],
+    is_gated: bool,
+    per_expert_keys: bool,
+) -> list[ShardedTensor]:
+    """The matrices of [e, O, C], a weight or an optimizer's state of it, as Megatron stores them (gates, ups apart)."""
+    if flattened_range is not None:
+        raise ArgumentError(
+            f"{key}: a flattened part {flattened_range} of the experts' state has no place in a checkpoint; save the "
+            "distributed optimizer with distrib_optim_sharding_type 'fully_reshardable' or 'dp_reshardable'"
+        )
+    before, _, after = key.rpartition("experts.")
+    shards = []
+    for matrix, (number, offsets) in zip(weight.unbind(0), places, strict=True):
+        halves = matrix.chunk(2) if is_gated else (matrix,)
+        for h, half in enumerate(halves):
+            half_key, half_offsets = f"{before}experts{number}.{after}", offsets
+            if is_gated and per_expert_keys:
+                half_key += ("_w", "_v")[h]
+            elif is_gated:
+                half_offsets = (*offsets, (len(offsets), h, 2))
+            shards.append(
+                ShardedTensor.from_rank_offsets(
+                    half_key, half, *half_offsets, replica_id=replica_id, prepend_axis_num=len(offsets)
+                )
+            )
+    return shards
 
-    Megatron's DDP lays parameters out in its buffers from the last registered to the first, `main_grad` always, and
-    with the distributed optimizer the weights too. Experts that are registered as they are numbered then lie in
-    descending order, and kernels need a table of their addresses. This registers them the other way round. Names,
-    numbers and results stay the same.
 
-    What holds the state of optimizers by position then fits only models that have been through this too, and no
-    TEGroupedMLP: the formats "dp_reshardable" and "dp_zero_gather_scatter", and plain state dicts of optimizers.
-    "fully_reshardable" and "fully_sharded_model_space" go by name.
-    """
-    for module in model.modules():
-        if isinstance(module, SymmExperts):
-            for linear in (module.linear_fc1, module.linear_fc2):
-                for i in reversed(range(module.num_local_experts)):
-                    weight = linear.get_parameter(f"weight{i}")
-                    delattr(linear, f"weight{i}")
-                    linear.register_parameter(f"weight{i}", weight)
+@torch.no_grad()
+def _join(shards: list[torch.Tensor], *, num_halves: int) -> torch.Tensor:
+    """The weight of what :func:`_split` made of it."""
+    matrices = [torch.cat(shards[i : i + num_halves]) for i in range(0, len(shards), num_halves)]
+    return torch.stack(matrices)
 
 
 def activation_of(config: TransformerConfig) -> ScaledActivation:
