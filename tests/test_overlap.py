@@ -133,7 +133,7 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
     for name, flops in (("dispatch", sizes.fc1_flops), ("gradient_dispatch", sizes.product_flops)):
         push = Move(push_bytes=sizes.wire_bytes)
         times = [max(g(flops, n) * (1 - 1 / ranks), push.beside_s(n, rates)) for n in counts]
-        found[name] = push.alone_s(rates) + g(flops), min(times) + g(flops) / ranks + (ranks - 1) * rates.launch_s
+        found[name] = push.alone_s(rates) + g(flops), min(times) + g(flops) / ranks + (ranks - 1) * rates.part_s
     times = []
     for panels_ in (2, 4, 8):
         for n in counts if panels_ <= sizes.hidden // 256 else ():

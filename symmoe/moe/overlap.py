@@ -31,6 +31,8 @@ class Rates:
         memory_bytes: by all SMs.
         flops: of the grouped GEMMs on all SMs.
         launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
+        part_s: what one more part of a dispatch costs: that launch, a signal and a wait, two kernels that index and copy
+            what has come, and the branch.
         least_gain: share of a time that must be gained: less than that is within what these formulas leave out.
         gathered_share: of a step's GEMMs, what they take longer if they gather their rows.
     """
@@ -43,6 +45,7 @@ class Rates:
     memory_bytes: float = 3e12
     flops: float = 650e12
     launch_s: float = 15e-6
+    part_s: float = 45e-6
     least_gain: float = 0.02
     gathered_share: float = 0.1
 
@@ -198,7 +201,7 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
     With n SMs for the move, GEMMs of f FLOPs take g = f / (flops per second * (num_sms - n) / num_sms). In all,
 
     * a dispatch in R parts takes the longer of g and the push for R - 1 of them, then one part on all SMs, since peers'
-      last rows come after the whole push; and R - 1 times launch_s;
+      last rows come after the whole push; and R - 1 times part_s;
     * FC2 and combine in p panels take 1 / p of f on all SMs, the longer of the other panels' g and the move of all
       panels but the last, that one's combine by itself, and (p - 1) times launch_s;
     * combine under weight gradients takes the longer of both.
@@ -223,7 +226,7 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
         def beside_s(n: int) -> float:
             others_s = max(gemm_s(flops - last, n), push.beside_s(n, rates))
-            return others_s + gemm_s(last) + (num_ranks - 1) * rates.launch_s
+            return others_s + gemm_s(last) + (num_ranks - 1) * rates.part_s
 
         return best(push.alone_s(rates) + gemm_s(flops), beside_s)[1]
 
