@@ -41,6 +41,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.gpu import hopper
+from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.parts import are_ranges, panel, refuse_ranges
 from symmoe.kernels.table import TensorTable
@@ -102,16 +103,6 @@ def wgrad_config(out_features: int, in_features: int, dtype: torch.dtype) -> Til
 def device_num_sms(device: torch.device) -> int:
     """Number of SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up. Triton's own functions of integers cost the host 1.5 us, more than a descriptor."""
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is not less than n >= 1."""
-    return 1 << (n - 1).bit_length()
 
 
 def launch_grid(config: TileConfig, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:

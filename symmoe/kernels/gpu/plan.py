@@ -10,6 +10,7 @@ import triton.language as tl
 
 from symmoe.kernels import control, parts
 from symmoe.kernels.control import Peers
+from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import fast_launch
 from symmoe.kernels.gpu.sync import FAULTED, barrier_epoch, write_record
 
@@ -119,8 +120,8 @@ def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_exper
             TOP_K=topk_idx.shape[1],
             NUM_EXPERTS=num_experts,
             NUM_RANKS=num_ranks,
-            RANK_LANES=triton.next_power_of_2(num_ranks),
-            BLOCK_EXPERTS=min(COUNT_EXPERTS, triton.next_power_of_2(num_experts)),
+            RANK_LANES=next_power_of_2(num_ranks),
+            BLOCK_EXPERTS=min(COUNT_EXPERTS, next_power_of_2(num_experts)),
             num_warps=8,
         )
 
@@ -218,7 +219,7 @@ def send_counts(
     """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table. See the twin."""
     layout = peers.layout
     with torch.cuda.device_of(topk_idx):
-        send_counts_kernel[(triton.cdiv(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)](
+        send_counts_kernel[(ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)](
             block_counts,
             topk_idx,
             block_starts,
@@ -492,8 +493,8 @@ def lay_out(
             COUNTERS=layout.counters,
             COUNT_TABLE=layout.count_table,
             ROW_WORDS=layout.row_words,
-            RANK_LANES=triton.next_power_of_2(peers.num_ranks),
-            EXPERT_LANES=triton.next_power_of_2(experts_per_rank),
+            RANK_LANES=next_power_of_2(peers.num_ranks),
+            EXPERT_LANES=next_power_of_2(experts_per_rank),
             DROP=drop,
             RECORD_ERRORS=record_errors,
             num_warps=4,
@@ -546,7 +547,7 @@ def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Ten
             RANK=rank,
             NUM_RANKS=num_ranks,
             NUM_EXPERTS=num_experts,
-            EXPERT_LANES=triton.next_power_of_2(num_experts),
+            EXPERT_LANES=next_power_of_2(num_experts),
             num_warps=4,
         )
 
@@ -638,7 +639,7 @@ def assign_rows(
     num_blocks, num_ranks = block_tokens.shape
     if num_blocks == 0:
         return
-    k_lanes = triton.next_power_of_2(top_k)
+    k_lanes = next_power_of_2(top_k)
     with torch.cuda.device_of(topk_idx):
         assign_rows_kernel[(num_blocks,)](
             topk_idx,
@@ -653,7 +654,7 @@ def assign_rows(
             NUM_EXPERTS=slot_start.numel(),
             EXPERTS_PER_RANK=experts_per_rank,
             NUM_RANKS=num_ranks,
-            RANK_LANES=triton.next_power_of_2(num_ranks),
+            RANK_LANES=next_power_of_2(num_ranks),
             K_LANES=k_lanes,
             CHUNK_TOKENS=min(control.TOKENS_PER_BLOCK, max(1, ASSIGN_SLOTS // k_lanes)),
             num_warps=8,
@@ -724,7 +725,7 @@ def assign_packed_rows(
     num_blocks, num_ranks = block_tokens.shape
     if num_blocks == 0:
         return
-    rank_lanes = triton.next_power_of_2(num_ranks)
+    rank_lanes = next_power_of_2(num_ranks)
     with torch.cuda.device_of(slot_to_row):
         assign_packed_rows_kernel[(num_blocks,)](
             slot_to_row,

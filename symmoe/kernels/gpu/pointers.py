@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.gpu import driver
+from symmoe.kernels.gpu.integers import ceil_div
 from symmoe.kernels.gpu.launch import fast_launch
 from symmoe.kernels.twin import pointers as twin
 from symmoe.kernels.twin.pointers import HostBytes, host_bytes
@@ -295,7 +296,7 @@ def swizzle_scales(
     num_groups, num_bytes = swizzled.shape
     num_tiles = num_bytes // TILE_BYTES.value
     with torch.cuda.device_of(swizzled):
-        swizzle_scales_kernel[(num_groups, triton.cdiv(num_tiles, TILES_PER_PROGRAM))](
+        swizzle_scales_kernel[(num_groups, ceil_div(num_tiles, TILES_PER_PROGRAM))](
             pointers,
             swizzled,
             NUM_ROWS=num_rows,

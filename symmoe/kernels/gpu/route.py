@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from symmoe.kernels.gpu.integers import next_power_of_2
 from symmoe.kernels.gpu.launch import fast_launch
 
 SCORES_PER_PROGRAM = 1024
@@ -51,7 +52,7 @@ def select_experts(scores: torch.Tensor, topk_idx: torch.Tensor) -> None:
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
         return
-    lanes = triton.next_power_of_2(num_experts)
+    lanes = next_power_of_2(num_experts)
     tokens = max(1, SCORES_PER_PROGRAM // lanes)
     with torch.cuda.device_of(scores):
         select_experts_kernel[(-(-num_tokens // tokens),)](

@@ -11,6 +11,7 @@ from triton.language.extra import cuda
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.kernels.gpu.integers import next_power_of_2
 from symmoe.kernels.gpu.launch import fast_launch
 
 # Triton kernels may read global numbers only as constexpr.
@@ -274,7 +275,7 @@ def barrier(
             *_words_of(spoils),
             RANK=peers.rank,
             NUM_RANKS=peers.num_ranks,
-            LANES=triton.next_power_of_2(peers.num_ranks),
+            LANES=next_power_of_2(peers.num_ranks),
             COUNTERS=peers.layout.counters,
             MAILBOX=peers.layout.mailbox,
             BOUNDED=timeout_ns is not None,

@@ -15,6 +15,7 @@ import triton.language as tl
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.kernels.gpu import hopper
+from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import fast_launch
 
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
@@ -40,9 +41,9 @@ def _launch(num_rows: int, width: int, item_bytes: int, accesses: int, num_ctas:
     row_bytes = width * item_bytes
     columns_bytes = min(row_bytes & -row_bytes, MAX_TILE_COLUMNS_BYTES)  # divides the row: no access is masked
     if columns_bytes < 512:  # less than a warp's access: a masked tail is cheaper
-        columns_bytes = min(triton.next_power_of_2(row_bytes), MAX_TILE_COLUMNS_BYTES // 2)
+        columns_bytes = min(next_power_of_2(row_bytes), MAX_TILE_COLUMNS_BYTES // 2)
     tokens, columns = num_warps * 32 * 16 * accesses // columns_bytes, columns_bytes // item_bytes
-    num_tiles = triton.cdiv(num_rows, tokens) * triton.cdiv(width, columns)
+    num_tiles = ceil_div(num_rows, tokens) * ceil_div(width, columns)
     grid = (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),)
     return grid, {"WIDTH": width, "BLOCK_TOKENS": tokens, "BLOCK_COLUMNS": columns, "num_warps": num_warps}
 
@@ -236,7 +237,7 @@ def push_slots(
     """Writes, beside each packed row, the rows of the token on that rank and their probs. See the twin."""
     num_tokens, top_k = slot_to_row.shape
     with torch.cuda.device_of(slot_to_row):
-        push_slots_kernel[(peers.num_ranks + triton.cdiv(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
+        push_slots_kernel[(peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
             slot_to_row,
             slot_to_rank,
             probs,
@@ -322,7 +323,7 @@ def index_rows(
     if max(num_slots, num_rows) == 0:
         return
     with torch.cuda.device_of(wire_to_row):
-        index_rows_kernel[(triton.cdiv(max(num_slots, num_rows), SLOTS_PER_PROGRAM),)](
+        index_rows_kernel[(ceil_div(max(num_slots, num_rows), SLOTS_PER_PROGRAM),)](
             wire_to_row,
             wire_probs,
             packed_begin,
@@ -404,7 +405,7 @@ def fan_out(
             packed_begin,
             packed_end,
             TOP_K=top_k,
-            UNROLL=min(UNROLL, triton.next_power_of_2(top_k)),
+            UNROLL=min(UNROLL, next_power_of_2(top_k)),
             **meta,
         )
 
@@ -485,7 +486,7 @@ def pre_reduce(
             TOP_K=top_k,
             ROW_WIDTH=rows.shape[1],
             FIRST_COLUMN=first,
-            UNROLL=min(UNROLL, triton.next_power_of_2(top_k)),
+            UNROLL=min(UNROLL, next_power_of_2(top_k)),
             **meta,
         )
 
@@ -517,7 +518,7 @@ def gather_values(
     if packed_to_row.numel() == 0:
         return
     with torch.cuda.device_of(row_values):
-        gather_values_kernel[(triton.cdiv(packed_to_row.numel(), SLOTS_PER_PROGRAM),)](
+        gather_values_kernel[(ceil_div(packed_to_row.numel(), SLOTS_PER_PROGRAM),)](
             row_values,
             packed_to_row,
             num_packed,
@@ -624,10 +625,10 @@ def pull_rows(
             COLUMN=column,
             NUM_SOURCES=num_sources,
             NUM_RANKS=peers.num_ranks,
-            RANK_LANES=triton.next_power_of_2(peers.num_ranks),
+            RANK_LANES=next_power_of_2(peers.num_ranks),
             ROW_WIDTH=width,
             FIRST_COLUMN=first,
-            UNROLL=min(UNROLL, triton.next_power_of_2(num_sources)),
+            UNROLL=min(UNROLL, next_power_of_2(num_sources)),
             **meta,
         )
 
@@ -783,11 +784,11 @@ def pull_sums(
             peers.rank,
             COLUMN=column,
             NUM_RANKS=num_ranks,
-            RANK_LANES=triton.next_power_of_2(num_ranks),
+            RANK_LANES=next_power_of_2(num_ranks),
             ROW_WIDTH=width,
             FIRST_COLUMN=first,
-            RANK_UNROLL=min(PEERS_UNROLL, triton.next_power_of_2(num_ranks)),
-            SLOT_UNROLL=min(OWN_UNROLL, triton.next_power_of_2(top_k)),
+            RANK_UNROLL=min(PEERS_UNROLL, next_power_of_2(num_ranks)),
+            SLOT_UNROLL=min(OWN_UNROLL, next_power_of_2(top_k)),
             **meta,
         )
 
@@ -838,7 +839,7 @@ def pull_values(
     if num_tokens == 0:
         return
     with torch.cuda.device_of(out):
-        pull_values_kernel[(triton.cdiv(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
+        pull_values_kernel[(ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
             slot_to_rank,
             token_to_packed_row,
             peers.bases,
@@ -848,7 +849,7 @@ def pull_values(
             COLUMN=column,
             TOP_K=top_k,
             NUM_RANKS=peers.num_ranks,
-            RANK_LANES=triton.next_power_of_2(peers.num_ranks),
+            RANK_LANES=next_power_of_2(peers.num_ranks),
             BLOCK=SLOTS_PER_PROGRAM,
             num_warps=4,
         )
