@@ -165,20 +165,23 @@ def check_adjoint(rank: int, num_ranks: int, numbers: list[int], device: str) ->
         for number in numbers:
             case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}"
-            hidden, routing = case.shape(device), case.routing(num_ranks)
-            ids = torch.from_numpy(routing.topk_idx[rank])
-            rng = case.generator(400 + rank)
-            x = torch.from_numpy(rng.integers(-8, 9, (len(ids), hidden))).to(heap.device, case.dtype)
-            plan = make_plan(on_device(ids, heap), num_experts=routing.num_experts, heap=heap)
-            rows, _ = dispatch_tokens(x, plan)
-            g = torch.from_numpy(rng.integers(-8, 9, (plan.num_rows, hidden))).to(heap.device, case.dtype)
-            for order in ORDERS:
-                y = combine_tokens(g, plan, order=order)
-                products = torch.stack([(rows.double() * g).sum(), (x.double() * y).sum()]).cpu()
-                dist.all_reduce(products)
-                findings.equal(f"<x, combine(g)>, order={order}", float(products[1]), float(products[0]))
-            del rows
+            _check_adjoint(heap, case, case.shape(device), findings)
     return findings.texts
+
+
+def _check_adjoint(heap: SymmetricHeap, case: routings.Case, hidden: int, findings: Findings) -> None:
+    rank, routing = heap.rank, case.routing(heap.num_ranks)
+    ids = torch.from_numpy(routing.topk_idx[rank])
+    rng = case.generator(400 + rank)
+    x = torch.from_numpy(rng.integers(-8, 9, (len(ids), hidden))).to(heap.device, case.dtype)
+    plan = make_plan(on_device(ids, heap), num_experts=routing.num_experts, heap=heap)
+    rows, _ = dispatch_tokens(x, plan)
+    g = torch.from_numpy(rng.integers(-8, 9, (plan.num_rows, hidden))).to(heap.device, case.dtype)
+    for order in ORDERS:
+        y = combine_tokens(g, plan, order=order)
+        products = torch.stack([(rows.double() * g).sum(), (x.double() * y).sum()]).cpu()
+        dist.all_reduce(products)
+        findings.equal(f"<x, combine(g)>, order={order}", float(products[1]), float(products[0]))
 
 
 def check_gradients(rank: int, num_ranks: int, numbers: list[int], device: str) -> list[str]:

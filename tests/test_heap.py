@@ -42,6 +42,7 @@ from symmoe.errors import (
     SymmoeError,
 )
 from symmoe.kernels import control
+from symmoe.kernels.parts import Division
 from symmoe.symm_mem import host, nvshmem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
@@ -666,7 +667,7 @@ def fail_in_dispatch(rank: int, num_ranks: int, way: str) -> list[str]:
             plan.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32)
             send_expert_major_gradient(x, plan, out)
         else:
-            with arriving(x, plan, out, probs, layout="expert-major", num_ctas=None) as arrival:
+            with arriving(x, plan, out, probs, layout="expert-major", division=Division(1, 1)) as arrival:
                 for _ in arrival.parts:
                     pass
     except (PeerAborted, HeapPoisoned):

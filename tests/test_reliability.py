@@ -8,24 +8,30 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from reliability import command, faults, mutations
+from reliability import command, faults, litmus, mutations
 from reliability.launch import JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
-from reliability.suite import Run, execute
+from reliability.suite import Outcome, Run, execute, side_by_side
 
 SLICES = {
-    "routings": (range(28), 2),  # two of each stratum
+    "routings": (range(14), 2),  # one of each stratum; 28 below, without a mutant
     "gradients": (range(13), 2),
     "determinism": ((*range(15, 26), 1040), 2),  # a repeat with skew, and a restart
     "stalls": (range(60), 2),
     "fuzz": (range(66), 2),  # three of each mutation
     "soak": (range(151), 2),
     "lifecycle": ((0, 1, 2, 50), 2),
-    "model": ((0, 3, 4), 3),  # plans, a step, signals; the others below
+    "litmus": ((*range(12), 400), 2),  # three of each kind, and the control
+    "model": ((3, 4, 12), 3),  # a step, signals, a rank that is late; the others below
 }
 # One of each kind, at other phases and with other victims.
 FAULTS = (13, 69, 104)
-TWIN_MUTANTS = ("no wait for rows to arrive", "one half of the count table", "payload after the signal")
+TWIN_MUTANTS = (
+    "no wait for rows to arrive",
+    "one half of the count table",
+    "payload after the signal",
+    "what came counts after a timeout",
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +87,37 @@ def test_a_mutant_of_the_twins_is_found(launcher: Launcher, mutant: str):
 @pytest.mark.parametrize("part", sorted({mutations.FOUND_BY[mutant] for mutant in TWIN_MUTANTS}))
 def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
     assert mutations.found_in_twins(Run((), 3), launcher, None, part) == ""
+
+
+# -- running suites ---------------------------------------------------------------------------------------------------
+
+
+def test_cases_are_shared_among_jobs(launcher: Launcher):
+    run = Run(tuple(range(5)), 2, num_jobs=2)
+    assert sorted(outcome.case for outcome in litmus.run_cases(run, launcher)) == [0, 1, 2, 3, 4]
+
+
+def test_an_exception_of_one_work_ends_all():
+    def numbers() -> Iterator[Outcome]:
+        for number in range(100):
+            time.sleep(0.01)
+            yield Outcome(number, 0.0, [])
+
+    def broken() -> Iterator[Outcome]:
+        yield Outcome(-1, 0.0, [])
+        raise ZeroDivisionError("on purpose")
+
+    start, found = time.monotonic(), []
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        found.extend(outcome.case for outcome in side_by_side([numbers, broken]))
+    assert time.monotonic() - start < 0.9  # the other one was stopped on its way
+    assert [outcome.case for outcome in side_by_side([numbers])] == list(range(100))
+
+
+def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
+    run = Run(tuple(range(6)), 2)
+    record = execute("model", command.suite_of("model"), run, launcher, command="pytest", limit_s=0.0)
+    assert (record["cases_wanted"], record["cases_run"], record["cases_failed"]) == (6, 1, 0)
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------

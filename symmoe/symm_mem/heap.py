@@ -400,6 +400,13 @@ class SymmetricHeap:
         collective over the process group, waits as long as the group does, and uses no symmetric memory."""
         self._patient_bootstrap.agree(problem)
 
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, of whatever length, in rank order; collective as :meth:`agree` is."""
+        lengths = self._patient_bootstrap.all_gather_bytes(len(payload).to_bytes(8, "little"), num_bytes=8)
+        sizes = [int.from_bytes(length, "little") for length in lengths]
+        gathered = self._patient_bootstrap.all_gather_bytes(payload, num_bytes=max(1, *sizes))
+        return [data[:size] for data, size in zip(gathered, sizes, strict=True)]
+
     def abort(self, reason: str) -> None:
         """Gives up: peers that wait for this rank, or will, raise PeerAborted at once instead of after `timeout_s`.
 
@@ -575,6 +582,16 @@ class SymmetricHeap:
             return
         error, together = None, False
         try:
+            error, together = self._meet_to_close()
+            raise_for(error)
+        finally:
+            del error  # as in `fail`
+            self._end(together)
+
+    def _meet_to_close(self) -> tuple[SymmoeError | None, bool]:
+        """What :meth:`close` raises, and whether all ranks have come to close."""
+        error, together = None, False
+        try:
             self._synchronize()
             if self._poison is None and self._status_words[control.STATUS_KIND] != control.STATUS_OK:
                 error = self._take_status()  # nobody has raised it yet; unless it is a timeout, the peers are there
@@ -584,12 +601,12 @@ class SymmetricHeap:
                 together = self._status_words[control.STATUS_KIND] == control.STATUS_OK
                 if not together:
                     error = self._take_status()
-            if not together and self._poison is None:
-                self._give_up(Report("it has closed its heap"))  # the peers were in another call, and go on
-            raise_for(error)
-        finally:
-            del error  # as in `fail`
-            self._end(together)
+        except BaseException as problem:  # a signal handler's, the GPU's: the peers wait, and shall not do so in vain
+            self.abort(f"{type(problem).__name__}: {problem}")
+            raise
+        if not together and self._poison is None:
+            self._give_up(Report("it has closed its heap"))  # the peers were in another call, and go on
+        return error, together
 
     def _end(self, together: bool) -> None:
         """No trace of tokens is left here; `together` or, once the peers have been told, alone."""

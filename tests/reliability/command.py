@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +23,7 @@ SUITES = {
     "stalls": ("stalls", "no false timeout when ranks stall up to half the timeout"),
     "fuzz": ("fuzz", "wrong calls: the documented error on every rank, then an exact call"),
     "soak": ("soak", "steps with random sizes: nothing grows"),
+    "litmus": ("litmus", "payload and flags between ranks: no stale read in many, with delays everywhere"),
     "lifecycle": ("lifecycle", "heaps made and closed, jobs one after the other"),
     "model": ("model", "every interleaving of the protocol's model, as written and with faults and deaths"),
     "mutations": ("mutations", "a step of the protocol removed, in the model and in the twins: something fails"),
@@ -46,16 +49,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, help="how many, from case 0 (default: all that the suite promises)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="this one alone")
+    parser.add_argument("--jobs", type=int, default=1, help="groups of ranks that share the cases, side by side")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="take no more results after that time")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args(arguments)
     suite = suite_of(options.suite)
     full = suite.num_cases if options.device == "cpu" else suite.num_gpu_cases or suite.num_cases
     count = full if options.cases is None else options.cases
     numbers = tuple(range(count)) if options.case is None else (options.case,)
-    run = Run(numbers, options.ranks or suite.num_ranks, options.device, options.seed)
+    run = Run(numbers, options.ranks or suite.num_ranks, options.device, options.seed, options.jobs)
     command = shlex.join(["python", "-m", "tests.reliability", *(sys.argv[1:] if arguments is None else arguments)])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who stops a suite still gets the record
     with Launcher() as launcher:
-        record = execute(options.suite, suite, run, launcher, command=command)
+        record = execute(options.suite, suite, run, launcher, command=command, limit_s=options.seconds)
     text = json.dumps(record, indent=1)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from worker import open_heap
 
-from reliability.launch import Launcher
+from reliability.launch import JobFailure, Launcher
 from reliability.step import hash_of_step, make_layer, tokens_of
 from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, merged, on_ranks
 from symmoe import SymmetricHeap
@@ -72,9 +72,13 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     wanted = None
     for number in [None, *restarts] if restarts else []:
         start = time.perf_counter()
-        with launcher.start(run.num_ranks, run.device) as job:
-            found = job.run(hashes, run.seed, run.device, deadline_s=run.seconds(60.0))
-        if number is None:
+        try:
+            with launcher.start(run.num_ranks, run.device) as job:
+                found = job.run(hashes, run.seed, run.device, deadline_s=run.seconds(60.0))
+        except JobFailure as failure:
+            yield Outcome(_FIRST_RESTART if number is None else number, float("nan"), [str(failure)])
+            continue
+        if wanted is None:
             wanted = found
             continue
         ms = 1e3 * (time.perf_counter() - start)

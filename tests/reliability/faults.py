@@ -5,6 +5,9 @@ stops by SIGSTOP, or raises an exception that nobody catches. Every survivor has
 victim within `timeout_s` + 2 s of that moment (1 s where the victim has told its peers), and to end by itself with a
 code other than 0. Then no process may be left, /dev/shm and the memory of the GPUs have to be as before, and a new job
 has to work at once.
+
+Starting a job takes seconds on GPUs, so several cases may run side by side; then what is left is looked at, and the new
+job started, after all of them. Nobody else may take memory of the same GPUs meanwhile.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from conftest import left_in_shared_memory, shared_memory
 from test_heap import round_trip
 
 from reliability.delays import before_steps
-from reliability.launch import Job, Launcher
+from reliability.launch import Job, JobFailure, Launcher
 from reliability.step import HIDDEN, TOP_K, make_layer, tokens_of
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles
+from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, percentiles, side_by_side
 from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, errors, kernels, make_plan
 from symmoe.kernels import control
 
@@ -37,6 +42,7 @@ TOLD_S = 1.0  # where the victim itself told its peers
 EXIT_S = 10.0  # from a survivor's error to its end: Python takes torch apart
 FREE_AGAIN_S = 10.0
 GPU_SLACK_MIB = 64
+COMPILE_S = 120.0
 
 PHASES = ("before", "in dispatch", "between", "in combine", "in backward", "in close")
 VICTIMS = ("first", "middle", "last")
@@ -161,16 +167,16 @@ def take_part(rank: int, num_ranks: int, fault: Fault, device: str) -> Iterator[
             raise UsersError(f"of rank {rank}")
 
     backend = "nvshmem" if device == "cuda" else "host"
-    if device == "cuda":  # kernels are compiled before a wait is short
-        with SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=120.0) as heap:
-            Step(heap, fault, lambda phase: None).run(0)
     raised = None
     read_end, report = os.pipe()
     os.set_blocking(read_end, False)
     yield {"pipe": (os.getpid(), read_end)}  # the launcher reads it after the death of this process, too
     try:
         # As a user writes it: an exception leaves the heap on its way out.
-        with SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=TIMEOUT_S) as heap:
+        with SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=COMPILE_S) as heap:
+            Step(heap, fault, lambda phase: None).run(0)
+            dist.barrier()  # kernels are compiled, from here on waits may be short
+            heap.timeout_s = TIMEOUT_S
             step = Step(heap, fault, strike)
             with before_steps(kernels.for_device(heap.device), step.before_kernel) if is_victim else nullcontext():
                 for turn in range(fault.steps + 1):
@@ -201,15 +207,28 @@ def take_part(rank: int, num_ranks: int, fault: Fault, device: str) -> Iterator[
 
 
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
-    for number in run.numbers:
-        fault, start = fault_of(number, run), time.perf_counter()
+    for first in range(0, len(run.numbers), run.num_jobs):
+        numbers = run.numbers[first : first + run.num_jobs]
         shm_before, used_before = shared_memory(), gpu_mib(run)
+        outcomes = list(side_by_side([partial(run_case, number, run, launcher) for number in numbers]))
+        problems = what_is_left(run, shm_before, used_before) + new_job_problems(launcher, run)
+        problems = [f"after cases {list(numbers)}: {text}" for text in problems]
+        yield from outcomes[:-1]
+        yield replace(outcomes[-1], problems=outcomes[-1].problems + problems)
+
+
+def run_case(number: int, run: Run, launcher: Launcher) -> Iterator[Outcome]:
+    fault, start = fault_of(number, run), time.perf_counter()
+    try:
         with launcher.start(run.num_ranks, run.device) as job:
             problems, facts = watch(job, fault, run)
-        problems += what_is_left(job, run, shm_before, used_before)
-        problems += new_job_problems(launcher, run)
-        where = f"{fault}: "
-        yield Outcome(number, 1e3 * (time.perf_counter() - start), [where + text for text in problems], facts)
+    except JobFailure as failure:
+        yield Outcome(number, float("nan"), [f"{fault}: {failure}"])
+        return
+    if job.processes():
+        problems.append(f"processes {job.processes()} are left")
+    problems = [f"{fault}: {text}" for text in problems]
+    yield Outcome(number, 1e3 * (time.perf_counter() - start), problems, facts)
 
 
 def watch(
@@ -281,19 +300,16 @@ def watch(
 
 def wrong_error(rank: int, found: dict[str, Any], fault: Fault) -> list[str]:
     """Nothing if a survivor's error is of the right class and names the victim."""
-    allowed = {"PeerTimeout"} | ({"PeerAborted"} if fault.kind == "raise" else set())
     shown = f"survivor {rank} raised {found['raised']}: {found['text']}"
-    if found["raised"] not in allowed:
+    if found["raised"] != ("PeerAborted" if fault.kind == "raise" else "PeerTimeout"):
         return [shown]
     named = found["rank"] == fault.victim or f"rank {fault.victim} " in found["text"]
     return [] if named else [f"the victim is not named: {shown}"]
 
 
-def what_is_left(job: Job, run: Run, shm_before: frozenset[str], used_before: list[int]) -> list[str]:
-    """Of the job that has ended: processes, names in /dev/shm, memory of the GPUs."""
+def what_is_left(run: Run, shm_before: frozenset[str], used_before: list[int]) -> list[str]:
+    """Of jobs that have ended: names in /dev/shm, memory of the GPUs."""
     problems = []
-    if job.processes():
-        problems.append(f"processes {job.processes()} are left")
     if left := left_in_shared_memory(shm_before):
         problems.append(f"{sorted(left)} are left in /dev/shm")
     deadline = time.monotonic() + FREE_AGAIN_S
@@ -308,8 +324,11 @@ def what_is_left(job: Job, run: Run, shm_before: frozenset[str], used_before: li
 
 def new_job_problems(launcher: Launcher, run: Run) -> list[str]:
     """A new job on the same devices works at once."""
-    with launcher.start(run.num_ranks, run.device) as job:
-        exact = job.run(work, run.device, deadline_s=run.seconds(30.0))
+    try:
+        with launcher.start(run.num_ranks, run.device) as job:
+            exact = job.run(work, run.device, deadline_s=run.seconds(30.0))
+    except JobFailure as failure:
+        return [f"a new job fails: {failure}"]
     return [] if all(exact) else ["the round trip of a new job is not exact"]
 
 
@@ -320,10 +339,12 @@ def work(rank: int, num_ranks: int, device: str) -> Iterator[bool]:
 
 
 def gpu_mib(run: Run) -> list[int]:
-    """MiB in use on each GPU; nothing on CPUs."""
+    """MiB in use on each GPU that ranks can see; nothing on CPUs."""
     if run.device == "cpu":
         return []
-    query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query += ["--id", visible] if visible else []
     return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
 
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
@@ -22,6 +23,9 @@ from typing import Any
 
 _TESTS = Path(__file__).resolve().parents[1]
 _START_S = {"cpu": 60.0, "cuda": 120.0}
+_END_S = {"cpu": 3.0, "cuda": 10.0}
+# NVML: else torch.cuda.is_available() in the nursery would start CUDA there, and its forks could not use the GPU.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _LOG_TAIL = 4000  # characters of a rank's log that a failure shows
 
 
@@ -40,28 +44,32 @@ class Launcher:
         self._nursery = subprocess.Popen(
             [sys.executable, "-m", "reliability.nursery", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT},
             start_new_session=True,
         )
         theirs.close()
+        self._lock = threading.Lock()  # jobs may be started and watched in several threads
         self._num_jobs = 0
 
     def start(self, num_ranks: int, device: str) -> Job:
         """A job of `num_ranks` new processes, joined by gloo on loopback. On "cuda" rank r uses GPU r."""
-        self._num_jobs += 1
-        folder = Path(self._folder.name, f"job-{self._num_jobs}")
+        with self._lock:
+            self._num_jobs += 1
+            folder = Path(self._folder.name, f"job-{self._num_jobs}")
         folder.mkdir()
         return Job(self, num_ranks, device, folder)
 
     def start_rank(self, request: dict[str, Any], file: int) -> int:
         """The pid of a new rank, which talks to the launcher through `file`."""
-        socket.send_fds(self._requests, [json.dumps({"do": "start", **request}).encode()], [file])
-        return json.loads(self._requests.recv(1 << 16))
+        with self._lock:
+            socket.send_fds(self._requests, [json.dumps({"do": "start", **request}).encode()], [file])
+            return json.loads(self._requests.recv(1 << 16))
 
     def exit_code(self, pid: int) -> int | None:
         """Of a rank, once; None while it runs."""
-        self._requests.send(json.dumps({"do": "poll", "pid": pid}).encode())
-        return json.loads(self._requests.recv(1 << 16))
+        with self._lock:
+            self._requests.send(json.dumps({"do": "poll", "pid": pid}).encode())
+            return json.loads(self._requests.recv(1 << 16))
 
     def __enter__(self) -> Launcher:
         return self
@@ -189,7 +197,7 @@ class Job:
         """Ends the ranks: those that wait for a function by themselves, the others by SIGKILL."""
         for connection in self._connections:
             connection.close()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + _END_S[self.device]
         for rank in range(len(self.pids)):
             if self.exit_code(rank, deadline=deadline) is None:
                 self.kill(rank)

@@ -1,18 +1,27 @@
-"""50 heaps made, used and closed in one process, then 20 jobs one after the other: each works, and nothing is left."""
+"""50 heaps made, used and closed in one process, and 20 jobs one after the other: each works, and nothing is left.
+
+With several jobs these begin while the heaps are made. If every heap kept some memory of the GPU, the free memory would
+shrink from most cycles to the next, whatever others take of it meanwhile.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
+import torch
 from conftest import left_in_shared_memory, shared_memory
 from test_heap import round_trip
 
-from reliability.launch import Launcher
+from reliability.launch import JobFailure, Launcher
 from reliability.step import num_arenas_mapped, num_open_files
-from reliability.suite import Outcome, Run, Suite, merged, on_ranks
+from reliability.suite import Outcome, Run, Suite, merged, on_ranks, side_by_side
 from symmoe import SymmetricHeap
 
 CYCLES, JOBS = 50, 20
@@ -21,9 +30,9 @@ CYCLES, JOBS = 50, 20
 def check(
     rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
 ) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
-    """Yields per cycle. What the first one leaves (libraries that are loaded) may stay; later ones add nothing."""
-    before = None
-    for number in numbers:
+    """Yields per cycle. What the first two leave (libraries that are loaded) may stay; later ones add nothing."""
+    before, free_bytes = None, []
+    for turn, number in enumerate(numbers):
         start, problems = time.perf_counter(), []
         backend, timeout_s = ("nvshmem", 120.0) if device == "cuda" else ("host", 30.0)
         with SymmetricHeap(num_bytes=1 << 20, backend=backend, timeout_s=timeout_s) as heap:
@@ -32,25 +41,45 @@ def check(
         del heap
         gc.collect()
         left = num_open_files(), num_arenas_mapped()
-        before = left if before is None else before
+        before = left if turn < 2 else before
         if left != before or left[1]:
-            problems.append(f"(open files, arenas mapped) are {left}, after the first cycle {before}")
+            problems.append(f"(open files, arenas mapped) are {left}, after the second cycle {before}")
+        if device == "cuda":
+            free_bytes.append(torch.cuda.mem_get_info()[0])
+            if number == numbers[-1] and (lost := median_loss(free_bytes)) > 0:
+                problems.append(f"most cycles leave {lost:.0f} bytes of the GPU less free")
         yield 1e3 * (time.perf_counter() - start), problems, {}
 
 
+def median_loss(free_bytes: list[int]) -> float:
+    """How much less is free after a cycle than after the one before; the first may load libraries."""
+    return median(a - b for a, b in pairwise(free_bytes[1:])) if len(free_bytes) > 2 else 0.0
+
+
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
+    cycles = replace(run, numbers=tuple(number for number in run.numbers if number < CYCLES), num_jobs=1)
+    jobs = replace(run, numbers=tuple(number for number in run.numbers if number >= CYCLES))
+    works = [partial(on_ranks, cycles, launcher, check, deadline_s=30.0), partial(run_jobs, jobs, launcher)]
+    works = [work for work, part in zip(works, (cycles, jobs), strict=True) if part.numbers]
+    if run.num_jobs > 1:
+        yield from side_by_side(works)
+    else:
+        for work in works:
+            yield from work()
+
+
+def run_jobs(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     shm_before = shared_memory()
-    cycles = tuple(number for number in run.numbers if number < CYCLES)
-    if cycles:
-        yield from on_ranks(Run(cycles, run.num_ranks, run.device, run.seed), launcher, check, deadline_s=30.0)
     for number in run.numbers:
-        if number < CYCLES:
-            continue
         start = time.perf_counter()
-        with launcher.start(run.num_ranks, run.device) as job:
-            (results,) = job.stream(check, (number,), run.seed, run.device, deadline_s=run.seconds(30.0))
-            job.close()
-            codes = [job.exit_code(rank, deadline=0.0) for rank in range(run.num_ranks)]
+        try:
+            with launcher.start(run.num_ranks, run.device) as job:
+                (results,) = job.stream(check, (number,), run.seed, run.device, deadline_s=run.seconds(30.0))
+                job.close()
+                codes = [job.exit_code(rank, deadline=0.0) for rank in range(run.num_ranks)]
+        except JobFailure as failure:
+            yield Outcome(number, float("nan"), [str(failure)])
+            continue
         problems = [text for _, texts, _ in results for text in texts]
         if any(codes):
             problems.append(f"the ranks ended with {codes}")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from worker import open_heap
 
-from reliability import faults, fuzz, gradients, random_routings
+from reliability import faults, fuzz, giving_up, gradients, random_routings
 from reliability.delays import dawdling
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
@@ -46,10 +46,22 @@ OF_THE_MODEL: dict[str, dict[str, Any]] = {
     "failed barriers count": {"failed_barriers_count": True},
     "wait without end": {"times_out": False},
     "abort is not final": {"abort_is_final": False},
+    "nobody is told": {"tells": False},
+    "report without a name": {"report_names": False},
+    "what came counts after a timeout": {"timeout_counts_nothing": False},
+    "nothing counts after an abort": {"abort_keeps": False},
 }
+# They change nothing where nobody gives up.
+_OF_GIVING_UP = (
+    "nobody is told",
+    "report without a name",
+    "what came counts after a timeout",
+    "nothing counts after an abort",
+)
 
 # Which part of which suite has to find a mutant of the twins.
 _IN_ROUTINGS, _IN_GRADIENTS, _IN_FUZZ, _IN_PLANS, _IN_FAULTS = "routings", "gradients", "fuzz", "plans", "faults"
+_IN_GIVING_UP = "giving up"
 FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
     "no wait for signals": _IN_GRADIENTS,
     "payload after the signal": _IN_GRADIENTS,
@@ -57,6 +69,10 @@ FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
     "fault not told": _IN_FUZZ,
     "wait without end": _IN_FAULTS,
     "timeout not reported": _IN_FAULTS,
+    "rows of a failed call kept": _IN_GIVING_UP,
+    "rows of a failed call zeroed": _IN_GIVING_UP,
+    "what came counts after a timeout": _IN_GIVING_UP,
+    "nothing counts after an abort": _IN_GIVING_UP,
 }
 _FAULT = faults.Fault(kind="kill", phase="in dispatch", victim=1, steps=1, options=None, seed=3)
 _FAULT_WAIT_S = 8.0
@@ -88,6 +104,7 @@ CHECKS = {
     _IN_GRADIENTS: (gradients.check, (1, 3, 5, 7)),
     _IN_FUZZ: (fuzz.check, (0, 1, 2, 3, 6, 8)),
     _IN_PLANS: (check_plans, tuple(range(10))),
+    _IN_GIVING_UP: (giving_up.check, tuple(range(len(giving_up.CASES)))),
 }
 
 
@@ -146,7 +163,10 @@ def _first_failure(job: Job, run: Run, mutant: str | None, part: str) -> str:
 
 def found_in_the_model(name: str, num_ranks: int) -> str:
     """The first violation of a mutant; "" if there is none."""
-    for scenario in scenarios(num_ranks):
+    cases = scenarios(num_ranks)
+    if name in _OF_GIVING_UP:
+        cases = [case for case in cases if (case.dies, case.late, case.raises) != (None, None, None)]
+    for scenario in cases:
         verdict = Model(scenario, Protocol(**OF_THE_MODEL[name])).search()
         if verdict.violation is not None:
             return f"{scenario.name}: {verdict.violation}"

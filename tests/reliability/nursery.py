@@ -23,6 +23,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 # torch._inductor: torch.use_deterministic_algorithms imports it, for seconds.
 _FOR_RANKS = ("pytest", "torch.distributed", "torch._inductor", "symmoe.kernels.twin", "symmoe.moe.layer")
+_FOR_RANKS_ON_GPUS = ("symmoe.kernels.gpu",)  # with Triton; importing it starts no CUDA
 
 
 def main() -> int:
@@ -30,6 +31,9 @@ def main() -> int:
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in _FOR_RANKS:
         import_module(name)
+    if sys.modules["torch"].version.cuda:
+        for name in _FOR_RANKS_ON_GPUS:
+            import_module(name)
     gc.collect()
     gc.freeze()  # a rank that ends would otherwise walk through all of this, and copy every page of it
 

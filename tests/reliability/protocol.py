@@ -35,6 +35,10 @@ class Protocol:
         failed_barriers_count: those that are still on their way after a failed one count epochs (a first version).
         times_out: waits are bounded.
         abort_is_final: a rank that has timed out reads nothing any more.
+        tells: a rank that gives up says so in all slots and signals of all ranks.
+        report_names: what it says names the rank that it has waited for in vain.
+        timeout_counts_nothing: after a timeout, what had come does not count any more.
+        abort_keeps: after an error of its own, it does.
     """
 
     fenced_flags: bool = True
@@ -56,6 +60,10 @@ class Protocol:
     failed_barriers_count: bool = False
     times_out: bool = True
     abort_is_final: bool = True
+    tells: bool = True
+    report_names: bool = True
+    timeout_counts_nothing: bool = True
+    abort_keeps: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class Scenario:
         calls: one after the other: "plan", "dispatch", "combine" or "overlapped dispatch".
         fails: (rank, call): whose arguments are wrong in which call.
         dies: the rank that may die, at any moment; None: nobody.
+        late: the rank that others may give up at any moment, although it comes; None: nobody.
+        raises: the rank that may give up between two calls, because of an error of its own; None: nobody.
     """
 
     name: str
@@ -73,6 +83,8 @@ class Scenario:
     num_ranks: int = 3
     fails: tuple[int, int] | None = None
     dies: int | None = None
+    late: int | None = None
+    raises: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,17 +94,17 @@ class Verdict:
     Attributes:
         num_states: that can be reached, all of them if nothing is wrong.
         violation: the first thing that is wrong, None if nothing is.
-        num_misnamed: ends in which a survivor names not the rank that died but one that gave up because of it.
     """
 
     num_states: int
     violation: str | None
-    num_misnamed: int = 0
 
 
 # A step: (kind, peer, number). Queued stores and the start of a barrier take no time of their own: nobody sees them.
 _LOCAL = ("store", "begin")
 _RUNS, _FINISHED, _GAVE_UP, _DEAD = range(4)
+_TELLS = 4  # and how many ranks know already
+_ABORT = 1 << 20  # times (who gives up + 1), added to what is kept of a flag or signal
 
 
 class _Places:
@@ -126,6 +138,12 @@ class Model:
                 program += self._steps_of(rank, number, call)
             self._programs.append(program)
             self._call_starts.append([*starts, len(program)])
+        flags = [[i for i, step in enumerate(program) if step[0] == "flag"] for program in self._programs]
+        # Between two calls: before the first flag of one that is not the first.
+        self._between = [
+            {min(i for i in places if i >= start) for start in starts[1:-1] if any(i >= start for i in places)}
+            for places, starts in zip(flags, self._call_starts, strict=True)
+        ]
 
     # -- programs -----------------------------------------------------------------------------------------------------
 
@@ -221,8 +239,12 @@ class Model:
                     continue  # stores of one rank to one place keep their order
                 changed = (position, epoch, failed, buffer - {(cell, value)}, status, own[5])
                 yield self._with(ranks, rank, changed), self._stored(memory, cell, value)
+            if status >= _TELLS:
+                yield self._told(ranks, memory, rank)
             if status != _RUNS:
                 continue
+            if rank == self._scenario.raises and position in self._between[rank]:
+                yield self._giving_up(ranks, rank, -1), memory
             if rank == self._scenario.dies:
                 yield self._with(ranks, rank, (*own[:4], _DEAD, -1)), memory
             yield from self._step(ranks, memory, rank)
@@ -248,14 +270,27 @@ class Model:
             yield moved(done, self._stored(memory, at(_FLAG + half, peer, rank), 2 * epoch + fault))
         elif kind in ("wait", "wait for signal"):
             cell = at(_FLAG + half, rank, peer) if kind == "wait" else at(_SIGNAL, rank, peer)
-            seen = memory[cell] >> 1 if kind == "wait" else memory[cell]
+            who, seen = divmod(memory[cell], _ABORT)
+            who -= 1
+            seen = seen >> 1 if kind == "wait" else seen
             if seen >= (epoch if rules.signal_is_epoch or kind == "wait" else 1) + rules.wait_offset:
+                if who >= 0 and ranks[who][5] >= 0:
+                    yield f"rank {rank} goes on in epoch {epoch}, which rank {who} has given up"
+                    return
                 yield moved()
-            elif rules.times_out and ranks[peer][4] in (_DEAD, _GAVE_UP):  # those who live come in time
-                if rules.abort_is_final:
-                    yield self._with(ranks, rank, (position, epoch, failed, buffer, _GAVE_UP, peer)), memory
-                else:
+            elif who >= 0:
+                if who == peer and ranks[who][5] < 0 and ranks[who][1] > epoch:  # its next flag is of ranks[who][1]
+                    yield f"rank {who} had come in epoch {epoch} when it gave up, and does not count"
+                    return
+                yield self._learned(ranks, rank, who), memory
+            elif rules.times_out and (ranks[peer][4] in (_DEAD, _GAVE_UP) or peer == self._scenario.late):
+                # All others who live come in time. A rank that tells does so long before anybody's time is up.
+                if not rules.abort_is_final:
                     yield moved()
+                    return
+                told = [memory[at(_FLAG + half, rank, w)] for w in range(self._num_ranks)] if kind == "wait" else []
+                told = [value // _ABORT - 1 for value in told if value >= _ABORT and value % _ABORT >> 1 < epoch]
+                yield (self._learned(ranks, rank, told[0]) if told else self._giving_up(ranks, rank, peer)), memory
         elif kind == "read words":
             value, want = memory[at(_WORDS + half, rank, peer)], self._words(epoch, number)
             if value != want:
@@ -284,13 +319,47 @@ class Model:
         else:
             raise AssertionError(kind)
 
+    def _giving_up(self, ranks: tuple, rank: int, missing: int) -> tuple:
+        """A rank gives up because of another one, or (-1) of an error of its own."""
+        status = _TELLS if self._protocol.tells else _GAVE_UP
+        return self._with(ranks, rank, (*ranks[rank][:4], status, missing))
+
+    def _learned(self, ranks: tuple, rank: int, who: int) -> tuple:
+        """A rank has found that another one gave up, and names whom that one reports."""
+        missing = ranks[who][5] if self._protocol.report_names else -1
+        return self._with(ranks, rank, (*ranks[rank][:4], _GAVE_UP, who if missing in (-1, rank) else missing))
+
+    def _told(self, ranks: tuple, memory: tuple, rank: int) -> tuple:
+        """A rank that gives up tells one more rank; itself it need not."""
+        own = ranks[rank]
+        target = own[4] - _TELLS
+        rules, keeps = self._protocol, own[5] < 0
+        keeps = rules.abort_keeps if keeps else not rules.timeout_counts_nothing
+        if target != rank:
+            for kind in (_FLAG, _FLAG + 1, _SIGNAL):
+                for writer in range(self._num_ranks):
+                    cell = self._places.at(kind, target, writer)
+                    kept = memory[cell] % _ABORT if keeps else 0
+                    memory = self._stored(memory, cell, (rank + 1) * _ABORT + kept)
+        status = _GAVE_UP if target == self._num_ranks - 1 else own[4] + 1
+        return self._with(ranks, rank, (*own[:4], status, own[5])), memory
+
+    def _misnamed(self, ranks: tuple) -> str | None:
+        """At the end: whoever has given up names the rank that is the reason."""
+        scenario = self._scenario
+        reason = next(rank for rank in (scenario.dies, scenario.late, scenario.raises, -1) if rank is not None)
+        for rank, own in enumerate(ranks):
+            if own[4] == _GAVE_UP and rank != reason and own[5] != reason:
+                return f"rank {rank} names rank {own[5]}, but the reason is rank {reason}"
+        return None
+
     def _sees_fault(self, memory: tuple, rank: int, half: int, epoch: int, number: int) -> bool:
         if self._scenario.fails is None:
             return False
         if self._scenario.fails == (rank, number):
             return True
         peers = (peer for peer in range(self._num_ranks) if peer != rank)
-        return any(memory[self._places.at(_FLAG + half, rank, peer)] == 2 * epoch + 1 for peer in peers)
+        return any(memory[self._places.at(_FLAG + half, rank, peer)] % _ABORT == 2 * epoch + 1 for peer in peers)
 
     def _checked(self, moved, value: int, want: int, what: str) -> tuple | str:
         return moved() if value == want else self._wrong_read(what, value, want)
@@ -312,7 +381,7 @@ class Model:
     def search(self, most_states: int = 3_000_000) -> Verdict:
         """Breadth first through every state that can be reached."""
         start = self._start()
-        seen, queue, misnamed = {start}, deque([start]), 0
+        seen, queue = {start}, deque([start])
         while queue:
             state = queue.popleft()
             followers = list(self._next(state))
@@ -325,24 +394,23 @@ class Model:
             statuses = [own[4] for own in state[0]]
             if not followers and _RUNS in statuses:
                 return Verdict(len(seen), f"deadlock: {self._where(state)}")
-            if not followers and _GAVE_UP in statuses:
-                named = {own[5] for own in state[0] if own[4] == _GAVE_UP}
-                misnamed += named != {self._scenario.dies}
+            if not followers and (problem := self._misnamed(state[0])):
+                return Verdict(len(seen), problem)
             if len(seen) > most_states:
                 raise AssertionError(f"{self._scenario.name}: more than {most_states} states")
-        return Verdict(len(seen), None, misnamed)
+        return Verdict(len(seen), None)
 
     def _where(self, state: tuple) -> list[str]:
         where = []
         for rank, own in enumerate(state[0]):
             at = self._programs[rank][own[0]] if own[0] < len(self._programs[rank]) else ("end",)
-            status = ("runs", "finished", "gave up", "dead")[own[4]]
+            status = ("runs", "finished", "gave up", "dead", "gives up")[min(own[4], _TELLS)]
             where.append(f"rank {rank} in epoch {own[1]} at {at[0]} ({status})")
         return where
 
 
 def scenarios(num_ranks: int = 3) -> list[Scenario]:
-    """What is searched: at least three epochs each, every rank as the one that fails or dies."""
+    """What is searched: every rank as the one that fails, dies, is late or raises."""
     quiet = [
         Scenario("plans", ("plan",) * 3),
         Scenario("dispatches", ("dispatch", "dispatch")),
@@ -361,4 +429,7 @@ def scenarios(num_ranks: int = 3) -> list[Scenario]:
         troubled.append(Scenario(f"rank {rank} dies in a combine", ("combine", "plan"), dies=rank))
         overlapped = ("overlapped dispatch", "overlapped dispatch", "plan")
         troubled.append(Scenario(f"rank {rank} dies while rows travel", overlapped, dies=rank))
+        troubled.append(Scenario(f"rank {rank} is late", ("plan", "combine"), late=rank))
+        troubled.append(Scenario(f"rank {rank} is late with its rows", ("overlapped dispatch", "plan"), late=rank))
+        troubled.append(Scenario(f"rank {rank} raises", ("plan", "dispatch", "plan"), raises=rank))
     return [replace(scenario, num_ranks=num_ranks) for scenario in (*quiet, *troubled)]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import queue
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,12 +29,15 @@ class Run:
     Attributes:
         numbers: of the cases, each from 0.
         device: "cpu" or "cuda".
+        num_jobs: how many groups of ranks share the cases, side by side on the same devices. More than a few per GPU
+            cost more than they bring: the GPU gives each a slice of its time, and ranks that meet wait for slices.
     """
 
     numbers: tuple[int, ...]
     num_ranks: int = 2
     device: str = "cpu"
     seed: int = 0
+    num_jobs: int = 1
 
     def seconds(self, on_cpu: float) -> float:
         """A deadline: GPUs get more, because first calls compile kernels."""
@@ -78,6 +86,12 @@ class Suite:
 
 def on_ranks(run: Run, launcher: Launcher, check: CheckCases, *, deadline_s: float) -> Iterator[Outcome]:
     """Runs cases on ranks that stay up from case to case, and are started again after a case that ended them."""
+    bounds = [len(run.numbers) * job // run.num_jobs for job in range(run.num_jobs + 1)]
+    parts = [replace(run, numbers=run.numbers[a:b]) for a, b in pairwise(bounds) if a < b]
+    return side_by_side([partial(_in_one_job, part, launcher, check, deadline_s) for part in parts])
+
+
+def _in_one_job(run: Run, launcher: Launcher, check: CheckCases, deadline_s: float) -> Iterator[Outcome]:
     left = list(run.numbers)
     while left:
         try:
@@ -89,6 +103,45 @@ def on_ranks(run: Run, launcher: Launcher, check: CheckCases, *, deadline_s: flo
             if not left:
                 raise  # the ranks could not end
             yield Outcome(left.pop(0), float("nan"), [str(failure)])
+
+
+def side_by_side(works: Sequence[Callable[[], Iterator[Outcome]]]) -> Iterator[Outcome]:
+    """What all of them yield, as it comes, each in a thread of its own; the first exception ends it."""
+    if len(works) == 1:
+        yield from works[0]()
+        return
+    results: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def work_through(work: Callable[[], Iterator[Outcome]]) -> None:
+        outcomes = work()
+        try:
+            for outcome in outcomes:
+                results.put(outcome)
+                if stop.is_set():
+                    break
+            outcomes.close()
+            results.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised by whoever reads the results
+            results.put(error)
+
+    threads = [threading.Thread(target=work_through, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        num_at_work = len(threads)
+        while num_at_work:
+            result = results.get()
+            if isinstance(result, BaseException):
+                raise result
+            if result is None:
+                num_at_work -= 1
+            else:
+                yield result
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(15.0)
 
 
 def merged(case: int, results: Iterable[tuple[float, list[str], dict[str, Any]]]) -> Outcome:
@@ -103,17 +156,30 @@ def merged(case: int, results: Iterable[tuple[float, list[str], dict[str, Any]]]
     )
 
 
-def execute(name: str, suite: Suite, run: Run, launcher: Launcher, *, command: str) -> dict[str, Any]:
-    """Runs the cases and makes the record: counts, times, the failures in full, and where it ran."""
+def execute(
+    name: str, suite: Suite, run: Run, launcher: Launcher, *, command: str, limit_s: float = math.inf
+) -> dict[str, Any]:
+    """Runs the cases and makes the record: counts, times, the failures in full, and where it ran.
+
+    After `limit_s` or a KeyboardInterrupt it takes no more outcomes: the record says how many cases there were.
+    """
     start, outcomes, failed = time.monotonic(), [], []
-    for outcome in suite.run(run, launcher):
-        outcomes.append(outcome)
-        if outcome.problems:
-            failed.append(outcome)
-            print(f"{name} case {outcome.case}: " + "\n  ".join(outcome.problems)[:6000], flush=True)
-        if len(failed) >= MAX_FAILURES:
-            print(f"{name}: stopped after {MAX_FAILURES} failures", flush=True)
-            break
+    running = suite.run(run, launcher)
+    try:
+        for outcome in running:
+            outcomes.append(outcome)
+            if outcome.problems:
+                failed.append(outcome)
+                print(f"{name} case {outcome.case}: " + "\n  ".join(outcome.problems)[:6000], flush=True)
+            if len(failed) >= MAX_FAILURES:
+                print(f"{name}: stopped after {MAX_FAILURES} failures", flush=True)
+                break
+            if time.monotonic() - start > limit_s and len(outcomes) < len(run.numbers):
+                print(f"{name}: stopped after {limit_s:.0f} s", flush=True)
+                break
+        running.close()  # ends the ranks, if there are any
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", flush=True)
     wall_s = time.monotonic() - start
     with launcher.start(1, run.device) as job:
         (facts,) = job.run(describe, run.device, deadline_s=120.0)
@@ -122,6 +188,7 @@ def execute(name: str, suite: Suite, run: Run, launcher: Launcher, *, command: s
         "device": run.device,
         "ranks": run.num_ranks,
         "seed": run.seed,
+        "jobs": run.num_jobs,
         "cases_wanted": len(run.numbers),
         "cases_run": len(outcomes),
         "cases_failed": len(failed),

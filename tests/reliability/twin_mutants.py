@@ -21,6 +21,7 @@ from symmoe.kernels import control, twin
 from symmoe.kernels.control import Peers
 from symmoe.kernels.twin import plan as twin_plan
 from symmoe.kernels.twin import sync
+from symmoe.symm_mem import heap
 
 Mutant = Callable[[ExitStack], None]
 
@@ -237,6 +238,24 @@ def _unused_packed_rows_not_marked(stack: ExitStack) -> None:
     _replace(stack, twin, "push_slots", make)
 
 
+# -- giving up --------------------------------------------------------------------------------------------------------
+
+
+def _rows_of_a_failed_call_kept(stack: ExitStack) -> None:
+    _replace(stack, sync, "_spoil", lambda original: lambda tensor: None)
+
+
+def _rows_of_a_failed_call_zeroed(stack: ExitStack) -> None:
+    _replace(stack, sync, "_spoil", lambda original: lambda tensor: tensor.zero_())
+
+
+def _kept_bits(kept_bits: int, stack: ExitStack) -> None:
+    def make(original: Callable) -> Callable:
+        return lambda *args, **kwargs: original(*args, **{**kwargs, "kept_bits": kept_bits})
+
+    _replace(stack, heap, "tell_peers", make)
+
+
 MUTANTS: dict[str, Mutant] = {
     "no wait for the counts": partial(_no_wait_in, control.PHASE_PLAN),
     "no wait before rows are sent": partial(_no_wait_in, control.PHASE_DISPATCH_READY),
@@ -256,4 +275,8 @@ MUTANTS: dict[str, Mutant] = {
     "fault not told": _fault_not_told,
     "tail of the index not zeroed": _tail_of_the_index_not_zeroed,
     "unused packed rows not marked": _unused_packed_rows_not_marked,
+    "rows of a failed call kept": _rows_of_a_failed_call_kept,
+    "rows of a failed call zeroed": _rows_of_a_failed_call_zeroed,
+    "what came counts after a timeout": partial(_kept_bits, control.EPOCH_MASK),
+    "nothing counts after an abort": partial(_kept_bits, 0),
 }

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# The reliability suites on the GPUs of this machine, one record for all of them.
+#
+#     benchmarks/reliability_gpu.sh RANKS FOLDER [CASES]     # PYTHON=python3 DEVICE=cuda
+#
+# Writes FOLDER/reliability-h200-ep2.json (the GPU's name, the ranks): {"suites": {suite: record}, "gpu_mib": ...}, and
+# the ends of the logs beside it. Prints a line per suite. CASES limits the cases of each suite, for a first try.
+#
+# Two groups of lanes. The lanes of a group run side by side on the same GPUs, the suites of a lane one after the other.
+# Ranks of several jobs share a GPU by slices of time, and ranks that meet in a barrier wait for each other's slices: a
+# group holds what mostly works on the host, and faults has no neighbour that starts or ends jobs, because it looks at
+# the memory of the GPUs. The groups follow each other, or run at once if there are GPUs for both.
+set -u
+cd "$(dirname "$0")/.."
+ranks=${1:?usage: benchmarks/reliability_gpu.sh RANKS FOLDER [CASES]}
+folder=${2:?usage: benchmarks/reliability_gpu.sh RANKS FOLDER [CASES]}
+cases=${3:-}
+python=${PYTHON:-python3}
+device=${DEVICE:-cuda}
+# NVLink multicast is not used; nobody else shall either.
+export NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
+
+first_group=("routings" "gradients" "determinism" "fuzz litmus" "lifecycle")
+second_group=("stalls faults" "soak")
+# Jobs side by side in a suite, and seconds after which it takes no more results.
+declare -A jobs=([routings]=3 [gradients]=2 [lifecycle]=2 [stalls]=3 [faults]=8)
+declare -A seconds=([fuzz]=90 [litmus]=90 [stalls]=75 [faults]=180 [soak]=220)
+default_seconds=180
+
+mkdir -p "$folder"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+used_mib() {
+    [ "$device" != cuda ] || nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | tr '\n' ' '
+}
+
+run_suite() { # its line is printed when it is done
+    local suite=$1 limit=${seconds[$1]:-$default_seconds}
+    timeout -k 30 $((limit + 30)) "$python" -m tests.reliability "$suite" --device "$device" --ranks "$ranks" \
+        --jobs "${jobs[$suite]:-1}" --seconds "$limit" ${cases:+--cases "$cases"} \
+        --json "$work/$suite.json" >"$work/$suite.log" 2>&1
+    local code=$?
+    "$python" - "$work/$suite.json" "$suite" "$code" <<'LINE'
+import json, pathlib, sys
+path, suite, code = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+if path.exists():
+    r = json.loads(path.read_text())
+    print(f"{suite:12} {r['cases_run']} of {r['cases_wanted']} cases, {r['cases_failed']} failed, {r['wall_s']} s")
+else:
+    print(f"{suite:12} no record, exit code {code}")
+LINE
+}
+
+run_lane() {
+    local suite
+    for suite in $1; do run_suite "$suite"; done
+}
+
+run_group() {
+    local lane lanes=()
+    for lane in "$@"; do
+        run_lane "$lane" &
+        lanes+=($!)
+    done
+    wait "${lanes[@]}"
+}
+
+before=$(used_mib)
+num_gpus=$([ "$device" = cuda ] && nvidia-smi --list-gpus | wc -l || echo 0)
+if [ -z "${CUDA_VISIBLE_DEVICES:-}" ] && [ "$num_gpus" -ge $((2 * ranks)) ]; then
+    CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((ranks - 1))) run_group "${first_group[@]}" &
+    CUDA_VISIBLE_DEVICES=$(seq -s, "$ranks" $((2 * ranks - 1))) run_group "${second_group[@]}" &
+    wait
+else
+    run_group "${first_group[@]}"
+    run_group "${second_group[@]}"
+fi
+sleep 2
+after=$(used_mib)
+gpu=$([ "$device" = cuda ] && nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | awk '{print tolower($NF)}' || echo cpu)
+name=$folder/reliability-$gpu-ep$ranks
+
+suites=$(echo "${first_group[@]}" "${second_group[@]}")
+for suite in $suites; do
+    echo "== $suite"
+    tail -c 6000 "$work/$suite.log"
+done >"$name.log"
+"$python" - "$name.json" "$work" "$before" "$after" $suites <<'MERGE'
+import json, pathlib, sys
+out, work, before, after, *suites = sys.argv[1:]
+records, failed = {}, []
+for suite in suites:
+    path = pathlib.Path(work, f"{suite}.json")
+    records[suite] = json.loads(path.read_text()) if path.exists() else {"error": "no record"}
+    if records[suite].get("cases_failed", 1) or records[suite]["cases_run"] < records[suite]["cases_wanted"]:
+        failed.append(suite)
+mib = {"before": [int(n) for n in before.split()], "after": [int(n) for n in after.split()]}
+pathlib.Path(out).write_text(json.dumps({"suites": records, "gpu_mib": mib}, indent=1) + "\n")
+print(f"MiB of GPU memory in use before {mib['before']}, after {mib['after']}; not as promised: {failed or 'nothing'}")
+leaked = any(b > a + 64 for a, b in zip(mib["before"], mib["after"]))
+sys.exit(bool(failed) or leaked)
+MERGE

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# compute-sanitizer over the kernels of one GPU: memcheck, initcheck, synccheck, racecheck, side by side.
+#
+#     benchmarks/sanitize.sh FOLDER         # PYTHON=python3; about 3 minutes, of which 1 compiles
+#
+# Covered, on small shapes, bf16 where there is a choice: all plan and token kernels (several ranks' arenas in one
+# process), the router's, grouped GEMMs forward, dgrad and wgrad, fused with activations, biases, the kernels for Hopper
+# and those that swizzle scales. Not covered: barriers and signals (several kernels that wait for each other; the tools
+# may run them one after the other), what several GPUs do to each other, and shapes of real models.
+#
+# memcheck and initcheck: every tensor is an allocation of its own (no caching allocator), so that its ends are seen.
+# initcheck also instruments torch's kernels, because it has to see who has written. racecheck knows shared memory
+# only, and not all that TMA does there. A planted error shows that memcheck and initcheck find something.
+set -u
+cd "$(dirname "$0")/.."
+folder=${1:?usage: benchmarks/sanitize.sh FOLDER}
+python=${PYTHON:-python3}
+seconds=${SECONDS_PER_TOOL:-90}
+mkdir -p "$folder"
+export OMP_NUM_THREADS=1
+
+chosen="(test_kernels_match_twins and (drops or probs or nothing or fails) and not qwen3) or test_select_experts
+    or test_many_groups or test_no_rows or test_splits or (test_against_float64_and_twins and 48 and bfloat16)
+    or (256 and bfloat16 and (test_push or test_pull or test_pre_reduce)) or test_scales_are_swizzled"
+chosen=$(echo $chosen)
+tests=("$python" -m pytest -q -m gpu -p no:cacheprovider -p no:timeout -k "$chosen")
+for name in token_kernels gemm gemm_act hopper hopper_wgrad hopper_rows pointers; do
+    tests+=("tests/gpu/test_${name}_gpu.py")
+done
+
+# An out-of-bounds write, a read of memory that nobody has written.
+cat >"$folder/planted.py" <<'PLANTED'
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def planted_kernel(source, target, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    tl.store(target + lane, tl.load(source + lane))
+
+
+planted_kernel[(1,)](torch.empty(1024, device="cuda"), torch.zeros(512, device="cuda"), BLOCK=1024)
+torch.cuda.synchronize()
+PLANTED
+
+sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+sanitize() { # tool, log, command...
+    local tool=$1 log=$2 options=()
+    shift 2
+    [ "$tool" = memcheck ] || [ "$tool" = initcheck ] && export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    [ "$tool" = initcheck ] || options=(--kernel-name-exclude kns=at6native)
+    timeout -k 10 "$seconds" "$sanitizer" --tool "$tool" --print-limit 20 "${options[@]}" "$@" >"$log" 2>&1
+}
+
+echo "without a tool (compiles what the tools run):"
+"${tests[@]}" >"$folder/plain.log" 2>&1
+tail -n 1 "$folder/plain.log"
+for tool in memcheck initcheck synccheck racecheck; do
+    sanitize $tool "$folder/$tool.log" "${tests[@]}" &
+done
+for tool in memcheck initcheck; do
+    sanitize $tool "$folder/planted-$tool.log" "$python" "$folder/planted.py" &
+done
+wait
+failed=0
+for tool in memcheck initcheck synccheck racecheck; do
+    summary=$(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY' "$folder/$tool.log" | tail -n 1)
+    passed=$(grep -aE '(passed|failed|skipped|error).* in [0-9.]+s' "$folder/$tool.log" | tail -n 1)
+    echo "$tool: ${summary:-no summary (ran past $seconds s, or did not start: see $tool.log)}; tests: ${passed:-no result}"
+    grep -qE 'SUMMARY: 0 (errors|hazards)' <<<"$summary" && grep -q passed <<<"$passed" || failed=1
+    ! grep -qE 'failed|error' <<<"$passed" || failed=1
+done
+for tool in memcheck initcheck; do
+    summary=$(grep -aE 'ERROR SUMMARY' "$folder/planted-$tool.log" | tail -n 1)
+    echo "planted error, $tool: ${summary:-no summary}"
+    grep -qE 'SUMMARY: [1-9]' <<<"$summary" || failed=1
+done
+exit $failed

@@ -1,0 +1,69 @@
+"""A rank that raises inside of `heap.close()` does not leave its peers waiting for it."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from test_heap import round_trip
+
+from symmoe import SymmetricHeap
+from symmoe.errors import HeapClosed, PeerAborted
+
+TIMEOUT_S = 20.0
+VICTIM, SLOW = 1, 2
+
+
+class OwnError(BaseException):
+    """As KeyboardInterrupt: no Exception."""
+
+
+def raise_own_error(*args: object) -> None:
+    raise OwnError("of a signal handler")
+
+
+def raise_in_close(rank: int, num_ranks: int, where: str) -> dict:
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S)
+    facts = {"exact": round_trip(heap)}
+    dist.barrier()
+    if rank == VICTIM and where == "before the barrier":
+        heap._synchronize = raise_own_error
+    if rank == VICTIM and where == "in the wait":
+        signal.signal(signal.SIGALRM, raise_own_error)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    if rank == SLOW:  # so that the others wait
+        time.sleep(0.5)
+    start = time.monotonic()
+    try:
+        heap.close()
+    except PeerAborted as error:
+        facts |= {"rank": error.rank, "reason": error.reason}
+    except OwnError:
+        facts["rank"] = "own"
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    facts["close_s"] = time.monotonic() - start
+    heap.close()  # closed twice is closed
+    try:
+        heap.check()
+    except HeapClosed:
+        facts["closed"] = True
+    dist.barrier()
+    with SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S) as again:
+        facts["works"] = round_trip(again)
+    return facts
+
+
+@pytest.mark.parametrize("where", ["before the barrier", "in the wait"])
+def test_peers_of_a_rank_that_raises_in_close(cluster, where: str):
+    for rank, facts in enumerate(cluster(3).run(raise_in_close, where, timeout_s=60)):
+        assert facts["exact"]
+        assert facts["works"]
+        assert facts["closed"]
+        assert facts["close_s"] < 1.0  # and not timeout_s
+        if rank == VICTIM:
+            assert facts["rank"] == "own"
+        else:
+            assert (facts["rank"], facts["reason"]) == (VICTIM, "OwnError: of a signal handler")

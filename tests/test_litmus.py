@@ -1,0 +1,75 @@
+"""The litmus test's kernels without a GPU: what they count, in the interpreter, and the instructions that they become.
+
+The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a slice of it on CPUs.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from interpreter import interpreter
+
+CHECKS = Path(__file__).with_name("litmus_interpreter_checks.py")
+
+
+@interpreter
+def test_what_kernels_count():
+    """In a process of its own: the interpreter has to be chosen before triton is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, CHECKS], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(": ok") == 10
+
+
+def ptx_of(name: str, **constants: int) -> str:
+    """A kernel for Hopper, as GpuWords launches it."""
+    triton = pytest.importorskip("triton")
+    from reliability import litmus_kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(litmus_kernels, name)
+    types = {"counts": "*i64"}
+    signature = {p.name: types.get(p.name) or p.annotation_type for p in kernel.params if not p.is_constexpr}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constants, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("order", ["released", "flag first", "relaxed"])
+def test_messages_are_sent_and_waited_for_as_the_library_does(order: str):
+    from reliability.litmus_kernels import ORDERS, GpuWords
+
+    sizes = {"STREAMS": GpuWords.num_streams, "MESSAGES": GpuWords.num_messages, "WORDS": GpuWords.message_words}
+    ptx = ptx_of("messages_kernel", **sizes, CHUNK=GpuWords.message_words // 4, ORDER=ORDERS[order])
+    (flag,) = [line for line in ptx.splitlines() if re.search(r"\batom\.", line)]
+    assert "sys" in flag
+    assert "exch" in flag
+    assert ("release" in flag) == (order != "relaxed")
+    assert ptx.count("ld.acquire.sys.global.s64") == 1
+    assert ptx.count("%globaltimer") >= 4  # the waits' deadline, and the delays
+    # Between the words of all threads and the flag of one, a barrier of the program, which the controls lack.
+    block = ptx[ptx.rindex("$L__BB", 0, ptx.index("atom.")) : ptx.index("atom.")]
+    assert ("bar.sync" in block) == (order == "released")
+    assert re.search(r"st\.global\.(v\d\.)?b32", ptx)
+    # Words are loaded before the wait, and again after it and the program's barrier.
+    wait = ptx.index("ld.acquire.sys")
+    loads = [match.start() for match in re.finditer(r"ld\.global\.(v\d\.)?b32", ptx)]
+    after = [place for place in loads if place > wait]
+    assert [place for place in loads if place < wait]
+    assert after
+    assert "bar.sync" in ptx[wait : min(after)]
+
+
+@pytest.mark.parametrize("name", ["write_kernel", "read_kernel"])
+def test_the_other_kernels_compile(name: str):
+    ptx = ptx_of(name, BLOCK=1024)
+    assert ("ld.global" if name == "read_kernel" else "st.global") in ptx
+    assert "atom." not in ptx
