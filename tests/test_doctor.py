@@ -131,4 +131,4 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
     with pytest.raises(ArgumentError, match=r"groups of \[2, 4\] ranks"):
         diagnose([good, record(1, 4, timeout(3), CALLS)])
     with pytest.raises(SystemExit):
-        main(["doctor"])
+        main(["doctor", "--read"])

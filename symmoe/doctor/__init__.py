@@ -1,1 +1,1 @@
-"""`symmoe doctor`: what is wrong."""
+"""`symmoe doctor`: whether a machine can run symmoe, and who waited for whom when ranks stood still."""

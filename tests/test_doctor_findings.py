@@ -1,0 +1,716 @@
+"""`symmoe doctor`: machines made by hand, each with one thing wrong; and this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from symmoe.cli import main
+from symmoe.doctor import checkup, self_test
+from symmoe.doctor.environment import check_environment
+from symmoe.doctor.findings import Finding, render, worst_level
+from symmoe.doctor.gpus import Gpu, Gpus, Pair, check_gpus, check_links, read_gpus
+from symmoe.doctor.nvidia_smi import Device, Links, Report, ask, parse_devices, parse_links, parse_topology
+from symmoe.doctor.system import System, check_limits, check_system, read_system
+from symmoe.doctor.trial import Trial, check_trial, run_trial
+from symmoe.doctor.versions import Versions, check_versions, read_versions, release
+
+GIB = 1 << 30
+
+# -- machines -----------------------------------------------------------------------------------------------------
+
+HOST = System(
+    os_name="Linux",
+    os_release="6.1",
+    machine="x86_64",
+    python="3.11.7",
+    host_problem="",
+    num_cores=16,
+    free_bytes=100 * GIB,
+    shm_bytes=64 * GIB,
+    shm_free_bytes=63 * GIB,
+    max_files=1 << 20,
+    max_locked_bytes=None,
+    max_processes=1 << 16,
+    compiler="/usr/bin/gcc",
+    has_python_headers=True,
+)
+INSTALLED = {
+    "symmoe": "0.1.0",
+    "torch": "2.11.0+cu130",
+    "triton": "3.6.0",
+    "nvidia-nvshmem-cu13": "3.4.5",
+    "nvshmem4py-cu13": "0.4.1",
+    "cuda-core": "1.2.2",
+    "numpy": "2.3.5",
+}
+PINS = {"nvidia-nvshmem-cu13": "3.4.5", "triton": "3.6.0"}
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tPHB\tPIX\t0-31\t0\t\tN/A\n"
+    "GPU1\tNV18\t X \tSYS\tNODE\t0-31\t0\t\tN/A\n"
+    "GPU2\tPHB\tSYS\t X \tNODE\t32-63\t1\t\tN/A\n"
+    "NIC0\tPIX\tNODE\tNODE\t X \t\t\t\t\n"
+    "\nLegend:\n\n  X    = Self\n  NV#  = Connection traversing a bonded set of # NVLinks\n"
+)
+NVLINK = (
+    "GPU 0: NVIDIA H200 (UUID: GPU-11111111-aaaa)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    "GPU 1: NVIDIA H200 (UUID: GPU-22222222-bbbb)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n"
+)
+QUERY = (
+    "0, GPU-11111111-aaaa, NVIDIA H200, 580.159.03, 143771, 4, Default, Disabled\n"
+    "1, GPU-22222222-bbbb, NVIDIA H200, 580.159.03, 143771, 60000, Exclusive_Process, [N/A]\n"
+)
+
+
+def versions(torch_cuda: str | None = "13.0", without: str = "", **installed: str) -> Versions:
+    """The tested ones, but for some; "_" in names stands for "-"."""
+    found = INSTALLED | {name.replace("_", "-"): version for name, version in installed.items()}
+    found.pop(without, None)
+    return Versions(installed=found, torch_cuda=torch_cuda, torch_pins=PINS)
+
+
+def device(index: int, **other: Any) -> Device:
+    known = {"uuid": f"GPU-{index}", "name": "NVIDIA H200", "driver": "580.159.03", "memory_bytes": 140 * GIB}
+    known |= {"used_bytes": 0, "compute_mode": "Default", "has_mig": False}
+    return Device(index=index, **(known | other))
+
+
+def gpu(index: int, **other: Any) -> Gpu:
+    known = {"name": "NVIDIA H200", "capability": (9, 0), "memory_bytes": 140 * GIB, "smi_index": index}
+    return Gpu(index=index, **(known | other))
+
+
+def pair(first: int, second: int, connection: str | None = "NV18", can_access: bool = True) -> Pair:
+    return Pair(first=first, second=second, connection=connection, can_access=can_access)
+
+
+SMI = Report(devices=(device(0), device(1)))
+GPUS = Gpus(gpus=(gpu(0), gpu(1)), pairs=(pair(0, 1),))
+
+
+def gpu_findings(gpus: Gpus = GPUS, smi: Report = SMI, cuda: str | None = "13.0", visible: str | None = None):
+    return check_gpus(gpus, smi, torch_cuda=cuda, visible=visible)
+
+
+def wrong(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level != "ok"]
+
+
+def one(findings: list[Finding], level: str, *words: str, fix: str) -> None:
+    """Exactly one finding is not ok: of this level, with all these words, and with this in its fix."""
+    assert [finding.level for finding in wrong(findings)] == [level], findings
+    [finding] = wrong(findings)
+    for word in words:
+        assert word in finding.text, finding
+    assert fix in finding.fix, finding
+
+
+# -- findings -----------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_with_nothing_wrong():
+    findings = [
+        *check_system(HOST, has_gpu=True),
+        *check_versions(versions(), has_gpu=True),
+        *gpu_findings(),
+        *check_links(GPUS.pairs, {0: Links(gbs=478.1, num_up=18, num_down=0)}, visible=None),
+        *check_limits(HOST, has_gpu=True),
+        *check_environment({"PATH": "/usr/bin", "NVSHMEM_DISABLE_NVLS": "1"}, has_gpu=True, num_cores=16),
+        *check_trial(trial(copy=390.0, dispatch=270.0), on_gpus=True, link_gbs=478.0),
+    ]
+    assert wrong(findings) == []
+    assert worst_level(findings) == "ok"
+    text = render(findings)
+    for word in ("2 x NVIDIA H200 (9.0, 140 GiB)", "driver 580.159.03", "NV18", "478 GB/s", "torch 2.11.0+cu130"):
+        assert word in text
+    assert "NVSHMEM 3.4.5" in text
+    assert "nvshmem4py 0.4.1" in text
+    assert "NVSHMEM_DISABLE_NVLS=1" in text
+    assert "/usr/bin" not in text  # variables that do not matter are nobody's business
+    assert text.endswith("No problems, 0 notes: symmoe can run here.")
+
+
+def test_levels_and_what_is_shown():
+    findings = [Finding("ok", "a", "fine"), Finding("note", "b", "x " * 150, "do this"), Finding("ok", "c", "fine")]
+    assert worst_level(findings) == "note"
+    assert worst_level([]) == "ok"
+    fix = "a command " * 20
+    shown = render([*findings, Finding("problem", "d", "bad", fix)]).splitlines()
+    assert all(len(line) <= 110 for line in shown if "->" not in line)
+    assert f"-> {fix}" in "\n".join(shown)  # in one piece, to be copied
+    assert shown[-1] == "1 problem, 1 note: what stands behind -> helps."
+    assert worst_level([*findings, Finding("problem", "d", "bad", fix)]) == "problem"
+    with pytest.raises(AssertionError):
+        Finding("problem", "d", "bad")  # nobody is left alone with one
+    with pytest.raises(AssertionError):
+        Finding("warning", "d", "bad")
+
+
+# -- host ---------------------------------------------------------------------------------------------------------
+
+HOST_CASES = [
+    (
+        {"os_name": "Darwin", "host_problem": "the host backend needs Linux"},
+        False,
+        "problem",
+        "Linux",
+        "run it on Linux",
+    ),
+    ({"machine": "aarch64", "host_problem": "needs x86-64"}, False, "problem", "x86-64", "machine with x86-64"),
+    ({"machine": "aarch64", "host_problem": "needs x86-64"}, True, "note", "x86-64", ""),
+    ({"host_problem": "memfd_create: Operation not permitted"}, False, "problem", "memfd", "seccomp=unconfined"),
+    ({"compiler": None}, True, "problem", "C compiler", "apt-get install gcc"),
+    ({"has_python_headers": False}, True, "problem", "Python.h", "apt-get install python3.11-dev"),
+]
+LIMIT_CASES = [
+    ({"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}, True, "problem", "60 MiB of 64 MiB", "--shm-size"),
+    ({"shm_free_bytes": 60 << 20, "shm_bytes": 64 << 20}, False, "note", "60 MiB of 64 MiB", "--shm-size"),
+    ({"shm_free_bytes": 500 << 20, "shm_bytes": 512 << 20}, True, "note", "512 MiB", "mount -o remount"),
+    ({"shm_free_bytes": None, "shm_bytes": None}, True, "problem", "no /dev/shm", "--ipc=host"),
+    ({"free_bytes": 700 << 20}, False, "problem", "700 MiB", "--memory=8g"),
+    ({"max_files": 128}, False, "problem", "128 open files", "ulimit -n 65536"),
+    ({"max_files": 512}, True, "note", "512 open files", "ulimit -n 65536"),
+    ({"max_processes": 100}, False, "note", "100 more processes", "--pids-limit"),
+]
+
+
+@pytest.mark.parametrize(("change", "has_gpu", "level", "word", "fix"), HOST_CASES)
+def test_the_host(change: dict, has_gpu: bool, level: str, word: str, fix: str):
+    system = dataclasses.replace(HOST, **change)
+    one(check_system(system, has_gpu=has_gpu), level, word, fix=fix)
+
+
+def test_compilers_do_not_matter_without_gpus():
+    assert not wrong(check_system(dataclasses.replace(HOST, compiler=None, has_python_headers=False), has_gpu=False))
+
+
+@pytest.mark.parametrize(("change", "has_gpu", "level", "word", "fix"), LIMIT_CASES)
+def test_limits(change: dict, has_gpu: bool, level: str, word: str, fix: str):
+    one(check_limits(dataclasses.replace(HOST, **change), has_gpu=has_gpu), level, word, fix=fix)
+
+
+def test_no_limits_at_all():
+    system = dataclasses.replace(HOST, max_files=None, max_processes=None, free_bytes=None, max_locked_bytes=8 << 20)
+    [finding] = check_limits(system, has_gpu=True)
+    assert (finding.level, "open files no limit, locked memory 8 MiB" in finding.text) == ("ok", True)
+
+
+def test_this_host(tmp_path: Path):
+    system = read_system(dict(os.environ))
+    assert (system.os_name, system.host_problem) == ("Linux", "")
+    assert system.num_cores == len(os.sched_getaffinity(0))
+    assert (
+        0 < system.free_bytes <= int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1)) << 10
+    )
+    assert 0 < system.shm_free_bytes <= system.shm_bytes
+    fake = tmp_path / "my-cc"
+    fake.write_text("#!/bin/sh\n")
+    fake.chmod(0o755)
+    assert read_system({"CC": str(fake)}).compiler == str(fake)
+    assert read_system({"PATH": str(tmp_path)}).compiler is None  # neither gcc nor clang there
+
+
+# -- versions -----------------------------------------------------------------------------------------------------
+
+VERSION_CASES = [
+    (versions(torch="2.10.1+cu130"), "problem", "torch 2.10.1+cu130", "'torch>=2.11,<2.14'"),
+    (versions(torch="2.14.0"), "problem", "torch 2.14.0", "'torch>=2.11,<2.14'"),
+    (versions(without="triton"), "problem", "Triton is not installed", "pip install triton==3.6.0"),
+    (versions(triton="3.5.1"), "note", "Triton 3.5.1", "pip install triton==3.6.0"),
+    (versions(triton="3.7.1"), "note", "asks for, 3.6.0", "pip install triton==3.6.0"),
+    (versions(nvidia_nvshmem_cu13="3.7.0"), "problem", "NVSHMEM 3.7.0 with Triton 3.6.0", "nvidia-nvshmem-cu13==3.4.5"),
+    (versions(nvidia_nvshmem_cu13="3.8.0"), "problem", "NVSHMEM 3.8.0 with Triton 3.6.0", "nvidia-nvshmem-cu13==3.4.5"),
+    (versions(nvidia_nvshmem_cu13="3.6.5"), "note", "3.6.5", "nvidia-nvshmem-cu13==3.4.5"),
+    (versions(without="nvidia-nvshmem-cu13"), "problem", "without nvidia-nvshmem-cu13", "nvidia-nvshmem-cu13==3.4.5"),
+    (versions(without="nvshmem4py-cu13"), "problem", "nvshmem4py-cu13 is not", "pip install 'symmoe[nvshmem]'"),
+    (versions(nvshmem4py_cu13="0.2.2"), "problem", "0.2.2 does not work", "pip install 'symmoe[nvshmem]'"),
+    (versions(nvshmem4py_cu13="0.3.1"), "note", "older than what was tested", "pip install 'symmoe[nvshmem]'"),
+    (versions(cuda_core="0.4.0"), "problem", "cuda-core 0.4.0", "pip install 'cuda-core>=0.7'"),
+    (versions(without="cuda-core"), "problem", "cuda-core (not installed)", "pip install 'cuda-core>=0.7'"),
+    (versions("12.8"), "problem", "nvshmem4py-cu13 is, which is not for torch's CUDA 12.8", "nvshmem4py-cu12"),
+    (versions(megatron_core="0.16.1"), "note", "checkpoints hang", "psutil"),
+]
+
+
+@pytest.mark.parametrize(("given", "level", "word", "fix"), VERSION_CASES)
+def test_versions_that_do_not_go_together(given: Versions, level: str, word: str, fix: str):
+    one(check_versions(given, has_gpu=True), level, word, fix=fix)
+
+
+def test_versions_that_are_fine():
+    fine = [versions(), versions(torch="2.13.1"), versions(megatron_core="0.16.1", psutil="7.0"), versions(numpy="2.5")]
+    newer = Versions(
+        installed=INSTALLED | {"triton": "3.7.1", "nvidia-nvshmem-cu13": "3.7.2"},
+        torch_cuda="13.0",
+        torch_pins={"triton": "3.7.1", "nvidia-nvshmem-cu13": "3.7.2"},
+    )
+    for each in [*fine, newer]:
+        assert wrong(check_versions(each, has_gpu=True)) == []
+    cpu = Versions(installed={"symmoe": "0.1.0", "torch": "2.13.0+cpu", "numpy": "2.5.0"}, torch_cuda=None)
+    [finding] = check_versions(cpu, has_gpu=False)
+    assert "Triton not installed, NVSHMEM not installed, nvshmem4py not installed" in finding.text
+    assert finding.text.endswith("torch is built for CPUs")
+
+
+def test_the_interpreter_wants_an_older_numpy():
+    one(check_versions(versions(numpy="2.4.0"), has_gpu=False), "note", "interpreter", fix="numpy<2.4")
+
+
+def test_versions_of_this_environment():
+    found = read_versions()
+    assert found.installed["torch"] == torch.__version__
+    assert found.torch_cuda == torch.version.cuda
+    assert release("2.13.0+cpu") == (2, 13, 0)
+    assert release("580.159.03") == (580, 159, 3)
+    assert release("unknown") == (0,)
+
+
+# -- GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_nvidia_smi_prints():
+    first, second = parse_devices(QUERY)
+    assert (first.index, first.uuid, first.memory_bytes) == (0, "GPU-11111111-aaaa", 143771 << 20)
+    assert (second.compute_mode, second.used_bytes, second.has_mig) == ("Exclusive_Process", 60000 << 20, False)
+    [unusual] = parse_devices("3, GPU-3, NVIDIA GB10, 590.1, [N/A], [N/A], Prohibited, Enabled\n")
+    assert (unusual.memory_bytes, unusual.used_bytes, unusual.has_mig) == (None, None, True)
+    assert parse_devices("No devices were found\n") == ()
+    assert parse_devices("Failed to initialize NVML: Driver/library version mismatch\n") == ()
+
+    assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "PHB", (1, 2): "SYS"}
+    assert parse_topology("") == {}
+    links = parse_links(NVLINK)
+    assert links[0] == Links(gbs=2 * 26.562, num_up=2, num_down=0)
+    assert links[1] == Links(gbs=26.562, num_up=1, num_down=1)
+    assert parse_links("NVML: Unable to retrieve NVLink information as all links are inActive\n") == {}
+
+
+def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = tmp_path / "nvidia-smi"
+    answers = {"--query*": QUERY, "topo": TOPOLOGY, "nvlink": NVLINK}
+    cases = "".join(f"{name}) printf '%s' '{text}';;\n" for name, text in answers.items())
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    report = ask()
+    assert [each.index for each in report.devices] == [0, 1]
+    assert report.topology[0, 1] == "NV18"
+    assert sorted(report.links) == [0, 1]
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("symmoe.doctor.nvidia_smi._TIMEOUT_S", 0.2)
+    start = time.monotonic()
+    assert ask() == Report()
+    assert time.monotonic() - start < 5
+    program.write_text("#!/bin/sh\necho broken; exit 9\n")
+    assert ask() == Report()
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert ask() == Report()
+
+
+GPU_CASES = [
+    ({"gpus": Gpus(), "smi": Report(), "cuda": None}, "note", "no NVIDIA GPU", "docker run --gpus all"),
+    ({"gpus": Gpus(), "cuda": None}, "problem", "built for CPUs", "--index-url"),
+    ({"gpus": Gpus(), "visible": ""}, "note", "hides them", "unset CUDA_VISIBLE_DEVICES"),
+    ({"gpus": Gpus(), "visible": "-1"}, "note", "hides them", "unset CUDA_VISIBLE_DEVICES"),
+    ({"gpus": Gpus(error="CUDA unknown error")}, "problem", "CUDA unknown error", "torch.cuda.init()"),
+    ({"gpus": Gpus(error="Error 802: system not yet initialized")}, "problem", "802", "nvidia-fabricmanager"),
+    (
+        {"gpus": Gpus(error="too old"), "smi": Report(devices=(device(0, driver="550.54.15"),))},
+        "problem",
+        "driver 550.54.15",
+        "install driver 580",
+    ),
+    (
+        {"gpus": Gpus(gpus=(gpu(0),)), "smi": Report(devices=(device(0, driver="510.1"),)), "cuda": "12.8"},
+        "problem",
+        "driver 510.1",
+        "install driver 525",
+    ),
+    ({"gpus": Gpus(gpus=(gpu(0, capability=(7, 5)),))}, "problem", "7.5", "CUDA_VISIBLE_DEVICES"),
+    ({"gpus": Gpus(gpus=(gpu(0, capability=(8, 0)),))}, "note", "8.0", ""),
+    ({"gpus": Gpus(gpus=(gpu(0), gpu(1, name="NVIDIA H100")))}, "note", "not alike", "CUDA_VISIBLE_DEVICES"),
+    ({"cuda": None}, "problem", "not built for CUDA", "--index-url"),
+    (
+        {"smi": Report(devices=(device(0), device(1, compute_mode="Prohibited")))},
+        "problem",
+        "GPU 1",
+        "nvidia-smi -i 1 -c DEFAULT",
+    ),
+    ({"smi": Report(devices=(device(0, has_mig=True), device(1)))}, "note", "MIG", "-i 0 -mig 0"),
+    ({"smi": Report(devices=(device(0, used_bytes=60 * GIB), device(1)))}, "note", "60 GiB", "nvidia-smi"),
+]
+
+
+@pytest.mark.parametrize(("machine", "level", "word", "fix"), GPU_CASES)
+def test_gpus(machine: dict, level: str, word: str, fix: str):
+    one(gpu_findings(**machine), level, word, fix=fix)
+
+
+def test_gpus_that_others_use_do_not_matter():
+    hidden = Report(devices=(device(0), device(1), device(2, used_bytes=60 * GIB, compute_mode="Prohibited")))
+    assert wrong(gpu_findings(smi=hidden)) == []
+    [finding] = gpu_findings(smi=Report())
+    assert "nvidia-smi does not answer" in finding.text
+
+
+def test_links_over_pcie():
+    pairs = [pair(0, 1), pair(0, 2, "PHB"), pair(1, 2, "SYS")]
+    found = check_links(pairs, {}, visible=None)
+    one(found, "note", "0-2 (PHB), 1-2 (SYS)", "not NVLink", fix="export CUDA_VISIBLE_DEVICES=0,1")
+    one(check_links(pairs, {}, visible="4, 6,7"), "note", fix="CUDA_VISIBLE_DEVICES=4,6")  # as the user numbers them
+    assert "0-1 (NV18)" in found[-1].text
+    assert found[-1].level == "ok"
+    [alone] = check_links([pair(0, 1, "PHB")], {}, visible=None)
+    assert (alone.level, alone.fix) == ("note", "")
+
+
+def test_no_peer_access():
+    one(
+        check_links([pair(0, 1, "PHB", can_access=False)], {}, visible=None),
+        "problem",
+        "no peer access between GPUs 0-1 (PHB)",
+        fix="nvidia-smi topo -p2p r",
+    )
+    four = [pair(a, b, can_access=(a < 2) == (b < 2)) for a in range(4) for b in range(a + 1, 4)]
+    one(check_links(four, {}, visible=None), "problem", "0-2", "1-3", fix="export CUDA_VISIBLE_DEVICES=0,1")
+    ring = [pair(0, 1), pair(0, 2), pair(1, 2), *(pair(a, 3, can_access=False) for a in range(3))]
+    one(check_links(ring, {}, visible=None), "problem", "0-3", fix="export CUDA_VISIBLE_DEVICES=0,1,2")
+
+
+def test_links_that_are_down_and_pairs_of_unknown_kind():
+    links = parse_links(NVLINK)
+    found = check_links([pair(0, 1)], links, visible=None)
+    one(found, "note", "1 of GPU 1", fix="nvidia-fabricmanager")
+    assert "27 or 53 GB/s" in found[-1].text
+    [finding] = check_links([pair(0, 1, None)], {}, visible=None)
+    assert (finding.level, "unknown to nvidia-smi" in finding.text) == ("ok", True)
+    assert check_links([], {}, visible=None) == []  # one GPU
+
+
+# What torch says, by name of the function in torch.cuda; its first GPU is the second one of nvidia-smi.
+TORCH = {
+    "is_available": lambda: True,
+    "device_count": lambda: 2,
+    "get_device_properties": lambda index: SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, total_memory=140 * GIB, uuid=("22222222-BBBB", "11111111-aaaa")[index]
+    ),
+    "can_device_access_peer": lambda device, peer: device < peer,  # one way alone is not enough
+}
+
+
+def torch_says(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+
+
+def test_gpus_of_torch_and_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
+    torch_says(monkeypatch, **TORCH)
+    smi = Report(devices=parse_devices(QUERY), topology=parse_topology(TOPOLOGY), links=parse_links(NVLINK))
+    found = read_gpus(smi)
+    assert [(each.index, each.smi_index, each.capability) for each in found.gpus] == [(0, 1, (9, 0)), (1, 0, (9, 0))]
+    assert found.pairs == (pair(0, 1, "NV18", can_access=False),)
+    torch_says(monkeypatch, can_device_access_peer=lambda device, peer: True)
+    assert read_gpus(smi).pairs == (pair(0, 1, "NV18"),)
+    without = read_gpus(Report())
+    assert [each.smi_index for each in without.gpus] == [None, None]
+    assert without.pairs == (pair(0, 1, None),)
+
+
+def test_torch_sees_no_gpu_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    def warn() -> bool:
+        warnings.warn("CUDA initialization: the driver is too old", stacklevel=1)
+        return False
+
+    def fail(index: int) -> None:
+        raise RuntimeError("CUDA error: unspecified\nmore about it")
+
+    torch_says(monkeypatch, is_available=warn)
+    assert read_gpus(SMI) == Gpus(error="CUDA initialization: the driver is too old")
+    torch_says(monkeypatch, **TORCH | {"get_device_properties": fail})
+    assert read_gpus(SMI) == Gpus(error="CUDA error: unspecified")
+
+
+@pytest.mark.parametrize(("num_gpus", "num_ranks", "rates"), [(0, 2, None), (1, 1, None), (2, 2, 400.0), (6, 4, 400.0)])
+def test_ranks_of_the_self_test(monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_ranks: int, rates: float | None):
+    started, judged = [], []
+    gpus = tuple(gpu(index) for index in range(num_gpus))
+    links = {index: Links(gbs=400.0 + index, num_up=18, num_down=0) for index in range(num_gpus)}
+    report = Report(devices=tuple(device(index) for index in range(num_gpus)), links=links)
+    monkeypatch.setattr(checkup.nvidia_smi, "ask", lambda: report)
+    monkeypatch.setattr(checkup, "read_gpus", lambda smi: Gpus(gpus=gpus))
+    monkeypatch.setattr(checkup, "run_trial", lambda ranks, environment: started.append(ranks))
+    monkeypatch.setattr(checkup, "check_trial", lambda trial, **known: judged.append(known) or [])
+    checkup.examine_and_try({})
+    assert started == [num_ranks]
+    assert judged == [{"on_gpus": num_gpus > 0, "link_gbs": rates}]
+
+
+# -- environment --------------------------------------------------------------------------------------------------
+
+ENVIRONMENT_CASES = [
+    ({"TRITON_INTERPRET": "1"}, "problem", "unset TRITON_INTERPRET"),
+    ({"NVSHMEM_DISABLE_P2P": "true"}, "problem", "unset NVSHMEM_DISABLE_P2P"),
+    ({"NVSHMEM_DISABLE_NVLS": "0"}, "note", "unset NVSHMEM_DISABLE_NVLS"),
+    ({"NVSHMEM_REMOTE_TRANSPORT": "ibrc"}, "note", "unset NVSHMEM_REMOTE_TRANSPORT"),
+    ({"NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "0"}, "note", "unset NVSHMEM_DISABLE_LOCAL_ONLY_PROXY"),
+    ({"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "eth0"}, "note", "unset NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"),
+    ({"NVSHMEM_SYMMETRIC_SIZE": "1G"}, "note", "unset NVSHMEM_SYMMETRIC_SIZE"),
+    ({"CUDA_LAUNCH_BLOCKING": "1"}, "note", "unset CUDA_LAUNCH_BLOCKING"),
+    ({"NCCL_P2P_DISABLE": "1"}, "note", "unset NCCL_P2P_DISABLE"),
+    ({"OMP_NUM_THREADS": "64"}, "note", "export OMP_NUM_THREADS=1"),
+    ({"SYMMOE_FLIGHT": "/tmp"}, "note", "unset SYMMOE_FLIGHT"),
+    ({"SYMMOE_FLIGHT_DIR": "/dev/null/records"}, "note", "export SYMMOE_FLIGHT_DIR"),
+    ({"TRITON_CACHE_DIR": "/dev/null/cache"}, "problem", "export TRITON_CACHE_DIR"),
+]
+
+
+@pytest.mark.parametrize(("variables", "level", "fix"), ENVIRONMENT_CASES)
+def test_variables_that_hurt(variables: dict, level: str, fix: str):
+    found = check_environment(variables, has_gpu=True, num_cores=16)
+    [name] = variables
+    one(found, level, name, fix=fix)
+    assert f"{name}=" in found[-1].text  # with its value among the others
+
+
+def test_variables_that_do_not(tmp_path: Path):
+    fine = {
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "NVSHMEM_REMOTE_TRANSPORT": "none",
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "=lo",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_LAUNCH_BLOCKING": "0",
+        "OMP_NUM_THREADS": "2",
+        "SYMMOE_FLIGHT_DIR": str(tmp_path / "made" / "later"),
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_LOGS": "x" * 200,
+        "AWS_SECRET_ACCESS_KEY": "secret",
+    }
+    [finding] = check_environment(fine, has_gpu=True, num_cores=2)
+    assert finding.level == "ok"
+    assert "NCCL_NVLS_ENABLE=0" in finding.text
+    assert "x" * 77 + "..." in finding.text
+    assert "secret" not in finding.text
+    for gpus_only in ENVIRONMENT_CASES[:9]:
+        assert wrong(check_environment(gpus_only[0], has_gpu=False, num_cores=16)) == []
+    [nothing] = check_environment({}, has_gpu=True, num_cores=2)
+    assert nothing.text == "no variable that matters is set"
+    [cut] = check_environment({"TORCH_LOGS": "a\nok       b"}, has_gpu=False, num_cores=2)
+    assert "\n" not in cut.text
+
+
+# -- self-test ----------------------------------------------------------------------------------------------------
+
+
+def trial(copy: float, dispatch: float) -> Trial:
+    figures = {"heap_s": 0.5, "dispatch_gbs": dispatch, "combine_gbs": dispatch, "copy_gbs": copy}
+    return Trial(num_ranks=2, took_s=8.0, figures=figures)
+
+
+def test_what_the_self_test_says():
+    one(check_trial(trial(150.0, 120.0), on_gpus=True, link_gbs=478.0), "note", "150 GB/s", "478", fix="nvlink -e")
+    one(check_trial(trial(390.0, 90.0), on_gpus=True, link_gbs=478.0), "note", "90 GB/s", fix="symmoe bench dispatch")
+    assert not wrong(check_trial(trial(20.0, 12.0), on_gpus=True))  # over PCIe, nobody knows the link
+    assert not wrong(check_trial(trial(3.0, 0.3), on_gpus=False, link_gbs=478.0))
+    [alone] = check_trial(Trial(num_ranks=1, took_s=5.0, figures={"heap_s": 0.5}), on_gpus=True)
+    assert alone.text.startswith("1 rank on a GPU")
+    reasons = {
+        "BackendUnavailable": ("the package is not installed: pip install 'symmoe[nvshmem]'", "pip install 'symmoe"),
+        "WrongResult": ("dispatch moved wrong rows", "symmoe doctor --json"),
+        "rank 1 was ended by SIGKILL": ("", "--memory"),
+        "rank 1 ended with status 255": ("boom", "NVSHMEM_DEBUG=INFO"),
+    }
+    for error, (text, fix) in reasons.items():
+        failed = Trial(num_ranks=2, took_s=5.0, error=error, text=text)
+        one(check_trial(failed, on_gpus=True), "problem", error, text, fix=fix)
+
+
+def fake_rank(tmp_path: Path, body: str) -> list[str]:
+    """A command that gets the arguments of a rank."""
+    script = tmp_path / "rank.py"
+    head = "import json, os, signal, sys, time\nargs = dict(arg[2:].split('=', 1) for arg in sys.argv[1:])\n"
+    head += "rank = int(args['rank'])\n"
+    head += "def tell(**found):\n    open(args['out'], 'w').write(json.dumps(found))\n"
+    script.write_text(head + body)
+    return [sys.executable, "-S", "-E", str(script)]
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "text"),
+    [
+        ("print('a line'); print('the last one'); sys.exit(3)", "rank 0 ended with status 3", "the last one"),
+        ("if rank: os.kill(os.getpid(), signal.SIGBUS)\ntime.sleep(60)", "rank 1 was ended by SIGBUS", "has printed"),
+        ("if rank: os.kill(os.getpid(), signal.SIGKILL)\ntell(error='PeerLost', text='x'); sys.exit(1)",
+         "rank 1 was ended by SIGKILL", ""),
+        ("tell(error='PeerLost' if rank == 0 else 'OSError', text=f'of {rank}'); sys.exit(1)", "OSError", "of 1"),
+        ("if rank: time.sleep(60)\ntell(error='PeerTimeout', text='rank 1 did not come'); sys.exit(1)",
+         "PeerTimeout", "rank 1 did not come"),
+        ("print('here', flush=True); time.sleep(60)", "rank 0 did not end in time", "here"),
+    ],
+)  # fmt: skip
+def test_ranks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str, text: str):
+    monkeypatch.setattr("symmoe.doctor.trial._GRACE_S", 0.3)
+    start = time.monotonic()
+    found = run_trial(2, dict(os.environ), deadline_s=1.5, command=fake_rank(tmp_path, body))
+    assert time.monotonic() - start < 5
+    assert (found.figures, found.error) == (None, error)
+    assert text in found.text
+    assert worst_level(check_trial(found, on_gpus=False)) == "problem"
+
+
+def test_nothing_that_ranks_start_is_left(tmp_path: Path):
+    pids = tmp_path / "pids"
+    body = (
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"open({str(pids)!r} + args['rank'], 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "time.sleep(60)\n"
+    )
+    run_trial(2, dict(os.environ), deadline_s=1.0, command=fake_rank(tmp_path, body))
+    started = [int(pid) for rank in (0, 1) for pid in Path(f"{pids}{rank}").read_text().split()]
+    assert len(started) == 4
+    deadline = time.monotonic() + 3  # what ranks have started is killed with them, and not waited for
+    while (left := [pid for pid in started if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended and waits to be collected by whoever inherits it does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def test_a_rank_ends_by_itself_if_nobody_waits_for_it(tmp_path: Path):
+    """Rank 1 never comes, and doctor has been killed."""
+    arguments = {"store": tmp_path / "store", "out": tmp_path / "found", "rank": 0, "num-ranks": 2, "deadline-s": 1}
+    start = time.monotonic()
+    command = [sys.executable, "-m", "symmoe.doctor.self_test", *(f"--{k}={v}" for k, v in arguments.items())]
+    done = subprocess.run(command, timeout=60, check=False, capture_output=True)
+    assert done.returncode == -14  # SIGALRM
+    assert time.monotonic() - start < 30
+
+
+class Lies:
+    """One rank that is told whether its rows are right."""
+
+    rank, num_ranks, device = 0, 1, torch.device("cpu")
+
+    def largest(self, value: float) -> float:
+        return value
+
+
+@pytest.mark.parametrize("wrong_part", ["none", "rows", "sums"])
+def test_the_self_test_sees_wrong_rows(monkeypatch: pytest.MonkeyPatch, wrong_part: str):
+    import symmoe
+
+    def dispatch(*args: Any, **kwargs: Any):
+        rows, probs = symmoe.dispatch_tokens(*args, **kwargs)
+        if wrong_part == "rows":
+            rows[3], rows[4] = rows[4].clone(), rows[3].clone()  # two rows have changed places
+        return rows, probs
+
+    def combine(rows: torch.Tensor, plan: Any) -> torch.Tensor:
+        if wrong_part == "sums":
+            rows[-1, 0] += 1
+        return symmoe.combine_tokens(rows, plan)
+
+    monkeypatch.setattr(self_test, "dispatch_tokens", dispatch)
+    monkeypatch.setattr(self_test, "combine_tokens", combine)
+    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        if wrong_part == "none":
+            self_test.check(heap, Lies(), torch.bfloat16)
+        else:
+            with pytest.raises(symmoe.errors.WrongResult, match="dispatch" if wrong_part == "rows" else "combine"):
+                self_test.check(heap, Lies(), torch.bfloat16)
+
+
+def test_what_the_self_test_sends_says_where_it_is_from():
+    """Tokens of two ranks differ, chosen experts too, and all sums fit into bf16 (integers up to 256)."""
+    for num_experts in (2, 4, 8):
+        for rank in range(num_experts // 2):
+            chosen = self_test._routing_of(rank, num_experts)
+            assert (chosen[:, 0] != chosen[:, 1]).all()
+            assert chosen.max() == num_experts - 1
+            assert (chosen[:, 1] == -1).any()
+            sums = [sum(e + 1 for e in row if e >= 0) for row in chosen]
+            assert (self_test._tokens_of(rank) * np.array(sums)[:, None]).max() <= 256
+    assert (self_test._tokens_of(0) != self_test._tokens_of(1)[:60]).all()
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def test_looking_without_trying(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkup, "run_trial", None)  # would be called
+    assert main(["doctor", "--no-self-test"]) == 0
+    text = capsys.readouterr().out
+    for subject in ("system", "versions", "gpus", "limits", "environment"):
+        assert re.search(rf"^(ok|note) +{subject} ", text, re.MULTILINE), subject
+    assert "self-test" not in text
+    assert len(text.splitlines()) <= 40  # one screen
+
+
+def test_a_problem_is_an_exit_status(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkup, "read_versions", lambda: versions(nvidia_nvshmem_cu13="3.7.0"))
+    assert main(["doctor", "--no-self-test"]) == 1
+    text = capsys.readouterr().out
+    assert "-> pip install nvidia-nvshmem-cu13==3.4.5" in text
+    assert main(["doctor", "--no-self-test", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["level"] == "problem"
+
+
+def test_this_machine(tmp_path: Path):
+    """The whole command, as users start it, where neither Triton nor NVSHMEM can be imported; it leaves no file."""
+    missing, folder = tmp_path / "missing", tmp_path / "temporary"
+    for name in ("triton", "nvshmem"):
+        (missing / name).mkdir(parents=True)
+        (missing / name / "__init__.py").write_text(f"raise ImportError('{name} is not to be imported here')\n")
+    folder.mkdir()
+    paths = os.pathsep.join(filter(None, [str(missing), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"SYMMOE_FLIGHT_DIR": str(folder / "records"), "TMPDIR": str(folder)}
+    command = [sys.executable, "-m", "symmoe", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    assert said["level"] in ("ok", "note")
+    findings = [Finding(**finding) for finding in said["findings"]]
+    [tried] = [finding for finding in findings if finding.subject == "self-test"]
+    assert tried.level == "ok"
+    assert re.search(
+        r"2 ranks on CPUs: .* exact; dispatch [\d.e+]+, combine [\d.e+]+, plain copy [\d.e+]+ GB/s", tried.text
+    )
+    assert "SYMMOE_FLIGHT_DIR" in next(f.text for f in findings if f.subject == "environment" and f.level == "ok")
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_machine_with_gpus(capsys: pytest.CaptureFixture):
+    status = main(["doctor", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    findings = [Finding(**finding) for finding in said["findings"]]
+    tried = [finding for finding in findings if finding.subject == "self-test"]
+    assert [finding for finding in tried if finding.level == "problem"] == []
+    assert "dispatch and combine are exact" in tried[-1].text
+    assert torch.cuda.get_device_name() in next(f.text for f in findings if f.subject == "gpus" and f.level == "ok")
+    assert status == int(said["level"] == "problem")
+    if torch.cuda.device_count() > 1:
+        rates = [float(rate) for rate in re.findall(r"(?:dispatch|combine|copy) ([\d.e+]+)", tried[-1].text)]
+        assert len(rates) == 3
+        assert min(rates) > 1  # GB/s: they were measured on GPUs
