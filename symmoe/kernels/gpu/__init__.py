@@ -2,11 +2,14 @@
 
 from symmoe.kernels.gpu.activation import scaled_activation, scaled_activation_grad
 from symmoe.kernels.gpu.bias import grouped_bias_dot, grouped_bias_grad
+from symmoe.kernels.gpu.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
 from symmoe.kernels.gpu.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from symmoe.kernels.gpu.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
 from symmoe.kernels.gpu.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts, split_by_source
 from symmoe.kernels.gpu.pointers import copy_host_to_device, read_addresses, swizzle_scales
+from symmoe.kernels.gpu.quantize import group_amax, quantize_columns, quantize_rows, quantize_weights
 from symmoe.kernels.gpu.route import select_experts
+from symmoe.kernels.gpu.scale_tiles import swizzle_group_scales, unswizzle_group_scales
 from symmoe.kernels.gpu.splits import splits_to_row_start
 from symmoe.kernels.gpu.sync import barrier, send_signal, wait_for_signal
 from symmoe.kernels.gpu.tokens import (
@@ -30,13 +33,16 @@ __all__ = [
     "dact_workspace_numel",
     "fan_out",
     "gather_values",
+    "group_amax",
     "grouped_bias_dot",
     "grouped_bias_grad",
     "grouped_gemm",
     "grouped_gemm_act",
     "grouped_gemm_dact",
     "grouped_gemm_dgrad",
+    "grouped_gemm_fp8",
     "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_fp8",
     "index_rows",
     "lay_out",
     "pre_reduce",
@@ -45,6 +51,9 @@ __all__ = [
     "pull_values",
     "push_rows",
     "push_slots",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_weights",
     "read_addresses",
     "scaled_activation",
     "scaled_activation_grad",
@@ -54,6 +63,8 @@ __all__ = [
     "split_by_source",
     "splits_to_row_start",
     "sum_dact_partials",
+    "swizzle_group_scales",
     "swizzle_scales",
+    "unswizzle_group_scales",
     "wait_for_signal",
 ]

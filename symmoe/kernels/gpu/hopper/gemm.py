@@ -23,7 +23,12 @@ from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
 
 NUM_WARPS = 4  # of the first warpgroup; warp_specialize adds the others
 ZERO_BLOCK = gl.constexpr(1024)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+GLUON_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 @gluon.jit

@@ -1,6 +1,8 @@
 """What the kernels for Hopper offer to the other modules of kernels/gpu."""
 
 from symmoe.kernels.gpu.hopper.act import launch_act, launch_dact
+from symmoe.kernels.gpu.hopper.fp8 import launch_fp8_gemm
+from symmoe.kernels.gpu.hopper.fp8_wgrad import launch_fp8_wgrad
 from symmoe.kernels.gpu.hopper.gemm import launch_gemm
 from symmoe.kernels.gpu.hopper.rows import launch_pre_reduce, launch_pull, launch_push, takes_rows, takes_sums
 from symmoe.kernels.gpu.hopper.wgrad import launch_wgrad
@@ -8,6 +10,8 @@ from symmoe.kernels.gpu.hopper.wgrad import launch_wgrad
 __all__ = [
     "launch_act",
     "launch_dact",
+    "launch_fp8_gemm",
+    "launch_fp8_wgrad",
     "launch_gemm",
     "launch_pre_reduce",
     "launch_pull",

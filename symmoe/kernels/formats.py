@@ -1,0 +1,97 @@
+"""Low-precision formats, and where their groups lie, as data that kernels and recipes share.
+
+A line is what is contracted in a GEMM: a row of rows, a feature's column of a group's rows, a row of a weight. A block
+is what shares one scale: `block` elements of each of `block_lines` lines, or a whole line. x is about data * scale, in
+NVFP4 about data * scale * global scale.
+
+    amax       the largest |x| of a block; NaN or Inf anywhere in it makes the block not finite
+    fp32       scale = max(amax / 448, 2^-126)
+    power_of_two, e8m0  that, rounded up to a power of two
+    e4m3       scale = amax / 6 / global scale, within [2^-9, 448], to the nearest E4M3 number, where
+               global scale = max(the largest finite |x| of the group / (6 * 448), 2^-110)
+    data       x * (1 / scale) to the nearest number of the format, ties to even, saturating; -0 stays -0
+
+Every operation is one rounding to the nearest fp32 number. A block that is not finite has the scale NaN (E8M0: 255);
+its data is NaN in E4M3, and 0 in E2M1, which has no NaN: the whole block is NaN again when it is dequantised, and no
+other block is touched. A block of zeros has the smallest scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+TILE = 128  # where groups are padded (tokens for wgrad, rows of swizzled scales), they begin at multiples of it
+
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+GLOBAL_MAX = E2M1_MAX * E4M3_MAX  # the largest number of a group in units of its global scale
+E4M3_NAN, E8M0_NAN = 0x7F, 0xFF
+MIN_SCALE = 2.0**-126  # its reciprocal is a normal number, as those of all scales are
+MIN_BLOCK_SCALE = 2.0**-9  # the smallest E4M3 number above 0
+MIN_GLOBAL_SCALE = 2.0**-110
+HADAMARD_SIZE = 16
+
+Element = Literal["e4m3", "e2m1"]
+ScaleKind = Literal["fp32", "power_of_two", "e8m0", "e4m3"]
+
+_SCALE_DTYPES = {
+    "fp32": torch.float32,
+    "power_of_two": torch.float32,
+    "e8m0": torch.float8_e8m0fnu,
+    "e4m3": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFormat:
+    """How elements and their scales are stored.
+
+    Attributes:
+        element: "e4m3", or "e2m1": two in a byte, the first in the low half.
+        scale: "fp32"; "power_of_two" in fp32; "e8m0", a power of two in a byte; "e4m3", beside a global scale.
+        block: elements of a line that share a scale; None: all.
+        block_lines: lines that share a scale; more than 1 in weights only.
+    """
+
+    element: Element
+    scale: ScaleKind
+    block: int | None
+    block_lines: int = 1
+
+    @property
+    def data_dtype(self) -> torch.dtype:
+        """float8_e4m3fn, or uint8 for packed E2M1 (torch's own GEMMs take it viewed as float4_e2m1fn_x2)."""
+        return torch.float8_e4m3fn if self.element == "e4m3" else torch.uint8
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """What scales are stored as."""
+        return _SCALE_DTYPES[self.scale]
+
+    @property
+    def elements_per_byte(self) -> int:
+        """2 for E2M1."""
+        return 1 if self.element == "e4m3" else 2
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether the scale of a block is relative to one of its group."""
+        return self.scale == "e4m3"
+
+    def data_width(self, width: int) -> int:
+        """Columns of data for `width` elements of a line."""
+        return width // self.elements_per_byte
+
+    def num_blocks(self, width: int) -> int:
+        """Scales for `width` elements of a line; the last block may be a part of one."""
+        return 1 if self.block is None else -(-width // self.block)
+
+
+def max_tiles(num_rows: int, num_groups: int) -> int:
+    """Most tiles of TILE rows that num_rows rows in num_groups groups need if every group begins at a tile of its own.
+
+    The first tile of a group is the one after the last tile of the group before; tiles past the last one stay unused.
+    """
+    return (num_rows + num_groups * (TILE - 1)) // TILE

@@ -1,0 +1,205 @@
+"""Quantising rows, their columns per group, and weights: the definition, in PyTorch. Formats: kernels/formats.py.
+
+    N rows of C features in G groups; group g owns rows row_start[g]:row_start[g+1] (row_start int32[G+1]).
+    P tokens, at least TILE * max_tiles(N, G): every group begins at the first multiple of TILE after the group before.
+
+Rows past row_start[G] are not read. Of data and scales only what belongs to a group is written; the tokens that fill a
+group's last tile are zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe.kernels import formats
+from symmoe.kernels.formats import TILE, BlockFormat
+from symmoe.kernels.twin.gemm import groups, take_rows
+from symmoe.kernels.twin.hadamard import hadamard
+from symmoe.kernels.twin.philox import random_words
+
+
+def quantize_rows(
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    amax: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+) -> None:
+    """Scales along the features of every row of every group.
+
+    rows [N, C] bf16, fp16 or fp32; data [N, C or C / 2]; scale [N, num_blocks(C)]; amax fp32[G], of group_amax, where
+    there is a global scale. seeds int64[G]: E2M1 is rounded stochastically, by random words of the group's seed and the
+    position (feature, row in the group).
+    """
+    width = rows.shape[1]
+    for g, span in groups(row_start):
+        seed = None if seeds is None else int(seeds[g])
+        global_scale = None if amax is None else global_scale_of(amax[g])
+        codes, scales = _quantize_lines(rows[span].float(), block_format, global_scale, seed)
+        _bytes(data)[span] = _pack(codes[:, :width], block_format)
+        _bytes(scale)[span] = scales
+
+
+def quantize_columns(
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    row_index: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    signs: int | None = None,
+    seeds: torch.Tensor | None = None,
+) -> None:
+    """Scales along the tokens of every feature of every group; data transposed.
+
+    rows [N, C], or any number of rows with row_index int32[N]; data [C, P or P / 2]; scale [C, P / block], or [C, G]
+    where a feature of a group is one block; amax and seeds as in quantize_rows, with positions (token in the group,
+    feature). signs: 16 neighbouring tokens are transformed first (twin/hadamard.py).
+    """
+    first = 0
+    for g, span in groups(row_start):
+        if span.start == span.stop:
+            if block_format.block is None:
+                scale[:, g] = formats.MIN_SCALE
+            continue
+        lines = _padded_columns(take_rows(rows, row_index, span), signs)
+        seed = None if seeds is None else int(seeds[g])
+        global_scale = None if amax is None else global_scale_of(amax[g])
+        codes, scales = _quantize_lines(lines, block_format, global_scale, seed)
+        _place(data, block_format.data_width(first), _pack(codes, block_format))
+        _place(scale, g if block_format.block is None else first // block_format.block, scales)
+        first += lines.shape[1]
+
+
+def quantize_weights(
+    weight: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Scales along the last dimension of G matrices.
+
+    weight [G, M, K], contiguous or the transpose of contiguous matrices; data [G, M, K or K / 2]; scale [G, M /
+    block_lines, num_blocks(K)], quotients rounded up; amax fp32[G] where there is a global scale.
+    """
+    num_columns = weight.shape[2]
+    for g, matrix in enumerate(weight.float()):
+        global_scale = None if amax is None else global_scale_of(amax[g])
+        codes, scales = _quantize_lines(matrix, block_format, global_scale, None)
+        _bytes(data)[g] = _pack(codes[: matrix.shape[0], :num_columns], block_format)
+        _bytes(scale)[g] = scales
+
+
+def group_amax(
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    amax: torch.Tensor,
+    *,
+    row_index: torch.Tensor | None = None,
+    signs: int | None = None,
+) -> None:
+    """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G].
+
+    rows and row_index as in quantize_columns; signs: of what that makes of the rows with them.
+    """
+    for g, span in groups(row_start):
+        values = take_rows(rows, row_index, span).float()
+        values = values if signs is None else _padded_columns(values, signs)
+        finite = values.abs()[torch.isfinite(values)]
+        amax[g] = finite.max() if finite.numel() else 0.0
+
+
+def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
+    """The global scale of groups whose largest |x| is amax, fp32."""
+    return (amax / formats.GLOBAL_MAX).clamp(min=formats.MIN_GLOBAL_SCALE)
+
+
+def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
+    """The columns of one group as lines [C, tokens], with zeros up to a multiple of TILE tokens; transformed."""
+    lines = torch.nn.functional.pad(rows.float(), (0, 0, 0, -rows.shape[0] % TILE)).T
+    return lines if signs is None else hadamard(lines, signs)
+
+
+def _quantize_lines(
+    lines: torch.Tensor, block_format: BlockFormat, global_scale: torch.Tensor | None, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 of lines [L, K] fp32, with both padded to whole blocks, and the blocks' scales: bytes or fp32."""
+    num_lines, width = lines.shape
+    block, block_lines = block_format.block or width, block_format.block_lines
+    padded = torch.nn.functional.pad(lines, (0, -width % block, 0, -num_lines % block_lines))
+    x = padded.view(padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block)
+    amax = x.abs().amax(dim=(1, 3))
+    is_finite = torch.isfinite(amax)
+    scale, multiplier = _scales(amax.where(is_finite, 0.0), block_format, global_scale)
+    fits = is_finite[:, None, :, None].expand_as(x)
+    scaled = (x.where(fits, 0.0) * multiplier[:, None, :, None]).reshape(padded.shape)
+    if block_format.element == "e4m3":
+        codes = to_e4m3(scaled).view(torch.uint8).masked_fill(~fits.reshape(padded.shape), formats.E4M3_NAN)
+    else:
+        codes = to_e2m1(scaled, None if seed is None else random_words(seed, *padded.shape))
+    nan = _NAN_BYTES.get(block_format.scale, torch.nan)
+    return codes, _bytes(scale).masked_fill(~is_finite, nan)
+
+
+_NAN_BYTES = {"e8m0": formats.E8M0_NAN, "e4m3": formats.E4M3_NAN}
+
+
+def _scales(
+    amax: torch.Tensor, block_format: BlockFormat, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of blocks as they are stored, and what their elements are multiplied by."""
+    if block_format.scale == "e4m3":
+        relative = (amax / formats.E2M1_MAX / global_scale).clamp(formats.MIN_BLOCK_SCALE, formats.E4M3_MAX)
+        scale = to_e4m3(relative)
+        return scale, 1.0 / (scale.float() * global_scale)
+    scale = (amax / formats.E4M3_MAX).clamp(min=formats.MIN_SCALE)
+    if block_format.scale == "fp32":
+        return scale, 1.0 / scale
+    bits = (scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF
+    scale = bits.view(torch.float32)
+    if block_format.scale == "power_of_two":
+        return scale, 1.0 / scale
+    return (bits >> 23).to(torch.uint8).view(torch.float8_e8m0fnu), 1.0 / scale
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The nearest E4M3 number of finite fp32 numbers, ties to even, saturating."""
+    return x.clamp(-formats.E4M3_MAX, formats.E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def to_e2m1(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+    """Codes uint8 of the E2M1 numbers of finite fp32 numbers, saturating: the nearest, ties to even; or, by 24 bits of
+    random words, one of the two neighbours, so that the mean is the number itself."""
+    size = x.abs().clamp(max=formats.E2M1_MAX)
+    # Numbers of E2M1 are 1/2 apart below 2, 1 below 4, and then 2: in this unit, codes count up from `base`.
+    per_unit = torch.where(size < 2, 2.0, torch.where(size < 4, 1.0, 0.5))
+    base = torch.where(size < 2, 0, torch.where(size < 4, 2, 4))
+    units = size * per_unit
+    if words is None:
+        magnitude = base + torch.round(units).int()  # to even: units are even where codes are
+    else:
+        lower = torch.floor(units)
+        magnitude = base + lower.int() + ((words >> 8).float() * 2.0**-24 < units - lower)
+    return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def _pack(codes: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+    """Codes as they are stored."""
+    return codes if block_format.elements_per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that can be indexed and copied to, whatever the format of the numbers."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _place(tensor: torch.Tensor, column: int, values: torch.Tensor) -> None:
+    """tensor[:, column:] = values, as many columns as there are."""
+    _bytes(tensor)[:, column : column + values.shape[1]] = values

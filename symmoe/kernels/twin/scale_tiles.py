@@ -1,0 +1,49 @@
+"""Scales of grouped rows into the 128x4 tiles of block-scaled matrix units, and back: the definition, in PyTorch.
+
+Every group's rows are padded to tiles of their own, one group after the other (formats.max_tiles). In a group's tiles
+the layout is that of twin/pointers.py, which swizzles matrices of one size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from symmoe.kernels.formats import TILE
+from symmoe.kernels.twin.gemm import groups
+from symmoe.kernels.twin.pointers import TILE_BLOCKS
+
+
+def swizzle_group_scales(scale: torch.Tensor, row_start: torch.Tensor, swizzled: torch.Tensor) -> None:
+    """Compact scales into tiles; what pads a group's rows, or the blocks to a multiple of 4, becomes 0.
+
+    Args:
+        scale: one byte each, [N, Q].
+        row_start: int32[G + 1].
+        swizzled: uint8 [at least max_tiles(N, G), ceil(Q / 4), 512]. Tiles of no group are not written.
+    """
+    num_blocks = scale.shape[1]
+    for span, tiles in _group_tiles(row_start, swizzled):
+        padding = (0, -num_blocks % TILE_BLOCKS, 0, -(span.stop - span.start) % TILE)
+        padded = torch.nn.functional.pad(scale.view(torch.uint8)[span], padding)
+        # [tile, row / 32, row % 32, 4 blocks, block] -> [tile, 4 blocks, row % 32, row / 32, block]
+        matrix = padded.view(-1, 4, 32, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
+        tiles.copy_(matrix.permute(0, 3, 2, 1, 4).reshape(tiles.shape))
+
+
+def unswizzle_group_scales(swizzled: torch.Tensor, row_start: torch.Tensor, scale: torch.Tensor) -> None:
+    """The inverse of swizzle_group_scales; scales of rows that belong to no group are not written."""
+    num_blocks = scale.shape[1]
+    for span, tiles in _group_tiles(row_start, swizzled):
+        matrix = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+        compact = matrix.reshape(tiles.shape[0] * TILE, tiles.shape[1] * TILE_BLOCKS)
+        scale.view(torch.uint8)[span] = compact[: span.stop - span.start, :num_blocks]
+
+
+def _group_tiles(row_start: torch.Tensor, swizzled: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Every group that has rows: these, and its tiles."""
+    first = 0
+    for _, span in groups(row_start):
+        last = first - (span.start - span.stop) // TILE
+        if last > first:
+            yield span, swizzled[first:last]
+        first = last

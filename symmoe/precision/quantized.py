@@ -1,0 +1,143 @@
+"""A quantised tensor: its data, its scales, and what both mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from symmoe.kernels import formats
+from symmoe.kernels.formats import BlockFormat
+from symmoe.precision.scale_tiles import swizzle_scales
+from symmoe.precision.transform import inverse_hadamard
+
+Layout = Literal["rows", "columns", "weight", "weight_transposed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Quantized:
+    """What a recipe makes of rows [N, C] in G groups, or of weights [G, O, C].
+
+    P is the number of tokens with padding: TILE * max_tiles(N, G) (kernels/formats.py). Every group begins at the first
+    multiple of TILE after the group before; what fills its last tile is 0, later tiles are not written.
+
+    | layout | contracted, last in data | data | scale |
+    |---|---|---|---|
+    | rows | features | [N, C] | [N, C / block], or [N, 1] |
+    | columns | tokens | [C, P] | [C, P / block], or [C, G] |
+    | weight | C | [G, O, C] | [G, O / block_lines, C / block], or [G, O, 1] |
+    | weight_transposed | O | [G, C, O] | [G, C / block_lines, O / block], or [G, C, 1] |
+
+    Quotients are rounded up. Of rows that belong to no group nothing is written.
+
+    Attributes:
+        data: float8_e4m3fn; or uint8 with two E2M1 numbers in a byte, half as wide.
+        scale: dtype and blocks as `block_format` says; compact and row-major.
+        block_format: elements, scales and blocks.
+        layout: which of the above.
+        num_rows: N; O or C for weights.
+        amax: fp32[G], the largest finite |x| of every group, where there is a global scale; else None.
+        row_start: int32[G + 1], the groups' bounds; None for weights.
+        signs: of the Hadamard transform that tokens have gone through; None if they have not.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    block_format: BlockFormat
+    layout: Layout
+    num_rows: int
+    amax: torch.Tensor | None = None
+    row_start: torch.Tensor | None = None
+    signs: int | None = None
+
+    @property
+    def global_scale(self) -> torch.Tensor | None:
+        """fp32[G], what the scales of a group are multiplied by; None without one. A new tensor."""
+        if self.amax is None:
+            return None
+        # Not divided by a number: on GPUs torch multiplies by its reciprocal, which rounds differently.
+        divisor = torch.full_like(self.amax, formats.GLOBAL_MAX)
+        return (self.amax / divisor).clamp(min=formats.MIN_GLOBAL_SCALE)
+
+    def swizzled_scale(self) -> torch.Tensor:
+        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/scale_tiles.py).
+
+        Rows: every group begins at a tile of its own. Columns: one matrix, in which groups begin at tiles anyway.
+        Weights: one matrix after the other, each padded to tiles, with a scale for every line of a square block.
+
+        Returns:
+            uint8 [tiles, ceil(scales of a line / 4), 512].
+
+        Raises:
+            ArgumentError: scales are not of one byte.
+        """
+        if self.layout == "rows":
+            return swizzle_scales(self.scale, self.row_start)
+        num_matrices, num_lines = (1, self.data.shape[0]) if self.layout == "columns" else self.data.shape[:2]
+        lines = self.scale
+        if self.block_format.block_lines > 1:
+            lines = lines.view(torch.uint8).repeat_interleave(self.block_format.block_lines, dim=-2)[:, :num_lines]
+        starts = torch.arange(num_matrices + 1, dtype=torch.int32, device=lines.device) * num_lines
+        return swizzle_scales(lines.reshape(-1, lines.shape[-1]), starts)
+
+    def dequantize(self) -> torch.Tensor:
+        """About what was quantised, fp32: rows [N, C] or weights [G, O, C]; rows of no group are 0.
+
+        For numerics and tests: it has temporaries of several times the result. Does not synchronise the host.
+        """
+        if self.layout == "rows":
+            groups, belongs = self._row_groups()
+            values = self._values(None if self.amax is None else self.global_scale[groups, None])
+            return values.where(belongs[:, None], 0.0)
+        if self.layout == "columns":
+            return self._columns()
+        values = self._values(None if self.amax is None else self.global_scale[:, None, None])
+        return values if self.layout == "weight" else values.mT.contiguous()
+
+    def _columns(self) -> torch.Tensor:
+        groups, belongs = self._row_groups()
+        sizes = self.row_start.diff()
+        tiles = (sizes + formats.TILE - 1) // formats.TILE
+        first = formats.TILE * (tiles.cumsum(0) - tiles)
+        row = torch.arange(self.num_rows, device=self.data.device)
+        place = (first - self.row_start[:-1])[groups] + row
+        width = self.data.shape[1] * self.block_format.elements_per_byte
+        # The group that a padded token is of; which one does not matter for tiles that are nobody's.
+        token = torch.arange(width, device=self.data.device)
+        token_groups = (torch.searchsorted(first, token, right=True) - 1).clamp(min=0)
+        scale = None
+        if self.block_format.block is None:
+            scale = self.scale.float()[:, token_groups]
+        global_scale = None if self.amax is None else self.global_scale[token_groups]
+        values = self._values(global_scale, scale)
+        if self.signs is not None:
+            values = inverse_hadamard(values, self.signs)
+        return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
+
+    def _row_groups(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For every row: its group, 0 if it has none, and whether it has one."""
+        row = torch.arange(self.num_rows, device=self.data.device, dtype=torch.int32)
+        groups = torch.searchsorted(self.row_start[1:].contiguous(), row, right=True)
+        belongs = groups < self.row_start.shape[0] - 1
+        return groups.where(belongs, 0), belongs
+
+    def _values(self, global_scale: torch.Tensor | None, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """data * scale, fp32; scales are spread over their blocks unless they are given for every element."""
+        values = _numbers(self.data, self.block_format)
+        if scale is None:
+            scale = self.scale.float()
+            block = values.shape[-1] if self.block_format.block is None else self.block_format.block
+            scale = scale.repeat_interleave(block, dim=-1)[..., : values.shape[-1]]
+            scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[..., : values.shape[-2], :]
+        return values * (scale if global_scale is None else scale * global_scale)
+
+
+def _numbers(data: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+    """The numbers that data holds, unscaled, in fp32."""
+    if block_format.element == "e4m3":
+        return data.float()
+    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2).int()
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    size = torch.where(exponent == 0, 0.5 * mantissa, torch.ldexp(1 + 0.5 * mantissa, exponent - 1))
+    return torch.where(codes >= 8, -size, size)

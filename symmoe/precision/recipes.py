@@ -1,0 +1,355 @@
+"""Which numbers the GEMMs of the experts multiply: four recipes as small frozen records (docs/precision.md)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from symmoe import kernels
+from symmoe.errors import ArgumentError
+from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
+from symmoe.precision.quantized import Layout, Quantized
+from symmoe.precision.scale_tiles import row_start_problem
+from symmoe.precision.transform import check_signs
+from symmoe.symm_mem.autograd import wrote_into
+
+Buffers = tuple[torch.Tensor, torch.Tensor]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Recipe(ABC):
+    """What all recipes do. None of it is collective, none synchronises the host, all can be captured in a CUDA graph.
+
+    The four methods are the operands of the three products of a layer:
+
+        forward  rows            x weight              contracted: features in
+        dgrad    gradient rows   x weight_transposed   contracted: features out
+        wgrad    gradient columns x columns            contracted: a group's tokens
+
+    Every method takes `out=(data, scale)`, contiguous buffers that it fills instead of new tensors. Results have no
+    gradient.
+
+    Attributes:
+        feature_multiple: what the number of features must be a multiple of: a line of data then has whole 16 bytes.
+        token_multiple: where a group begins among tokens that are contracted; groups need not be aligned themselves.
+        stochastic_gradients: whether gradients are to be rounded stochastically: then their quantising gets `seeds`.
+    """
+
+    feature_multiple: ClassVar[int] = 16
+    token_multiple: ClassVar[int] = TILE
+    stochastic_gradients = False
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def row_format(self) -> BlockFormat:
+        """Of activations and gradients, along features or tokens."""
+
+    @property
+    @abstractmethod
+    def weight_format(self) -> BlockFormat:
+        """Of weights."""
+
+    @property
+    def column_signs(self) -> int | None:
+        """Of the Hadamard transform of tokens before they are quantised for wgrad; None without one."""
+        return None
+
+    def row_bytes(self, features: int) -> int:
+        """Bytes of one row of `features` features on the wire: data and compact scales.
+
+        Without the 4 bytes of a group's global scale, where there is one.
+        """
+        row_format = self.row_format
+        return row_format.data_width(features) + row_format.num_blocks(features) * row_format.scale_dtype.itemsize
+
+    @torch.no_grad()
+    def quantize(
+        self,
+        rows: torch.Tensor,
+        row_start: torch.Tensor | None = None,
+        *,
+        seeds: torch.Tensor | None = None,
+        out: Buffers | None = None,
+    ) -> Quantized:
+        """Rows with scales along their features. One launch, or three where there is a global scale.
+
+        Args:
+            rows: [N, C], bf16, fp16 or fp32, contiguous; C a multiple of feature_multiple.
+            row_start: int32[G + 1] on their device, the groups' bounds; None: one group of all rows. Rows past
+                row_start[G] are neither read nor written.
+            seeds: int64[G]: rounds to one of the two nearest numbers by random words of the group's seed and the place
+                in the group, so that the mean is right. Equal seeds and rows give equal bits wherever the group lies.
+            out: buffers for data and scale, of the shapes and dtypes that :class:`Quantized` names.
+
+        Raises:
+            ArgumentError: an argument is not like that, or seeds for a recipe without stochastic_gradients.
+        """
+        row_start = self._row_start(rows, row_start, seeds)
+        num_rows, width = rows.shape
+        row_format = self.row_format
+        shapes = (num_rows, row_format.data_width(width)), (num_rows, row_format.num_blocks(width))
+        data, scale = _buffers(out, row_format, *shapes, rows)
+        ops = kernels.for_device(rows.device)
+        amax = self._amax(rows, row_start)
+        ops.quantize_rows(rows, row_start, data, scale, row_format, amax=amax, seeds=seeds)
+        return Quantized(
+            data=data,
+            scale=scale,
+            block_format=row_format,
+            layout="rows",
+            num_rows=num_rows,
+            amax=amax,
+            row_start=row_start,
+        )
+
+    @torch.no_grad()
+    def quantize_columns(
+        self,
+        rows: torch.Tensor,
+        row_start: torch.Tensor | None = None,
+        *,
+        row_index: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
+        out: Buffers | None = None,
+    ) -> Quantized:
+        """Rows transposed, with scales along the tokens of a group: an operand of wgrad.
+
+        Args:
+            rows, row_start, seeds, out: as in quantize.
+            row_index: int32[N], which row of `rows` row r of the groups is; None: row r.
+
+        Raises:
+            ArgumentError: as in quantize.
+        """
+        row_start = self._row_start(rows, row_start, seeds, row_index)
+        num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
+        num_groups, row_format, signs = row_start.shape[0] - 1, self.row_format, self.column_signs
+        padded = TILE * max_tiles(num_rows, num_groups)
+        num_scales = num_groups if row_format.block is None else row_format.num_blocks(padded)
+        data, scale = _buffers(out, row_format, (width, row_format.data_width(padded)), (width, num_scales), rows)
+        options = {"row_index": row_index, "signs": signs}
+        amax = self._amax(rows, row_start, **options)
+        ops = kernels.for_device(rows.device)
+        ops.quantize_columns(rows, row_start, data, scale, row_format, amax=amax, seeds=seeds, **options)
+        return Quantized(
+            data=data,
+            scale=scale,
+            block_format=row_format,
+            layout="columns",
+            num_rows=num_rows,
+            amax=amax,
+            row_start=row_start,
+            signs=signs,
+        )
+
+    def quantize_weight(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
+        """Weights for the forward product.
+
+        Args:
+            weight: [G, O, C], bf16, fp16 or fp32, contiguous; O and C multiples of feature_multiple.
+            out: as in quantize.
+
+        Raises:
+            ArgumentError: an argument is not like that.
+        """
+        return self._quantize_weight(weight, weight, "weight", out)
+
+    def quantize_weight_transposed(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
+        """Weights for dgrad: data [G, C, O]. Arguments as in quantize_weight.
+
+        Where weights have square blocks these are the same numbers, so that both products see the same weight.
+        """
+        return self._quantize_weight(weight, weight.mT, "weight_transposed", out)
+
+    @torch.no_grad()
+    def _quantize_weight(
+        self, weight: torch.Tensor, lines: torch.Tensor, layout: Layout, out: Buffers | None
+    ) -> Quantized:
+        if weight.dim() != 3 or weight.dtype not in DTYPES or not weight.is_contiguous():
+            raise ArgumentError(
+                f"weight is {weight.dtype} {list(weight.shape)}; it must be contiguous [G, O, C] of one of {DTYPES}"
+            )
+        for name, width in zip(("O", "C"), weight.shape[1:], strict=True):
+            self._check_width(f"{name} of weight", width)
+        num_groups, num_lines, width = lines.shape
+        weight_format = self.weight_format
+        scale_lines = -(-num_lines // weight_format.block_lines)
+        shapes = (num_groups, num_lines), (num_groups, scale_lines)
+        widths = weight_format.data_width(width), weight_format.num_blocks(width)
+        data, scale = _buffers(out, weight_format, (*shapes[0], widths[0]), (*shapes[1], widths[1]), weight)
+        amax = None
+        if weight_format.has_global_scale:
+            matrix_start = torch.arange(num_groups + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
+            amax = self._amax(weight.flatten(0, 1), matrix_start)
+        if weight.numel():
+            kernels.for_device(weight.device).quantize_weights(lines, data, scale, weight_format, amax=amax)
+        return Quantized(
+            data=data, scale=scale, block_format=weight_format, layout=layout, num_rows=num_lines, amax=amax
+        )
+
+    def _row_start(
+        self,
+        rows: torch.Tensor,
+        row_start: torch.Tensor | None,
+        seeds: torch.Tensor | None,
+        row_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The groups' bounds; ArgumentError if an argument is not what it must be."""
+        if rows.dim() != 2 or rows.dtype not in DTYPES or not rows.is_contiguous():
+            raise ArgumentError(
+                f"rows is {rows.dtype} {list(rows.shape)}; it must be contiguous [N, C] of one of {DTYPES}"
+            )
+        self._check_width("features of rows", rows.shape[1])
+        if row_index is not None and (
+            row_index.dtype != torch.int32
+            or row_index.dim() != 1
+            or row_index.device != rows.device
+            or not row_index.is_contiguous()
+        ):
+            given = f"{row_index.dtype} {list(row_index.shape)} on {row_index.device}"
+            raise ArgumentError(f"row_index is {given}; it must be contiguous torch.int32 [N] on {rows.device}")
+        if row_start is None:
+            num_rows = (rows if row_index is None else row_index).shape[0]
+            row_start = torch.arange(2, dtype=torch.int32, device=rows.device) * num_rows
+        problem = row_start_problem(row_start, rows)
+        if problem is not None:
+            raise problem
+        num_groups = row_start.shape[0] - 1
+        if seeds is None:
+            return row_start
+        if not self.stochastic_gradients:
+            raise ArgumentError(f"seeds are given; {self} rounds to nearest")
+        if seeds.dtype != torch.int64 or seeds.shape != (num_groups,) or seeds.device != rows.device:
+            given = f"{seeds.dtype} {list(seeds.shape)} on {seeds.device}"
+            raise ArgumentError(f"seeds is {given}; it must be torch.int64 [{num_groups}] on {rows.device}")
+        return row_start
+
+    def _check_width(self, name: str, width: int) -> None:
+        if width == 0 or width % self.feature_multiple:
+            raise ArgumentError(f"{name} ({width}) must be a multiple of {self.feature_multiple} for {self}")
+
+    def _amax(self, rows: torch.Tensor, row_start: torch.Tensor, **options: object) -> torch.Tensor | None:
+        """The largest finite |x| of every group, if the format has a global scale."""
+        if not self.row_format.has_global_scale:
+            return None
+        amax = torch.empty(row_start.shape[0] - 1, dtype=torch.float32, device=rows.device)
+        kernels.for_device(rows.device).group_amax(rows, row_start, amax, **options)
+        return amax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Block(Recipe):
+    """E4M3 with an fp32 scale for 128 features (or tokens) of a row, and for 128 x 128 of a weight (DeepSeek-V3, 2024).
+
+    power_of_two: scales are rounded up to powers of two, so that scaling is exact.
+    """
+
+    power_of_two: bool = False
+
+    @property
+    def row_format(self) -> BlockFormat:
+        return BlockFormat(element="e4m3", scale=self._scale, block=128)
+
+    @property
+    def weight_format(self) -> BlockFormat:
+        return BlockFormat(element="e4m3", scale=self._scale, block=128, block_lines=128)
+
+    @property
+    def _scale(self) -> str:
+        return "power_of_two" if self.power_of_two else "fp32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Rowwise(Recipe):
+    """E4M3 with one fp32 scale for a row, for a feature of a group's tokens, and for a line of a weight.
+
+    The scales leave the sum over what is contracted, so a GEMM applies them to its result alone.
+    """
+
+    @property
+    def row_format(self) -> BlockFormat:
+        return BlockFormat(element="e4m3", scale="fp32", block=None)
+
+    @property
+    def weight_format(self) -> BlockFormat:
+        return self.row_format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MXFP8(Recipe):
+    """E4M3 with an E8M0 scale for 32 contracted elements, of rows and weights (OCP Microscaling Formats 1.0, 2023).
+
+    The scale is rounded up, as NVIDIA's recipe has it, where OCP's formula saturates the largest elements.
+    """
+
+    feature_multiple: ClassVar[int] = 32
+
+    @property
+    def row_format(self) -> BlockFormat:
+        return BlockFormat(element="e4m3", scale="e8m0", block=32)
+
+    @property
+    def weight_format(self) -> BlockFormat:
+        return self.row_format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NVFP4(Recipe):
+    """E2M1 with an E4M3 scale for 16 contracted elements and an fp32 scale for a group (NVIDIA 2025, arXiv:2509.25149).
+
+    Weights have 16 x 16 blocks. Data holds two elements in a byte, the first in the low half.
+
+    Attributes:
+        hadamard_signs: what is contracted in wgrad goes through a Hadamard transform with these 16 signs first, both
+            operands alike (precision/transform.py); None: it does not.
+        stochastic_gradients: gradients are rounded stochastically: seeds are accepted.
+    """
+
+    feature_multiple: ClassVar[int] = 32
+
+    hadamard_signs: int | None = 0x9A5C  # any will do that is not regular; both operands need the same
+    stochastic_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hadamard_signs is not None:
+            check_signs(self.hadamard_signs)
+
+    @property
+    def row_format(self) -> BlockFormat:
+        return BlockFormat(element="e2m1", scale="e4m3", block=16)
+
+    @property
+    def weight_format(self) -> BlockFormat:
+        return BlockFormat(element="e2m1", scale="e4m3", block=16, block_lines=16)
+
+    @property
+    def column_signs(self) -> int | None:
+        return self.hadamard_signs
+
+
+def _buffers(
+    out: Buffers | None,
+    block_format: BlockFormat,
+    data_shape: tuple[int, ...],
+    scale_shape: tuple[int, ...],
+    source: torch.Tensor,
+) -> Buffers:
+    """The caller's buffers for data and scale, checked, or new ones."""
+    wanted = {"data": (data_shape, block_format.data_dtype), "scale": (scale_shape, block_format.scale_dtype)}
+    if out is None:
+        data, scale = (torch.empty(shape, dtype=dtype, device=source.device) for shape, dtype in wanted.values())
+        return data, scale
+    for (name, (shape, dtype)), buffer in zip(wanted.items(), out, strict=True):
+        fits = buffer.shape == shape and buffer.dtype == dtype and buffer.device == source.device
+        if not fits or not buffer.is_contiguous():
+            raise ArgumentError(
+                f"{name} of out is {buffer.dtype} {list(buffer.shape)} on {buffer.device}; it must be {dtype} "
+                f"{list(shape)} on {source.device}, contiguous"
+            )
+        wrote_into(buffer)
+    return out

@@ -1,0 +1,80 @@
+"""One-byte scales into the 128x4 tiles that Blackwell's block-scaled matrix units read, and back.
+
+In a tile, the scale of row m and block q is byte m % 32 * 16 + m // 32 * 4 + q; tiles lie row by row. Swizzled scales
+are not for the wire: a group's padding depends on where it lies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe import kernels
+from symmoe.errors import ArgumentError
+from symmoe.kernels.formats import max_tiles
+from symmoe.kernels.twin.pointers import TILE_BLOCKS
+
+TILE_BYTES = 512
+
+
+def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor:
+    """Scales of grouped rows in 128x4 tiles; every group begins at a tile of its own. No host synchronisation.
+
+    Args:
+        scale: float8_e8m0fnu, float8_e4m3fn or uint8 [N, Q], contiguous.
+        row_start: int32[G + 1] on its device, the groups' bounds.
+
+    Returns:
+        uint8 [max_tiles(N, G), ceil(Q / 4), 512]. The first tile of a group is the one after the last of the group
+        before. What pads a group's rows and the blocks is 0; tiles past those of the last group are 0.
+
+    Raises:
+        ArgumentError: an argument is not like that.
+    """
+    _check(scale, row_start)
+    num_rows, num_blocks = scale.shape
+    shape = (max_tiles(num_rows, row_start.shape[0] - 1), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
+    swizzled = torch.zeros(shape, dtype=torch.uint8, device=scale.device)
+    if swizzled.numel():
+        kernels.for_device(scale.device).swizzle_group_scales(scale, row_start, swizzled)
+    return swizzled
+
+
+def unswizzle_scales(
+    swizzled: torch.Tensor, row_start: torch.Tensor, *, num_rows: int, num_blocks: int
+) -> torch.Tensor:
+    """The inverse of :func:`swizzle_scales`: uint8 [num_rows, num_blocks]; scales of rows in no group are 0.
+
+    Raises:
+        ArgumentError: swizzled is not what num_rows rows of num_blocks blocks in these groups have.
+    """
+    scale = torch.zeros(num_rows, num_blocks, dtype=torch.uint8, device=swizzled.device)
+    _check(scale, row_start)
+    shape = (max_tiles(num_rows, row_start.shape[0] - 1), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
+    if swizzled.dtype != torch.uint8 or swizzled.shape != shape or not swizzled.is_contiguous():
+        raise ArgumentError(
+            f"swizzled is {swizzled.dtype} {list(swizzled.shape)}; it must be contiguous torch.uint8 {list(shape)}"
+        )
+    if swizzled.numel():
+        kernels.for_device(scale.device).unswizzle_group_scales(swizzled, row_start, scale)
+    return scale
+
+
+def _check(scale: torch.Tensor, row_start: torch.Tensor) -> None:
+    if scale.dim() != 2 or scale.element_size() != 1 or not scale.is_contiguous():
+        raise ArgumentError(
+            f"scale is {scale.dtype} {list(scale.shape)}; it must be a contiguous matrix of one-byte scales"
+        )
+    problem = row_start_problem(row_start, scale)
+    if problem is not None:
+        raise problem
+
+
+def row_start_problem(row_start: torch.Tensor, rows: torch.Tensor) -> ArgumentError | None:
+    """What is wrong with the groups' bounds of `rows`, or None. Their values are not looked at."""
+    if row_start.dtype != torch.int32 or row_start.dim() != 1 or row_start.shape[0] < 2:
+        return ArgumentError(
+            f"row_start is {row_start.dtype} {list(row_start.shape)}; it must be torch.int32 [groups + 1]"
+        )
+    if row_start.device != rows.device or not row_start.is_contiguous():
+        return ArgumentError(f"row_start is on {row_start.device}; it must be contiguous on {rows.device}")
+    return None

@@ -1,0 +1,123 @@
+"""Runs the sources of the E4M3 kernels for Hopper in gluon_emulator.py and compares every bit with an oracle. A script.
+
+test_fp8_emulator.py starts it. Whole numbers with power-of-two scales: the sums are exact.
+"""
+
+import gluon_emulator
+import torch
+
+gluon_emulator.install()
+
+from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem  # noqa: E402
+from row_ranges import random_ranges, rows_of  # noqa: E402
+
+from symmoe.kernels.gpu.hopper import fp8, fp8_wgrad, gemm  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ODD, EXACT = (528, 400), (256, 128)  # O, C: parts of tiles and blocks; whole ones
+SPLITS = (140, 0, 1, 128, 0)
+CASES = [(SPLITS, ODD), (SPLITS, EXACT), ((0, 0, 0), EXACT), ((0, 300, 9), ODD)]
+
+
+def check_that_the_emulator_runs_kernels_that_hardware_has_run():
+    p = Problem(SPLITS, (264, 72), Numbers(exact=True), tail=5)
+    rows, weight, out = p.rows.float().bfloat16(), p.weight.float().bfloat16(), p.blank(BF16)
+    gemm.launch_gemm(rows, weight, p.row_start, out, weight_k_first=False, num_sms=2)
+    expected = p.blank(BF16)
+    for g, span in enumerate(p.spans):
+        expected[span] = (rows[span].float() @ weight[g].float().T).bfloat16()
+    assert torch.equal(out, expected)
+
+
+def check_products(splits, widths):
+    p = Problem(splits, widths, Numbers(exact=True))
+    expected = p.expected().to(BF16)
+    for num_sms, options in ((3, {}), (1, {"in_order": True}), (2, {"stages": 2, "group_m": 1})):
+        out = p.blank(BF16)
+        fp8.launch_fp8_gemm(*p.operands, out, num_sms=num_sms, **options)
+        assert torch.equal(out, expected), (splits, widths, num_sms, options)
+
+
+def check_parts_of_products():
+    width, _ = ODD
+    p = Problem(SPLITS, ODD, Numbers(exact=True))
+    whole, union = p.expected().to(FP16), p.blank(FP16)
+    panels = [(0, 256), (256, 512), (512, width)]
+    for ranges in random_ranges(SPLITS, 2, step=1):
+        out, come = p.blank(FP16), rows_of(ranges, p.capacity)
+        scale = torch.where(come[:, None], p.row_scale, torch.nan)
+        operands = (p.rows, scale, p.weight, p.weight_scale, ranges)
+        fp8.launch_fp8_gemm(*operands, out, num_sms=3)
+        assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=FP16)))
+        for columns in panels:
+            fp8.launch_fp8_gemm(*operands, union, columns=columns, num_sms=2)
+    assert torch.equal(union, whole)
+    for columns in (None, *panels):
+        out, right, inside = p.blank(FP16), p.blank(FP16), slice(*columns) if columns else slice(None)
+        right[: p.num_rows, inside], right[p.num_rows :, inside] = whole[: p.num_rows, inside], 0
+        fp8.launch_fp8_gemm(*p.operands, out, columns=columns, zero_tail=True, num_sms=3)
+        assert torch.equal(out, right), columns
+
+
+def check_gradients(splits, widths):
+    p = WgradProblem(splits, widths, Numbers(exact=True))
+    expected = p.expected()
+    cases = [(BF16, False, {}), (FP32, False, {"in_order": True}), (FP32, True, {"stages": 2}), (FP16, True, {})]
+    for number, (dtype, accumulate, options) in enumerate(cases):
+        start = torch.full(p.shape, 3.0 if accumulate else torch.nan, dtype=dtype)
+        empty = torch.tensor(splits) == 0
+        if accumulate:
+            start[empty] = -0.0  # left alone: with zeros added it would be 0.0
+        out = start.clone()
+        fp8_wgrad.launch_fp8_wgrad(*p.operands, out, accumulate=accumulate, num_sms=1 + number, **options)
+        right = (expected + (3.0 if accumulate else 0.0)).to(dtype)
+        if accumulate:
+            right[empty] = 0
+            assert torch.signbit(out[empty]).all()
+        assert torch.equal(out, right), (splits, widths, dtype, accumulate)
+
+
+def check_that_mistakes_are_noticed():
+    """A ring that is said to be free too early; scales of another block."""
+    p = Problem((130,), (256, 1024), Numbers(exact=True))
+    expected = p.expected().to(BF16)
+
+    def is_right():
+        out = p.blank(BF16)
+        fp8.launch_fp8_gemm(*p.operands, out, num_sms=1)
+        return torch.equal(out, expected)
+
+    assert is_right()
+    p.row_scale = p.row_scale.roll(1, 1)
+    assert not is_right()
+    p.row_scale = p.row_scale.roll(-1, 1)
+    product, fp8.product = fp8.product, frees_early(fp8.product)
+    try:
+        was_right = is_right()
+    except (AssertionError, RuntimeError):
+        was_right = False
+    finally:
+        fp8.product = product
+    assert not was_right
+
+
+def frees_early(product):
+    """product, with a first arrival at every stage's barrier before anything has been multiplied."""
+
+    def wrong(scales, ring, *rest):
+        for i in range(3):
+            gluon_emulator.barrier_arrive(ring[3].index(i))
+        return product(scales, ring, *rest)
+
+    return wrong
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    check_that_the_emulator_runs_kernels_that_hardware_has_run()
+    for splits, widths in CASES:
+        check_products(splits, widths)
+        check_gradients(splits, widths)
+    check_parts_of_products()
+    check_that_mistakes_are_noticed()
+    print("all is well")

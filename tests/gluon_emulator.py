@@ -1,0 +1,467 @@
+"""As much of Gluon as the GEMMs for Hopper use, on CPU tensors: their sources run as they are, with threads for roles.
+
+`install()` puts stand-ins where `triton.experimental.gluon` is imported from; call it before any kernel is imported, in
+a process of its own. Then a launcher of kernels/gpu/hopper computes on CPU tensors.
+
+What is checked while kernels run: no load or store lies outside of a tensor; memory that a copy is on its way to is NaN
+until it lands, some time later, in random order; stores by TMA read when their role waits for them; waits for barriers
+have parities, and it is noticed when no role can go on. Layouts, registers and the fences between the threads of a role
+are not modelled; compiling checks the first two.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import threading
+import types
+from dataclasses import dataclass
+
+import torch
+
+ADDRESSES = 2**64
+NAN_BYTE = 0xFF
+CHOICE = random.Random(0)
+
+
+# ------------------------------------------------------------------------------------------------------ a program
+
+
+class Machine:
+    """What the roles of the running program share."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.landing = []  # copies to shared memory that have not landed
+        self.waiting = []  # what roles wait for
+        self.role = threading.local()  # copies that a role has asked for
+        self.program, self.num_programs, self.num_roles, self.failures = 0, 1, 0, []
+
+    def wait(self, passes) -> None:
+        """Until passes(); meanwhile copies land. Raises if no role can go on, or one has failed."""
+        with self.changed:
+            self.waiting.append(passes)
+            while not passes():
+                if self.failures:
+                    raise RuntimeError("another role has failed")
+                if self.landing:
+                    self.landing.pop(CHOICE.randrange(len(self.landing)))()
+                    self.changed.notify_all()
+                elif len(self.waiting) == self.num_roles and not any(ends() for ends in self.waiting):
+                    raise RuntimeError("no role can go on")
+                else:
+                    self.changed.wait()
+            self.waiting.remove(passes)
+
+    def run_role(self, function, args) -> None:
+        try:
+            function(*args)
+        except BaseException as failure:  # noqa: BLE001 - raised again by run_roles
+            self.failures.append(failure)
+        with self.changed:
+            self.num_roles -= 1
+            self.changed.notify_all()
+
+    def run_roles(self, roles) -> None:
+        self.num_roles, self.waiting, self.failures = len(roles), [], []
+        threads = [threading.Thread(target=self.run_role, args=role) for role in roles]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failures:
+            self.landing.clear()
+            raise self.failures[0]
+
+
+MACHINE = Machine()
+
+
+class Kernel:
+    """A decorated function: called by others as it is, launched as kernel[grid](...), one program after the other."""
+
+    def __init__(self, function):
+        self.function = function
+        functools.update_wrapper(self, function)
+        function.__globals__["range"] = device_range
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, **constants):
+            (MACHINE.num_programs,) = grid
+            for program in range(MACHINE.num_programs):
+                MACHINE.program = program
+                self.function(*map(argument, args), **constants)
+                assert not MACHINE.landing, "copies that nobody has waited for"
+
+        return launch
+
+
+def device_range(*bounds):
+    """range of int32 scalars, which is what a kernel's loop variables are."""
+    return (scalar(i) for i in range(*map(int, bounds)))
+
+
+def scalar(number: int) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.int32)
+
+
+def argument(value):
+    """What a kernel sees of an argument."""
+    if isinstance(value, torch.Tensor):
+        return Pointer.to(value)
+    return scalar(value) if isinstance(value, int) else value
+
+
+def jit(function=None, **options):
+    return Kernel(function) if function is not None else Kernel
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+
+@dataclass
+class Pointer:
+    """Pointers into a tensor: its elements in a row, and offsets."""
+
+    memory: torch.Tensor
+    offset: object  # int or integer tensor
+
+    @staticmethod
+    def to(tensor: torch.Tensor) -> Pointer:
+        return Pointer(tensor.view(-1), 0)
+
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
+
+    def __add__(self, offset) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    __radd__ = __add__
+
+    def places(self, mask) -> tuple[torch.Tensor, torch.Tensor]:
+        """Offsets, and which of them are used, which must lie in the tensor."""
+        offset = torch.as_tensor(self.offset)
+        mask = torch.as_tensor(True if mask is None else mask).expand(offset.shape)
+        used = offset[mask]
+        if used.numel():
+            assert 0 <= int(used.min()), "before the first element"
+            assert int(used.max()) < self.memory.numel(), "past the last element"
+        return offset.where(mask, 0), mask
+
+
+def load(pointer, mask=None, other=0):
+    offset, mask = pointer.places(mask)
+    if not mask.any():
+        return torch.full(offset.shape, other, dtype=pointer.memory.dtype)
+    values = pointer.memory[offset.long()]
+    return values.where(mask, torch.tensor(other, dtype=values.dtype))
+
+
+def store(pointer, value, mask=None):
+    offset, mask = pointer.places(mask)
+    pointer.memory[offset[mask].long()] = value[mask]
+
+
+@dataclass
+class Shared:
+    """A view of shared memory. data: bytes for one-byte numbers."""
+
+    data: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self):
+        return self.data.shape
+
+    def index(self, i):
+        return Shared(self.data[int(i)], self.dtype)
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.data.narrow(dim, int(start), int(length)), self.dtype)
+
+    def reshape(self, shape):
+        return Shared(self.data.view([int(size) for size in shape]), self.dtype)
+
+    def permute(self, order):
+        return Shared(self.data.permute(order), self.dtype)
+
+    def load(self, layout):
+        return self.data.clone()
+
+    def store(self, value):
+        assert value.dtype == self.dtype
+        self.data.copy_(value)
+
+    def numbers(self) -> torch.Tensor:
+        """Its numbers in fp32."""
+        return self.data.contiguous().view(self.dtype).float()
+
+
+class Barrier:
+    """An mbarrier, which also counts bytes."""
+
+    def __init__(self):
+        self.arrivals = self.pending = self.num_bytes = self.phase = 0
+
+    def arrive(self, number=1, num_bytes=0):
+        """With the lock."""
+        self.pending -= number
+        self.num_bytes += num_bytes
+        assert self.pending >= 0, "too many arrivals"
+        if self.pending == 0 and self.num_bytes == 0:
+            self.pending, self.phase = self.arrivals, self.phase + 1
+            MACHINE.changed.notify_all()
+
+
+class Barriers:
+    def __init__(self, number):
+        self.barriers = [Barrier() for _ in range(number)]
+
+    def index(self, i):
+        return self.barriers[int(i)]
+
+
+def allocate_shared_memory(dtype, shape, layout):
+    if layout == "barriers":
+        return Barriers(int(shape[0]))
+    stored = torch.uint8 if dtype.itemsize == 1 else dtype
+    data = torch.empty([int(size) for size in shape], dtype=stored)
+    data.view(torch.uint8).fill_(NAN_BYTE)
+    return Shared(data, dtype)
+
+
+@dataclass
+class TensorDescriptor:
+    """A TMA descriptor: reads zeros outside of its shape, and writes nothing there. Addresses wrap around."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: object
+
+    @staticmethod
+    def from_tensor(tensor, block_shape, layout):
+        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block_shape, layout)
+
+    @property
+    def dtype(self):
+        return self.base.dtype
+
+    @property
+    def block_type(self):
+        return types.SimpleNamespace(nbytes=torch.Size(self.block_shape).numel() * self.dtype.itemsize)
+
+    def places(self, first) -> tuple[torch.Tensor, torch.Tensor]:
+        """Offsets of a block's elements in the tensor, and which are inside of the shape."""
+        size = self.dtype.itemsize
+        assert all(stride * size % 16 == 0 for stride in self.strides[:-1]), "strides of no whole 16 bytes"
+        address = sum(int(at) * stride for at, stride in zip(first, self.strides, strict=True))
+        offset, inside = torch.tensor(0), torch.tensor(True)
+        for at, stride, length, block in zip(first, self.strides, self.shape, self.block_shape, strict=True):
+            lane = torch.arange(block)
+            offset = offset[..., None] + lane * (stride if block > 1 else 0)
+            inside = inside[..., None] & (int(at) + lane >= 0) & (int(at) + lane < length)
+        start = address * size % ADDRESSES // size
+        offset = offset + (start if start < ADDRESSES // size // 2 else start - ADDRESSES // size)
+        used = offset[inside]
+        if used.numel():
+            assert 0 <= int(used.min()), "before the first element"
+            assert int(used.max()) < self.base.numel(), "past the last element"
+        return offset, inside
+
+    @property
+    def memory(self) -> torch.Tensor:
+        stored = torch.uint8 if self.dtype.itemsize == 1 else self.dtype
+        return self.base.view(-1).view(stored)
+
+
+# ------------------------------------------------------------------------------------------------------ copies
+
+
+def copy_later(shared: Shared, values, landed) -> None:
+    """Shared memory is NaN until values() are there, when landed() is called."""
+    with MACHINE.changed:
+        shared.data.view(torch.uint8).fill_(NAN_BYTE)
+
+        def land():
+            shared.data.copy_(values())
+            landed()
+
+        MACHINE.landing.append(land)
+        MACHINE.changed.notify_all()
+
+
+def tma_load(desc, first, barrier, shared):
+    def values():
+        offset, inside = desc.places(first)
+        return torch.where(inside, desc.memory[offset.where(inside, 0)], torch.zeros((), dtype=desc.memory.dtype))
+
+    num_bytes = desc.block_type.nbytes
+    copy_later(shared, lambda: values().view(shared.shape), lambda: barrier.arrive(0, -num_bytes))
+
+
+def tma_store(desc, first, shared):
+    def read():
+        offset, inside = desc.places(first)
+        desc.memory[offset[inside]] = shared.data.reshape(offset.shape)[inside]
+
+    pending = MACHINE.role.__dict__.setdefault("pending", [])
+    pending.append(read)
+
+
+def tma_store_wait(number):
+    assert number == 0
+    for read in MACHINE.role.__dict__.pop("pending", []):
+        read()
+
+
+def async_copy(shared, pointer):
+    """cp.async: what a role waits for by async_arrive."""
+    values = load(pointer)
+    pending = MACHINE.role.__dict__.setdefault("copies", [])
+    pending.append((shared, values))
+
+
+def async_arrive(barrier, increment_count):
+    """The lanes of one warp arrive when their copies have landed: all of them with the last copy."""
+    assert not increment_count
+    copies = MACHINE.role.__dict__.pop("copies")
+    left = [len(copies)]
+
+    def landed():
+        left[0] -= 1
+        if left[0] == 0:
+            barrier.arrive(32)
+
+    for shared, values in copies:
+        copy_later(shared, lambda values=values: values, landed)
+
+
+def barrier_init(barrier, count):
+    barrier.arrivals = barrier.pending = int(count)
+
+
+def barrier_expect(barrier, num_bytes):
+    with MACHINE.changed:
+        barrier.arrive(1, num_bytes)
+
+
+def barrier_arrive(barrier, pred=True):
+    with MACHINE.changed:
+        if pred:
+            barrier.arrive()
+
+
+def barrier_wait(barrier, parity):
+    MACHINE.wait(lambda: barrier.phase & 1 != int(parity))
+
+
+# ------------------------------------------------------------------------------------------------------ arithmetic
+
+
+def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
+    product = torch.mm(a.numbers(), b.numbers())
+    return acc + product if use_acc else product
+
+
+def where(condition, a, b):
+    if isinstance(condition, bool):
+        return a if condition else b
+    return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b)).to(torch.int32)
+
+
+def extreme(function):
+    return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
+
+
+class Number(int):
+    """A constexpr of a number."""
+
+    @property
+    def value(self):
+        return int(self)
+
+
+LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
+
+
+def layout_of(*args, **kwargs):
+    return "layout"
+
+
+layout_of.get_default_for = layout_of
+
+
+def language() -> types.ModuleType:
+    names = {
+        "constexpr": lambda value: Number(value) if isinstance(value, int) else value,
+        "arange": lambda first, end, layout=None: torch.arange(first, end, dtype=torch.int32),
+        "zeros": lambda shape, dtype, layout=None: torch.zeros([int(size) for size in shape], dtype=dtype),
+        "load": load,
+        "store": store,
+        "where": where,
+        "minimum": extreme(torch.minimum),
+        "maximum": extreme(torch.maximum),
+        "sum": lambda x, axis: x.sum(axis, dtype=x.dtype),
+        "max": lambda x, axis: x.amax(axis),
+        "associative_scan": lambda x, axis, function: x.cumsum(axis, dtype=x.dtype),
+        "split": lambda x: (x[..., 0], x[..., 1]),
+        "convert_layout": lambda x, layout, assert_trivial: x,
+        "allocate_shared_memory": allocate_shared_memory,
+        "warp_specialize": lambda roles, warps, registers: MACHINE.run_roles(roles),
+        "program_id": lambda axis: scalar(MACHINE.program),
+        "num_programs": lambda axis: scalar(MACHINE.num_programs),
+        "num_warps": lambda: 4,
+        "static_range": range,
+        "thread_barrier": lambda: None,
+        "float8e4nv": torch.float8_e4m3fn,
+        **dict.fromkeys(LAYOUTS, layout_of),
+        **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "int64")},
+    }
+    return module("language", names)
+
+
+def module(name: str, names: dict) -> types.ModuleType:
+    result = types.ModuleType(f"triton.experimental.gluon.{name}")
+    result.__dict__.update(names)
+    return result
+
+
+def install() -> None:
+    """Puts the stand-ins where the kernels import Gluon from."""
+    import triton.experimental
+
+    barriers = {"init": barrier_init, "expect": barrier_expect, "arrive": barrier_arrive, "wait": barrier_wait}
+    copies = {
+        "async_copy_global_to_shared": tma_load,
+        "async_copy_shared_to_global": tma_store,
+        "store_wait": tma_store_wait,
+    }
+    hopper = {
+        "mbarrier": module("mbarrier", {**barriers, "MBarrierLayout": lambda: "barriers"}),
+        "tma": module("tma", copies),
+        "async_copy": module(
+            "async_copy", {"async_copy_global_to_shared": async_copy, "mbarrier_arrive": async_arrive}
+        ),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_wait": lambda number, deps: deps[0],
+    }
+    gluon = module("", {"jit": jit, "language": language()})
+    gluon.__path__ = []
+    triton.experimental.gluon = gluon
+    sys.modules["triton.experimental.gluon"] = gluon
+    sys.modules["triton.experimental.gluon.language"] = gluon.language
+    for name, names in {
+        "language.nvidia": {},
+        "language.nvidia.hopper": hopper,
+        "nvidia": {},
+        "nvidia.hopper": {"TensorDescriptor": TensorDescriptor},
+    }.items():
+        sys.modules[f"triton.experimental.gluon.{name}"] = module(name, names)

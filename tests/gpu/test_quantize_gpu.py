@@ -1,0 +1,110 @@
+"""Quantising kernels on a GPU against the twins on the CPU, byte for byte, with device splits and in a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from quantize_cases import FORMATS, SPLITS, TAIL, bounds, differences, hard_rows, quantize_all, quantize_weights
+
+from symmoe.kernels import gpu, twin
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, swizzle_scales, unswizzle_scales
+
+pytestmark = pytest.mark.gpu
+
+ROWS = sum(SPLITS) + TAIL
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("width", [160, 2880])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_and_columns(name, dtype, width, hard):
+    rows, row_start = hard_rows(ROWS, width, dtype), bounds()
+    found = quantize_all(gpu, rows.cuda(), row_start.cuda(), name, hard=hard)
+    assert differences(found, quantize_all(twin, rows, row_start, name, hard=hard)) == []
+
+
+@pytest.mark.parametrize("shape", [(2, 160, 96), (3, 1536, 2048)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights(name, shape):
+    weight = hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
+    assert differences(quantize_weights(gpu, weight.cuda(), name), quantize_weights(twin, weight, name)) == []
+
+
+def test_every_bf16_number():
+    """Conversions of the hardware, which no interpreter has: blocks whose scale is 1."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    every = every[torch.isfinite(every) & (every.abs() <= 448)]
+    rows = torch.full((-(-every.numel() // 127), 128), 448.0, dtype=torch.bfloat16)
+    padded = torch.nn.functional.pad(every, (0, rows.shape[0] * 127 - every.numel()))
+    rows[:, 1:] = padded.view(-1, 127)
+    row_start = bounds((rows.shape[0],))
+    for name in ("float8_block", "mxfp8"):
+        found = quantize_all(gpu, rows.cuda(), row_start.cuda(), name)
+        assert differences(found, quantize_all(twin, rows, row_start, name)) == []
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4, 6, 90])
+def test_swizzled_scales(num_blocks):
+    scale = torch.randint(0, 256, (ROWS, num_blocks)).to(torch.uint8)
+    expected = swizzle_scales(scale, bounds())
+    found = swizzle_scales(scale.cuda(), bounds().cuda())
+    assert torch.equal(found.cpu(), expected)
+    back = unswizzle_scales(found, bounds().cuda(), num_rows=ROWS, num_blocks=num_blocks)
+    assert torch.equal(back.cpu()[: sum(SPLITS)], scale[: sum(SPLITS)])
+
+
+@pytest.mark.parametrize("recipe", [Float8Block(), Float8Rowwise(), MXFP8(), NVFP4()], ids=str)
+def test_graph_replay_with_other_rows_and_splits(recipe):
+    generator = torch.Generator().manual_seed(0)
+    cases = [
+        (torch.randn(ROWS, 256, generator=generator).bfloat16(), splits) for splits in (SPLITS, (100, 3, 0, 0, 200, 7))
+    ]
+    rows, row_start = cases[0][0].cuda(), bounds(cases[0][1]).cuda()
+    seeds = torch.arange(len(SPLITS), device="cuda") if recipe.stochastic_gradients else None
+
+    def step():
+        quantized = recipe.quantize(rows, row_start, seeds=seeds), recipe.quantize_columns(rows, row_start, seeds=seeds)
+        return quantized, [each.dequantize() for each in quantized]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, found = step()
+    for new_rows, splits in cases:
+        rows.copy_(new_rows)
+        row_start.copy_(bounds(splits))
+        graph.replay()
+        seeds_here = None if seeds is None else seeds.cpu()
+        for tensor, quantize in zip(found, (recipe.quantize, recipe.quantize_columns), strict=True):
+            expected = quantize(new_rows, bounds(splits), seeds=seeds_here)
+            # Data and scales are the same bits; undoing a Hadamard transform sums on the device.
+            assert torch.allclose(tensor.cpu(), expected.dequantize(), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_waits_for_the_device():
+    rows, row_start = torch.randn(ROWS, 256, device="cuda").bfloat16(), bounds().cuda()
+    weight = torch.randn(4, 128, 256, device="cuda")
+
+    def step():
+        for recipe in (Float8Block(), Float8Rowwise(), MXFP8(), NVFP4()):
+            for quantized in (
+                recipe.quantize(rows, row_start),
+                recipe.quantize(rows),
+                recipe.quantize_columns(rows, row_start),
+                recipe.quantize_weight(weight),
+                recipe.quantize_weight_transposed(weight),
+            ):
+                quantized.dequantize()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

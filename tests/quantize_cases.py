@@ -1,0 +1,131 @@
+"""Rows, groups and formats that tests of the quantising kernels share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
+
+FORMATS = {
+    "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
+    "float8_block_powers": BlockFormat(element="e4m3", scale="power_of_two", block=128),
+    "float8_rowwise": BlockFormat(element="e4m3", scale="fp32", block=None),
+    "mxfp8": BlockFormat(element="e4m3", scale="e8m0", block=32),
+    "nvfp4": BlockFormat(element="e2m1", scale="e4m3", block=16),
+}
+WEIGHT_LINES = {"float8_block": 128, "float8_block_powers": 128, "nvfp4": 16}
+SIGNS = 0x9A5C
+# Without rows, with one, unaligned, exactly a tile, more than one; 10 rows of the tail belong to no group.
+SPLITS = (0, 37, 128, 1, 0, 161)
+TAIL = 10
+FILL = 0xA5  # what tests put where nothing may be written
+
+
+def bounds(splits: tuple[int, ...] = SPLITS) -> torch.Tensor:
+    """row_start of groups of these sizes."""
+    return torch.tensor([0, *splits], dtype=torch.int32).cumsum(0).to(torch.int32)
+
+
+def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
+    """Rows of all magnitudes, and some with what formats and scales treat in a way of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, width, generator=generator)
+    rows *= torch.exp2(torch.randint(-40, 40, (num_rows, 1), generator=generator).float())
+    rows *= torch.exp2(torch.randint(-12, 3, (num_rows, width), generator=generator).float())
+    rows = rows.to(dtype)
+    largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    ties = torch.tensor([448, 17, 19, -17, 2**-10, 3 * 2**-10, 1.0625, 416, 432, 6, 5, 2.5, 3.5, 0.25, 0.75, -1.75])
+    special = {
+        1: torch.zeros(width),
+        2: -torch.zeros(width),
+        5: torch.full((width,), tiny / 8),
+        6: torch.full((width,), largest),
+        9: ties.repeat(-(-width // 16))[:width],
+    }
+    for i, row in special.items():
+        if i < num_rows:
+            rows[i] = row.to(dtype)
+    for row, column, value in ((11, 3, torch.nan), (12, 70, torch.inf), (13, width - 1, -torch.inf)):
+        if row < num_rows:
+            rows[row, column % width] = value
+    return rows
+
+
+def quantize_all(
+    kernels, rows: torch.Tensor, row_start: torch.Tensor, name: str, *, hard: bool = False
+) -> dict[str, torch.Tensor]:
+    """What kernels (a module of them) make of rows, with FILL where they write nothing.
+
+    hard: with what is optional, and columns of rows that are picked by an index from the reversed ones.
+    """
+    block_format = FORMATS[name]
+    (num_rows, width), num_groups = rows.shape, row_start.shape[0] - 1
+    padded = TILE * max_tiles(num_rows, num_groups)
+    num_scales = num_groups if block_format.block is None else padded // block_format.block
+    result = {}
+    index, source = None, rows
+    if hard:
+        index, source = torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=rows.device), rows.flip(0)
+    options, column_options = {}, {}
+    if block_format.has_global_scale:
+        signs = SIGNS if hard else None
+        seeds = torch.arange(num_groups, device=rows.device) * 0x123456789 - 7
+        amax, column_amax = (filled((num_groups,), torch.float32, rows.device) for _ in range(2))
+        kernels.group_amax(rows, row_start, amax)
+        kernels.group_amax(source, row_start, column_amax, signs=signs, row_index=index)
+        result |= {"amax": amax, "column_amax": column_amax}
+        options = {"amax": amax, "seeds": seeds if hard else None}
+        column_options = {"amax": column_amax, "signs": signs, "seeds": seeds if hard else None}
+    data = filled((num_rows, block_format.data_width(width)), block_format.data_dtype, rows.device)
+    scale = filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, rows.device)
+    kernels.quantize_rows(rows, row_start, data, scale, block_format, **options)
+    result |= {"data": data, "scale": scale}
+    data = filled((width, block_format.data_width(padded)), block_format.data_dtype, rows.device)
+    scale = filled((width, num_scales), block_format.scale_dtype, rows.device)
+    kernels.quantize_columns(source, row_start, data, scale, block_format, row_index=index, **column_options)
+    return result | {"column_data": data, "column_scale": scale}
+
+
+def quantize_weights(kernels, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """What kernels make of weights and of their transpose."""
+    block_format = weight_format(name)
+    result, amax = {}, None
+    if block_format.has_global_scale:
+        row_start = torch.arange(weight.shape[0] + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
+        amax = filled((weight.shape[0],), torch.float32, weight.device)
+        kernels.group_amax(weight.flatten(0, 1), row_start, amax)
+        result["amax"] = amax
+    for prefix, lines in (("", weight), ("transposed_", weight.mT)):
+        num_groups, num_lines, width = lines.shape
+        scale_lines = -(-num_lines // block_format.block_lines)
+        data = filled((num_groups, num_lines, block_format.data_width(width)), block_format.data_dtype, weight.device)
+        scale_shape = (num_groups, scale_lines, block_format.num_blocks(width))
+        scale = filled(scale_shape, block_format.scale_dtype, weight.device)
+        kernels.quantize_weights(lines, data, scale, block_format, amax=amax)
+        result |= {prefix + "data": data, prefix + "scale": scale}
+    return result
+
+
+def weight_format(name: str) -> BlockFormat:
+    """The format of weights that goes with one of FORMATS."""
+    return replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tensor all of whose bytes are FILL."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor.view(torch.uint8).fill_(FILL)
+    return tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes on the CPU."""
+    return tensor.cpu().contiguous().view(torch.uint8)
+
+
+def differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that differ in a byte."""
+    assert left.keys() == right.keys()
+    return [name for name in left if not torch.equal(as_bytes(left[name]), as_bytes(right[name]))]

@@ -1,0 +1,134 @@
+"""Run by test_quantize_interpreter.py in a process with TRITON_INTERPRET=1: kernels against twins, byte for byte.
+
+The interpreter's own casts to and from E4M3 round wrongly, so the two helpers that contain them are replaced by integer
+arithmetic, which is checked first. It also loses subnormal bf16 numbers on the way to fp32: there are none here, while
+fp32 has some.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from quantize_cases import (
+    FORMATS,
+    SIGNS,
+    as_bytes,
+    bounds,
+    differences,
+    filled,
+    hard_rows,
+    quantize_all,
+    quantize_weights,
+)
+
+from symmoe.kernels import twin
+from symmoe.kernels.formats import max_tiles
+from symmoe.kernels.gpu import quantize, scale_tiles
+from symmoe.kernels.twin.quantize import to_e4m3
+
+
+class gpu:
+    """Stands for the module symmoe.kernels.gpu, of which nothing else is looked at."""
+
+    group_amax, quantize_rows = quantize.group_amax, quantize.quantize_rows
+    quantize_columns, quantize_weights = quantize.quantize_columns, quantize.quantize_weights
+
+
+@triton.jit
+def e4m3_code(x):
+    size = tl.minimum(tl.abs(x), 448.0)
+    exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+    units = size * ((130 - exponent) << 23).to(tl.float32, bitcast=True)  # of the last place: 0 to 16
+    whole = units.to(tl.int32)
+    rest = units - whole.to(tl.float32)
+    whole += ((rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))).to(tl.int32)
+    code = whole + (exponent + 6) * 8  # carries into the exponent; without one, numbers below 8 are subnormal
+    return (code + ((x.to(tl.int32, bitcast=True) >> 24) & 128)).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_value(code):
+    exponent = (code.to(tl.int32) >> 3) & 15
+    mantissa = (code.to(tl.int32) & 7) + tl.where(exponent > 0, 8, 0)
+    unit = ((tl.maximum(exponent, 1) + 117) << 23).to(tl.float32, bitcast=True)
+    return tl.where(code >= 128, -unit, unit) * mantissa.to(tl.float32)
+
+
+@triton.jit
+def casts_kernel(x, codes, values, SIZE: tl.constexpr):
+    lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    code = e4m3_code(tl.load(x + lane))
+    tl.store(codes + lane, code)
+    tl.store(values + lane, e4m3_value(code))
+
+
+def check_casts():
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    halves = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    x = torch.cat([every, (halves[1:] + halves[:-1]) / 2])
+    x = torch.nn.functional.pad(x[torch.isfinite(x)], (0, 1 << 16))[: 1 << 16].contiguous()
+    codes, values = torch.empty(1 << 16, dtype=torch.uint8), torch.empty(1 << 16)
+    casts_kernel[(16,)](x, codes, values, SIZE=1 << 12)
+    expected = to_e4m3(x)
+    assert torch.equal(codes, expected.view(torch.uint8))
+    assert torch.equal(values, expected.float())
+
+
+def check_tiles(row_start, num_rows, num_blocks):
+    scale = torch.randint(1, 255, (num_rows, num_blocks)).to(torch.uint8)
+    results = []
+    for swizzle, unswizzle in (
+        (twin.swizzle_group_scales, twin.unswizzle_group_scales),
+        (scale_tiles.swizzle_group_scales, scale_tiles.unswizzle_group_scales),
+    ):
+        shape = (max_tiles(num_rows, row_start.shape[0] - 1), -(-num_blocks // 4), 512)
+        swizzled, back = filled(shape, torch.uint8), filled(scale.shape, torch.uint8)
+        swizzle(scale, row_start, swizzled)
+        unswizzle(swizzled, row_start, back)
+        results.append({"swizzled": swizzled, "back": back})
+    assert differences(*results) == [], num_blocks
+    assert torch.equal(results[1]["back"][: int(row_start[-1])], scale[: int(row_start[-1])])
+
+
+# With random words, the transform and an index, and without.
+HARD = {("nvfp4", torch.bfloat16): (True,), ("nvfp4", torch.float32): (True, False), ("mxfp8", torch.float32): (True,)}
+HARD["float8_rowwise", torch.float32] = (True,)
+
+
+def main():
+    check_casts()
+    quantize.e4m3_code, quantize.e4m3_value = e4m3_code, e4m3_value
+    splits = (0, 37, 128, 1, 5)
+    row_start, num_rows = bounds(splits), sum(splits) + 3
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = hard_rows(num_rows, 288 if dtype == torch.bfloat16 else 96, dtype)
+        if dtype == torch.bfloat16:
+            rows = rows.where(rows.abs() >= torch.finfo(dtype).smallest_normal, 0.0).where(rows == rows, torch.nan)
+        for name in FORMATS:
+            for hard in HARD.get((name, dtype), (False,)):
+                left, right = (quantize_all(kernels, rows, row_start, name, hard=hard) for kernels in (twin, gpu))
+                assert differences(left, right) == [], (name, dtype, hard, differences(left, right))
+                print(name, dtype, hard, ": ok")
+    for shape in ((2, 160, 96), (1, 16, 288)):
+        weight = hard_rows(shape[0] * shape[1], shape[2], torch.float32).view(shape)
+        for name in FORMATS:
+            left, right = (quantize_weights(kernels, weight, name) for kernels in (twin, gpu))
+            assert differences(left, right) == [], (name, shape, differences(left, right))
+            print(name, shape, ": ok")
+    for num_blocks in (1, 4, 6):
+        check_tiles(row_start, num_rows, num_blocks)
+        print("tiles of", num_blocks, ": ok")
+    no_rows = torch.empty(0, 96, dtype=torch.bfloat16)
+    for name in FORMATS:
+        left, right = (quantize_all(kernels, no_rows, bounds((0, 0)), name) for kernels in (twin, gpu))
+        assert differences(left, right) == [], name
+    # Bytes are compared, and signs of the transform are seen.
+    assert not torch.equal(as_bytes(torch.tensor([0.0])), as_bytes(torch.tensor([-0.0])))
+    rows, amax = torch.randn(num_rows, 32), torch.empty(2, len(splits))
+    for signs, out in zip((SIGNS, SIGNS ^ 1), amax, strict=True):
+        quantize.group_amax(rows, row_start, out, signs=signs)
+    assert not torch.equal(*amax)
+    print("all: ok")
+
+
+if __name__ == "__main__":
+    main()

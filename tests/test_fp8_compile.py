@@ -1,0 +1,163 @@
+"""Compiles the grouped GEMMs of E4M3 numbers without a GPU. See test_gemm_compile.py and test_hopper_compile.py."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_gemm_compile import TYPE_NAMES, Recorder, assemble, meta
+from test_hopper_compile import compiled
+
+from symmoe.kernels.fp8 import BLOCK, num_blocks
+from symmoe.kernels.gpu import fp8 as gpu_fp8
+from symmoe.kernels.gpu import hopper
+from symmoe.kernels.gpu.hopper import fp8, fp8_wgrad, launchers
+
+E4M3, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
+SHAPES = {  # G, O, C, N of a product
+    "deepseek-like FC1": (32, 4096, 7168, 65536),
+    "odd": (3, 712, 1040, 999),  # parts of tiles and of blocks
+}
+MAX_SPILLED = 8  # bytes: of a tile, not of its stages
+ODD_SPILLED = 128  # bytes, where tiles have to be masked
+IN_ORDER_SPILLED = 256  # bytes, of a weight gradient whose warpgroups take turns
+PRODUCTS = "m64n128k32.f32.e4m3.e4m3"
+STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """The (kernel, constants, arguments) of launches, which do not happen; nothing comes from a cache."""
+    calls = []
+    for module in (fp8, fp8_wgrad):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
+    monkeypatch.setitem(TYPE_NAMES, E4M3, "fp8e4nv")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return calls
+
+
+def gemm_operands(shape, dtype=BF16, ranges=False):
+    G, O, C, N = shape
+    return (
+        meta(N, C, dtype=E4M3),
+        meta(N, num_blocks(C), dtype=FP32),
+        meta(G, O, C, dtype=E4M3),
+        meta(G, num_blocks(O), num_blocks(C), dtype=FP32),
+        meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32),
+        meta(N, O, dtype=dtype),
+    )
+
+
+def wgrad_operands(shape, dtype=BF16):
+    G, O, C, N = shape
+    scales = num_blocks(N + (BLOCK - 1) * G)
+    tokens = scales * BLOCK
+    dout, rows = meta(O, tokens, dtype=E4M3), meta(C, tokens, dtype=E4M3)
+    scale = [meta(width, scales, dtype=FP32) for width in (O, C)]
+    return dout, scale[0], rows, scale[1], meta(G + 1, dtype=torch.int32), meta(G, O, C, dtype=dtype)
+
+
+def check_products(ptx):
+    """Every partial sum begins at zero, and the other products of its stage are added to it."""
+    assert re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) [^;]*;", ptx) == [PRODUCTS] * STAGE_PRODUCTS
+    adds = re.findall(r"\}, %rd\d+, %rd\d+, (\S+), 1, 1;", ptx)
+    assert [add == "0" for add in adds] == [True, False, False, False] * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_order"), [*((shape, False) for shape in SHAPES), ("deepseek-like FC1", True)], ids=str
+)
+def test_products(launched, tmp_path, shape, in_order):
+    launchers.launch_fp8_gemm(*gemm_operands(SHAPES[shape]), zero_tail=True, num_sms=132, in_order=in_order)
+    ptx, spilled = compiled(launched, tmp_path)
+    assert spilled <= MAX_SPILLED
+    check_products(ptx)
+    assert "cp.async.bulk.tensor.3d.shared" in ptx
+    assert ptx.count("cp.async.bulk.tensor.4d.global") == 8
+
+
+@pytest.mark.parametrize(
+    ("ranges", "columns", "zero_tail", "dtype"),
+    [(False, (256, 512), True, FP16), (True, (512, 712), False, BF16)],
+    ids=["panel", "ranges"],
+)
+def test_parts_of_products(launched, tmp_path, ranges, columns, zero_tail, dtype):
+    launchers.launch_fp8_gemm(
+        *gemm_operands(SHAPES["odd"], dtype, ranges), columns=columns, zero_tail=zero_tail, num_sms=132
+    )
+    ptx, spilled = compiled(launched, tmp_path)
+    assert spilled <= ODD_SPILLED
+    check_products(ptx)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "accumulate"),
+    [
+        *(("deepseek-like FC1", dtype, accumulate) for dtype in (BF16, FP32) for accumulate in (False, True)),
+        ("odd", BF16, True),
+    ],
+    ids=str,
+)
+def test_weight_gradients(launched, tmp_path, shape, dtype, accumulate):
+    launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES[shape], dtype), accumulate=accumulate, num_sms=132)
+    ptx, spilled = compiled(launched, tmp_path)
+    assert spilled <= MAX_SPILLED
+    check_products(ptx)
+    assert len(re.findall(r"cp\.async\.ca\.shared\.global .*0x4", ptx)) == (128 + 256) // 32
+    assert ptx.count("cp.async.mbarrier.arrive.noinc") == 1
+    stores = 0 if accumulate else 8 if dtype == BF16 else 16
+    assert ptx.count("cp.async.bulk.tensor.3d.global") == stores
+    assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
+
+
+def test_weight_gradients_in_order(launched, tmp_path):
+    launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132, in_order=True)
+    ptx, spilled = compiled(launched, tmp_path)
+    assert spilled <= IN_ORDER_SPILLED
+    check_products(ptx)
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"])
+def test_the_general_kernels(launched, tmp_path, monkeypatch, name):
+    """As another GPU would run them, but for sm_90."""
+    recorder = Recorder(getattr(gpu_fp8, f"{name}_kernel"))
+    monkeypatch.setattr(gpu_fp8, f"{name}_kernel", recorder)
+    if name == "grouped_gemm_fp8":
+        gpu_fp8.grouped_gemm_fp8(*gemm_operands(SHAPES["odd"], FP32), zero_tail=True, num_sms=132)
+    else:
+        gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(SHAPES["odd"]), accumulate=True, num_sms=132)
+    ptx = recorder.compile().asm["ptx"]
+    assert "f32.e4m3.e4m3" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    _, spilled = assemble(ptx, tmp_path)
+    assert spilled <= ODD_SPILLED
+
+
+def test_the_public_functions_choose_the_kernels_for_hopper(monkeypatch):
+    launches = []
+    for module in (fp8, fp8_wgrad):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
+    monkeypatch.setattr(gpu_fp8, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
+
+    def taken(device, dtype, columns):
+        return launchers if dtype in (BF16, FP16) and columns >= 256 else None
+
+    monkeypatch.setattr(hopper, "kernels", taken)
+    shape = SHAPES["odd"]
+    for ranges, end in ((False, 1), (True, 3)):
+        gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape, ranges=ranges), columns=(256, 512), num_sms=5)
+        (((grid,), constants),) = launches
+        pipe = constants.named["PIPE"]
+        assert (grid, pipe.end, pipe.first_column, pipe.num_n_tiles, pipe.num_k) == (5, end, 256, 1, 9)
+        launches.clear()
+    for dtype, accumulate in ((BF16, False), (FP32, True)):
+        gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(shape, dtype), accumulate=accumulate, num_sms=5)
+        (((grid,), constants),) = launches
+        assert (grid, constants.named["PIPE"].accumulate) == (5, accumulate)
+        launches.clear()
+    gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape, FP32), num_sms=5)
+    gpu_fp8.grouped_gemm_fp8(*gemm_operands((3, 128, 256, 99)), num_sms=5)
+    gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands((3, 256, 128, 99)), num_sms=5)
+    assert launches == ["grouped_gemm_fp8_kernel"] * 2 + ["grouped_gemm_wgrad_fp8_kernel"]

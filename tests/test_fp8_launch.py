@@ -1,0 +1,59 @@
+"""Launches of the GEMMs of E4M3 numbers: after the first one they skip the JIT. See test_fast_launch.py."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_fast_launch import fake_driver, fake_jits  # noqa: F401
+
+from symmoe.kernels.fp8 import BLOCK, num_blocks
+from symmoe.kernels.gpu import fp8 as gpu_fp8
+from symmoe.kernels.gpu.hopper import fp8, fp8_wgrad
+
+E4M3 = torch.float8_e4m3fn
+
+
+def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
+    """Whatever the tensors' addresses and the number of rows and tokens."""
+    jits = fake_jits(monkeypatch, fp8, fp8_wgrad, gpu_fp8)
+
+    def step(num_rows, G=4, C=144, O=520):
+        empty, tokens = torch.empty, num_blocks(num_rows + G * (BLOCK - 1)) * BLOCK
+        rows, weight = empty(num_rows, C, dtype=E4M3), empty(G, O, C, dtype=E4M3)
+        row_scale, weight_scale = empty(num_rows, num_blocks(C)), empty(G, num_blocks(O), num_blocks(C))
+        bounds, ranges = empty(G + 1, dtype=torch.int32), empty(2, G, dtype=torch.int32)
+        out = empty(num_rows, O, dtype=torch.bfloat16)
+        operands = (rows, row_scale, weight, weight_scale)
+        for launch in (fp8.launch_fp8_gemm, gpu_fp8.grouped_gemm_fp8):
+            launch(*operands, bounds, out, zero_tail=True, num_sms=8)
+            launch(*operands, ranges, out, columns=(256, 512), num_sms=8)
+        dout, columns = empty(O, tokens, dtype=E4M3), empty(C, tokens, dtype=E4M3)
+        dout_scale, columns_scale = empty(O, tokens // BLOCK), empty(C, tokens // BLOCK)
+        for launch in (fp8_wgrad.launch_fp8_wgrad, gpu_fp8.grouped_gemm_wgrad_fp8):
+            for accumulate in (False, True):
+                out = empty(G, O, C)
+                launch(dout, dout_scale, columns, columns_scale, bounds, out, accumulate=accumulate, num_sms=8)
+
+    step(64)
+    before = {name: len(jit.calls) for name, jit in jits.items()}
+    assert len(before) == 4
+    assert all(before.values()), before
+    for num_rows in (1, 64, 65, 4096):
+        step(num_rows)
+    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+
+
+def test_nothing_is_launched_without_rows(fake_driver, monkeypatch):  # noqa: F811
+    jits = fake_jits(monkeypatch, fp8, fp8_wgrad, gpu_fp8)
+    bounds = torch.zeros(3, dtype=torch.int32)
+    weight, weight_scale = torch.empty(2, 64, 48, dtype=E4M3), torch.empty(2, 1, 1)
+    rows, scale = torch.empty(0, 48, dtype=E4M3), torch.empty(0, 1)
+    gpu_fp8.grouped_gemm_fp8(rows, scale, weight, weight_scale, bounds, torch.empty(0, 64))
+    dout, dout_scale = torch.empty(64, 0, dtype=E4M3), torch.empty(64, 0)
+    columns, columns_scale = torch.empty(48, 0, dtype=E4M3), torch.empty(48, 0)
+    for accumulate in (True, False):
+        out = torch.ones(2, 64, 48)
+        gpu_fp8.grouped_gemm_wgrad_fp8(dout, dout_scale, columns, columns_scale, bounds, out, accumulate=accumulate)
+        assert (out == (1.0 if accumulate else 0.0)).all()
+    assert not any(jit.calls for jit in jits.values())

@@ -1,0 +1,177 @@
+"""The twins of the grouped GEMMs of E4M3 numbers against float64."""
+
+import itertools
+
+import pytest
+import torch
+from fp8_problem import BLOCK, E4M3, SENTINEL, Numbers, Problem, WgradProblem, relative_error
+from row_ranges import random_ranges, rows_of
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SPLITS = [(30, 0, 1, 140, 0), (0, 0, 0), (0, 129, 0, 7)]
+WIDTHS = [(256, 384), (264, 272), (72, 48)]  # O, C: whole blocks; parts of blocks; less than one
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 2**-8), (FP16, 2**-10), (FP32, 2e-6)], ids=str)
+
+
+def product(p, dtype, **options):
+    out = p.blank(dtype)
+    grouped_gemm_fp8(*p.operands, out, **options)
+    return out
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_products_of_whole_numbers_are_exact(widths):
+    for splits in SPLITS:
+        p = Problem(splits, widths, Numbers(exact=True))
+        assert torch.equal(product(p, FP32).double(), p.expected())
+
+
+@DTYPES
+def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance):
+    for splits, widths in itertools.product(SPLITS, WIDTHS):
+        p = Problem(splits, widths, Numbers(exact=False))
+        out, n = product(p, dtype), p.num_rows
+        assert relative_error(out[:n], p.expected()[:n]) <= tolerance
+        assert (out[n:] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("what", ["row_scale", "weight_scale"])
+def test_the_oracle_notices_a_scale_of_another_block(what):
+    p = Problem(SPLITS[0], WIDTHS[0], Numbers(exact=False))
+    expected = p.expected()
+    setattr(p, what, getattr(p, what).roll(1, -1))
+    n = p.num_rows
+    assert relative_error(product(p, FP32)[:n], expected[:n]) > 0.05
+
+
+def test_the_input_gradient_is_the_product_with_the_transposed_weight():
+    p = Problem(SPLITS[0], (288, 272), Numbers(exact=True))
+    q = Problem(SPLITS[0], (272, 288), Numbers(exact=True, seed=1))  # gradients of p's output for its rows
+    q.weight, q.weight_scale = p.transposed_weight()
+    out = product(q, FP32)[: q.num_rows].double()
+    for g, span in enumerate(p.spans):
+        block_scale = p.weight_scale[g].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        weight = p.weight[g].double() * block_scale[: p.widths[0], : p.widths[1]]
+        scale = q.row_scale[span].repeat_interleave(BLOCK, 1)[:, : p.widths[0]]
+        assert torch.equal(out[span], (q.rows[span].double() * scale) @ weight)
+
+
+def test_ranges_and_panels_have_the_bits_of_the_whole():
+    for splits, step in itertools.product(SPLITS, (1, 16)):
+        p = Problem(splits, (264, 272), Numbers(exact=False))
+        whole, union = product(p, BF16), p.blank(BF16)
+        for ranges in random_ranges(splits, 3, step=step):
+            come, out = rows_of(ranges, p.capacity), p.blank(BF16)
+            arguments = (p.rows, p.row_scale, p.weight, p.weight_scale, ranges)
+            grouped_gemm_fp8(*arguments, out)
+            assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=BF16)))
+            for columns in ((0, 256), (256, 264)):
+                grouped_gemm_fp8(*arguments, union, columns=columns)
+        assert torch.equal(union, whole)
+
+
+@pytest.mark.parametrize("columns", [None, (0, 256), (256, 264)])
+def test_the_tail_becomes_zero_if_asked_for(columns):
+    p = Problem(SPLITS[0], (264, 272), Numbers(exact=False))
+    out, whole = product(p, BF16, zero_tail=True, columns=columns), product(p, BF16)
+    inside = slice(*columns) if columns else slice(None)
+    expected = p.blank(BF16)
+    expected[: p.num_rows, inside] = whole[: p.num_rows, inside]
+    expected[p.num_rows :, inside] = 0
+    assert torch.equal(out, expected)
+
+
+def test_nan_stays_in_its_row():
+    p = Problem(SPLITS[0], WIDTHS[1], Numbers(exact=False))
+    clean = product(p, BF16)
+    p.rows.view(torch.uint8)[7, 3] = 0x7F
+    dirty = product(p, BF16)
+    assert dirty[7].isnan().all()
+    dirty[7] = clean[7]
+    assert torch.equal(dirty, clean)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_of_whole_numbers_are_exact(widths, accumulate):
+    for splits in SPLITS:
+        p = WgradProblem(splits, widths, Numbers(exact=True))
+        out = torch.full(p.shape, 3.0 if accumulate else torch.nan)
+        grouped_gemm_wgrad_fp8(*p.operands, out, accumulate=accumulate)
+        assert torch.equal(out.double(), p.expected() + (3.0 if accumulate else 0.0))
+
+
+@DTYPES
+def test_weight_gradients_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance):
+    p = WgradProblem(SPLITS[0], WIDTHS[1], Numbers(exact=False))
+    out = torch.full(p.shape, torch.nan, dtype=dtype)
+    grouped_gemm_wgrad_fp8(*p.operands, out)
+    assert relative_error(out, p.expected()) <= tolerance
+    p.rows_scale = p.rows_scale.roll(1, 0)
+    grouped_gemm_wgrad_fp8(*p.operands, out)
+    assert relative_error(out, WgradProblem(SPLITS[0], WIDTHS[1], Numbers(exact=False)).expected()) > 0.05
+
+
+def test_groups_without_tokens_leave_an_accumulated_gradient_alone():
+    p = WgradProblem(SPLITS[0], WIDTHS[2], Numbers(exact=False))
+    out = torch.full(p.shape, torch.nan)
+    grouped_gemm_wgrad_fp8(*p.operands, out, accumulate=True)
+    assert out.isnan().all()
+    empty = [g for g, size in enumerate(p.splits) if size == 0]
+    grouped_gemm_wgrad_fp8(*p.operands, out)
+    assert not out[empty].any()
+    assert not out.isnan().any()
+
+
+def test_no_rows_at_all():
+    p = Problem((0, 0), WIDTHS[2], Numbers(exact=False), tail=0)
+    assert product(p, BF16).shape == (0, 72)
+    q = WgradProblem((0, 0), WIDTHS[2], Numbers(exact=False), tail_blocks=0)
+    out = torch.full(q.shape, torch.nan)
+    grouped_gemm_wgrad_fp8(*q.operands, out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("rows", lambda p: p.rows.to(torch.float8_e5m2), r"rows must be of torch.float8_e4m3fn, got .*e5m2"),
+        ("row_scale", lambda p: p.row_scale[:, :-1], r"row_scale must be \[176, 3\], got \[176, 2\]"),
+        ("row_scale", lambda p: p.row_scale.double(), r"row_scale must be of torch.float32, got torch.float64"),
+        ("row_scale", lambda p: p.row_scale.t().contiguous().t(), r"row_scale must be contiguous, got strides"),
+        ("weight", lambda p: p.weight[:, :, :256], r"weight must be \[5, 256, 384\], got \[5, 256, 256\]"),
+        ("weight_scale", lambda p: p.weight_scale[:1], r"weight_scale must be \[5, 2, 3\], got \[1, 2, 3\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_operands_of_products_are_named(name, change, text):
+    p = Problem(SPLITS[0], WIDTHS[0], Numbers(exact=False))
+    setattr(p, name, change(p))
+    with pytest.raises(ArgumentError, match=text):
+        product(p, BF16)
+
+
+def test_widths_that_rows_of_16_bytes_do_not_fill():
+    numbers = Numbers(exact=False)
+    with pytest.raises(ArgumentError, match="contracted features must be a multiple of 16, got 40"):
+        product(Problem((3,), (64, 40), numbers), BF16)
+    with pytest.raises(ArgumentError, match="features of out must be a multiple of 8, got 60"):
+        product(Problem((3,), (60, 48), numbers), BF16)
+    p = Problem((3,), (64, 48), numbers)
+    with pytest.raises(ArgumentError, match=r"out must be \[8, 64\], got \[8, 32\]"):
+        grouped_gemm_fp8(*p.operands, p.blank(BF16)[:, :32])
+    data, scale = torch.zeros(64, 120, dtype=E4M3), torch.ones(64, 1)
+    with pytest.raises(ArgumentError, match="tokens of dout and rows must be a multiple of 128, got 120"):
+        grouped_gemm_wgrad_fp8(data, scale, data, scale, torch.tensor([0, 3]), torch.zeros(1, 64, 64))
+
+
+def test_ranges_where_bounds_are_needed():
+    p, q = (kind((3, 4), (64, 48), Numbers(exact=False)) for kind in (Problem, WgradProblem))
+    ranges = torch.tensor([[0, 3], [3, 7]], dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="zero_tail needs row_start"):
+        grouped_gemm_fp8(*p.operands[:-1], ranges, p.blank(BF16), zero_tail=True)
+    with pytest.raises(ArgumentError, match="a weight gradient needs row_start"):
+        grouped_gemm_wgrad_fp8(*q.operands[:-1], ranges, torch.zeros(q.shape))

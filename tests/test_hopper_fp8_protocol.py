@@ -1,0 +1,122 @@
+"""The roles and barriers of the E4M3 kernels for Hopper (hopper/fp8.py, hopper/fp8_wgrad.py), played in random order.
+
+As in test_hopper_protocol.py: nobody waits for ever, every wait ends for what it is meant for, and nothing is
+overwritten while it is read. Besides: warpgroups that take turns multiply alternately. Wrong protocols are noticed.
+"""
+
+import random
+
+import pytest
+from test_hopper_protocol import Barrier
+
+LANES = 3  # of the loading warp; more would only take longer
+
+
+class Program:
+    """Shared memory of one program; `landing` holds copies that have not finished."""
+
+    def __init__(self, lengths, stages, *, lanes=0, in_order=False, turns=(0, 1), frees_early=False):
+        """lengths: stages that each tile takes. lanes: that copy scales. turns, frees_early: to get it wrong."""
+        self.lengths, self.stages, self.lanes, self.in_order = lengths, stages, lanes, in_order
+        self.turns, self.frees_early = turns, frees_early
+        self.full = [Barrier(2 + lanes) for _ in range(stages)]  # the bytes of TMA count as one arrival
+        self.empty = [Barrier(2) for _ in range(stages)]
+        self.turn = [Barrier(1), Barrier(1)]
+        self.places = [[None] * (1 + lanes) for _ in range(stages)]  # operands, and what each lane copies
+        self.readers = [0] * stages
+        self.landing, self.issued, self.done = [], [], []
+        self.roles = {"load": self.load(), "multiply 0": self.multiply(0), "multiply 1": self.multiply(1)}
+
+    def next_stage(self, stage, phase):
+        return (0, phase ^ 1) if stage == self.stages - 1 else (stage + 1, phase)
+
+    def load(self):
+        stage, phase = 0, 1
+        for tile, length in enumerate(self.lengths):
+            for k in range(length):
+                yield self.empty[stage], phase
+                assert self.readers[stage] == 0
+                self.full[stage].arrive()
+                for place in range(1 + self.lanes):
+                    self.places[stage][place] = None
+                    self.landing.append((stage, place, (tile, k)))
+                stage, phase = self.next_stage(stage, phase)
+
+    def land(self, number):
+        stage, place, what = self.landing.pop(number)
+        assert self.readers[stage] == 0
+        self.places[stage][place] = what
+        self.full[stage].arrive()
+
+    def multiply(self, warpgroup):
+        stage, phase = 0, 0
+        for tile, length in enumerate(self.lengths):
+            for k in range(length):
+                yield self.full[stage], phase
+                assert self.places[stage] == [(tile, k)] * (1 + self.lanes)
+                self.readers[stage] += 1
+                for half in range(2):
+                    if self.in_order:
+                        yield self.turn[warpgroup], self.turns[half] ^ (1 - warpgroup)
+                    self.issued.append(warpgroup)
+                    if self.in_order:
+                        self.turn[1 - warpgroup].arrive()
+                    if half == 0 and self.frees_early:
+                        self.empty[stage].arrive()
+                    yield None
+                    assert self.places[stage] == [(tile, k)] * (1 + self.lanes)
+                self.readers[stage] -= 1
+                if not self.frees_early:
+                    self.empty[stage].arrive()
+                stage, phase = self.next_stage(stage, phase)
+            for _ in range(5):
+                yield None
+            self.done.append((tile, warpgroup))
+
+    def play(self, choice):
+        """Runs the roles, in an order that favours some of them, until all are done."""
+        weights = {role: choice.choice([1, 1, 3, 10]) for role in self.roles}
+        waiting = dict.fromkeys(self.roles)
+        while self.roles or self.landing:
+            ready = [role for role in self.roles if waiting[role] is None or waiting[role][0].passes(waiting[role][1])]
+            if self.landing and (not ready or choice.random() < 0.4):
+                self.land(choice.randrange(len(self.landing)))
+                continue
+            assert ready, f"deadlock of {list(self.roles)}"
+            role = choice.choices(ready, [weights[each] for each in ready])[0]
+            try:
+                waiting[role] = next(self.roles[role])
+            except StopIteration:
+                del self.roles[role]
+
+    def check(self):
+        assert sorted(self.done) == [(tile, half) for tile in range(len(self.lengths)) for half in range(2)]
+        if self.in_order:
+            assert self.issued == [0, 1] * (2 * sum(self.lengths))
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["", "in order"])
+@pytest.mark.parametrize("lanes", [0, LANES], ids=["product", "gradient"])
+def test_no_order_of_the_warps_hangs_or_mixes_up_tiles(lanes, in_order):
+    choice = random.Random(0)
+    for number in range(300):
+        longest, tiles = choice.choice([1, 2, 3, 7]), choice.choice([0, 1, 2, 5])
+        shortest = 0 if lanes else longest  # a group may have no tokens; all rows have the same features
+        lengths = [choice.randint(shortest, longest) for _ in range(tiles)]
+        program = Program(lengths, 2 + number % 3, lanes=lanes, in_order=in_order)
+        program.play(choice)
+        program.check()
+
+
+@pytest.mark.parametrize("wrong", [{"turns": (0, 0), "in_order": True}, {"frees_early": True}], ids=["turns", "frees"])
+def test_wrong_protocols_are_noticed(wrong):
+    def is_noticed(seed):
+        program = Program([4, 4, 4], 3, lanes=LANES, **wrong)
+        try:
+            program.play(random.Random(seed))
+            program.check()
+        except AssertionError:
+            return True
+        return False
+
+    assert any(is_noticed(seed) for seed in range(20))

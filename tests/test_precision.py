@@ -1,0 +1,358 @@
+"""Recipes: what they promise of errors, sizes, layouts and arguments."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels import twin
+from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.precision import (
+    MXFP8,
+    NVFP4,
+    Float8Block,
+    Float8Rowwise,
+    draw_signs,
+    hadamard,
+    inverse_hadamard,
+    swizzle_scales,
+    unswizzle_scales,
+)
+
+RECIPES = [
+    Float8Block(),
+    Float8Block(power_of_two=True),
+    Float8Rowwise(),
+    MXFP8(),
+    NVFP4(),
+    NVFP4(hadamard_signs=None),
+]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+ROWS, C, O = sum(SPLITS) + TAIL, 288, 160
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the whole, by the root of the sum of squares."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def expected_error(recipe) -> float:
+    """Of numbers from a normal distribution: E4M3 has 3 bits after the leading one, E2M1 has 1."""
+    return 0.028 if recipe.row_format.element == "e4m3" else 0.115
+
+
+@every_recipe
+def test_round_trips(recipe):
+    """Every layout gives back what was quantised, as well as the format can; tails become 0."""
+    rows, row_start, weight = normal(ROWS, C), bounds(), normal(3, O, C, seed=1)
+    end, most = int(row_start[-1]), expected_error(recipe)
+    for quantized in (recipe.quantize(rows, row_start), recipe.quantize_columns(rows, row_start)):
+        back = quantized.dequantize()
+        assert back.shape == rows.shape
+        assert 0.5 * most < relative_error(back[:end], rows[:end]) < most
+        assert not back[end:].any()
+    forward, dgrad = recipe.quantize_weight(weight), recipe.quantize_weight_transposed(weight)
+    for quantized in (forward, dgrad):
+        back = quantized.dequantize()
+        assert back.shape == weight.shape
+        assert 0.5 * most < relative_error(back, weight) < most
+    has_square_blocks = recipe.weight_format.block_lines > 1
+    assert torch.equal(forward.dequantize(), dgrad.dequantize()) == has_square_blocks
+
+
+@every_recipe
+def test_products_of_what_is_dequantised(recipe):
+    """Both operands of wgrad go through the same transform, so their product is that of the rows, within the errors."""
+    rows, dout = normal(200, 64), normal(200, 32, seed=1)
+    row_start = bounds((150, 50))
+    left, right = recipe.quantize_columns(dout, row_start), recipe.quantize_columns(rows, row_start)
+    ours = left.dequantize()[:150].T @ right.dequantize()[:150]
+    exact = dout[:150].float().T @ rows[:150].float()
+    # Errors of terms are independent, and two factors have them.
+    assert relative_error(ours, exact) < 2 * expected_error(recipe)
+
+
+@pytest.mark.parametrize("recipe", [Float8Block(), Float8Block(power_of_two=True)], ids=str)
+def test_fp8_products_take_what_recipes_make(recipe):
+    """Forward, dgrad and wgrad of the FP8 GEMMs are those of the dequantised operands, up to the rounding of sums."""
+    row_start, end = bounds(), sum(SPLITS)
+    rows, dout, weight = normal(ROWS, 256), normal(ROWS, 384, seed=1), normal(len(SPLITS), 384, 256, seed=2)
+    spans = [slice(*pair) for pair in itertools.pairwise(row_start.tolist())]
+    for lines, matrices, width in (
+        (recipe.quantize(rows, row_start), recipe.quantize_weight(weight), 384),
+        (recipe.quantize(dout, row_start), recipe.quantize_weight_transposed(weight), 256),
+    ):
+        out = torch.empty(ROWS, width)
+        twin.grouped_gemm_fp8(lines.data, lines.scale, matrices.data, matrices.scale, row_start, out)
+        right = matrices.dequantize() if matrices.layout == "weight_transposed" else matrices.dequantize().mT
+        wanted = torch.cat([lines.dequantize()[span] @ right[g] for g, span in enumerate(spans)])
+        assert relative_error(out[:end], wanted) < 1e-5
+    left, right = recipe.quantize_columns(dout, row_start), recipe.quantize_columns(rows, row_start)
+    out = torch.empty(len(SPLITS), 384, 256)
+    twin.grouped_gemm_wgrad_fp8(left.data, left.scale, right.data, right.scale, row_start, out)
+    wanted = torch.stack([left.dequantize()[span].T @ right.dequantize()[span] for span in spans])
+    assert relative_error(out, wanted) < 1e-5
+
+
+@every_recipe
+def test_sizes(recipe):
+    rows, row_start = normal(ROWS, C), bounds()
+    quantized = recipe.quantize(rows, row_start)
+    assert recipe.row_bytes(C) * ROWS == as_bytes(quantized.data).numel() + as_bytes(quantized.scale).numel()
+    assert recipe.row_bytes(7168) < 2 * 7168 * 0.52
+    assert quantized.data.dtype == recipe.row_format.data_dtype
+    assert quantized.scale.dtype == recipe.row_format.scale_dtype
+    columns = recipe.quantize_columns(rows, row_start)
+    padded = TILE * max_tiles(ROWS, len(SPLITS))
+    assert columns.data.shape == (C, padded // recipe.row_format.elements_per_byte)
+    has_global = isinstance(recipe, NVFP4)
+    assert (quantized.global_scale is not None) == has_global
+    if has_global:
+        largest = [float(part.abs().max()) if len(part) else 0.0 for part in rows[: sum(SPLITS)].float().split(SPLITS)]
+        assert quantized.amax.tolist() == largest
+        assert quantized.global_scale.tolist() == pytest.approx([max(a / 2688, 2.0**-110) for a in largest])
+
+
+ROW_BYTES = {"Float8Block": 2880 + 4 * 23, "Float8Rowwise": 2884, "MXFP8": 2880 + 90, "NVFP4": 1440 + 180}
+
+
+@every_recipe
+def test_row_bytes(recipe):
+    assert recipe.row_bytes(2880) == ROW_BYTES[type(recipe).__name__]
+
+
+@every_recipe
+def test_without_bounds_all_rows_are_one_group(recipe):
+    rows = normal(130, C)
+    for method in (recipe.quantize, recipe.quantize_columns):
+        left, right = method(rows), method(rows, bounds((130,)))
+        assert torch.equal(as_bytes(left.scale), as_bytes(right.scale))
+        assert torch.equal(left.dequantize(), right.dequantize())
+
+
+@every_recipe
+def test_columns_of_rows_picked_by_an_index(recipe):
+    rows = normal(50, C)
+    index = torch.randint(50, (ROWS,), generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    found = recipe.quantize_columns(rows, bounds(), row_index=index)
+    wanted = recipe.quantize_columns(rows[index.long()], bounds())
+    assert torch.equal(found.dequantize(), wanted.dequantize())
+    assert recipe.quantize_columns(rows, row_index=index).dequantize().shape == (ROWS, C)
+    for wrong in (index.long(), index[None], index[::2]):
+        with pytest.raises(ArgumentError, match="row_index"):
+            recipe.quantize_columns(rows, bounds(), row_index=wrong)
+
+
+@every_recipe
+def test_no_rows(recipe):
+    for splits in ((0,), (0, 0, 0)):
+        for method in (recipe.quantize, recipe.quantize_columns):
+            assert method(normal(0, C), bounds(splits)).dequantize().shape == (0, C)
+
+
+@every_recipe
+def test_groups_do_not_see_each_other(recipe):
+    """A group's bytes do not change with where it lies, nor with what the other groups and the tail hold."""
+    rows, others = normal(ROWS, C), normal(400, C, seed=2) * 100
+    alone = recipe.quantize(rows[:77].contiguous(), bounds((77,)))
+    beside = recipe.quantize(torch.cat([others[:50], rows[:77], others[50:]]), bounds((50, 77, 33)))
+    assert torch.equal(as_bytes(beside.data[50:127]), as_bytes(alone.data))
+    assert torch.equal(as_bytes(beside.scale[50:127]), as_bytes(alone.scale))
+    alone = recipe.quantize_columns(rows[:77].contiguous(), bounds((77,)))
+    beside = recipe.quantize_columns(torch.cat([others[:50], rows[:77], others[50:]]), bounds((50, 77, 33)))
+    width = recipe.row_format.data_width(TILE)
+    assert torch.equal(as_bytes(beside.data[:, width : 2 * width]), as_bytes(alone.data[:, :width]))
+    assert not torch.equal(as_bytes(beside.data[:, :width]), as_bytes(alone.data[:, :width]))
+
+
+@every_recipe
+def test_buffers_of_the_caller(recipe):
+    rows, row_start = normal(ROWS, C), bounds()
+    weight = normal(2, O, C)
+    for method, args in (
+        (recipe.quantize, (rows, row_start)),
+        (recipe.quantize_columns, (rows, row_start)),
+        (recipe.quantize_weight, (weight,)),
+        (recipe.quantize_weight_transposed, (weight,)),
+    ):
+        wanted = method(*args)
+        out = filled(wanted.data.shape, wanted.data.dtype), filled(wanted.scale.shape, wanted.scale.dtype)
+        found = method(*args, out=out)
+        assert found.data is out[0]
+        assert found.scale is out[1]
+        assert torch.equal(found.dequantize().nan_to_num(7.0), wanted.dequantize().nan_to_num(7.0))
+        for position in range(2):
+            wrong = list(out)
+            wrong[position] = filled((*out[position].shape[:-1], out[position].shape[-1] + 1), out[position].dtype)
+            with pytest.raises(ArgumentError, match=r"of out is .* it must be"):
+                method(*args, out=tuple(wrong))
+    found = recipe.quantize(rows, row_start, out=recipe_buffers(recipe, rows))
+    assert (as_bytes(found.data[int(row_start[-1]) :]) == FILL).all()
+
+
+def recipe_buffers(recipe, rows):
+    sample = recipe.quantize(rows)
+    return filled(sample.data.shape, sample.data.dtype), filled(sample.scale.shape, sample.scale.dtype)
+
+
+def test_arguments():
+    rows, row_start = normal(8, 96), bounds((3, 5))
+    for recipe in RECIPES:
+        for wrong, text in (
+            (rows.double(), r"rows is torch.float64"),
+            (rows[0], r"rows is torch.bfloat16 \[96\]"),
+            (rows.T, "must be contiguous"),
+            (normal(8, 100), r"features of rows \(100\) must be a multiple of"),
+            (normal(8, 0), r"features of rows \(0\)"),
+        ):
+            with pytest.raises(ArgumentError, match=text):
+                recipe.quantize(wrong, row_start)
+            with pytest.raises(ArgumentError, match=text):
+                recipe.quantize_columns(wrong, row_start)
+        for wrong in (row_start.long(), row_start[:1], row_start[None], torch.zeros(6, dtype=torch.int32)[::2]):
+            with pytest.raises(ArgumentError, match="row_start"):
+                recipe.quantize(rows, wrong)
+        for wrong in (rows, normal(2, 33, 96), normal(2, 96, 64).mT, normal(2, 32, 32).double()):
+            with pytest.raises(ArgumentError, match="weight"):
+                recipe.quantize_weight(wrong)
+    with pytest.raises(ArgumentError, match=r"seeds are given; MXFP8\(\) rounds to nearest"):
+        MXFP8().quantize(rows, row_start, seeds=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ArgumentError, match=r"seeds are given"):
+        NVFP4(stochastic_gradients=False).quantize(rows, row_start, seeds=torch.zeros(2, dtype=torch.int64))
+    for wrong in (torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match=r"it must be torch.int64 \[2\]"):
+            NVFP4().quantize(rows, row_start, seeds=wrong)
+    for wrong in (-1, 1 << 16):
+        with pytest.raises(ArgumentError, match="must have 16 bits"):
+            NVFP4(hadamard_signs=wrong)
+        with pytest.raises(ArgumentError, match="must have 16 bits"):
+            hadamard(rows, wrong)
+    with pytest.raises(ArgumentError, match="a multiple of 16"):
+        hadamard(rows[:, :24], 1)
+    with pytest.raises(ArgumentError, match="one-byte scales"):
+        swizzle_scales(torch.zeros(8, 4), row_start)
+    with pytest.raises(ArgumentError, match=r"swizzled is torch.uint8 .* it must be"):
+        unswizzle_scales(torch.zeros(1, 1, 512, dtype=torch.uint8), row_start, num_rows=8, num_blocks=9)
+    with pytest.raises(FrozenInstanceError):
+        RECIPES[0].power_of_two = True
+    assert replace(RECIPES[0], power_of_two=True) == RECIPES[1]
+    assert len(set(RECIPES)) == len(RECIPES)
+
+
+@every_recipe
+def test_autograd(recipe):
+    """Results have no gradient; what autograd has saved of a buffer is refused once it has been filled again."""
+    rows, weight = normal(64, C).requires_grad_(), torch.nn.Parameter(normal(2, O, C))
+    results = [recipe.quantize(rows), recipe.quantize_columns(rows), recipe.quantize_weight(weight)]
+    for quantized in [*results, recipe.quantize_weight_transposed(weight)]:
+        assert not quantized.scale.requires_grad
+        assert not quantized.dequantize().requires_grad
+    quantized = recipe.quantize(rows)
+    versions = quantized.data._version, quantized.scale._version
+    recipe.quantize(rows, out=(quantized.data, quantized.scale))
+    assert quantized.data._version > versions[0]
+    assert quantized.scale._version > versions[1]
+
+
+def test_seeds_make_the_difference():
+    rows, row_start = normal(64, C), bounds((30, 34))
+
+    def data(*seeds):
+        return NVFP4().quantize(rows, row_start, seeds=torch.tensor(seeds)).data
+
+    assert torch.equal(data(1, 2), data(1, 2))
+    changed = (data(1, 2) != data(1, 3)).any(dim=1)
+    assert not changed[:30].any()
+    assert changed[30:].all()
+    assert not torch.equal(data(1, 2), NVFP4().quantize(rows, row_start).data)
+
+
+def test_stochastic_rounding_of_rows_is_unbiased():
+    """Means over 256 seeds come nearer to the rows by the root of their number, which rounding to nearest does not.
+
+    Without the elements that saturate: the largest of blocks whose E4M3 scale has been rounded down.
+    """
+    rows = normal(4, 64).float()
+    quantized = [NVFP4().quantize(rows, seeds=torch.tensor([seed])) for seed in range(256)]
+    limit = 6 * (quantized[0].scale.float() * quantized[0].global_scale).repeat_interleave(16, dim=1)
+    fits = rows.abs() <= limit
+    assert 0.9 < fits.float().mean() < 1
+    draws = torch.stack([each.dequantize()[fits] for each in quantized]).double()
+    one, mean = relative_error(draws[0], rows[fits]), relative_error(draws.mean(0), rows[fits])
+    assert mean < 1.2 * one / 16
+    assert relative_error(NVFP4().quantize(rows).dequantize()[fits], rows[fits]) > 3 * mean
+
+
+def test_outliers_are_spread():
+    """One large token in 16 becomes 16 of a quarter."""
+    rows = normal(128, 64) / 100
+    rows[::16] = 4.0
+    amax = [float(NVFP4(hadamard_signs=signs).quantize_columns(rows).amax) for signs in (None, 0x9A5C)]
+    assert amax[0] == 4.0
+    assert amax[1] == pytest.approx(1.0, abs=0.1)
+    assert len({draw_signs(torch.Generator().manual_seed(seed)) for seed in range(8)}) == 8
+    x = rows.float()
+    assert torch.allclose(inverse_hadamard(hadamard(x, 77), 77), x, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [MXFP8(), NVFP4()], ids=str)
+def test_swizzled_scales(recipe):
+    """Of all layouts, one scale after the other; lines of square blocks have the block's scale."""
+    rows, weight = normal(ROWS, C), normal(2, O, C)
+    lines = recipe.weight_format.block_lines
+    for quantized, starts in (
+        (recipe.quantize(rows, bounds()), bounds().tolist()),
+        (recipe.quantize_columns(rows, bounds()), [0, C]),
+        (recipe.quantize_weight(weight), [0, O, 2 * O]),
+        (recipe.quantize_weight_transposed(weight), [0, C, 2 * C]),
+    ):
+        swizzled, scale = quantized.swizzled_scale(), quantized.scale.view(torch.uint8)
+        is_weight, first = scale.dim() == 3, 0
+        for g, (start, end) in enumerate(itertools.pairwise(starts)):
+            tiles = -(-(end - start) // 128)
+            flat, found = swizzled[first : first + tiles].flatten(), torch.empty(end - start, scale.shape[-1])
+            for i, j in itertools.product(range(end - start), range(scale.shape[-1])):
+                found[i, j] = flat[swizzled_offset(i, j, scale.shape[-1])]
+            wanted = scale[g, torch.arange(end - start) // lines] if is_weight else scale[start:end]
+            assert torch.equal(found.to(torch.uint8), wanted), quantized.layout
+            first += tiles
+    with pytest.raises(ArgumentError, match="one-byte scales"):
+        Float8Block().quantize(rows).swizzled_scale()
+
+
+def swizzled_offset(row: int, block: int, num_blocks: int) -> int:
+    """Byte of a scale in 128x4 tiles: cuBLAS' documentation, "1D block scaling factors layout"."""
+    tile = row // 128 * -(-num_blocks // 4) + block // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+
+
+def test_tails_of_swizzled_scales():
+    quantized = MXFP8().quantize(normal(ROWS, C), bounds())
+    back = unswizzle_scales(quantized.swizzled_scale(), bounds(), num_rows=ROWS, num_blocks=C // 32)
+    end = sum(SPLITS)
+    assert torch.equal(back[:end], quantized.scale.view(torch.uint8)[:end])
+    assert not back[end:].any()
+
+
+def test_import():
+    """`import symmoe` imports none of it, and none of it needs Triton."""
+    code = (
+        "import sys, symmoe\n"
+        "assert 'symmoe.precision' not in sys.modules\n"
+        "import symmoe.precision, torch\n"
+        "symmoe.precision.NVFP4().quantize(torch.ones(2, 32))\n"
+        "assert not [name for name in ('triton', 'ml_dtypes', 'symmoe.moe') if name in sys.modules]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,299 @@
+"""Twins of the quantising kernels, bit for bit against numpy and ml_dtypes (quantize_reference.py)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ml_dtypes")
+
+import ml_dtypes
+import quantize_reference as reference
+from quantize_cases import (
+    FILL,
+    FORMATS,
+    SIGNS,
+    SPLITS,
+    TAIL,
+    as_bytes,
+    bounds,
+    differences,
+    filled,
+    hard_rows,
+    quantize_all,
+    quantize_weights,
+    weight_format,
+)
+
+from symmoe.kernels import formats, twin
+from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.twin import philox, quantize
+
+WIDTH = 160  # more than a block of 128, no multiple of it
+ROWS = sum(SPLITS) + TAIL
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+
+
+def fields(block_format):
+    return {
+        "element": block_format.element,
+        "kind": block_format.scale,
+        "block": block_format.block,
+        "block_lines": block_format.block_lines,
+    }
+
+
+def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[str, torch.Tensor]:
+    """What quantize_all is to give."""
+    block_format, values = FORMATS[name], rows.float().numpy()
+    padded, num_groups = TILE * max_tiles(len(rows), len(splits)), len(splits)
+    size = block_format.scale_dtype.itemsize
+    num_scales = num_groups if block_format.block is None else padded // block_format.block
+    result = {
+        "data": np.full((len(rows), block_format.data_width(WIDTH)), FILL, np.uint8),
+        "scale": np.full((len(rows), block_format.num_blocks(WIDTH) * size), FILL, np.uint8),
+        "column_data": np.full((WIDTH, block_format.data_width(padded)), FILL, np.uint8),
+        "column_scale": np.full((WIDTH, num_scales * size), FILL, np.uint8),
+    }
+    amax, column_amax = np.zeros(num_groups, np.float32), np.zeros(num_groups, np.float32)
+    token = 0
+    for g, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(splits, initial=0))):
+        group, signs = values[start:end], SIGNS if hard and block_format.has_global_scale else None
+        seed = g * 0x123456789 - 7 if hard and block_format.has_global_scale else None
+        lines = reference.padded_columns(group, signs)
+        amax[g], column_amax[g] = reference.group_amax(group), reference.group_amax(lines)
+        options = {**fields(block_format), "seed": seed}
+        if start == end:
+            if block_format.block is None:
+                result["column_scale"][:, g * size : (g + 1) * size] = np.array([2.0**-126], np.float32).view(np.uint8)
+            continue
+        data, scale = reference.quantize_lines(group, amax=amax[g], **options)
+        result["data"][start:end], result["scale"][start:end] = data, scale
+        data, scale = reference.quantize_lines(lines, amax=column_amax[g], **options)
+        first = token // block_format.elements_per_byte
+        result["column_data"][:, first : first + data.shape[1]] = data
+        first = size * (g if block_format.block is None else token // block_format.block)
+        result["column_scale"][:, first : first + scale.shape[1]] = scale
+        token += lines.shape[1]
+    if block_format.has_global_scale:
+        result |= {"amax": amax.view(np.uint8), "column_amax": column_amax.view(np.uint8)}
+    return {key: torch.from_numpy(value) for key, value in result.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_and_columns(name, dtype):
+    rows = hard_rows(ROWS, WIDTH, dtype)
+    expected = expected_rows(rows, SPLITS, name, hard=False)
+    assert differences(quantize_all(twin, rows, bounds(), name), expected) == []
+    if name != "nvfp4":  # with an index; what else is optional is NVFP4's
+        assert differences(quantize_all(twin, rows, bounds(), name, hard=True), expected) == []
+
+
+def test_stochastic_rounding_and_hadamard():
+    rows = hard_rows(200, WIDTH, torch.bfloat16)
+    splits = (3, 0, 150, 20)
+    found = quantize_all(twin, rows, bounds(splits), "nvfp4", hard=True)
+    assert differences(found, expected_rows(rows, splits, "nvfp4", hard=True)) == []
+    nearest = quantize_all(twin, rows, bounds(splits), "nvfp4")
+    assert differences(found, nearest) == ["column_amax", "data", "column_data", "column_scale"]
+
+
+@pytest.mark.parametrize("shape", [(2, 160, 96), (1, 128, 256), (3, 16, 288)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights(name, shape):
+    weight = hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
+    found, block_format = quantize_weights(twin, weight, name), weight_format(name)
+    expected = {}
+    for prefix, lines in (("", weight), ("transposed_", weight.mT)):
+        amaxes = [reference.group_amax(matrix.float().numpy()) for matrix in weight]
+        pairs = [
+            reference.quantize_lines(matrix.float().numpy(), amax=amax, **fields(block_format))
+            for matrix, amax in zip(lines, amaxes, strict=True)
+        ]
+        for key, parts in zip(("data", "scale"), zip(*pairs, strict=True), strict=True):
+            expected[prefix + key] = torch.from_numpy(np.stack(parts))
+    if block_format.has_global_scale:
+        expected["amax"] = torch.from_numpy(np.array(amaxes).view(np.uint8))
+    assert differences(found, expected) == []
+    if block_format.block_lines > 1 and block_format.element == "e4m3":
+        for key in ("data", "scale"):
+            turned = found["transposed_" + key].mT.flatten()
+            assert torch.equal(as_bytes(found[key].flatten()), as_bytes(turned)), key
+
+
+MUTANTS = {
+    "a product with the reciprocal": (
+        "float8_block",
+        "_scales",
+        lambda original: lambda amax, *rest: _by_product(amax),
+    ),
+    "truncation": ("mxfp8", "to_e4m3", lambda _: lambda x: _truncated(x)),
+    "ties away from zero": ("nvfp4", "to_e2m1", lambda original: lambda x, words: original(x * (1 + 1e-6), words)),
+    "the high bits of a word": ("nvfp4", "to_e2m1", lambda original: lambda x, words: original(x, words << 1)),
+    "another group's amax": ("nvfp4", "global_scale_of", lambda original: lambda amax: original(amax * 1.0000002)),
+}
+
+
+def tied_rows(num_rows):
+    """Rows with the global scale and block scales 1, and elements in the middle between two numbers of E2M1."""
+    rows = torch.tensor([6, 5, 2.5, 3.5, -0.25, 0.75, 1.25, 1.75]).repeat(num_rows, WIDTH // 8)
+    rows[:, 0] = 2688
+    return rows.bfloat16()
+
+
+def _by_product(amax):
+    scale = (amax * (1 / 448)).clamp(min=formats.MIN_SCALE)
+    return scale, 1.0 / scale
+
+
+def _truncated(x):
+    bits = x.clamp(-448, 448).view(torch.int32) & ~0xFFFFF
+    return bits.view(torch.float32).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_reference_notices(monkeypatch, mutant):
+    name, function, mutate = MUTANTS[mutant]
+    splits, hard = (30, 34), "word" in mutant
+    rows = tied_rows(64) if "ties" in mutant else hard_rows(64, WIDTH, torch.bfloat16)
+    expected = expected_rows(rows, splits, name, hard=hard)
+    assert differences(quantize_all(twin, rows, bounds(splits), name, hard=hard), expected) == []
+    monkeypatch.setattr(quantize, function, mutate(getattr(quantize, function)))
+    assert differences(quantize_all(twin, rows, bounds(splits), name, hard=hard), expected) != []
+
+
+def all_bf16_and_more() -> torch.Tensor:
+    """Every finite bf16 number, fp32 numbers of all kinds, and the neighbours of all halves between E4M3 numbers."""
+    bf16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    bits = torch.randint(-(1 << 31), 1 << 31, (200_000,), generator=torch.Generator().manual_seed(0))
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    halves = torch.cat([halves, halves.nextafter(torch.tensor(0.0)), halves.nextafter(torch.tensor(1e9))])
+    x = torch.cat([bf16, bits.to(torch.int32).view(torch.float32), halves, -halves])
+    return x[torch.isfinite(x)]
+
+
+def test_casts():
+    x = all_bf16_and_more()
+    expected = reference.e4m3(x.numpy()).view(np.uint8)
+    assert np.array_equal(quantize.to_e4m3(x).view(torch.uint8).numpy(), expected)
+    x = torch.cat([x, x[x.abs() < 1e5] / 64])
+    expected = np.clip(x.numpy(), -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF
+    assert np.array_equal(quantize.to_e2m1(x, None).numpy(), expected)
+
+
+# Random123's known answers for philox4x32-10: counter, key, words.
+KNOWN_ANSWERS = (
+    ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        0x299F31D0_A4093822,
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
+def test_philox(counter, key, words):
+    assert tuple(reference.philox(key, counter)) == words
+    signed = key - 2**64 if key >= 2**63 else key  # as int64 tensors have it
+    found = philox.philox(signed, tuple(torch.tensor([word]) for word in counter))
+    assert tuple(int(word) for word in found) == words
+
+
+def test_stochastic_rounding_is_unbiased():
+    """Means of 4096 draws are within 5 standard errors of the number; those of rounding to nearest are not."""
+    x = torch.linspace(-6, 6, 97)
+    words = philox.random_words(1234, 4096, 97)
+    table = torch.tensor(reference.E2M1_NUMBERS)
+    table = torch.cat([table, -table])
+    draws = table[quantize.to_e2m1(x.expand(4096, -1), words).int()]
+    error = (draws.double().mean(0) - x.double()).abs()
+    bound = 5 * draws.double().std(0) / 64 + 1e-6
+    assert (error < bound).all()
+    nearest = table[quantize.to_e2m1(x, None).int()]
+    assert ((nearest.double() - x.double()).abs() > bound).float().mean() > 0.5
+    # Only the two neighbours ever occur.
+    lower, upper = (torch.searchsorted(table[:8], x.abs(), right=True) - 1), torch.searchsorted(table[:8], x.abs())
+    codes = quantize.to_e2m1(x.expand(4096, -1), words).int() & 7
+    assert ((codes == lower) | (codes == upper)).all()
+
+
+def test_random_numbers_depend_on_the_place_in_the_group_alone():
+    rows = hard_rows(90, 64, torch.bfloat16)[20:]
+    alone = quantize_all(twin, rows[30:].contiguous(), bounds((40,)), "nvfp4", hard=True)
+    shifted = torch.zeros(2, dtype=torch.int64)  # the seed of group 0 in both
+    data, scale = filled((70, 32), torch.uint8), filled((70, 4), torch.float8_e4m3fn)
+    amax = torch.empty(2)
+    twin.group_amax(rows, bounds((30, 40)), amax)
+    twin.quantize_rows(rows, bounds((30, 40)), data, scale, FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
+    assert torch.equal(data[30:], alone["data"])
+
+
+def test_hadamard():
+    x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0))
+    y = twin_hadamard(x)
+    exact = (x.double().view(33, 4, 16) @ torch.from_numpy(reference.hadamard_matrix(SIGNS)).T).view(33, 64)
+    assert (y - exact).abs().max() < 1e-6 * x.abs().max()
+    assert (inverse(y) - x).abs().max() < 1e-6 * x.abs().max()
+    # Orthonormal: contractions stay what they are. Signs matter.
+    other = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(twin_hadamard(x) @ twin_hadamard(other).T, x @ other.T, atol=1e-4)
+    assert not torch.allclose(twin_hadamard(x) @ twin_hadamard(other, SIGNS ^ 1).T, x @ other.T, atol=1e-1)
+    assert np.allclose(reference.hadamard_matrix(SIGNS) @ reference.hadamard_matrix(SIGNS).T, np.eye(16))
+
+
+def twin_hadamard(x, signs=SIGNS):
+    from symmoe.kernels.twin.hadamard import hadamard
+
+    return hadamard(x, signs)
+
+
+def inverse(y, signs=SIGNS):
+    from symmoe.kernels.twin.hadamard import inverse_hadamard
+
+    return inverse_hadamard(y, signs)
+
+
+def test_other_blocks_do_not_see_nan():
+    """A NaN in one block, and the same rows without it: every other byte is the same, in all formats."""
+    clean = hard_rows(ROWS, WIDTH, torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
+    dirty = clean.clone()
+    dirty[40, 5] = torch.nan
+    for name, block_format in FORMATS.items():
+        left, right = (quantize_all(twin, rows, bounds(), name) for rows in (clean, dirty))
+        block = block_format.block or WIDTH
+        changed = (as_bytes(left["data"]) != as_bytes(right["data"])).nonzero()
+        assert set(changed[:, 0].tolist()) <= {40}, name
+        assert changed[:, 1].max() < block_format.data_width(min(block, WIDTH)), name
+        changed = (as_bytes(left["column_data"]) != as_bytes(right["column_data"])).nonzero()
+        assert set(changed[:, 0].tolist()) <= {5}, name
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4, 6, 10])
+def test_swizzled_scales(num_blocks):
+    row_start, num_rows = bounds(), ROWS
+    scale = torch.randint(1, 255, (num_rows, num_blocks), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    num_tiles, across = max_tiles(num_rows, len(SPLITS)), -(-num_blocks // 4)
+    swizzled = filled((num_tiles, across, 512), torch.uint8)
+    twin.swizzle_group_scales(scale, row_start, swizzled)
+    expected, tile = np.full((num_tiles, across * 512), FILL, np.uint8), 0
+    for start, end in itertools.pairwise(row_start.tolist()):
+        num_group_tiles = -(-(end - start) // 128)
+        flat = np.zeros(num_group_tiles * across * 512, np.uint8)
+        for row in range(start, end):
+            for block in range(num_blocks):
+                flat[reference.swizzled_offset(row - start, block, num_blocks)] = scale[row, block]
+        expected[tile : tile + num_group_tiles] = flat.reshape(num_group_tiles, across * 512)
+        tile += num_group_tiles
+    assert np.array_equal(swizzled.view(num_tiles, -1).numpy(), expected)
+    back = filled((num_rows, num_blocks), torch.uint8)
+    twin.unswizzle_group_scales(swizzled, row_start, back)
+    end = int(row_start[-1])
+    assert torch.equal(back[:end], scale[:end])
+    assert (back[end:] == FILL).all()

@@ -1,0 +1,204 @@
+"""Compiles the quantising kernels for sm_90 without a GPU, with the arguments their launchers would pass.
+
+What is checked is what the generated code must have: Hopper's conversion to E4M3, which saturates; exact divisions and
+no approximate ones, no subnormals flushed; wide accesses; registers that do not spill.
+"""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from quantize_cases import bounds, quantize_all, quantize_weights  # noqa: E402
+from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from symmoe.kernels.formats import TILE, BlockFormat, max_tiles  # noqa: E402
+from symmoe.kernels.gpu import quantize, scale_tiles  # noqa: E402
+
+TYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+FORMATS = {
+    "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
+    "float8_rowwise": BlockFormat(element="e4m3", scale="fp32", block=None),
+    "mxfp8": BlockFormat(element="e4m3", scale="e8m0", block=32),
+    "nvfp4": BlockFormat(element="e2m1", scale="e4m3", block=16),
+}
+WEIGHT_LINES = {"float8_block": 128, "nvfp4": 16}
+N, C, G = 65536, 7168, 32
+
+
+@pytest.fixture
+def compile_launch(monkeypatch, tmp_path):
+    """compile_launch(): PTX, registers and spilled bytes of the one launch since the last call."""
+    launches = []
+    for module in (quantize, scale_tiles):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+    def compile_one():
+        kernel, constants, *args = launches.pop()
+        assert not launches
+        named, values = dict(constants.named), [*args, *[None] * (len(kernel.params) - len(args))]
+        signature, constexprs, attributes = {}, {}, {}
+        for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+                if not parameter.do_not_specialize_on_alignment:
+                    attributes[i,] = [["tt.divisibility", 16]]
+            else:
+                assert parameter.do_not_specialize, parameter.name
+                signature[parameter.name] = "i32"
+        source = ASTSource(kernel, signature, constexprs, attributes)
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=named)
+        (tmp_path / "kernel.ptx").write_text(result.asm["ptx"])
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        command = [ptxas, "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        registers = int(re.search(r"Used (\d+) registers", log)[1])
+        print(kernel.__name__, registers, "registers,", result.metadata.shared, "bytes shared")
+        return result.asm["ptx"], registers, int(re.search(r"(\d+) bytes spill stores", log)[1])
+
+    return compile_one
+
+
+def meta(*shape, dtype):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def launch_rows(block_format, dtype):
+    data = meta(N, block_format.data_width(C), dtype=block_format.data_dtype)
+    scale = meta(N, block_format.num_blocks(C), dtype=block_format.scale_dtype)
+    options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64)}
+    options = options if block_format.has_global_scale else {}
+    row_start = meta(G + 1, dtype=torch.int32)
+    quantize.quantize_rows(meta(N, C, dtype=dtype), row_start, data, scale, block_format, **options)
+
+
+def launch_columns(block_format, dtype, *, indexed=False):
+    width = TILE * max_tiles(N, G)
+    num_scales = G if block_format.block is None else width // block_format.block
+    data = meta(C, block_format.data_width(width), dtype=block_format.data_dtype)
+    scale = meta(C, num_scales, dtype=block_format.scale_dtype)
+    options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64), "signs": 0x1234}
+    options = options if block_format.has_global_scale else {}
+    options |= {"row_index": meta(N, dtype=torch.int32)} if indexed else {}
+    row_start = meta(G + 1, dtype=torch.int32)
+    quantize.quantize_columns(meta(N, C, dtype=dtype), row_start, data, scale, block_format, **options)
+
+
+def check(ptx, spilled, block_format, store_bits):
+    assert spilled == 0
+    assert ".ftz" not in ptx
+    assert not re.search(r"(div\.(full|approx)|rcp\.approx|ex2|lg2)", ptx)
+    assert "div.rn.f32" in ptx
+    if "e4m3" in (block_format.element, block_format.scale):
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    widths = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)]
+    assert max(widths) >= store_bits, widths
+    loads = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
+    assert max(loads) >= 128, loads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows(compile_launch, name, dtype):
+    launch_rows(FORMATS[name], dtype)
+    ptx, _, spilled = compile_launch()
+    check(ptx, spilled, FORMATS[name], 32)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_columns(compile_launch, name):
+    launch_columns(FORMATS[name], torch.bfloat16, indexed=name in ("float8_block", "nvfp4"))
+    ptx, _, spilled = compile_launch()
+    check(ptx, spilled, FORMATS[name], 32)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights(compile_launch, name, transposed):
+    block_format = replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
+    weight = meta(G, 4096, C, dtype=torch.bfloat16)
+    weight = weight.mT if transposed else weight
+    _, num_lines, width = weight.shape
+    data = meta(G, num_lines, block_format.data_width(width), dtype=block_format.data_dtype)
+    num_scales = block_format.num_blocks(width)
+    scale = meta(G, num_lines // block_format.block_lines, num_scales, dtype=block_format.scale_dtype)
+    amax = meta(G, dtype=torch.float32) if block_format.has_global_scale else None
+    quantize.quantize_weights(weight, data, scale, block_format, amax=amax)
+    ptx, _, spilled = compile_launch()
+    check(ptx, spilled, block_format, 32)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_group_of_a_narrow_width(compile_launch, name, monkeypatch):
+    """Lanes of groups are one, and tiles of columns end within a block."""
+    monkeypatch.setattr(sys.modules[__name__], "G", 1)
+    monkeypatch.setattr(sys.modules[__name__], "C", 160)
+    for launch in (launch_rows, launch_columns):
+        launch(FORMATS[name], torch.float16)
+        ptx, _, spilled = compile_launch()
+        assert spilled == 0
+        assert ".ftz" not in ptx
+
+
+def test_amax_and_tiles(compile_launch):
+    rows, row_start = meta(N, C, dtype=torch.bfloat16), meta(G + 1, dtype=torch.int32)
+    for signs in (None, 0x1234):
+        quantize.group_amax(rows, row_start, meta(G, dtype=torch.float32), signs=signs)
+        ptx, _, spilled = compile_launch()
+        assert spilled == 0
+        # One word for a program; no other atomics, and no sums.
+        assert re.findall(r"\b(?:atom|red)\.\S+", ptx) == ["atom.global.gpu.relaxed.max.s32"]
+    scale, swizzled = meta(N, C // 32, dtype=torch.uint8), meta(max_tiles(N, G), C // 128, 512, dtype=torch.uint8)
+    for function, args in (
+        (scale_tiles.swizzle_group_scales, (scale, row_start, swizzled)),
+        (scale_tiles.unswizzle_group_scales, (swizzled, row_start, scale)),
+    ):
+        function(*args)
+        _, _, spilled = compile_launch()
+        assert spilled == 0
+
+
+def test_steps_do_not_compile_again(monkeypatch):
+    """The number of rows is not part of the compiled code: a rank that compiles lets its peers wait."""
+    monkeypatch.setattr(driver, "_active", HopperDriver())
+    warmed = []
+    for module in (quantize, scale_tiles):
+        for name in [name for name in dir(module) if name.endswith("_kernel")]:
+            warmed.append(WarmedUp(getattr(module, name)))
+            monkeypatch.setattr(module, name, warmed[-1])
+
+    def step(num_rows, signs):
+        rows, row_start = torch.zeros(num_rows, 32, dtype=torch.bfloat16), bounds((num_rows, 0))
+        for name in ("mxfp8", "float8_rowwise", "nvfp4"):
+            quantize_all(quantize, rows, row_start, name)
+        quantize_weights(quantize, torch.zeros(1, 32, 32), "mxfp8")
+        quantize.group_amax(rows, row_start, torch.zeros(2), signs=signs)
+        scale, swizzled = torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(9, 1, 512, dtype=torch.uint8)
+        scale_tiles.swizzle_group_scales(scale, row_start, swizzled)
+        scale_tiles.unswizzle_group_scales(swizzled, row_start, scale)
+
+    step(16, 1)
+    before = [kernel.num_variants for kernel in warmed]
+    assert all(before)
+    for num_rows, signs in ((1, 16), (333, 0x9A5C), (500, 0xFFFF)):
+        step(num_rows, signs)
+    assert [kernel.num_variants for kernel in warmed] == before
