@@ -30,7 +30,6 @@ from lm.ranks import Ranks, open_ranks
 from torch.nn import functional as F
 
 import symmoe
-from symmoe.moe.balance import imbalance
 from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
 
 PROMPT = b"def "
@@ -71,16 +70,16 @@ def train_step(
     grad_norm = clip_grad_norm(model, 1.0, group=ranks.group)
     optimizer.step()
     optimizer.zero_grad()
+    mean_loss, mean_aux_loss = ranks.mean(torch.stack([loss.detach(), output.aux_loss.detach()])).tolist()
     # The loads already are those of all ranks: the plan exchanges them.
-    expert_load = torch.stack([m.expert_load for m in output.moe_metrics])
-    mean_loss = ranks.mean(loss.detach()).item()
+    expert_load = torch.stack([m.expert_load for m in output.moe_metrics]).tolist()
     return {
         "loss": mean_loss,
         "train_bits_per_byte": mean_loss / math.log(2),
-        "aux_loss": ranks.mean(output.aux_loss.detach()).item(),
+        "aux_loss": mean_aux_loss,
         "grad_norm": grad_norm.item(),
-        "imbalance": torch.stack([imbalance(load) for load in expert_load]).mean().item(),
-        "expert_load": expert_load.tolist(),
+        "imbalance": statistics.fmean(max(load) / statistics.fmean(load) for load in expert_load),
+        "expert_load": expert_load,
     }
 
 

@@ -109,8 +109,9 @@ def test_a_byte_sees_only_its_past(language_model: model.LanguageModel):
 
 def test_rotation_makes_attention_depend_on_distance_alone():
     rotation = model.rope_rotation(32, 8, torch.device("cpu"))
-    q, k = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 32, 8)
-    products = model.rotate(q, rotation) @ model.rotate(k, rotation).T
+    qk = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0)).expand(1, 32, 2, 1, 8)
+    q, k = model.rotate(qk, rotation)[0, :, :, 0].unbind(1)
+    products = q @ k.T
     for distance in (0, 3, 11):
         diagonal = products.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)

@@ -11,9 +11,11 @@ Twins and device code share these numbers; nothing here touches memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from symmoe.errors import FAULT_BYTES
@@ -219,6 +221,11 @@ class Peers:
     bases: torch.Tensor
     views: tuple[torch.Tensor, ...]
     layout: ControlLayout
+
+    @functools.cached_property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The views for numpy, on CPUs. A part of one costs a tenth of what it costs with torch."""
+        return tuple(view.numpy() for view in self.views)
 
     def region(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """`shape` elements of `dtype` at byte `offset` of rank `rank`'s arena, as a view."""

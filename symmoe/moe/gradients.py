@@ -63,8 +63,7 @@ def reduce_gradients(
     _sum_gradients(dense, group=group)
     _sum_gradients(experts, group=expert_group)
     if num_ranks > 1:
-        for parameter in dense + experts:
-            parameter.grad.div_(num_ranks)
+        torch._foreach_div_([parameter.grad for parameter in dense + experts], num_ranks)
 
 
 @torch.no_grad()

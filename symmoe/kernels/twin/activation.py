@@ -19,7 +19,7 @@ from symmoe.kernels.activation import SRELU, Activation
 def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
     """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
     value, _ = _value_and_slopes(h, activation, need_slopes=False)
-    out.copy_(value * scale[:, None])
+    torch.mul(value, scale[:, None], out=out)
 
 
 def scaled_activation_grad(
@@ -31,15 +31,26 @@ def scaled_activation_grad(
     activation: Activation,
 ) -> None:
     """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W]; scale, dscale fp32[N]."""
+    activation_gradients(dout, h, scale, dh, dscale, activation)
+
+
+def activation_gradients(
+    dout: torch.Tensor,
+    h: torch.Tensor,
+    scale: torch.Tensor,
+    dh: torch.Tensor,
+    dscale: torch.Tensor,
+    activation: Activation,
+) -> torch.Tensor:
+    """As scaled_activation_grad; returns act(h), fp32 [N, I]."""
     value, slopes = _value_and_slopes(h, activation, need_slopes=True)
     grad = dout.float()
-    dscale.copy_((grad * value).sum(dim=1))
+    torch.sum(grad * value, dim=1, out=dscale)
     grad = grad * scale[:, None]
-    if activation.is_gated:
-        for part, slope in zip(gate_and_up(dh, activation), slopes, strict=True):
-            part.copy_((grad * slope).view(part.shape))
-    else:
-        dh.copy_(grad * slopes[0])
+    parts = gate_and_up(dh, activation) if activation.is_gated else [dh]
+    for part, slope in zip(parts, slopes, strict=True):
+        torch.mul(grad.view(part.shape), slope.view(part.shape), out=part)
+    return value
 
 
 def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,14 +79,15 @@ def _value_and_slopes(
         # Not clamp with a minimum of two numbers: comparisons let NaN through.
         gate = torch.where(gate_above, limit, gate)
         up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
-    # Not torch.sigmoid: on CPUs its vector code and the code for the last few elements round differently.
-    sigmoid = 1 / (1 + torch.exp(-alpha * gate))
-    swish = gate * sigmoid
     shifted = up + offset if offset else up
-    value = shifted * swish
+    # Not torch.sigmoid: on CPUs its vector code and the code for the last few elements round differently.
+    sigmoid = torch.mul(gate, -alpha).exp_().add_(1).reciprocal_()
     if not need_slopes:
-        return value, []
-    by_gate = shifted * (sigmoid * (1 + alpha * gate * (1 - sigmoid)))
+        return sigmoid.mul_(gate).mul_(shifted), []
+    # by_gate = shifted * (sigmoid * (1 + alpha * gate * (1 - sigmoid)))
+    by_gate = torch.rsub(sigmoid, 1).mul_(gate if alpha == 1 else alpha * gate).add_(1).mul_(sigmoid).mul_(shifted)
+    swish = sigmoid.mul_(gate)
+    value = shifted * swish
     if has_limit:
         by_gate, swish = by_gate.masked_fill(gate_above, 0), swish.masked_fill(up_outside, 0)
     return value, [by_gate, swish]

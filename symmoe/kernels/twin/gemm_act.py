@@ -11,7 +11,7 @@ import torch
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable
-from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad
+from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
 from symmoe.kernels.twin.gemm import grouped_gemm, groups, matrix, multiply_rows, row_ranges, take_rows
 
 
@@ -86,9 +86,9 @@ def grouped_gemm_dact(
     for g, span in row_ranges(row_start):
         multiply_rows(da[span], take_rows(dout, row_index, span), matrix(weight, g))
     for span in spans_of(row_start):
-        kept = h[span], row_scale[span]
-        scaled_activation_grad(da[span], *kept, dh[span], workspace[span], activation)
-        scaled_activation(*kept, a[span], activation)
+        scale = row_scale[span]
+        value = activation_gradients(da[span], h[span], scale, dh[span], workspace[span], activation)
+        torch.mul(value, scale[:, None], out=a[span])
     if not are_ranges(row_start):
         sum_dact_partials(workspace, row_start, dscale, 1)
     if dbias is not None:

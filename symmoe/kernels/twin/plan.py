@@ -197,10 +197,10 @@ def assign_rows(
     valid = (ids >= 0) & (ids < num_experts)
     safe = ids.where(valid, 0)
     one_hot = torch.zeros((ids.numel(), num_experts), dtype=torch.int32, device=ids.device)
-    one_hot[torch.arange(ids.numel(), device=ids.device), safe] = valid.int()
+    one_hot.scatter_(1, safe[:, None], valid[:, None].int())
     index = (one_hot.cumsum(0) - one_hot).gather(1, safe[:, None])[:, 0]  # among this rank's slots of the expert
-    kept = valid & (index < slot_limit[safe])
-    slot_to_row.copy_((slot_start[safe] + index).where(kept, -1).view_as(slot_to_row))
+    kept = valid & (index < slot_limit.index_select(0, safe))
+    slot_to_row.copy_((slot_start.index_select(0, safe) + index).where(kept, -1).view_as(slot_to_row))
     slot_to_rank.copy_((safe // experts_per_rank).where(kept, -1).view_as(slot_to_rank))
     block_tokens.copy_(_sum_by_block(_tokens_to_ranks(slot_to_rank, block_tokens.shape[1])))
 
@@ -238,8 +238,8 @@ def _tokens_to_ranks(slot_to_rank: torch.Tensor, num_ranks: int) -> torch.Tensor
 
 def _by_block(values: torch.Tensor, *, fill: int = 0) -> torch.Tensor:
     """[T, C] as [B, TOKENS_PER_BLOCK, C], the last block filled up."""
-    missing = -values.shape[0] % control.TOKENS_PER_BLOCK
-    values = torch.nn.functional.pad(values, (0, 0, 0, missing), value=fill)
+    if missing := -values.shape[0] % control.TOKENS_PER_BLOCK:
+        values = torch.nn.functional.pad(values, (0, 0, 0, missing), value=fill)
     return values.view(-1, control.TOKENS_PER_BLOCK, values.shape[1])
 
 

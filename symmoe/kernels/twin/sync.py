@@ -41,7 +41,7 @@ def barrier(
         spoils: what nobody may take for a result if the call has failed: then every bit of it is set, which is NaN in
             every dtype of rows. On GPUs its size is a multiple of 16 bytes.
     """
-    received.fill_(-1)
+    received.numpy().fill(-1)
     if not _meet(peers, words, received, status, call, fault, timeout_ns) and spoils is not None:
         _spoil(spoils)
 
@@ -71,8 +71,13 @@ def _meet(
     mail = mailbox[half]
     deadline = _deadline(timeout_ns)
     phase = call & 0xFF
-    late = [rank for rank in range(peers.num_ranks) if not _wait(mail, rank, 2 * epoch, deadline)]
+    others = [rank for rank in range(peers.num_ranks) if rank != peers.rank]
+    late = [rank for rank in others if not _wait(mail, rank, 2 * epoch, deadline)]
     sent = mailbox[:, :, 0].copy()  # once: a rank may give up between two looks
+    calls = mail[:, control.MAIL_CALL]
+    if not late and (sent[half] == 2 * epoch).all() and (calls == call).all():  # nearly always
+        received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
+        return True
     reached = np.where(sent >= control.ABORT, sent & control.EPOCH_MASK, sent)
     given_up = ((sent[half] >= control.ABORT) & (reached[half] < 2 * epoch)).nonzero()[0]
     if given_up.size:
@@ -86,17 +91,16 @@ def _meet(
         _record(status, control.STATUS_TIMEOUT, phase, late[0], epoch, seen, epoch)
         return False
     faulted = (reached[half] == 2 * epoch + 1).nonzero()[0]
-    calls = mail[:, control.MAIL_CALL]
-    others = (calls != calls[0]).nonzero()[0]
+    different = (calls != calls[0]).nonzero()[0]
     if faulted.size:
         counters[control.FAULTED] = 1
         _record(status, control.STATUS_FAULT, phase, int(faulted[0]), epoch, epoch, epoch)
-    elif others.size:
+    elif different.size:
         counters[control.FAULTED] = 1
-        other = int(others[0])
+        other = int(different[0])
         _record(status, control.STATUS_MISMATCH, phase, other, int(calls[0]), int(calls[other]), epoch)
     else:
-        received.copy_(torch.from_numpy(mail[:, 1 : 1 + control.NUM_PUBLISHED].copy()))
+        received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]
         return True
     return False
 
@@ -192,4 +196,4 @@ def _signals(peers: Peers, rank: int) -> np.ndarray:
 
 
 def _int64s(peers: Peers, rank: int, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-    return peers.region(rank, offset, shape, torch.int64).numpy()
+    return np.ndarray(shape, np.int64, buffer=peers.arrays[rank], offset=offset)

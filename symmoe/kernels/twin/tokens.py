@@ -11,6 +11,8 @@ import torch
 
 from symmoe.kernels.control import Peers
 
+_WORD = torch.complex128  # the largest that torch copies as one: 16 bytes
+
 
 def push_rows(
     x: torch.Tensor,
@@ -30,14 +32,13 @@ def push_rows(
         ranks: that are written to, one after the other; None: all.
         num_ctas: of kernels; here and below the twin has no use for it.
     """
+    offsets = received[:, column].tolist()
     for rank in range(peers.num_ranks) if ranks is None else ranks:
-        offset = int(received[rank, column])
-        tokens = (token_to_row[:, rank] >= 0).nonzero().flatten()
-        if offset < 0 or tokens.numel() == 0:
+        offset = offsets[rank]
+        if offset < 0:
             continue
-        rows = token_to_row[tokens, rank].long()
-        buffer = peers.region(rank, offset, (int(rows.max()) + 1, x.shape[1]), x.dtype)
-        buffer[rows] = x[tokens]
+        tokens, rows = _present(token_to_row[:, rank])
+        _put_rows(_rows_at(peers, rank, offset, x), rows, x.index_select(0, tokens))
 
 
 def push_slots(
@@ -64,19 +65,20 @@ def push_slots(
         packed_start, packed_limit: int32 [R], this rank's region on each rank.
     """
     top_k = slot_to_row.shape[1]
-    for rank in range(peers.num_ranks):
-        if int(received[rank, row_column]) < 0:
+    regions = zip(received.tolist(), packed_start.tolist(), packed_limit.tolist(), strict=True)
+    for rank, (offsets, start, limit) in enumerate(regions):
+        if offsets[row_column] < 0:
             continue
-        start, size = int(packed_start[rank]), int(packed_limit[rank])
-        tokens = (token_to_packed_row[:, rank] >= 0).nonzero().flatten()
-        here = slot_to_rank[tokens] == rank
-        shape = (start + size, top_k)
-        rows = peers.region(rank, int(received[rank, row_column]), shape, torch.int32)[start:]
-        rows[: tokens.numel()] = slot_to_row[tokens].where(here, -1)
-        rows[tokens.numel() :] = -1
+        tokens, _ = _present(token_to_packed_row[:, rank])
+        end, used = start + limit, slice(start, start + tokens.numel())
+        here = slot_to_rank.index_select(0, tokens) == rank
+        rows = peers.region(rank, offsets[row_column], (end, top_k), torch.int32)
+        rows[used] = slot_to_row.index_select(0, tokens).where(here, -1)
+        if used.stop < end:
+            rows[used.stop :] = -1
         if probs is not None:
-            values = peers.region(rank, int(received[rank, prob_column]), shape, torch.float32)[start:]
-            values[: tokens.numel()] = probs[tokens].where(here, 0)
+            values = peers.region(rank, offsets[prob_column], (end, top_k), torch.float32)
+            values[used] = probs.index_select(0, tokens).where(here, 0)
 
 
 def index_rows(
@@ -112,13 +114,13 @@ def index_rows(
             row_probs.fill_(float("nan"))
         return
     begin, end = int(packed_begin), int(packed_end)
-    packed_to_row[begin:end] = wire_to_row[begin:end]
-    packed, slot = (wire_to_row[begin:end] >= 0).nonzero(as_tuple=True)
-    packed += begin
-    rows = wire_to_row[packed, slot].long()
-    row_to_packed_row[rows] = packed.int()
+    arrived_rows = wire_to_row[begin:end]
+    packed_to_row[begin:end] = arrived_rows
+    slots, rows = _present(arrived_rows.flatten())
+    packed = slots.div(wire_to_row.shape[1], rounding_mode="floor") + begin
+    row_to_packed_row.index_copy_(0, rows, packed.int())
     if row_probs is not None and wire_probs is not None:
-        row_probs[rows] = wire_probs[packed, slot]
+        row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
 
 def fan_out(
@@ -135,9 +137,8 @@ def fan_out(
         packed_begin, packed_end: int32 [1]; the packed rows whose tokens are meant.
     """
     primary, others = _primary_and_others(packed_to_row[int(packed_begin) : int(packed_end)])
-    for secondary in others:
-        has = secondary >= 0
-        rows[secondary[has]] = rows[primary[has]]
+    for which, secondary in others:
+        _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
 
 
 def pre_reduce(
@@ -159,19 +160,14 @@ def pre_reduce(
         rank: whose tokens' rows are left alone: this one, which pull_sums sums itself.
         columns: first column that is summed and the one past the last; None: all.
     """
-    begin, end, num_packed = source_to_packed_start[[rank, rank + 1, -1]].tolist()
+    starts = source_to_packed_start.tolist()
+    begin, end, num_packed = starts[rank], starts[rank + 1], starts[-1]
     primary, others = _primary_and_others(torch.cat([packed_to_row[:begin], packed_to_row[end:num_packed]]))
     rows = rows[:, slice(*columns or (None,))]
-    several = torch.zeros_like(primary, dtype=torch.bool)
-    for secondary in others:
-        several |= secondary >= 0
-    primary = primary[several]
-    total = rows[primary].float()
-    for secondary in others:
-        secondary = secondary[several]
-        has = secondary >= 0
-        total[has] += rows[secondary[has]].float()
-    rows[primary] = total.to(rows.dtype)
+    total = rows.index_select(0, primary).float()
+    for which, secondary in others:
+        total.index_add_(0, which, rows.index_select(0, secondary).float())
+    _put_rows(rows, primary, total.to(rows.dtype))
 
 
 def gather_values(
@@ -181,8 +177,10 @@ def gather_values(
     packed_values: torch.Tensor,
 ) -> None:
     """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. fp32 [N_cap] to [P_cap, K]."""
-    index = packed_to_row[: int(num_packed)].long()
-    packed_values[: int(num_packed)] = row_values[index.clamp(min=0)].where(index >= 0, 0)
+    used = slice(int(num_packed))
+    index = packed_to_row[used]
+    values = row_values.index_select(0, index.clamp(min=0).flatten()).view(index.shape)
+    packed_values[used] = values.where(index >= 0, 0)
 
 
 def pull_rows(
@@ -205,15 +203,15 @@ def pull_rows(
         out: [T, H].
         columns: first column of `out` that is written and the one past the last; None: all.
     """
-    panel = slice(*columns or (None,))
-    if received.numel() and int(received[:, column].min()) < 0:
+    panel, offsets = slice(*columns or (None,)), received[:, column].tolist()
+    if any(offset < 0 for offset in offsets):
         out[:, panel] = float("nan")
         return
+    buffers = [_rows_at(peers, rank, offset, out)[:, panel] for rank, offset in enumerate(offsets)]
     total = torch.zeros(out[:, panel].shape, dtype=torch.float32, device=out.device)
-    for s in range(source_row.shape[1]):
-        for rank in range(peers.num_ranks):
-            rows = source_row[:, s].where(source_rank[:, s] == rank, -1)
-            _add_rows(total, rows, peers, rank, int(received[rank, column]), out, panel)
+    for ranks, rows in zip(source_rank.unbind(1), source_row.unbind(1), strict=True):
+        for rank, buffer in enumerate(buffers):
+            _add_rows(total, buffer, ranks == rank, rows)
     out[:, panel] = total
 
 
@@ -240,21 +238,21 @@ def pull_sums(
         out: [T, H].
         columns: first column of `out` that is written and the one past the last; None: all.
     """
-    panel = slice(*columns or (None,))
-    if received.numel() and int(received[:, column].min()) < 0:
+    panel, offsets = slice(*columns or (None,)), received[:, column].tolist()
+    if any(offset < 0 for offset in offsets):
         out[:, panel] = float("nan")
         return
     total = torch.zeros(out[:, panel].shape, dtype=torch.float32, device=out.device)
-    for rank in range(peers.num_ranks):
-        offset = int(received[rank, column])
+    for rank, offset in enumerate(offsets):
+        buffer = _rows_at(peers, rank, offset, out)[:, panel]
         if rank == peers.rank:
             own = torch.zeros_like(total)
-            for k in range(slot_to_row.shape[1]):
-                rows = slot_to_row[:, k].where(slot_to_rank[:, k] == rank, -1)
-                _add_rows(own, rows, peers, rank, offset, out, panel)
+            for ranks, rows in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
+                _add_rows(own, buffer, ranks == rank, rows)
             total += own.to(out.dtype)
         else:
-            _add_rows(total, token_to_primary_row[:, rank], peers, rank, offset, out, panel)
+            rows = token_to_primary_row[:, rank]
+            _add_rows(total, buffer, rows >= 0, rows)
     out[:, panel] = total
 
 
@@ -271,37 +269,53 @@ def pull_values(
 
     If the call has failed, `out` is filled with NaN.
     """
-    if received.numel() and int(received[:, column].min()) < 0:
+    offsets = received[:, column].tolist()
+    if any(offset < 0 for offset in offsets):
         out.fill_(float("nan"))
         return
     out.zero_()
-    for rank in range(peers.num_ranks):
-        tokens = (token_to_packed_row[:, rank] >= 0).nonzero().flatten()
-        if tokens.numel() == 0:
-            continue
-        packed = token_to_packed_row[tokens, rank].long()
-        shape = (int(packed.max()) + 1, out.shape[1])
-        values = peers.region(rank, int(received[rank, column]), shape, torch.float32)[packed]
-        out[tokens] = values.where(slot_to_rank[tokens] == rank, out[tokens])
+    for rank, offset in enumerate(offsets):
+        buffer = _rows_at(peers, rank, offset, out)
+        values = buffer.index_select(0, token_to_packed_row[:, rank].clamp(min=0))
+        torch.where(slot_to_rank == rank, values, out, out=out)
 
 
-def _add_rows(
-    total: torch.Tensor, rows: torch.Tensor, peers: Peers, rank: int, offset: int, out: torch.Tensor, panel: slice
-) -> None:
-    """total[t] += row `rows[t]` of rank `rank`'s buffer at `offset`, of the width and dtype of `out`; -1: nothing."""
-    tokens = (rows >= 0).nonzero().flatten()
-    if tokens.numel():
-        index = rows[tokens].long()
-        buffer = peers.region(rank, offset, (int(index.max()) + 1, out.shape[1]), out.dtype)
-        total[tokens] += buffer[index, panel].float()
+def _add_rows(total: torch.Tensor, buffer: torch.Tensor, has_row: torch.Tensor, rows: torch.Tensor) -> None:
+    """total[t] += buffer[rows[t]] in fp32, for every token t of has_row."""
+    tokens = has_row.nonzero().squeeze(1)
+    total.index_add_(0, tokens, buffer.index_select(0, rows.index_select(0, tokens)).float())
 
 
-def _primary_and_others(packed_to_row: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Primary row of each packed row that is used, and, per k, its secondary rows (-1 for none)."""
-    index = packed_to_row.long()
-    index = index[(index >= 0).any(1)]
+def _present(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where index [n] is not -1, and what it is there: two int64 vectors."""
+    where = (index >= 0).nonzero().squeeze(1)
+    return where, index.index_select(0, where).long()
+
+
+def _rows_at(peers: Peers, rank: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """[., H]: what lies at and past an offset of a rank's arena, as rows like these: as many as fit."""
+    num_rows = (peers.views[rank].numel() - offset) // (like.shape[1] * like.element_size())
+    return peers.region(rank, offset, (num_rows, like.shape[1]), like.dtype)
+
+
+def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """rows[index] = values, [., width] each; no row twice. torch does that word by word: in large words if it can."""
+    if index.numel() == 0:
+        return
+    row_bytes = values.shape[1] * values.element_size()
+    if rows.is_contiguous() and row_bytes % _WORD.itemsize == 0 and rows.data_ptr() % _WORD.itemsize == 0:
+        rows, values = rows.view(_WORD), values.view(_WORD)
+    rows.index_copy_(0, index, values)
+
+
+def _primary_and_others(packed_to_row: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Primary rows of the packed rows that have more than one row; per k > 0, which have a secondary row, and it.
+
+    All int64. What has one row only has nothing to copy or to add.
+    """
+    several = ((packed_to_row >= 0).sum(1) > 1).nonzero().squeeze(1)
+    index = packed_to_row.index_select(0, several)
     first = (index >= 0).int().argmax(1, keepdim=True)
-    primary = index.gather(1, first)[:, 0]
-    columns = torch.arange(index.shape[1], device=index.device)
-    secondary = index.where(columns != first, -1)
-    return primary, list(secondary.unbind(1))
+    primary = index.gather(1, first).squeeze(1).long()
+    secondary = index.scatter(1, first, -1)
+    return primary, [_present(column) for column in secondary.unbind(1)[1:]]  # with the smallest k it is primary
