@@ -1,6 +1,7 @@
 # make setup   create .venv and install everything the project needs
 # make train   the main job: train the example language model on CPUs (2 processes)
 # make test    the tests
+# make plots   the pictures of benchmarks in docs/images, from the committed records
 #
 # PYTHON=python3.12       another interpreter for the virtual environment
 # PYTHON=... VENV=none    use that interpreter as it is (it has torch already), e.g. on a GPU machine
@@ -9,6 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
 ARGS ?=
+RECORDS := layer-h200-ep*.json layer-tokens-h200-ep*.json layer-skew-h200-ep*.json variants-h200-ep*.json
 
 ifeq ($(VENV),none)
 PY := $(PYTHON)
@@ -20,7 +22,7 @@ endif
 
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test lint plots clean
 
 setup: $(INSTALLED)
 	$(PY) -c "import torch, symmoe; print('symmoe', symmoe.__version__, 'with torch', torch.__version__)"
@@ -39,6 +41,9 @@ lint: setup
 # An interpreter that is used as it is need not have ruff.
 test: setup $(if $(INSTALLED),lint)
 	$(PY) -m pytest tests $(ARGS)
+
+plots: setup
+	$(PY) -m symmoe plot bench $(wildcard $(RECORDS:%=benchmarks/results/%)) --out docs/images
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info

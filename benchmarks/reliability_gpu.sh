@@ -6,10 +6,10 @@
 # Writes FOLDER/reliability-h200-ep2.json (the GPU's name, the ranks): {"suites": {suite: record}, "gpu_mib": ...}, and
 # the ends of the logs beside it. Prints a line per suite. CASES limits the cases of each suite, for a first try.
 #
-# Two groups of lanes. The lanes of a group run side by side on the same GPUs, the suites of a lane one after the other.
-# Ranks of several jobs share a GPU by slices of time, and ranks that meet in a barrier wait for each other's slices: a
-# group holds what mostly works on the host, and faults has no neighbour that starts or ends jobs, because it looks at
-# the memory of the GPUs. The groups follow each other, or run at once if there are GPUs for both.
+# Suites whose time is kernels run one after the other: ranks of several jobs share a GPU by slices of time, ranks that
+# meet in a barrier wait for each other's slices, and everything takes ten times as long (4 H200s: fuzz 0.35 s a case).
+# Suites whose time is starting and ending jobs run side by side after them. If there are GPUs for both, both run at once.
+# What is there when time is up is written too.
 set -u
 cd "$(dirname "$0")/.."
 ranks=${1:?usage: benchmarks/reliability_gpu.sh RANKS FOLDER [CASES]}
@@ -20,23 +20,21 @@ device=${DEVICE:-cuda}
 # NVLink multicast is not used; nobody else shall either.
 export NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
 
-first_group=("routings" "gradients" "determinism" "fuzz litmus" "lifecycle")
-second_group=("stalls faults" "soak")
+first_group=("gradients soak fuzz litmus stalls determinism routings")
+second_group=("faults" "lifecycle")
 # Jobs side by side in a suite, and seconds after which it takes no more results.
-declare -A jobs=([routings]=3 [gradients]=2 [lifecycle]=2 [stalls]=3 [faults]=8)
-declare -A seconds=([fuzz]=90 [litmus]=90 [stalls]=75 [faults]=180 [soak]=220)
-default_seconds=180
+declare -A jobs=([lifecycle]=2 [faults]=8)
+default_seconds=${SUITE_SECONDS:-180}
 
 mkdir -p "$folder"
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 
 used_mib() {
     [ "$device" != cuda ] || nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | tr '\n' ' '
 }
 
 run_suite() { # its line is printed when it is done
-    local suite=$1 limit=${seconds[$1]:-$default_seconds}
+    local suite=$1 limit=$default_seconds
     timeout -k 30 $((limit + 30)) "$python" -m tests.reliability "$suite" --device "$device" --ranks "$ranks" \
         --jobs "${jobs[$suite]:-1}" --seconds "$limit" ${cases:+--cases "$cases"} \
         --json "$work/$suite.json" >"$work/$suite.log" 2>&1
@@ -66,27 +64,24 @@ run_group() {
     wait "${lanes[@]}"
 }
 
-before=$(used_mib)
-num_gpus=$([ "$device" = cuda ] && nvidia-smi --list-gpus | wc -l || echo 0)
-if [ -z "${CUDA_VISIBLE_DEVICES:-}" ] && [ "$num_gpus" -ge $((2 * ranks)) ]; then
-    CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((ranks - 1))) run_group "${first_group[@]}" &
-    CUDA_VISIBLE_DEVICES=$(seq -s, "$ranks" $((2 * ranks - 1))) run_group "${second_group[@]}" &
-    wait
-else
-    run_group "${first_group[@]}"
-    run_group "${second_group[@]}"
-fi
-sleep 2
-after=$(used_mib)
-gpu=$([ "$device" = cuda ] && nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | awk '{print tolower($NF)}' || echo cpu)
-name=$folder/reliability-$gpu-ep$ranks
+children_of() {
+    local child
+    for child in $(pgrep -P "$1"); do
+        children_of "$child"
+        echo "$child"
+    done
+}
 
-suites=$(echo "${first_group[@]}" "${second_group[@]}")
-for suite in $suites; do
-    echo "== $suite"
-    tail -c 6000 "$work/$suite.log"
-done >"$name.log"
-"$python" - "$name.json" "$work" "$before" "$after" $suites <<'MERGE'
+write_record() { # of the suites that have one
+    local after=$1 gpu name suite suites
+    gpu=$([ "$device" = cuda ] && nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | awk '{print tolower($NF)}' || echo cpu)
+    name=$folder/reliability-$gpu-ep$ranks
+    suites=$(echo "${first_group[@]}" "${second_group[@]}")
+    for suite in $suites; do
+        echo "== $suite"
+        tail -c 6000 "$work/$suite.log"
+    done >"$name.log" 2>&1
+    "$python" - "$name.json" "$work" "$before" "$after" $suites <<'MERGE'
 import json, pathlib, sys
 out, work, before, after, *suites = sys.argv[1:]
 records, failed = {}, []
@@ -101,3 +96,27 @@ print(f"MiB of GPU memory in use before {mib['before']}, after {mib['after']}; n
 leaked = any(b > a + 64 for a, b in zip(mib["before"], mib["after"]))
 sys.exit(bool(failed) or leaked)
 MERGE
+}
+
+finish() { # at the end, or when time is up
+    trap - EXIT TERM INT
+    kill $(children_of $$) 2>/dev/null # suites write what they have
+    sleep 3
+    write_record "$(used_mib)"
+    local code=$?
+    rm -rf "$work"
+    exit $code
+}
+
+before=$(used_mib)
+trap finish EXIT
+trap "exit 1" TERM INT
+num_gpus=$([ "$device" = cuda ] && nvidia-smi --list-gpus | wc -l || echo 0)
+if [ -z "${CUDA_VISIBLE_DEVICES:-}" ] && [ "$num_gpus" -ge $((2 * ranks)) ]; then
+    CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((ranks - 1))) run_group "${first_group[@]}" &
+    CUDA_VISIBLE_DEVICES=$(seq -s, "$ranks" $((2 * ranks - 1))) run_group "${second_group[@]}" &
+    wait
+else
+    run_group "${first_group[@]}"
+    run_group "${second_group[@]}"
+fi

@@ -1,7 +1,8 @@
 """The command `symmoe`.
 
 `symmoe plan` says how much memory a configuration needs, before anything is allocated; `symmoe bench` measures;
-`symmoe doctor` says who waited for whom.
+`symmoe doctor` says whether a machine can run symmoe, and who waited for whom; `symmoe trace` records a step as a
+timeline; `symmoe plot` draws what was logged and measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from symmoe.doctor.command import add_command as add_doctor
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.memory import MemoryPlan, plan_memory
+from symmoe.plot.command import add_command as add_plot
+from symmoe.timeline.command import add_command as add_trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS_SHOWN = (
@@ -54,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.set_defaults(run=_plan)
     add_bench(commands)
     add_doctor(commands)
+    add_trace(commands)
+    add_plot(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

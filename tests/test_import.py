@@ -18,6 +18,8 @@ LEVELS = {
     "errors": 0,
     "kernels": 1,
     "symm_mem": 2,
+    "precision": 2,
+    "picture": 1,
     "dispatch": 3,
     "combine": 3,
     "moe": 4,
@@ -25,10 +27,13 @@ LEVELS = {
     "bench": 5,
     "checkpoint": 5,
     "doctor": 5,
+    "plot": 5,
+    "timeline": 5,
     "cli": 6,
     "__main__": 7,
 }
 MAY_READ_ENVIRONMENT = {f"symmoe/symm_mem/{name}.py" for name in ("nvshmem", "host", "flight")}
+MAY_READ_ENVIRONMENT.add("symmoe/doctor/command.py")  # what the machine's is, is its subject
 
 
 def part_of(module: str) -> str:

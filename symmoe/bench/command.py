@@ -60,11 +60,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (all but variants and plan)")
-    parser.add_argument("--preset", help=f"comma-separated names, or all: {', '.join(PRESETS)} (qwen3-30b)")
-    parser.add_argument("--hidden", type=int, help="H; with --ffn, --experts and --top-k instead of a preset")
-    parser.add_argument("--ffn", type=int, help="I, width of one expert")
-    parser.add_argument("--experts", type=int, help="E, experts in all")
-    parser.add_argument("--top-k", type=int, help="K, experts per token")
+    add_shape_arguments(parser)
     parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
     parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
     parser.add_argument(
@@ -84,6 +80,15 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what :func:`shapes_of` reads."""
+    parser.add_argument("--preset", help=f"comma-separated names, or all: {', '.join(PRESETS)} (qwen3-30b)")
+    parser.add_argument("--hidden", type=int, help="H; with --ffn, --experts and --top-k instead of a preset")
+    parser.add_argument("--ffn", type=int, help="I, width of one expert")
+    parser.add_argument("--experts", type=int, help="E, experts in all")
+    parser.add_argument("--top-k", type=int, help="K, experts per token")
+
+
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     options = parse_options(args)
@@ -94,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_options(args: argparse.Namespace) -> Options:
     """Raises ArgumentError for what argparse cannot find out."""
-    shapes = _shapes(args)
+    shapes = shapes_of(args)
     tokens = [_number("tokens", text) for text in args.tokens.split(",")]
     skews = _names("skew", args.skew, SKEWS)
     for name, value in (("repetitions", args.repetitions), ("peer-timeout", args.peer_timeout)):
@@ -120,7 +125,8 @@ def parse_options(args: argparse.Namespace) -> Options:
     )
 
 
-def _shapes(args: argparse.Namespace) -> list[Shape]:
+def shapes_of(args: argparse.Namespace) -> list[Shape]:
+    """The layers that the arguments name. Raises ArgumentError for what is unknown or incomplete."""
     sizes = {name: getattr(args, name) for name in ("hidden", "ffn", "experts", "top_k")}
     given = [name for name, value in sizes.items() if value is not None]
     if not given:

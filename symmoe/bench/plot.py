@@ -1,4 +1,4 @@
-"""Records as a picture. Needs matplotlib, which is imported here and nowhere else."""
+"""Records as a picture: everything that was measured, a panel for each case. The docs' pictures are in symmoe/plot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from symmoe.bench.records import Record
 from symmoe.errors import ArgumentError
+from symmoe.picture import BLUE, GREY, picture
 
 # Suite to the figure that is drawn and its axis; milliseconds where a suite has none.
 _FIGURES = {
@@ -18,8 +19,7 @@ _FIGURES = {
     "combine": ("wire_gbs", "GB/s on the wire"),
 }
 _PANELS_PER_ROW = 2  # forward and backward
-_PANEL_INCHES = (5.2, 2.6)
-_OURS, _YARDSTICK = "#0072b2", "#999999"  # told apart by everybody
+_PANEL_INCHES = 2.6
 
 Panel = tuple[Any, ...]
 
@@ -33,24 +33,17 @@ def draw(records: Sequence[Record], path: str) -> None:
     Raises:
         ArgumentError: there is nothing to draw, or no matplotlib to draw with.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ArgumentError(f"plot ({path}) needs matplotlib: pip install 'symmoe[plots]' ({error})") from error
     panels = _panels(records)
     if not panels:
         raise ArgumentError(f"plot ({path}): there are no records to draw")
     columns = min(_PANELS_PER_ROW, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(columns * _PANEL_INCHES[0], lines * _PANEL_INCHES[1]), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axis, (panel, drawn) in zip(axes, panels.items(), strict=False):
-        _draw_panel(axis, panel, drawn)
-    for axis in axes[len(panels) :]:
-        axis.remove()
-    figure.savefig(path, format="png", dpi=110)
+    with picture(path, height_inches=lines * _PANEL_INCHES) as figure:
+        axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+        for axis, (panel, drawn) in zip(axes, panels.items(), strict=False):
+            _draw_panel(axis, panel, drawn)
+        for axis in axes[len(panels) :]:
+            axis.remove()
 
 
 def _panels(records: Sequence[Record]) -> dict[Panel, list[Record]]:
@@ -83,7 +76,7 @@ def _draw_panel(axis: Any, panel: Panel, records: list[Record]) -> None:
         axis.legend(fontsize="xx-small")
     else:
         names = list(lines)
-        colors = [_YARDSTICK if name in yardsticks else _OURS for name in names]
+        colors = [GREY if name in yardsticks else BLUE for name in names]
         bars = axis.barh(names, [lines[name][0][1] for name in names], color=colors)
         axis.bar_label(bars, fmt="{:.3g}", padding=2, fontsize="x-small")
         axis.margins(x=0.1)

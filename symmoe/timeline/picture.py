@@ -1,0 +1,77 @@
+"""A timeline as a picture: a lane for each rank and stream, and one that shows exposed communication."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from symmoe.picture import BLACK, BLUE, picture
+from symmoe.timeline.events import Span, Timeline, length, spans_of
+from symmoe.timeline.phases import PHASES
+from symmoe.timeline.report import lanes_of
+
+_LANE_INCHES = 0.34
+_FRAME_INCHES = 1.75  # title, axis, legend
+_BAR = 0.8  # of a lane
+_EDGE_POINTS = 0.5
+_CHARACTER_SHARE = 0.012  # of the whole, that a character of a bar's name takes
+
+
+def draw(timeline: Timeline, path: str) -> None:
+    """Writes the PNG.
+
+    Raises:
+        ArgumentError: matplotlib is not installed.
+    """
+    lanes = [(rank, lane) for rank in range(len(timeline.ranks)) for lane in (*lanes_of(timeline, rank), "exposed")]
+    unit_us, unit, digits = (1e3, "ms", 1) if timeline.end_us >= 10_000 else (1.0, "µs", 0)
+    with picture(path, height_inches=_FRAME_INCHES + _LANE_INCHES * len(lanes)) as figure:
+        axis = figure.subplots()
+        for place, (rank, lane) in enumerate(lanes):
+            if lane == "exposed":
+                _bars(axis, place, timeline.exposed_communication(rank), BLACK, unit_us, 0.4)
+                axis.axhline(place + 0.5, color="#dddddd", linewidth=0.8, zorder=0)
+            else:
+                _draw_lane(axis, place, timeline, rank, lane, unit_us)
+        axis.set_yticks(range(len(lanes)), [f"rank {rank}, {lane}" for rank, lane in lanes])
+        axis.set_ylim(len(lanes) - 0.5, -0.5)
+        axis.set_xlim(0, timeline.end_us / unit_us or 1.0)
+        error_us = max(timeline.clock_error_us)
+        axis.set_xlabel(f"{unit} from when all ranks were ready (their clocks agree within {error_us:.1f} µs)")
+        exposed = [length(timeline.exposed_communication(rank)) for rank in range(len(timeline.ranks))]
+        whole, *shown = (f"{value / unit_us:.{digits}f}" for value in (timeline.end_us, *exposed))
+        about = f"{timeline.device}, {whole} {unit}; communication exposed on each rank: {', '.join(shown)} {unit}"
+        axis.set_title(about, loc="left")
+        _legend(figure, timeline)
+
+
+def _draw_lane(axis: Any, place: int, timeline: Timeline, rank: int, lane: str, unit_us: float) -> None:
+    events = [event for event in timeline.ranks[rank] if event.lane == lane]
+    for phase in PHASES:
+        mine = [event for event in events if event.phase == phase.name]
+        edge = _EDGE_POINTS if phase.is_gemm else 0.0  # neighbours have one colour
+        _bars(axis, place, [(e.begin_us, e.end_us) for e in mine], phase.color, unit_us, _BAR, edge)
+        for begin, end in spans_of(mine) if phase.is_gemm else ():
+            if end - begin >= _CHARACTER_SHARE * len(phase.name) * timeline.end_us:
+                color = "white" if phase.color == BLUE else "black"
+                axis.text((begin + end) / 2 / unit_us, place, phase.name, ha="center", va="center", color=color, size=7)
+
+
+def _bars(
+    axis: Any, place: int, spans: list[Span], color: str, unit_us: float, height: float, edge_points: float = 0.0
+) -> None:
+    bars = [(begin / unit_us, (end - begin) / unit_us) for begin, end in spans]
+    axis.broken_barh(bars, (place - height / 2, height), facecolors=color, edgecolors="white", linewidth=edge_points)
+
+
+def _legend(figure: Any, timeline: Timeline) -> None:
+    """One entry for each colour that there is."""
+    from matplotlib.patches import Patch
+
+    seen = {event.phase for events in timeline.ranks for event in events}
+    names: dict[str, list[str]] = defaultdict(list)
+    for phase in PHASES:
+        if phase.name in seen:
+            names[phase.color].append(phase.name)
+    patches = [Patch(color=color, label=", ".join(phases)) for color, phases in names.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(5, len(patches)))

@@ -1,0 +1,165 @@
+"""Recording: what every rank does in a context, brought together on one clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels import control
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.timeline.clocks import align
+from symmoe.timeline.events import Event, Span, Timeline
+from symmoe.timeline.kineto import gpu_events
+from symmoe.timeline.phases import BY_OPERATOR
+from symmoe.timeline.picture import draw
+from symmoe.timeline.ranges import annotate, direction, ranged
+from symmoe.timeline.report import chrome_trace, table
+
+logger = logging.getLogger("symmoe")
+
+_ALIGNING_BARRIERS = 16
+_ALIGNING_NAMES = ("barrier", "barrier_kernel")
+_HEAD_START_CYCLES = 4_000_000  # about two milliseconds, in which the host launches the aligning barriers and more
+
+Collect = Callable[[], list[Event]]
+
+
+class Recording:
+    """What :func:`record` yields.
+
+    Attributes:
+        timeline: of all ranks, on every rank; None until the context has ended.
+    """
+
+    def __init__(self) -> None:
+        self.timeline: Timeline | None = None
+
+
+@contextmanager
+def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
+    """Records what the ranks of a heap do in the context. Collective; synchronises the host at both ends.
+
+    Rank 0 of the heap's group writes the trace to `path` (for ui.perfetto.dev and chrome://tracing), a picture
+    beside it (.png, if matplotlib is installed) and a table of exposed times (.txt). On GPUs the events are the kernels
+    that torch.profiler saw, on CPUs the calls of operators. Call the step once before: first calls compile kernels.
+
+    An exception in the context goes through, and nothing is written.
+
+    Args:
+        path: ends with .json; of rank 0.
+
+    Raises:
+        ArgumentError: the path does not end with .json, or cannot be written: on every rank. A timeline is being
+            recorded already in this process.
+        PeerTimeout, PeerAborted: a rank does not come to either end.
+    """
+    path = Path(path)
+    heap.agree(None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json"))
+    heap.synchronize()
+    recording = Recording()
+    watch = _watch_gpu if heap.device.type == "cuda" else _watch_host
+    with watch(heap) as collect:
+        _enter_barriers(heap, _ALIGNING_BARRIERS)
+        yield recording
+        heap.synchronize()
+    _enter_barriers(heap, 1)  # bounded, unlike what follows: a rank that has failed does not come
+    heap.synchronize()
+    recording.timeline = _together(heap.gather_bytes(_pack(collect())), _device_name(heap.device))
+    heap.agree(_write(recording.timeline, path) if heap.rank == 0 else None)
+
+
+def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
+    with heap.one_call():
+        for _ in range(number):
+            heap.barrier(control.PHASE_START)
+
+
+@contextmanager
+def _watch_host(heap: SymmetricHeap) -> Iterator[Collect]:
+    """The operators are what takes time: a CPU computes them where they are called."""
+    events: list[Event] = []
+
+    @contextmanager
+    def around(operator: str) -> Iterator[None]:
+        begin_ns = time.perf_counter_ns()
+        yield
+        end_ns = time.perf_counter_ns()
+        phase = BY_OPERATOR[operator].name
+        times = {"begin_us": begin_ns / 1e3, "end_us": end_ns / 1e3}
+        events.append(Event(lane="host", phase=phase, direction=direction(), name=operator, **times))
+
+    with ranged(heap.device, around):
+        yield lambda: events
+
+
+@contextmanager
+def _watch_gpu(heap: SymmetricHeap) -> Iterator[Collect]:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with annotate(heap), torch.profiler.profile(activities=activities) as profiler:
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # or the first kernels would wait for their launches, not for peers
+        yield lambda: _exported(profiler)
+
+
+def _exported(profiler: torch.profiler.profile) -> list[Event]:
+    with tempfile.TemporaryDirectory(prefix="symmoe-timeline-") as folder:
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        return gpu_events(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _pack(events: Sequence[Event]) -> bytes:
+    return json.dumps([astuple(event) for event in events]).encode()
+
+
+def _together(payloads: Sequence[bytes], device: str) -> Timeline:
+    """All ranks' events on the clock of rank 0, from the end of the aligning barriers on."""
+    fields = tuple(Event.__dataclass_fields__)
+    ranks = [[Event(**dict(zip(fields, values, strict=True))) for values in json.loads(data)] for data in payloads]
+    return timeline_of(ranks, device, _ALIGNING_BARRIERS)
+
+
+def timeline_of(ranks: Sequence[Sequence[Event]], device: str, num_barriers: int) -> Timeline:
+    """The timeline of events by begin, each rank's on its own clock, that start with so many barriers."""
+    aligning = [_first_barriers(events, num_barriers) for events in ranks]
+    offsets, errors = align(aligning)
+    start = min(barriers[-1][1] - offset for barriers, offset in zip(aligning, offsets, strict=True))
+    shifted = []
+    for events, barriers, offset in zip(ranks, aligning, offsets, strict=True):
+        shifted.append(tuple(_moved(e, -offset - start) for e in events if e.begin_us >= barriers[-1][1]))
+    return Timeline(ranks=tuple(shifted), clock_error_us=tuple(errors), device=device)
+
+
+def _first_barriers(events: Sequence[Event], number: int) -> list[Span]:
+    return [(e.begin_us, e.end_us) for e in events if e.name in _ALIGNING_NAMES][:number]
+
+
+def _moved(event: Event, by_us: float) -> Event:
+    fields = {name: getattr(event, name) for name in Event.__dataclass_fields__}
+    return Event(**fields | {"begin_us": event.begin_us + by_us, "end_us": event.end_us + by_us})
+
+
+def _write(timeline: Timeline, path: Path) -> ArgumentError | None:
+    """Writes the three files; what went wrong, or None."""
+    try:
+        path.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+        path.with_suffix(".txt").write_text(table(timeline) + "\n", encoding="utf-8")
+    except OSError as error:
+        return ArgumentError(f"path ({path}) cannot be written: {error}")
+    try:
+        draw(timeline, str(path.with_suffix(".png")))
+    except ArgumentError as error:
+        logger.warning("%s", error)
+    return None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,457 @@
+"""Timelines: exposed times against counting, clocks against known offsets, real steps against their order by hand."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from collections.abc import Callable
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cluster import Cluster
+from worker import Findings, open_heap
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, cli, kernels, timeline
+from symmoe.bench.cases import Shape
+from symmoe.errors import ArgumentError, PeerAborted
+from symmoe.kernels import twin
+from symmoe.timeline.clocks import align
+from symmoe.timeline.events import Event, Timeline
+from symmoe.timeline.kineto import gpu_events
+from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, PHASES
+from symmoe.timeline.recording import timeline_of
+from symmoe.timeline.report import chrome_trace, table
+from symmoe.timeline.step import trace_layer
+
+KERNELS = Path(kernels.__file__).parent / "gpu"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+# -- exposed times ----------------------------------------------------------------------------------------------------
+
+
+def made_up(seed: int, num_ranks: int = 3, end_us: int = 400) -> Timeline:
+    """Events at whole microseconds on two streams, which may overlap and touch as they like."""
+    choose = random.Random(seed)
+    ranks = []
+    for _ in range(num_ranks):
+        events = []
+        for _ in range(choose.randrange(1, 40)):
+            begin = choose.randrange(end_us)
+            phase, direction = choose.choice(PHASES).name, choose.choice(("forward", "backward", ""))
+            end = min(end_us, begin + choose.randrange(60))
+            events.append(event(phase, begin, end, direction, lane=f"stream {choose.randrange(2)}"))
+        ranks.append(tuple(sorted(events, key=lambda e: e.begin_us)))
+    return Timeline(ranks=tuple(ranks), clock_error_us=(0.0,) * num_ranks, device="made up")
+
+
+def event(phase: str, begin: float, end: float, direction: str = "", lane: str = "host", name: str = "x") -> Event:
+    return Event(lane=lane, phase=phase, direction=direction, name=name, begin_us=begin, end_us=end)
+
+
+def cells(events: list[Event], end_us: int = 400) -> np.ndarray:
+    """Whether any event runs in each microsecond."""
+    running = np.zeros(end_us, dtype=bool)
+    for e in events:
+        for cell in range(int(e.begin_us), int(e.end_us)):
+            running[cell] = True
+    return running
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
+    made = made_up(seed)
+    gemm_names = {"FC1", "FC2", "FC1 dgrad", "FC2 dgrad", "wgrad", "GEMM"}
+    communication = {"plan", "push", "index", "fan-out", "pre-reduce", "pull", "wait"}
+    found = {(times.phase, times.direction): times for times in made.phases()}
+    assert set(found) == {(e.phase, e.direction) for events in made.ranks for e in events}
+    for rank, events in enumerate(made.ranks):
+        gemms = cells([e for e in events if e.phase in gemm_names])
+        for (phase, direction), times in found.items():
+            mine = cells([e for e in events if (e.phase, e.direction) == (phase, direction)])
+            assert times.busy_us[rank] == mine.sum()
+            assert times.exposed_us[rank] == (mine & ~gemms).sum()
+        exposed = made.exposed_communication(rank)
+        assert (
+            cells([event("push", *span) for span in exposed])
+            == (cells([e for e in events if e.phase in communication]) & ~gemms)
+        ).all()
+        assert all(left[1] < right[0] for left, right in pairwise(exposed))
+        last = int(max(e.end_us for each in made.ranks for e in each))
+        assert made.idle_us(rank) == last - cells(list(events)).sum()
+
+
+def test_made_up_timelines_have_what_is_exposed_and_what_is_not():
+    """Or the test above would say little."""
+    times = [t for seed in range(25) for t in made_up(seed).phases() if t.phase in ("push", "pull", "wait")]
+    shares = [exposed / busy for t in times for busy, exposed in zip(t.busy_us, t.exposed_us, strict=True) if busy]
+    assert sum(share == 0 for share in shares) > 5
+    assert sum(share == 1 for share in shares) > 5
+    assert sum(0 < share < 1 for share in shares) > 5
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def met_barriers(offsets_us: list[float], seed: int, rounds: int = 16) -> list[list[tuple[float, float]]]:
+    """What ranks see of barriers, each on a clock that is ahead by its offset; some come late, some leave late."""
+    choose, now, seen = random.Random(seed), 0.0, [[] for _ in offsets_us]
+    for _ in range(rounds):
+        entered = [now + choose.expovariate(1 / 30) for _ in offsets_us]
+        left = [max(entered) + 2 + choose.expovariate(1 / 5) for _ in offsets_us]
+        for mine, offset, begin, end in zip(seen, offsets_us, entered, left, strict=True):
+            mine.append((begin + offset, end + offset))
+        now = max(left)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clocks_are_found_within_the_error_that_is_stated(seed: int):
+    true = [0.0, 1e6 * (seed - 10), -37.5, 3.25e9]
+    offsets, errors = align(met_barriers(true, seed))
+    for offset, error, known in zip(offsets, errors, true, strict=True):
+        assert abs(offset - known) <= error + 1e-3
+        assert error < 60
+    wrong = met_barriers(true, seed)
+    wrong[1] = [(begin + 500, end + 500) for begin, end in wrong[1]]
+    assert abs(align(wrong)[0][1] - true[1]) > errors[1]
+
+
+def test_events_are_put_on_one_clock_and_the_aligning_barriers_left_out():
+    true, ranks = [0.0, 7000.0], []
+    for mine, offset in zip(met_barriers(true, 3), true, strict=True):
+        barriers = [event("wait", *span, name="barrier_kernel") for span in mine]
+        begin = 9000 + offset
+        ranks.append(
+            [*barriers, event("push", begin, begin + 5), event("wait", begin + 5, begin + 6, name="barrier_kernel")]
+        )
+    found = timeline_of(ranks, "cpu", 16)
+    assert [[e.phase for e in events] for events in found.ranks] == [["push", "wait"]] * 2
+    begins = [events[0].begin_us for events in found.ranks]
+    assert abs(begins[0] - begins[1]) <= found.clock_error_us[1] < 60
+    assert min(begins) > 0
+    assert found.ranks[1][0].end_us - found.ranks[1][0].begin_us == pytest.approx(5)
+
+
+# -- the table of phases ----------------------------------------------------------------------------------------------
+
+
+def launched_kernels() -> set[str]:
+    """Functions of the package that a GPU runs by themselves: jitted, and not called by others in device code alone."""
+    names = set()
+    for path in KERNELS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                names.add(node.name)
+    return {name for name in names if name.endswith("_kernel")}
+
+
+def test_every_kernel_and_every_operator_has_a_phase():
+    assert launched_kernels() - set(BY_KERNEL) == set()
+    assert len(launched_kernels()) >= 30
+    assert set(twin.__all__) - set(BY_OPERATOR) == {"dact_workspace_numel"}  # computes a number
+    for names in ([k for p in PHASES for k in p.kernels], [o for p in PHASES for o in p.operators]):
+        assert len(names) == len(set(names))
+
+
+# -- GPU events from a profiler's trace -------------------------------------------------------------------------------
+
+
+def kernel(name: str, begin: float, correlation: int, stream: int = 7, category: str = "kernel") -> dict:
+    args = {"stream": stream, "correlation": correlation, "device": 0}
+    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": begin, "dur": 4.0, "args": args}
+
+
+def launch(begin: float, correlation: int, thread: int, category: str = "cuda_driver") -> dict:
+    name, args = "cuLaunchKernelEx", {"correlation": correlation}
+    return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": thread, "ts": begin, "dur": 1.0, "args": args}
+
+
+def annotation(name: str, begin: float, end: float, thread: int) -> dict:
+    return {
+        "ph": "X", "cat": "user_annotation", "name": name, "pid": 9, "tid": thread, "ts": begin, "dur": end - begin
+    }  # fmt: skip
+
+
+def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
+    items = [
+        {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "python"}},
+        annotation("symmoe/forward/grouped_gemm", 10, 20, thread=1),
+        annotation("symmoe/backward/grouped_gemm_dgrad", 11, 30, thread=2),
+        annotation("somebody/forward/grouped_gemm", 40, 50, thread=1),
+        annotation("symmoe/forward/push_rows", 60, 70, thread=1),
+        launch(12, 1, thread=1),
+        launch(13, 2, thread=2, category="cuda_runtime"),
+        launch(25, 3, thread=1),  # after the range on its own thread, within the one of the other
+        launch(45, 4, thread=1),
+        launch(61, 5, thread=1),
+        kernel("hopper_gemm_kernel", 1000, 1),
+        kernel("hopper_gemm_kernel", 1010, 2, stream=13),
+        kernel("hopper_gemm_kernel", 1020, 3),
+        kernel("barrier_kernel", 1030, 4),
+        kernel("void at::native::vectorized_elementwise_kernel<4>" + "x" * 500, 990, 5),
+        kernel("pull_sums_kernel", 1040, 99),  # of a graph: no launch of its own
+        kernel("ncclDevKernel_AllReduce", 1050, 98),
+        kernel("Memcpy DtoH (Device -> Pinned)", 1060, 97, category="gpu_memcpy"),
+    ]
+    found = gpu_events({"traceEvents": items})
+    assert [(e.phase, e.direction, e.lane) for e in found] == [
+        ("push", "forward", "stream 7"),  # torch's kernel, launched by an operator of ours
+        ("FC2", "forward", "stream 7"),
+        ("FC1 dgrad", "backward", "stream 13"),
+        ("GEMM", "", "stream 7"),
+        ("wait", "", "stream 7"),
+        ("pull", "", "stream 7"),
+        ("other", "", "stream 7"),
+        ("other", "", "stream 7"),
+    ]
+    assert (found[1].begin_us, found[1].end_us) == (1000.0, 1004.0)
+    assert max(len(e.name) for e in found) <= 120
+
+
+def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)
+        x = torch.randn(8, 16, requires_grad=True)
+
+        def seen() -> list[str]:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                layer(x)[0].sum().backward()
+            return [e.name for e in profiler.events() if e.name.startswith("symmoe/")]
+
+        with timeline.annotate(heap):
+            on = seen()
+            with pytest.raises(ArgumentError, match="ranges are on, already"), timeline.annotate(heap):
+                pass
+        assert on.count("symmoe/forward/grouped_gemm_act") == on.count("symmoe/backward/grouped_gemm_dgrad") == 1
+        assert on.count("symmoe/backward/grouped_gemm_wgrad") == 2
+        assert seen() == []
+
+
+def test_ranges_are_found_in_what_the_profiler_writes(tmp_path: Path):
+    """A real trace, into which launches and kernels are put where the ranges are: no GPU is needed to have ranges."""
+    path = tmp_path / "profile.json"
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)
+        x = torch.randn(8, 16, requires_grad=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with timeline.annotate(heap), torch.profiler.profile(activities=activities) as profiler:
+            layer(x)[0].sum().backward()
+        profiler.export_chrome_trace(str(path))
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    ranges = [item for item in trace["traceEvents"] if str(item.get("name")).startswith("symmoe/")]
+    assert len(ranges) > 20
+    items, wanted = [], []
+    for number, item in enumerate(ranges):
+        _, direction, operator = item["name"].split("/")
+        inside = launch(item["ts"] + item["dur"] / 2, number, thread=item["tid"]) | {"pid": item["pid"]}
+        items += [inside, kernel("somebody's kernel", 10.0 * number, number)]
+        wanted.append((BY_OPERATOR[operator].name, direction))
+    found = gpu_events(trace | {"traceEvents": [*trace["traceEvents"], *items]})
+    assert [(e.phase, e.direction) for e in found] == wanted
+    assert {direction for _, direction in wanted} == {"forward", "backward"}
+
+
+# -- real steps -------------------------------------------------------------------------------------------------------
+
+# A layer's phases forward and backward, by hand from docs/design.md.
+ORDERS = {
+    "packed": (
+        "route plan wait plan  wait push wait index  FC1 FC2  pre-reduce wait pull wait",
+        "wait push wait  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait",
+    ),
+    "expert-major": (
+        "route plan wait plan  wait push wait index fan-out  FC1 FC2  pre-reduce wait pull wait",
+        "wait push wait fan-out  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait",
+    ),
+    "overlapped": (  # own rows, then the peer's; which rows these are is part of the plan
+        "route plan wait plan  wait push index plan FC1  push wait index FC1  FC2  pre-reduce wait pull wait",
+        "wait push FC2-dgrad  push wait FC2-dgrad  FC1-dgrad  pre-reduce wgrad pre-reduce wait pull wait",
+    ),
+}
+NUM_LAYERS = 2
+
+
+def recorded(rank: int, num_ranks: int, way: str, folder: str) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank}, {way}"
+    before = {name: getattr(twin, name) for name in twin.__all__}
+    layout, schedule = ("packed", "overlapped") if way == "overlapped" else (way, "serial")
+    with open_heap("cpu") as heap:
+        config = MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=3, layout=layout, schedule=schedule)
+        model = [MoELayer(config, heap) for _ in range(NUM_LAYERS)]
+        x = torch.randn(12 + rank, 32, requires_grad=True)
+
+        def step() -> None:
+            y = x
+            for layer in model:
+                y = layer(y)[0]
+            y.sum().backward()
+
+        step()
+        with timeline.record(f"{folder}/{way}.json", heap) as recording:
+            findings.equal("not yet", recording.timeline, None)
+            step()
+        step()  # is not in it
+    findings.equal("operators are back", {name: getattr(twin, name) for name in twin.__all__} == before, True)
+    made = recording.timeline
+    findings.equal("ranks", len(made.ranks), num_ranks)
+    for place, direction in enumerate(("forward", "backward")):
+        for of, events in enumerate(made.ranks):
+            phases = [name for name, _ in groupby(e.phase for e in events if e.direction == direction)]
+            # Where one layer ends with the phase that the next begins with, the two are one.
+            expected = [name.replace("-d", " d") for name, _ in groupby(ORDERS[way][place].split() * NUM_LAYERS)]
+            findings.equal(f"{direction} of rank {of}", phases, expected)
+    for events in made.ranks:
+        findings.equal("one after the other", all(a.end_us <= b.begin_us for a, b in pairwise(events)), True)
+        findings.equal("lanes", {e.lane for e in events}, {"host"})
+    findings.equal("an error is stated", 0 < max(made.clock_error_us) < 1e6, True)
+    return findings.texts
+
+
+@pytest.mark.parametrize("way", ORDERS)
+def test_a_step_has_every_phase_once_per_layer_and_direction(way: str, cluster: Callable[..., Cluster], tmp_path: Path):
+    assert cluster(2).run(recorded, way, str(tmp_path)) == [[], []]
+    trace = json.loads((tmp_path / f"{way}.json").read_text(encoding="utf-8"))
+    assert problems_of(trace) == []
+    lanes = {(i["pid"], i["args"]["name"]) for i in trace["traceEvents"] if i["name"] == "thread_name"}
+    assert lanes == {(rank, lane) for rank in range(2) for lane in ("host", "exposed communication")}
+    assert (tmp_path / f"{way}.png").read_bytes().startswith(PNG)
+    text = (tmp_path / f"{way}.txt").read_text(encoding="utf-8")
+    assert "\nforward   FC1 " in text
+    assert "rank clocks agree within" in text
+
+
+def problems_of(trace: dict) -> list[str]:
+    """What would keep Perfetto from showing a trace (Trace Event Format, JSON object form)."""
+    problems, named = [], set()
+    items = trace["traceEvents"]
+    for item in items:
+        if item["ph"] == "M":
+            named.add((item["pid"], item["tid"]))
+            if item["name"] not in ("process_name", "process_sort_index", "thread_name", "thread_sort_index"):
+                problems.append(f"unknown metadata {item}")
+    for item in items:
+        if item["ph"] == "M":
+            continue
+        if item["ph"] != "X" or not {"name", "cat", "pid", "tid", "ts", "dur"} <= set(item):
+            problems.append(f"not a complete event: {item}")
+        elif not (np.isfinite([item["ts"], item["dur"]]).all() and item["dur"] >= 0):
+            problems.append(f"bad times: {item}")
+        elif (item["pid"], item["tid"]) not in named:
+            problems.append(f"no name for the thread of {item}")
+        elif not all(isinstance(item[key], int) for key in ("pid", "tid")):
+            problems.append(f"ids are integers: {item}")
+    return problems
+
+
+def test_a_trace_that_perfetto_would_not_show_is_noticed():
+    good = chrome_trace(made_up(0))
+    assert problems_of(good) == []
+    for spoil in ({"dur": -1.0}, {"ts": float("nan")}, {"tid": 77}, {"ph": "B"}):
+        bad = json.loads(json.dumps(good))
+        next(item for item in bad["traceEvents"] if item["ph"] == "X").update(spoil)
+        assert problems_of(bad), spoil
+
+
+def test_the_table_says_what_the_timeline_says():
+    made = Timeline(
+        ranks=(
+            (event("push", 0, 10, "forward"), event("FC1", 5, 20, "forward"), event("pull", 20, 30, "backward")),
+            (event("push", 0, 4, "forward"), event("FC1", 10, 30, "forward")),
+        ),
+        clock_error_us=(0.0, 1.5),
+        device="made up",
+    )
+    lines = table(made).splitlines()
+    assert "30.0 us; rank clocks agree within 1.5 us" in lines[0]
+    rows = {tuple(line.split()[:2]): line.split()[2:] for line in lines}
+    assert rows["forward", "push"] == ["2", "7.0", "5.0", "4.0"]
+    assert rows["forward", "FC1"] == ["2", "17.5", "0.0", "0.0"]
+    assert rows["backward", "pull"] == ["1", "5.0", "10.0", "0.0"]
+    assert rows["communication,", "exposed"] == ["15.0", "4.0"]
+    assert rows["nothing", "runs"] == ["0.0", "6.0"]
+
+
+# -- what can go wrong ------------------------------------------------------------------------------------------------
+
+
+def wrong_path_on_one(rank: int, num_ranks: int, folder: str) -> list[str]:
+    raised = []
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        for path in (f"{folder}/{'x.png' if rank else 'x.json'}", f"{folder}/missing/x.json"):
+            try:
+                with timeline.record(path, heap):
+                    pass
+            except ArgumentError as error:
+                raised.append(str(error))
+        with timeline.record(f"{folder}/x.json", heap) as recording:  # works afterwards
+            pass
+        raised.append(str([len(events) for events in recording.timeline.ranks]))
+    return raised
+
+
+def test_a_wrong_path_is_the_same_error_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
+    found = cluster(2).run(wrong_path_on_one, str(tmp_path))
+    assert [len(each) for each in found] == [3, 3]
+    for each in found:
+        assert "must end with .json" in each[0]
+        assert "cannot be written" in each[1]
+        assert each[2] == "[0, 0]"
+
+
+def failing_body(rank: int, num_ranks: int, folder: str) -> str:
+    before = twin.push_rows
+    try:
+        with SymmetricHeap(num_bytes=4 << 20, backend="host", timeout_s=5.0) as heap:
+            with timeline.record(f"{folder}/failed.json", heap):
+                if rank == 1:
+                    raise ValueError("of the step")
+    except (ValueError, PeerAborted) as error:
+        return f"{type(error).__name__} {twin.push_rows is before}"
+    return "nothing raised"
+
+
+def test_a_rank_that_fails_does_not_hold_up_the_others(cluster: Callable[..., Cluster], tmp_path: Path):
+    assert cluster(2).run(failing_body, str(tmp_path)) == ["PeerAborted True", "ValueError True"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def traced(rank: int, num_ranks: int, path: str) -> str:
+    shape = Shape("small", hidden=32, ffn=16, num_experts=4, top_k=2)
+    return trace_layer(shape, num_tokens=16, schedule="overlapped", capacity=40, num_steps=2, path=path)
+
+
+def test_the_command_traces_on_several_ranks_and_on_one(
+    cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tables = cluster(2).run(traced, str(tmp_path / "two.json"))
+    assert tables[0] == (tmp_path / "two.txt").read_text(encoding="utf-8").rstrip()
+    assert tables[1] == ""
+    sizes = ["--hidden", "32", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "16"]
+    assert cli.main(["trace", *sizes, "--out", str(tmp_path / "one.json")]) == 0
+    assert "1 ranks" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{n}.{e}" for n in ("one", "two") for e in ("json", "png", "txt")
+    }
+    steps = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert sum(item["name"] == "FC2" for item in steps) == 2 * 2  # ranks, steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--steps", "0"], "steps (0) must be finite and greater than 0"),
+        (["--capacity-factor", "nan"], "capacity-factor (nan)"),
+        (["--preset", "all"], "preset (all) must be one"),
+        (["--hidden", "8"], "explicit sizes also need --ffn"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["trace", *arguments])
+    assert text in capsys.readouterr().err
