@@ -37,8 +37,11 @@ run_suite() { # its line is printed when it is done
     local suite=$1 limit=$default_seconds
     timeout -k 30 $((limit + 30)) "$python" -m tests.reliability "$suite" --device "$device" --ranks "$ranks" \
         --jobs "${jobs[$suite]:-1}" --seconds "$limit" ${cases:+--cases "$cases"} \
-        --json "$work/$suite.json" >"$work/$suite.log" 2>&1
+        --json "$work/$suite.json" >"$work/$suite.log" 2>&1 &
+    echo $! >"$work/$suite.pid" # timeout leads a process group of its own
+    wait $!
     local code=$?
+    rm "$work/$suite.pid"
     "$python" - "$work/$suite.json" "$suite" "$code" <<'LINE'
 import json, pathlib, sys
 path, suite, code = pathlib.Path(sys.argv[1]), *sys.argv[2:]
@@ -62,14 +65,6 @@ run_group() {
         lanes+=($!)
     done
     wait "${lanes[@]}"
-}
-
-children_of() {
-    local child
-    for child in $(pgrep -P "$1"); do
-        children_of "$child"
-        echo "$child"
-    done
 }
 
 write_record() { # of the suites that have one
@@ -100,8 +95,10 @@ MERGE
 
 finish() { # at the end, or when time is up
     trap - EXIT TERM INT
-    kill $(children_of $$) 2>/dev/null # suites write what they have
-    sleep 3
+    local pid pids
+    pids=$(cat "$work"/*.pid 2>/dev/null)
+    for pid in $pids; do kill "$pid"; done # suites write what they have
+    for pid in $pids; do timeout 20 tail --pid="$pid" -f /dev/null; done
     write_record "$(used_mib)"
     local code=$?
     rm -rf "$work"
