@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 examples/fsdp2_moe.py                    EP over 2 CPU processes, under a minute
     torchrun --nproc-per-node=4 examples/fsdp2_moe.py --ep 2             2 replicas of EP groups of 2
     torchrun --nproc-per-node=2 examples/fsdp2_moe.py --ep 1 --resume    goes on from the checkpoint, sharded otherwise
-    torchrun --nproc-per-node=2 examples/fsdp2_moe.py --preset gpu       the same on GPUs
+    torchrun --nproc-per-node=2 examples/fsdp2_moe.py --steps 10         on GPUs the same commands train the gpu preset
 
 Every rank holds E / ep experts of each layer, sharded over the replicas. Other parameters are sharded over all ranks.
 """
@@ -33,10 +33,11 @@ from symmoe.integrations.parallel import parallelize, parameter_groups
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
+    default = "gpu" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--preset", choices=sorted(PRESETS), default=default, help="default: gpu where torch sees one")
     parser.add_argument("--ep", type=int, help="ranks of an EP group (default: all)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps in all")
-    parser.add_argument("--save-every", type=int, default=30, help="steps between checkpoints")
+    parser.add_argument("--save-every", type=int, default=30, help="steps between checkpoints; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp2_moe"), help="where checkpoints go")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
@@ -97,11 +98,12 @@ def main() -> None:
                 mean_loss = ranks.mean(loss.detach()).item()
                 if ranks.is_main:
                     print(f"step {step + 1}: loss {mean_loss:.6f}, gradient norm {grad_norm.item():.6f}", flush=True)
-                if (step + 1) % arguments.save_every == 0 or step + 1 == arguments.steps:
+                is_last = step + 1 == arguments.steps
+                if arguments.save_every and (is_last or (step + 1) % arguments.save_every == 0):
                     save(arguments.out / f"step-{step + 1:06d}", model, optimizer)
             if ranks.is_main:
                 weight = model.blocks[0].moe.experts.fc1.weight
-                print(f"experts {list(weight.shape)} as {weight.placements} on {mesh}; see {arguments.out}")
+                print(f"experts {list(weight.shape)} as {weight.placements} on {mesh}")
             dist.barrier()
 
 

@@ -125,6 +125,28 @@ def check_dgrad(p, sizes, dtype, options):
     assert_same(f"{name} table", [out], packed)
 
 
+def check_sums(p, sizes, dtype, options):
+    """Results that are added to what is there: contiguous and gathered rows, with and without a bias."""
+    biases = {"bias": p.bias, "bias_scale": p.scale}
+    cases = (
+        (gemm.grouped_gemm, twin_gemm.grouped_gemm, p.rows, {}, FFN),
+        (gemm.grouped_gemm, twin_gemm.grouped_gemm, p.packed, {"row_index": p.row_index, **biases}, FFN),
+        (gemm.grouped_gemm_dgrad, twin_gemm.grouped_gemm_dgrad, p.dout, {}, HIDDEN),
+        (gemm.grouped_gemm_dgrad, twin_gemm.grouped_gemm_dgrad, p.packed_dout, {"row_index": p.row_index}, HIDDEN),
+    )
+    options = {**options, "config": replace(options["config"], block_n=128)}  # added in two pieces
+    for (kernel, twin, source, extra, width), accumulate in itertools.product(cases, (False, True)):
+        name = f"{kernel.__name__} {sizes} {dtype} {list(extra)} accumulate={accumulate}"
+        arguments = {**extra, "accumulate": accumulate}
+        check(
+            name,
+            lambda out, k=kernel, s=source, a=arguments: k(s, p.weight, p.row_start, out, **a, **options),
+            lambda out, t=twin, s=source, a=arguments: t(s, p.weight, p.row_start, out, **a),
+            [random(CAPACITY, width, dtype=dtype)],
+            dtype,
+        )
+
+
 def check_wgrad(p, sizes, dtype, options):
     sources = ((p.dout, p.rows, None, None), (p.packed_dout, p.rows, p.row_index, None),
                (p.dout, p.packed, None, p.row_index))  # fmt: skip
@@ -244,8 +266,11 @@ def check_panels():
         def dgrad(row_start, out, rows=rows, weight=weight_t, **options):
             gemm.grouped_gemm_dgrad(rows, weight, row_start, out, **options)
 
+        def added(row_start, out, rows=rows, weight=weight, **options):
+            gemm.grouped_gemm(rows, weight, row_start, out, accumulate=True, **options)
+
         ranges = torch.tensor([[1, 9, 5], [5, 5, 14]], dtype=torch.int32)
-        for call, zero_tail in ((plain, True), (biased, False), (dgrad, True)):
+        for call, zero_tail in ((plain, True), (biased, False), (dgrad, True), (added, False)):
             options = {"num_sms": NUM_SMS, "config": config}
             whole, in_ranges = (blank(20, width, dtype=dtype) for _ in range(2))
             call(row_start, whole, zero_tail=zero_tail, **options)
@@ -327,7 +352,7 @@ def main():
         dtype = (torch.float32, torch.float16)[i % 2]
         options = {"num_sms": NUM_SMS, "config": replace(CONFIG, flatten=i % 2 == 0)}
         p = Problem(sizes, dtype)
-        for check_it in (check_gemm, check_dgrad, check_wgrad, check_ranges):
+        for check_it in (check_gemm, check_dgrad, check_sums, check_wgrad, check_ranges):
             timed(f"{check_it.__name__} {sizes} {dtype}", check_it, p, sizes, dtype, options)
         timed(f"check_bias {sizes} {dtype}", check_bias, p, sizes, dtype)
     sizes, options = [37], {"num_sms": NUM_SMS, "config": CONFIG}

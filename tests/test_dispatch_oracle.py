@@ -149,9 +149,13 @@ def _check_maps(plan: Plan, routing: routings.Routing, layout: oracle.Layout, ra
         findings.equal("num_rows", plan.num_rows, len(layout.rows[rank]))
         findings.equal("row_capacity", plan.row_capacity, max(1, *map(len, layout.rows)))
         findings.equal("packed_row_capacity", plan.packed_row_capacity, max(1, *map(len, layout.packed)))
+        findings.equal("expected_rows", plan.expected_rows, plan.row_capacity)
     else:
         findings.equal("num_rows", plan.num_rows, None)
         findings.equal("row_capacity", plan.row_capacity, routing.capacity)
+        num_tokens, top_k = routing.topk_idx[rank].shape
+        most_tokens = num_tokens if routing.max_tokens is None else routing.max_tokens
+        findings.equal("expected_rows", plan.expected_rows, max(1, min(routing.capacity, most_tokens * top_k)))
         findings.check(plan.packed_row_capacity >= len(layout.packed[rank]), "packed rows may not fit their buffer")
 
 

@@ -116,9 +116,12 @@ def launch(function, shape, dtype, *, gather=False, table=False, biased=False, a
 
     if function == "gemm":
         biases = {"bias": meta(G, W, dtype=dtype), "bias_scale": meta(N, dtype=torch.float32), "zero_tail": True}
-        gemm.grouped_gemm(x, matrices(dtype), row_start, h, row_index=index, num_sms=132, **(biases if biased else {}))
+        extra = {**(biases if biased else {}), "accumulate": accumulate}
+        gemm.grouped_gemm(x, matrices(dtype), row_start, h, row_index=index, num_sms=132, **extra)
     elif function == "dgrad":
-        gemm.grouped_gemm_dgrad(h, matrices(dtype), row_start, x, zero_tail=True, num_sms=132)
+        dout, out = (meta(N // 2, W, dtype=dtype), meta(N, H, dtype=dtype)) if gather else (h, x)
+        options = {"row_index": index, "accumulate": accumulate, "zero_tail": True, "num_sms": 132}
+        gemm.grouped_gemm_dgrad(dout, matrices(dtype), row_start, out, **options)
     else:
         gemm.grouped_gemm_wgrad(
             h, x, row_start, matrices(out_dtype or dtype), rows_index=index, accumulate=accumulate, num_sms=132
@@ -165,8 +168,12 @@ GEMMS = [
     ("gemm", {"gather": True, "biased": True}),
     ("gemm", {"table": True}),
     ("gemm", {"gather": True, "table": True, "biased": True}),
+    ("gemm", {"accumulate": True}),
+    ("gemm", {"gather": True, "biased": True, "accumulate": True}),
     ("dgrad", {}),
     ("dgrad", {"table": True}),
+    ("dgrad", {"gather": True}),
+    ("dgrad", {"accumulate": True}),
     ("wgrad", {}),
     ("wgrad", {"gather": True}),
     ("wgrad", {"accumulate": True}),
@@ -223,6 +230,41 @@ def test_odd_widths(recorders, tmp_path, function, options, shape):
     assert code.spilled == 0
 
 
+# Adapters of a layer: as narrow as their rank, which every tile and every step of the contraction exceed.
+LOW_RANK = [
+    ("gemm", {"gather": True}, "down"),
+    ("gemm", {}, "down"),
+    ("gemm", {"accumulate": True}, "up"),
+    ("dgrad", {}, "up"),
+    ("dgrad", {"gather": True}, "up"),
+    ("dgrad", {"accumulate": True}, "down"),
+    ("wgrad", {"gather": True}, "down"),
+    ("wgrad", {}, "up"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize(("function", "options", "adapter"), LOW_RANK, ids=name_of)
+def test_low_ranks(recorders, tmp_path, monkeypatch, function, options, adapter, rank, dtype):
+    """Down: [r, H] weights; up: [W, r]."""
+    G, H, W, N = SHAPES["qwen3-30b"]
+    monkeypatch.setitem(SHAPES, "adapter", (G, H, rank, N) if adapter == "down" else (G, rank, W, N))
+    launch(function, "adapter", dtype, **options)
+    code = examine(recorders[KERNEL_OF[function]], tmp_path, f"{function} {options} {adapter} {rank} {dtype}")
+    assert code.wgmma == (dtype == torch.bfloat16)
+    copies = [line for line in code.ttgir.splitlines() if "async_copy_global_to_local" in line]
+    of_bounds = [line for line in copies if "tensor<1x!tt.ptr<i32>" in line]
+    # With one step of the contraction, what is fetched ahead is a whole tile, and the bounds of its group.
+    assert code.cp_async_narrow == bool(of_bounds)
+    assert not of_bounds or "accumulate" in options
+    assert code.wide_stores
+    if "accumulate" in options:
+        assert "ld.global.v4.b32" in code.ptx
+    assert code.shared <= MAX_SHARED
+    assert code.spilled == 0
+
+
 PARTS = [
     ("gemm", {"ranges": True}),
     ("gemm", {"ranges": True, "gather": True}),
@@ -230,6 +272,7 @@ PARTS = [
     ("gemm", {"columns": (512, 1536), "table": True, "biased": True}),
     ("dgrad", {"ranges": True, "columns": (0, 256)}),
     ("dgrad", {"columns": (1792, 2048), "zero_tail": True}),
+    ("gemm", {"ranges": True, "columns": (256, 512), "accumulate": True}),
 ]
 
 
@@ -243,7 +286,8 @@ def test_parts_are_as_fast_code(recorders, tmp_path, function, options):
         TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype) if "table" in options else meta(G, W, H, dtype=dtype)
     )
     x, h = meta(N, H, dtype=dtype), meta(N, W, dtype=dtype)
-    parts = {"columns": options.get("columns"), "zero_tail": "zero_tail" in options, "num_sms": 100}
+    parts = {name: name in options for name in ("accumulate", "zero_tail")}
+    parts |= {"columns": options.get("columns"), "num_sms": 100}
     if function == "gemm":
         index = meta(N, dtype=torch.int32) if "gather" in options else None
         bias = meta(G, W, dtype=dtype) if "biased" in options else None

@@ -120,13 +120,49 @@ def test_the_result_is_rounded_once():
 @of_every_dtype
 def test_dgrad(splits, dtype):
     p = Problem(splits, dtype)
-    out, again = p.blank(HIDDEN), p.blank(HIDDEN)
-    gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_start, out)
-    p.check(out, lambda r: p.dout[r].double() @ p.weight[p.row_group[r]].double())
     table, _memory = scattered(p.weight)
-    gemm.grouped_gemm_dgrad(p.dout, table, p.row_start, again, zero_tail=True)
-    assert torch.equal(again[: p.num_rows], out[: p.num_rows])
-    assert not again[p.num_rows :].any()
+    for dout, index, row in p.sources(p.dout, p.packed_dout):
+        out, again = p.blank(HIDDEN), p.blank(HIDDEN)
+        gemm.grouped_gemm_dgrad(dout, p.weight, p.row_start, out, row_index=index)
+        p.check(out, lambda r, row=row: row(r) @ p.weight[p.row_group[r]].double())
+        gemm.grouped_gemm_dgrad(dout, table, p.row_start, again, row_index=index, zero_tail=True)
+        assert torch.equal(again[: p.num_rows], out[: p.num_rows])
+        assert not again[p.num_rows :].any()
+
+
+@of_all_splits
+@of_every_dtype
+def test_results_are_added(splits, dtype):
+    """To what out holds, in the panel alone; the tail stays as it is."""
+    p = Problem(splits, dtype)
+    forward, backward = p.blank(FFN), p.blank(HIDDEN)
+    for out in (forward, backward):
+        out[: p.num_rows] = p.normal(p.num_rows, out.shape[1])
+    biases = {"bias": p.bias, "bias_scale": p.scale}
+    for source, index, row in p.sources(p.rows, p.packed):
+        out = forward.clone()
+        gemm.grouped_gemm(source, p.weight, p.row_start, out, row_index=index, accumulate=True, **biases)
+
+        def expected(r, row=row):
+            g = p.row_group[r]
+            return forward[r].double() + p.weight[g].double() @ row(r) + p.bias[g].double() * p.scale[r].double()
+
+        p.check(out, expected)
+    for source, index, row in p.sources(p.dout, p.packed_dout):
+        out = backward.clone()
+        gemm.grouped_gemm_dgrad(source, p.weight, p.row_start, out, row_index=index, accumulate=True)
+        p.check(out, lambda r, row=row: backward[r].double() + row(r) @ p.weight[p.row_group[r]].double())
+
+
+def test_a_sum_is_rounded_once():
+    """256 + 1 is 256 in bf16, and so is a second 1 more; their sum of 2 is not lost."""
+    ones, row_start = torch.ones(1, 8, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
+    weight = torch.zeros(1, 8, 8, dtype=torch.bfloat16)
+    weight[:, :, :2] = 1
+    for call in (gemm.grouped_gemm, gemm.grouped_gemm_dgrad):
+        out = torch.full((1, 8), 256.0, dtype=torch.bfloat16)
+        call(ones, weight if call is gemm.grouped_gemm else weight.mT.contiguous(), row_start, out, accumulate=True)
+        assert torch.equal(out, torch.full_like(out, 258.0))
 
 
 @of_all_splits

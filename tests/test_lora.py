@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker import Findings
 
 from symmoe import (
@@ -170,9 +173,10 @@ def test_rank_dropout():
     assert torch.equal(mlp.eval()(rows, SPLITS, probs), without)
     mlp.train()
     torch.manual_seed(0)
-    delta = torch.stack([mlp.fc1.weight_parameters()[0] - mlp.fc1.weight for _ in range(4000)])
+    delta = torch.stack([torch.bmm(b, a) for a, b in (mlp.fc1.adapters() for _ in range(4000))])
     assert not torch.equal(delta[0], delta[1])
-    torch.testing.assert_close(delta.mean(0), mlp.fc1._delta(0.0), rtol=0, atol=0.1)
+    want = ALPHA / RANK * torch.bmm(mlp.fc1.lora_b, mlp.fc1.lora_a)
+    torch.testing.assert_close(delta.mean(0), want, rtol=0, atol=0.1)
     ranks = {torch.linalg.matrix_rank(d, atol=1e-4).item() for d in delta[:50].flatten(0, 1)}
     assert ranks <= set(range(RANK + 1))
     assert len(ranks) > 2
@@ -265,6 +269,34 @@ def check_layer(rank: int, num_ranks: int, way: dict) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_adapters_of_a_layer(cluster, num_ranks: int, way: dict):
     assert [text for texts in cluster(num_ranks).run(check_layer, way) for text in texts] == []
+
+
+class Backward(TorchDispatchMode):
+    """Notes the shapes of what the step's backward operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.symmoe.moe_backward.default:
+            self.shapes = [tuple(gradient.shape) for gradient in result]
+        return result
+
+
+def test_the_operator_returns_no_gradients_of_frozen_weights():
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        ffn = 3 * I  # no shape of a weight is that of an adapter
+        layer = MoELayer(MoEConfig(hidden=H, ffn=ffn, num_experts=EXPERTS, top_k=TOP_K), heap)
+        add_lora(layer, rank=RANK, alpha=ALPHA)
+        frozen = {(EXPERTS, 2 * ffn, H), (EXPERTS, H, ffn)}
+        for thaws in (False, True):
+            layer.experts.fc1.weight.requires_grad_(thaws)
+            with Backward() as mode:
+                layer(torch.randn(7, H))[0].sum().backward()
+            assert len(mode.shapes) == 2 + 2 * thaws + 4  # tokens and probs, weights, A and B of both layers
+            assert (frozen & set(mode.shapes) != set()) == thaws
 
 
 def test_inside_torch_compile():

@@ -163,6 +163,21 @@ def test_inside_torch_compile(heap: SymmetricHeap):
     torch._dynamo.reset()
 
 
+def test_a_model_compiled_before_is_watched_from_then_on(heap: SymmetricHeap):
+    torch._dynamo.reset()
+    model = Model(heap)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(batch(0, 0))
+    logger = MetricsLogger(model)
+    for _ in range(2):
+        compiled(batch(0, 0))
+    assert [record.num_calls for record in logger.step(0)] == [2, 2]
+    logger.close()
+    compiled(batch(0, 0))
+    assert [record.num_calls for record in logger.step(1)] == [0, 0]
+    torch._dynamo.reset()
+
+
 def test_wire_rows_by_hand():
     # Experts 0-1 are on rank 0, 2-3 on rank 1, 4-5 on rank 2; this is rank 1.
     ids = torch.tensor([[0, 1, 4], [2, 3, -1], [5, 4, 3], [-1, -1, -1], [1, 2, 5]])

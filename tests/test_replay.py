@@ -137,7 +137,10 @@ def test_recording_and_replaying_refuse(heap: SymmetricHeap):
         model(tokens()[:5])
     compiled = torch.compile(model, backend="eager")
     compiled(tokens())
-    for context in (record_routing(model), replay_routing(model, routing), balanced_routing(model)):
+    with record_routing(model) as again:
+        compiled(tokens())
+    assert all(torch.equal(again[name], ids) for name, ids in routing.items())
+    for context in (replay_routing(model, routing), balanced_routing(model)):
         with pytest.raises(ArgumentError, match="have not been called, or in a model compiled before"), context:
             compiled(tokens())
     with pytest.raises(ArgumentError, match="has no MoELayer"), record_routing(nn.Linear(2, 2)):

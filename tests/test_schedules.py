@@ -159,7 +159,7 @@ def test_all_ways_give_the_same_bits(cluster, num_ranks: int):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_all_ways_give_the_same_bits_on_gpus(cluster, num_ranks: int, dtype: torch.dtype):
     assert flat(cluster(num_ranks, "cuda").run(check_ways, "cuda", dtype, timeout_s=280)) == []
 

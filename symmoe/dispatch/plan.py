@@ -28,6 +28,8 @@ class Plan:
         row_capacity: rows that a buffer for this plan needs on every rank: the largest N of the group (exact
             capacity) or the capacity given (static).
         packed_row_capacity: likewise for packed rows.
+        expected_rows: about as many rows as a rank gets, the same on all ranks: row_capacity, or all slots of a rank's
+            tokens if these are fewer.
         num_rows: N as a host integer; None with static capacity, where only the device knows it.
         splits: int32 [e], rows of each local expert.
         row_start: int32 [e + 1], where each local expert's rows start; the last is N.
@@ -49,6 +51,7 @@ class Plan:
     num_experts: int
     row_capacity: int
     packed_row_capacity: int
+    expected_rows: int
     num_rows: int | None
     generation: int
     splits: torch.Tensor
@@ -227,11 +230,13 @@ def make_plan(
         num_rows = words[control.SUM_NUM_ROWS]
         heap.note_counts(num_rows=num_rows, num_packed=words[control.SUM_NUM_PACKED])
         row_capacity, packed_capacity = max(1, words[control.SUM_MAX_ROWS]), max(1, words[control.SUM_MAX_PACKED])
+        expected_rows = row_capacity
     else:
         if device.type == "cpu":
             heap.check()
         num_rows = None
         row_capacity, packed_capacity = limit, max(1, min(limit, num_ranks * token_limit))
+        expected_rows = max(1, min(limit, token_limit * top_k))
     return Plan(
         heap=heap,
         num_tokens=num_tokens,
@@ -239,6 +244,7 @@ def make_plan(
         num_experts=num_experts,
         row_capacity=row_capacity,
         packed_row_capacity=packed_capacity,
+        expected_rows=expected_rows,
         num_rows=num_rows,
         generation=generation,
         splits=splits,

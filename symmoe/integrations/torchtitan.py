@@ -7,6 +7,8 @@
 T tokens on this rank, D hidden size, K experts per token, R rows received by this rank. Experts are torchtitan's own:
 rows are copied between the heap and ordinary memory, and scores are applied after the experts, in fp32, as torchtitan's
 other dispatchers do. A rank's tokens may differ in number from its peers'; a rank may receive none.
+
+torch.compile does not look into the two trips: plans, leases and signals are nothing that it can trace.
 """
 
 from __future__ import annotations
@@ -94,6 +96,23 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
             return LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
+        return self._dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK)
+
+    def combine(
+        self,
+        routed_output_RD: torch.Tensor,
+        metadata: SymmoeDispatchMetadata | LocalDispatchMetadata,
+        x_TD: torch.Tensor,
+    ) -> torch.Tensor:
+        """The sum of every token's rows, each times its score: [T, D]."""
+        if isinstance(metadata, LocalDispatchMetadata):
+            return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        return self._combine(routed_output_RD, metadata)
+
+    @torch.compiler.disable
+    def _dispatch(
+        self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata]:
         plan = make_plan(
             topk_expert_ids_TK,
             num_experts=self.num_experts,
@@ -105,15 +124,8 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         metadata = SymmoeDispatchMetadata(plan=plan, row_scores=row_scores_R)
         return rows_RD, plan.splits.to(torch.int64), metadata
 
-    def combine(
-        self,
-        routed_output_RD: torch.Tensor,
-        metadata: SymmoeDispatchMetadata | LocalDispatchMetadata,
-        x_TD: torch.Tensor,
-    ) -> torch.Tensor:
-        """The sum of every token's rows, each times its score: [T, D]."""
-        if isinstance(metadata, LocalDispatchMetadata):
-            return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+    @torch.compiler.disable
+    def _combine(self, routed_output_RD: torch.Tensor, metadata: SymmoeDispatchMetadata) -> torch.Tensor:
         scored_RD = (routed_output_RD.float() * metadata.row_scores[:, None]).to(routed_output_RD.dtype)
         return combine_tokens(scored_RD, metadata.plan, order=self.config.order)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,9 +19,22 @@ from symmoe.kernels.table import TensorTable
 from symmoe.symm_mem.autograd import Unmodified
 
 
+class Hidden(NamedTuple):
+    """What forward leaves for backward, beside its inputs.
+
+    Attributes:
+        h: [num_rows, W], FC1's output.
+        t1, t2: [num_rows, r], what adapters have made of the rows and of the activation; None without adapters.
+    """
+
+    h: torch.Tensor
+    t1: torch.Tensor | None = None
+    t2: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """What the kernels need of the experts.
+    """What the kernels need of the experts, and the order in which they run.
 
     Attributes:
         w1, w2: [G, W, H], [G, H, I], packed or as tables.
@@ -33,6 +47,61 @@ class ExpertWeights:
     w2: torch.Tensor | TensorTable
     b2: torch.Tensor | None
     activation: Activation
+
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
+    ) -> tuple[Hidden, torch.Tensor]:
+        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel per part.
+
+        Args:
+            parts: which rows, one part after the other. None: all at once.
+        """
+        h = x.rows.new_empty((num_rows, self.w1.shape[1]))
+        a = x.rows.new_empty((num_rows, self.w2.shape[2]))
+        for part in (Part(x.row_start),) if parts is None else parts:
+            kernels.for_device(h.device).grouped_gemm_act(
+                x.rows,
+                self.w1,
+                part.rows,
+                x.scale,
+                h,
+                a,
+                self.activation,
+                row_index=x.row_index,
+                bias=self.b1,
+                num_sms=part.num_sms,
+            )
+        return Hidden(h), a
+
+    def second_layer(
+        self,
+        a: torch.Tensor,
+        hidden: Hidden,
+        x: ExpertRows,
+        out: torch.Tensor,
+        *,
+        zero_tail: bool = False,
+        columns: tuple[int, int] | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """out [N, H] = W2 a + b2 * bias_scale, or only columns of it (the first, and the one past the last)."""
+        kernels.for_device(a.device).grouped_gemm(
+            a,
+            self.w2,
+            x.row_start,
+            out,
+            bias=self.b2,
+            bias_scale=x.bias_scale,
+            zero_tail=zero_tail,
+            columns=columns,
+            num_sms=num_sms,
+        )
+
+    def backward(
+        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, *, parts: Iterable[Part] | None = None
+    ) -> ExpertsBackward:
+        """The backward pass, its first step done."""
+        return ExpertsBackward(x, self, hidden, d_out, parts=parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +125,7 @@ class ExpertRows:
 
 def experts_forward(
     x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False
-) -> torch.Tensor:
+) -> Hidden:
     """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale.
 
     Args:
@@ -64,65 +133,11 @@ def experts_forward(
         num_rows: rows the intermediates get, at least row_start[G].
 
     Returns:
-        h [num_rows, W], all that backward needs beside the inputs.
+        all that backward needs beside the inputs.
     """
-    h, a = first_layer(x, weights, num_rows=num_rows)
-    second_layer(a, x, weights, out, zero_tail=zero_tail)
-    return h
-
-
-def first_layer(
-    x: ExpertRows,
-    weights: ExpertWeights,
-    *,
-    num_rows: int,
-    parts: Iterable[Part] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel per part.
-
-    Args:
-        parts: which rows, one part after the other. None: all at once.
-    """
-    h = x.rows.new_empty((num_rows, weights.w1.shape[1]))
-    a = x.rows.new_empty((num_rows, weights.w2.shape[2]))
-    for part in (Part(x.row_start),) if parts is None else parts:
-        kernels.for_device(h.device).grouped_gemm_act(
-            x.rows,
-            weights.w1,
-            part.rows,
-            x.scale,
-            h,
-            a,
-            weights.activation,
-            row_index=x.row_index,
-            bias=weights.b1,
-            num_sms=part.num_sms,
-        )
-    return h, a
-
-
-def second_layer(
-    a: torch.Tensor,
-    x: ExpertRows,
-    weights: ExpertWeights,
-    out: torch.Tensor,
-    *,
-    zero_tail: bool = False,
-    columns: tuple[int, int] | None = None,
-    num_sms: int | None = None,
-) -> None:
-    """out [N, H] = W2 a + b2 * bias_scale, or only columns of it (the first, and the one past the last)."""
-    kernels.for_device(a.device).grouped_gemm(
-        a,
-        weights.w2,
-        x.row_start,
-        out,
-        bias=weights.b2,
-        bias_scale=x.bias_scale,
-        zero_tail=zero_tail,
-        columns=columns,
-        num_sms=num_sms,
-    )
+    hidden, a = weights.first_layer(x, num_rows=num_rows)
+    weights.second_layer(a, hidden, x, out, zero_tail=zero_tail)
+    return hidden
 
 
 class ExpertsBackward:
@@ -133,43 +148,56 @@ class ExpertsBackward:
 
     Args:
         x, weights: of forward.
-        h: what forward returned.
+        hidden: what forward returned.
         d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
-        parts: of the first step, as first_layer takes them; `d_out` need not be complete before they are.
+        parts: of the first step, as ExpertWeights.first_layer takes them; `d_out` need not be complete before they are.
 
     Attributes:
         d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
             0 in the tail.
-        db1, db2: gradients of the biases, or None.
+        db1, db2: gradients of the biases; None for those that require none.
     """
 
     def __init__(
         self,
         x: ExpertRows,
         weights: ExpertWeights,
-        h: torch.Tensor,
+        hidden: Hidden,
         d_out: torch.Tensor,
         *,
         parts: Iterable[Part] | None = None,
     ) -> None:
+        h = hidden.h
         self._ops = ops = kernels.for_device(h.device)
         self._x, self._weights, self._d_out = x, weights, d_out
-        num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
         self._dh = torch.empty_like(h)
-        self._a = h.new_empty((num_rows, ffn))
-        self.d_scale = torch.empty(num_rows, dtype=torch.float32, device=h.device)
-        self.db1 = None if weights.b1 is None else torch.empty_like(weights.b1)
-        self.db2 = None if weights.b2 is None else torch.empty_like(weights.b2)
+        self._a = h.new_empty((h.shape[0], weights.w2.shape[2]))
+        self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
+        self.db1, self.db2 = (
+            torch.empty_like(bias) if bias is not None and bias.requires_grad else None
+            for bias in (weights.b1, weights.b2)
+        )
+        self._to_first_layer(hidden, parts)
+        self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
+        if self.db2 is not None:
+            ops.grouped_bias_grad(d_out, x.row_start, self.db2, dout_index=x.row_index, scale=x.bias_scale)
+        if weights.b2 is not None and x.bias_scale is not None:
+            ops.grouped_bias_dot(d_out, weights.b2, x.row_start, self.d_scale, dout_index=x.row_index, accumulate=True)
+
+    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
+        ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
+        num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
-        if parts is not None and weights.b1 is not None:  # db1 is summed over whole groups: wait for all rows
+        if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
             for _ in parts:
                 pass
             parts = None
         num_partials = 0
         for part in (Part(x.row_start),) if parts is None else parts:
             num_partials = ops.grouped_gemm_dact(
-                d_out,
+                self._d_out,
                 weights.w2,
                 part.rows,
                 h,
@@ -185,13 +213,6 @@ class ExpertsBackward:
             )
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_start, self.d_scale, num_partials)
-        self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
-        if weights.b2 is not None:
-            ops.grouped_bias_grad(d_out, x.row_start, self.db2, dout_index=x.row_index, scale=x.bias_scale)
-            if x.bias_scale is not None:
-                ops.grouped_bias_dot(
-                    d_out, weights.b2, x.row_start, self.d_scale, dout_index=x.row_index, accumulate=True
-                )
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row)."""
@@ -212,3 +233,7 @@ class ExpertsBackward:
         self._ops.grouped_gemm_wgrad(
             self._d_out, self._a, x.row_start, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
         )
+
+    def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Of adapters, if there are any, in the order in which an autograd function got them."""
+        return ()

@@ -7,7 +7,7 @@ whether rows travel beside the GEMMs, is the caller's choice (moe/schedule.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,9 @@ from symmoe.combine.collect import PHASE as COLLECT
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.moe.arguments import kernel_rows
-from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, first_layer, second_layer
+from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden
 from symmoe.moe.grouped_linear import GroupedLinear
-from symmoe.moe.grouped_mlp import GroupedMLP, kernel_weights, split_weights
+from symmoe.moe.grouped_mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
 from symmoe.moe.overlap import Sizes, layout_for, num_sms_of, overlap
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 
@@ -34,7 +34,7 @@ class Stash:
 
     Attributes:
         keeps_rows: the received rows, in a lease; without them backward dispatches the tokens again.
-        keeps_h: FC1's output; without it backward computes it again.
+        keeps_h: FC1's output, and what adapters made beside it; without them backward computes them again.
     """
 
     keeps_rows: bool
@@ -89,7 +89,8 @@ def expert_parallel_mlp(
         layout=layout,
         schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout),
     )
-    return _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2)
+    adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
+    return _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2, *adapters)
 
 
 def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str) -> Schedule:
@@ -98,7 +99,7 @@ def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, la
     if num_ranks == 1:
         return Serial(layout)
     sizes = Sizes(
-        num_rows=_rounded_up(plan.row_capacity),
+        num_rows=_rounded_up(plan.expected_rows),
         hidden=experts.hidden,
         ffn=experts.ffn,
         top_k=plan.top_k,
@@ -112,8 +113,8 @@ def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, la
 
 
 def _rounded_up(number: int) -> int:
-    """To two significant bits: with exact capacity it changes from step to step, and what is made of it shall not."""
-    step = 1 << max(0, number.bit_length() - 2)
+    """To four significant bits: with exact capacity it changes from step to step, and what is made of it shall not."""
+    step = 1 << max(0, number.bit_length() - 4)
     return -(-number // step) * step
 
 
@@ -151,15 +152,15 @@ class _Call:
         row_probs: torch.Tensor,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
-        weights: tuple[torch.Tensor, ...],
+        tensors: Sequence[torch.Tensor],
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
-        w1, w2 = kernel_weights(*split_weights(self.experts.fc1, weights))
+        experts = self.experts
         bias_scale = None if b2 is None else row_probs
         row_index = row_to_packed_row if self.layout == "packed" else None
         return (
             ExpertRows(received, self.plan.row_start, row_probs, bias_scale, row_index),
-            ExpertWeights(w1, b1, w2, b2, self.experts.activation.activation),
+            expert_weights(experts.fc1, experts.activation, experts.fc2, (b1, b2), tensors),
         )
 
 
@@ -172,27 +173,28 @@ class _ExpertParallelMLP(torch.autograd.Function):
         probs: torch.Tensor,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
-        *weights: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
         plan, schedule, hidden = call.plan, call.schedule, x.shape[1]
         heap, x = plan.heap, kernel_rows(x)
         received = heap.lease(call.receive_shape(hidden), x.dtype, name=RECEIVED, phase=SEND)
         with schedule.dispatch(x, plan, received.tensor, probs.contiguous()) as arrival:
             row_probs = arrival.row_probs
-            rows, experts = call.operands(received.tensor, arrival.row_to_packed_row, row_probs, b1, b2, weights)
-            h, a = first_layer(rows, experts, num_rows=call.num_rows, parts=arrival.parts)
+            rows, experts = call.operands(received.tensor, arrival.row_to_packed_row, row_probs, b1, b2, tensors)
+            computed, a = experts.first_layer(rows, num_rows=call.num_rows, parts=arrival.parts)
         keeps, stash = any(ctx.needs_input_grad), call.stash
         if keeps:
             # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
             kept = (None, received.tensor) if stash.keeps_rows else (x, None)
-            ctx.save_for_backward(*kept, h if stash.keeps_h else None, row_probs, b1, b2, *weights)
+            kept += computed if stash.keeps_h else (None,) * len(computed)
+            ctx.save_for_backward(*kept, row_probs, b1, b2, *tensors)
             ctx.call = call
         if not (keeps and stash.keeps_rows):
             received.release()
         with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
 
             def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
-                second_layer(a, rows, experts, out.tensor, columns=columns, num_sms=num_sms)
+                experts.second_layer(a, computed, rows, out.tensor, columns=columns, num_sms=num_sms)
 
             return schedule.combine(out.tensor, plan, call.order, compute)
 
@@ -200,9 +202,9 @@ class _ExpertParallelMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: torch.Tensor):
         call: _Call = ctx.call
-        x, received, h, row_probs, b1, b2, *weights = ctx.saved_tensors
-        weights1, weights2 = split_weights(call.experts.fc1, tuple(weights))
+        x, received, h, t1, t2, row_probs, b1, b2, *tensors = ctx.saved_tensors
         plan, schedule, fc1, fc2 = call.plan, call.schedule, call.experts.fc1, call.experts.fc2
+        weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
         both = ((fc1, weights1), (fc2, weights2))
         heap, hidden = plan.heap, dy.shape[1]
         _, row_to_packed_row = plan.received_index()
@@ -211,20 +213,22 @@ class _ExpertParallelMLP(torch.autograd.Function):
         if received is None:
             received = heap.lease(shape, dy.dtype, name=RECEIVED, phase=SEND).tensor
             arrived = schedule.dispatch_rows(x, plan, received)  # who goes where is in the plan
-        rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tuple(weights))
+        rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tensors)
+        computed = Hidden(h, t1, t2)
         with nullcontext() if arrived is None else arrived as parts:
             if h is None:
-                h, _ = first_layer(rows, experts, num_rows=call.num_rows, parts=parts)
+                computed, _ = experts.first_layer(rows, num_rows=call.num_rows, parts=parts)
         d_out = heap.lease(shape, dy.dtype, name="output gradients", phase=SEND).tensor
         with schedule.dispatch_rows(kernel_rows(dy), plan, d_out) as parts:
             # Holds both leases, beyond this call if weight gradients are delayed.
-            step = ExpertsBackward(rows, experts, h, d_out, parts=parts)
+            step = experts.backward(rows, computed, d_out, parts=parts)
         with heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT) as d_rows:
             step.input_gradient(d_rows.tensor)
-            # Without weight gradients there is nothing to run beside.
+            # Without weight gradients there is nothing to run beside; those of adapters take no time worth it.
             computes = any(w.requires_grad and not fc.delay_wgrad for fc, ws in both for w in ws)
             combining = schedule if computes else Serial(call.layout)
             with combining.combine_beside(d_rows.tensor, plan, call.order, step.d_scale) as collection:
                 dw2 = call.weight_gradients(fc2, weights2, step.w2_gradient)
                 dw1 = call.weight_gradients(fc1, weights1, step.w1_gradient)
-        return None, collection.out, collection.values, step.db1, step.db2, *dw1, *dw2
+                d_adapters = step.adapter_gradients()
+        return None, collection.out, collection.values, step.db1, step.db2, *dw1, *dw2, *d_adapters

@@ -25,6 +25,7 @@ from symmoe.kernels.table import TensorTable
 from symmoe.moe import weight_grad
 from symmoe.moe.adjacent import addresses, lay_side_by_side, packed_view
 from symmoe.moe.arguments import gradient_buffer, kernel_rows, result_buffers_problem, rows_problem, scale_problem
+from symmoe.moe.low_rank import low_rank
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.symm_mem.autograd import Unmodified, hand_on, wrote_into
@@ -112,6 +113,10 @@ class GroupedLinear(nn.Module):
         """The one packed weight, or the G discrete ones; of a DTensor this rank's part, differentiable."""
         return (local_part(self.weight),) if self.is_packed else self._discrete_weights()
 
+    def adapters(self) -> tuple[torch.Tensor, ...]:
+        """What a subclass adds to W x: A [G, r, C] and B [G, O, r] of B (A x), differentiable; none here."""
+        return ()
+
     def bias_parameter(self) -> torch.Tensor | None:
         """The bias, if there is one; of a DTensor this rank's part, differentiable."""
         return None if self.bias is None else local_part(self.bias)
@@ -172,7 +177,8 @@ class GroupedLinear(nn.Module):
         )
         added_bias = None if self.return_bias else bias
         scale = None if bias_scale is None else bias_scale.float()
-        y = _GroupedLinear.apply(call, x, added_bias, scale, *weights)
+        adapters = (adapter.to(x.dtype) for adapter in self.adapters())
+        y = _GroupedLinear.apply(call, x, added_bias, scale, *weights, *adapters)
         return (y, bias) if self.return_bias else y
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
@@ -218,6 +224,11 @@ class GroupedLinear(nn.Module):
             # A weight that autocast has cast is not the leaf: its gradient goes through the cast.
             return [None if s is None else s.to(w.dtype) for s, w in zip(stand_ins, weights, strict=True)]
         return weight_grad.new_gradients(weights, compute)
+
+    def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """As many tensors as the layer has weights, and those after them."""
+        num_weights = 1 if self.is_packed else self.num_groups
+        return tuple(tensors[:num_weights]), tuple(tensors[num_weights:])
 
     @torch.no_grad()
     def backward_dw(self) -> None:
@@ -348,9 +359,10 @@ class _GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         bias: torch.Tensor | None,
         bias_scale: torch.Tensor | None,
-        *weights: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
         linear = call.linear
+        weights, adapters = linear.split(tensors)
         x = kernel_rows(x)
         bias_scale = None if bias_scale is None else bias_scale.contiguous()
         shape = (*x.shape[:-1], linear.out_features)
@@ -364,7 +376,12 @@ class _GroupedLinear(torch.autograd.Function):
             bias_scale=None if bias_scale is None else bias_scale.view(-1),
             zero_tail=call.out is None,
         )
-        ctx.save_for_backward(x, bias, bias_scale, *weights)
+        low, t = low_rank(adapters), None
+        if low is not None:
+            t = low.new_rows(math.prod(x.shape[:-1]))
+            low.down(x.view(-1, linear.in_features), call.row_start, t)
+            low.add_up(t, call.row_start, y.view(-1, linear.out_features))
+        ctx.save_for_backward(x, bias, bias_scale, t, *tensors)
         # Not save_for_backward: what the gradient's buffer holds until then is nobody's business. Held here, it is
         # also what keeps autograd from taking the buffer itself for the `.grad` of a leaf.
         ctx.call = call
@@ -374,13 +391,19 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_y: torch.Tensor):
-        x, bias, bias_scale, *weights = ctx.saved_tensors
+        x, bias, bias_scale, t, *tensors = ctx.saved_tensors
         call: _Call = ctx.call
         linear, ops = call.linear, kernels.for_device(x.device)
+        weights, adapters = linear.split(tensors)
         _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
         d_y = kernel_rows(d_y).view(-1, linear.out_features)
         rows = x.view(-1, linear.in_features)
         d_x = d_bias = d_scale = None
+        low, d_adapters = low_rank(adapters), ()
+        if low is not None:
+            d_t = low.new_rows(rows.shape[0])
+            low.down_gradient(d_y, call.row_start, d_t)
+            d_adapters = low.gradients(rows, t, d_y, d_t, call.row_start)
         if needs_x:
             d_x = gradient_buffer(call.grad_input_out, x, d_y)
             ops.grouped_gemm_dgrad(
@@ -390,6 +413,8 @@ class _GroupedLinear(torch.autograd.Function):
                 d_x.view(-1, linear.in_features),
                 zero_tail=call.grad_input_out is None,
             )
+            if low is not None:
+                low.add_up_gradient(d_t, call.row_start, d_x.view(-1, linear.in_features))
             if call.grad_input_out is not None:
                 d_x = ctx.handed_on = hand_on(d_x)
         if needs_bias:
@@ -406,5 +431,5 @@ class _GroupedLinear(torch.autograd.Function):
             inputs.check()
             ops.grouped_gemm_wgrad(d_y, rows, call.row_start, out, accumulate=accumulate)
 
-        d_weights = linear.weight_gradients(tuple(weights), wgrad, overwrite_main_grad=call.overwrite_main_grad)
-        return None, d_x, d_bias, d_scale, *d_weights
+        d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=call.overwrite_main_grad)
+        return None, d_x, d_bias, d_scale, *d_weights, *d_adapters

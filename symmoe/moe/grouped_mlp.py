@@ -7,6 +7,7 @@ activation before FC2, so that combining rows is a plain sum and FC2's output is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.table import TensorTable
 from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU
+from symmoe.moe.adapted import AdaptedWeights
 from symmoe.moe.adjacent import packed_view
 from symmoe.moe.arguments import (
     gradient_buffer,
@@ -26,8 +28,9 @@ from symmoe.moe.arguments import (
     scale_problem,
     width_problem,
 )
-from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
+from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden, experts_forward
 from symmoe.moe.grouped_linear import GroupedLinear, check_uniform, kernel_weight
+from symmoe.moe.low_rank import RANK_MULTIPLE, LowRank
 from symmoe.moe.pointers import pack_weight_ptrs
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.moe.weight_grad import packed_shape
@@ -166,15 +169,50 @@ def fused_mlp(
         grad_input_out=grad_input_out,
         overwrite_main_grad=is_first_microbatch,
     )
-    return _FusedMLP.apply(call, x, scale.float(), b1, b2, *weights1, *weights2)
+    adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2))
+    return _FusedMLP.apply(call, x, scale.float(), b1, b2, *weights1, *weights2, *adapters)
 
 
-def split_weights(
-    fc1: GroupedLinear, weights: tuple[torch.Tensor, ...]
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """The weights of fc1, and those after them."""
-    num_first = 1 if fc1.is_packed else fc1.num_groups
-    return weights[:num_first], weights[num_first:]
+Tensors = tuple[torch.Tensor, ...]
+
+
+def split_tensors(fc1: GroupedLinear, fc2: GroupedLinear, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, ...]:
+    """The weights of fc1, those of fc2, and the adapters after them."""
+    weights1, rest = fc1.split(tensors)
+    return weights1, *fc2.split(rest)
+
+
+def adapters_of(fc1: GroupedLinear, fc2: GroupedLinear) -> Tensors:
+    """GroupedLinear.adapters of both layers, A1, B1, A2, B2; none if neither has any.
+
+    Where one layer has some, the other, e.g. because its own are merged, gets zeros.
+    """
+    pairs = fc1.adapters(), fc2.adapters()
+    if not any(pairs):
+        return ()
+    return tuple(adapter for fc, pair in zip((fc1, fc2), pairs, strict=True) for adapter in pair or _zero_adapters(fc))
+
+
+def _zero_adapters(linear: GroupedLinear) -> Tensors:
+    weight = linear.weight_parameters()[0]
+    shapes = (RANK_MULTIPLE, linear.in_features), (linear.out_features, RANK_MULTIPLE)
+    return tuple(weight.new_zeros((linear.num_groups, *shape)) for shape in shapes)
+
+
+def expert_weights(
+    fc1: GroupedLinear,
+    activation: ScaledActivation,
+    fc2: GroupedLinear,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    tensors: Sequence[torch.Tensor],
+) -> ExpertWeights:
+    """What a step computes with, of the biases, and of weights and adapters in one row."""
+    weights1, weights2, adapters = split_tensors(fc1, fc2, tensors)
+    w1, w2 = kernel_weights(weights1, weights2)
+    weights = (w1, biases[0], w2, biases[1], activation.activation)
+    if not adapters:
+        return ExpertWeights(*weights)
+    return AdaptedWeights(*weights, LowRank(*adapters[:2]), LowRank(*adapters[2:]))
 
 
 def kernel_weights(
@@ -234,14 +272,13 @@ class _Call:
         scale: torch.Tensor,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
-        weights: tuple[torch.Tensor, ...],
+        tensors: Sequence[torch.Tensor],
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them."""
-        w1, w2 = kernel_weights(*split_weights(self.fc1, weights))
         scale = scale.view(-1)
         return (
             ExpertRows(x.view(-1, x.shape[-1]), self.row_start, scale, scale if self.scale_bias else None),
-            ExpertWeights(w1, b1, w2, b2, self.activation.activation),
+            expert_weights(self.fc1, self.activation, self.fc2, (b1, b2), tensors),
         )
 
 
@@ -254,14 +291,14 @@ class _FusedMLP(torch.autograd.Function):
         scale: torch.Tensor,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
-        *weights: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
         x, scale = kernel_rows(x), scale.contiguous()
         hidden = call.fc2.out_features
         y = x.new_empty((*x.shape[:-1], hidden)) if call.out is None else call.out
-        rows, experts = call.operands(x, scale, b1, b2, weights)
-        h = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=call.out is None)
-        ctx.save_for_backward(x, scale, b1, b2, h, *weights)
+        rows, experts = call.operands(x, scale, b1, b2, tensors)
+        kept = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=call.out is None)
+        ctx.save_for_backward(x, scale, b1, b2, *kept, *tensors)
         # Not save_for_backward: what the gradient's buffer holds until then is nobody's business. Held here, it is
         # also what keeps autograd from taking the buffer itself for the `.grad` of a leaf.
         ctx.call = call
@@ -271,11 +308,11 @@ class _FusedMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_y: torch.Tensor):
-        x, scale, b1, b2, h, *weights = ctx.saved_tensors
+        x, scale, b1, b2, h, t1, t2, *tensors = ctx.saved_tensors
         call: _Call = ctx.call
-        weights1, weights2 = split_weights(call.fc1, tuple(weights))
-        rows, experts = call.operands(x, scale, b1, b2, tuple(weights))
-        step = ExpertsBackward(rows, experts, h, kernel_rows(d_y).view(-1, d_y.shape[-1]))
+        weights1, weights2, _ = split_tensors(call.fc1, call.fc2, tensors)
+        rows, experts = call.operands(x, scale, b1, b2, tensors)
+        step = experts.backward(rows, Hidden(h, t1, t2), kernel_rows(d_y).view(-1, d_y.shape[-1]))
         d_x = None
         if ctx.needs_input_grad[1]:
             d_x = gradient_buffer(call.grad_input_out, x, d_y)
@@ -285,4 +322,5 @@ class _FusedMLP(torch.autograd.Function):
         first, second = call.overwrite_main_grad
         d_w2 = call.fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=second)
         d_w1 = call.fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=first)
-        return None, d_x, step.d_scale.view(scale.shape), step.db1, step.db2, *d_w1, *d_w2
+        d_scale, d_adapters = step.d_scale.view(scale.shape), step.adapter_gradients()
+        return None, d_x, d_scale, step.db1, step.db2, *d_w1, *d_w2, *d_adapters

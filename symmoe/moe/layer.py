@@ -15,6 +15,7 @@ from symmoe.moe import balance, operators
 from symmoe.moe.arguments import width_problem
 from symmoe.moe.beside import join, start_beside
 from symmoe.moe.bias import count_in_backward, load_so_far
+from symmoe.moe.calls import Call, Calls
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.router import Router, RouterOutput, choice_problem, mask_problem
@@ -106,6 +107,7 @@ class MoELayer(nn.Module):
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
+        self.calls = Calls(heap, num_experts=config.num_experts, order=config.order)
         self.router = Router(config, device=device)
         num_local = config.num_experts // heap.num_ranks
         if experts is None:
@@ -171,7 +173,9 @@ class MoELayer(nn.Module):
         y = torch.ops.aten._unsafe_view(y, x.shape)  # a view would lose FSDP's hooks when somebody writes into it
         if shared is not None:
             y = y + join(shared, self.heap.side_stream)
-        return y, self._metrics(x, token_mask, routed, plan.expert_load, plan.num_dropped)
+        metrics = self._metrics(x, token_mask, routed, plan.expert_load, plan.num_dropped)
+        self._tell(routed, metrics, dtype)
+        return y, metrics
 
     def _forward_as_operator(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None
@@ -188,7 +192,9 @@ class MoELayer(nn.Module):
         y = y.view(x.shape)
         if self.shared_expert is not None:
             y = y + self.shared_expert(x)
-        return y, self._metrics(x, token_mask, routed, expert_load, num_dropped)
+        metrics = self._metrics(x, token_mask, routed, expert_load, num_dropped)
+        self._tell(routed, metrics, dtype)
+        return y, metrics
 
     def _route(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> RouterOutput:
         token_mask = None if token_mask is None else token_mask.reshape(-1)
@@ -222,6 +228,21 @@ class MoELayer(nn.Module):
             topk_idx=routed.topk_idx,
             num_over_capacity=routed.num_over_capacity,
         )
+
+    def _tell(self, routed: RouterOutput, metrics: MoEMetrics, dtype: torch.dtype) -> None:
+        if not self.calls.listeners:
+            return
+        call = Call(
+            topk_idx=routed.topk_idx,
+            chosen_idx=routed.chosen_idx,
+            expert_load=metrics.expert_load,
+            num_dropped=metrics.num_dropped,
+            row_bytes=self.config.hidden * dtype.itemsize,
+            is_training=self.training,
+            num_over_capacity=routed.num_over_capacity,
+            aux_loss=metrics.aux_loss,
+        )
+        self.calls.tell(call)
 
     def _balance_loss(
         self, routed: RouterOutput, expert_load: torch.Tensor, token_mask: torch.Tensor | None, sequence_length: int

@@ -1,10 +1,11 @@
-"""LoRA on grouped experts (arXiv:2106.09685): W[g] + (alpha / r) * B[g] A[g], with W frozen.
+"""LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen.
 
-A call computes the effective weights and gives them to the kernels in place of W, so everything that takes grouped
-experts takes adapters too: GroupedMLP alone, the fused expert-parallel step in all its schedules, torch.compile. No
-intermediate has a row per token. What it costs, per layer and micro-batch in flight: one more copy of the weights in
-the dtype of the computation, and in backward their dense gradient, from which those of A and B are products. These are
-the GEMMs of full training; what LoRA saves here is the gradients and optimizer states that stay.
+Adapters are grouped low-rank GEMMs (moe/low_rank.py) beside those of W: GroupedMLP alone, the expert-parallel step in
+all its schedules, torch.compile. Neither W + B A nor a gradient of the size of W is made; only merging makes B A.
+
+FLOPs of a linear layer per row, where full training has 2 C O forward and 4 C O backward: 2 C O + 2 r (C + O) forward,
+and backward 2 C O for the input gradient, 4 r (C + O) for the adapters' part of it and their gradients. Beside what a
+step without adapters keeps for backward: r numbers per row and linear layer.
 
 G groups, C input features, O output features, r rank.
 """
@@ -19,10 +20,9 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.moe import weight_grad
 from symmoe.moe.grouped_linear import GroupedLinear, local_part
 from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.layer import MoELayer
+from symmoe.moe.low_rank import RANK_MULTIPLE
 
 
 class LoRAGroupedLinear(GroupedLinear):
@@ -33,7 +33,7 @@ class LoRAGroupedLinear(GroupedLinear):
         lora_b: [G, O, r] parameter, zeros: at first the layer is the one that it was made of, bit for bit.
         scaling: alpha / r.
         rank_dropout: in training, the probability with which each of the r directions of an expert is left out of a
-            call. (Dropout of the adapter's input, as in the paper, would need a product per row.)
+            call. (There is no dropout of the adapter's input, as the paper has it.)
         is_merged: whether the weight holds the adapters' part.
     """
 
@@ -54,7 +54,7 @@ class LoRAGroupedLinear(GroupedLinear):
         for parameter in adapted._parameters.values():
             if parameter is not None:
                 parameter.requires_grad_(False)
-        weight = adapted.frozen_weights()[0]
+        weight = adapted.weight_parameters()[0]
         options = {"dtype": weight.dtype if dtype is None else dtype, "device": weight.device}
         adapted.lora_a = nn.Parameter(torch.empty(linear.num_groups, rank, linear.in_features, **options))
         adapted.lora_b = nn.Parameter(torch.zeros(linear.num_groups, linear.out_features, rank, **options))
@@ -65,10 +65,11 @@ class LoRAGroupedLinear(GroupedLinear):
 
     def reset_parameters(self) -> None:
         """Weights and biases as in GroupedLinear, adapters as at first."""
-        self.is_merged = True  # weight_parameters are the frozen ones
         super().reset_parameters()
-        self.is_merged = False
         self.reset_adapters()
+        if self.is_merged:  # into weights that are gone
+            self.is_merged = False
+            self._let_adapters_train(True)
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
@@ -77,25 +78,21 @@ class LoRAGroupedLinear(GroupedLinear):
         local_part(self.lora_a).uniform_(-bound, bound)
         local_part(self.lora_b).zero_()
 
-    def frozen_weights(self) -> tuple[torch.Tensor, ...]:
-        """The weights without what the adapters add (unless that is merged into them)."""
-        return super().weight_parameters()
+    def adapters(self) -> tuple[torch.Tensor, ...]:
+        """A [G, r, C] and B [G, O, r] times the scaling, with zeros up to a rank that kernels take; differentiable.
 
-    def weight_parameters(self) -> tuple[torch.Tensor, ...]:
-        """The effective weights, differentiable in A and B; packed, or one for each group."""
-        weights = self.frozen_weights()
+        In their own dtype. Nothing if they are merged: the weights hold them.
+        """
         if self.is_merged:
-            return weights
-        delta = self._delta(self.rank_dropout if self.training else 0.0).to(weights[0].dtype)
-        return tuple(w + d for w, d in zip(weights, (delta,) if self.is_packed else delta, strict=True))
-
-    def weight_gradients(
-        self, weights: tuple[torch.Tensor, ...], compute: weight_grad.Compute, *, overwrite_main_grad: bool
-    ) -> list[torch.Tensor | None]:
-        """As in GroupedLinear: the dense gradient, which autograd hands on to A and B."""
-        if not any(weight.requires_grad for weight in weights):
-            return [None] * len(weights)
-        return weight_grad.new_gradients(weights, compute)
+            return ()
+        a, b = local_part(self.lora_a), local_part(self.lora_b) * self.scaling
+        if self.training and self.rank_dropout:
+            keep = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
+            a = a * nn.functional.dropout(keep, self.rank_dropout)
+        missing = -a.shape[1] % RANK_MULTIPLE
+        if missing:
+            a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
+        return a, b
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -120,18 +117,11 @@ class LoRAGroupedLinear(GroupedLinear):
                 adapter.grad = None  # an optimizer's step would change what the weights hold already
 
     def _add_to_weights(self, sign: float) -> None:
-        delta = self._delta(0.0)
-        for weight, part in zip(self.frozen_weights(), (delta,) if self.is_packed else delta, strict=True):
-            weight.add_(part.to(weight.dtype), alpha=sign)
-
-    def _delta(self, rank_dropout: float) -> torch.Tensor:
-        """[G, O, C], what the adapters add; in their own dtype, also under autocast."""
         a, b = local_part(self.lora_a), local_part(self.lora_b)
-        if rank_dropout:
-            keep = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
-            a = a * nn.functional.dropout(keep, rank_dropout)
-        with torch.autocast(a.device.type, enabled=False):
-            return torch.bmm(b, a) * self.scaling
+        with torch.autocast(a.device.type, enabled=False):  # in the adapters' own dtype
+            delta = torch.bmm(b, a) * self.scaling
+        for weight, part in zip(self.weight_parameters(), (delta,) if self.is_packed else delta, strict=True):
+            weight.add_(part.to(weight.dtype), alpha=sign)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -165,7 +155,7 @@ def add_lora(
 
     Args:
         model: e.g. a GroupedMLP, a MoELayer, or a whole model.
-        rank, alpha: r, and the scaling alpha / r.
+        rank, alpha: r, and the scaling alpha / r. Any rank is computed as the next multiple of 8.
         rank_dropout: see LoRAGroupedLinear.
         dtype: of the adapters; None: the weights'. fp32 adapters on bf16 weights are what optimizers want.
 
@@ -191,7 +181,7 @@ def add_lora(
         mlp.fc1 = LoRAGroupedLinear.from_linear(mlp.fc1, **options)
         mlp.fc2 = LoRAGroupedLinear.from_linear(mlp.fc2, **options)
     for module in model.modules():
-        if isinstance(module, MoELayer):
+        if hasattr(module, "set_experts"):  # MoELayer and layers of integrations: compiled steps hold their weights
             module.set_experts(module.experts)
     return [parameter for linear in _adapted(model) for parameter in (linear.lora_a, linear.lora_b)]
 

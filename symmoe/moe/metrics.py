@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError
 from symmoe.moe import balance
-from symmoe.moe.layer import MoELayer, MoEMetrics
+from symmoe.moe.calls import Call, Calls, layers_with_calls
 
 Sink = Callable[[dict[str, float], int], object]
 
@@ -30,25 +29,26 @@ class LayerRecord:
     """One layer over one step: the calls in training mode since the last record.
 
     Attributes:
-        name: of the MoELayer in the model.
+        name: of the layer in the model.
         num_calls: micro-batches, usually. Recomputed forwards are not counted.
-        aux_loss: mean over the calls.
+        aux_loss: mean over the calls; None where the losses are the trainer's own (transformers, Megatron).
         tokens_per_expert: slots of each of the E experts over the EP group, before a static capacity drops any.
         tokens_per_rank: of each rank of the EP group: what its experts have got together.
         coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
         num_dropped: slots of the EP group dropped by a static capacity.
-        num_over_capacity: slots of this rank dropped by the capacity factor.
+        num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
         dispatch_bytes, combine_bytes: of token rows that this rank sends to, and reads from, other ranks in forward.
             Backward moves as many again. Slots that a static capacity drops are counted in.
         heap_high_water_bytes: the most bytes ever leased of the heap.
-        forward_s: seconds in forward, from the router to combine; None if not asked for.
+        forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
+            dispatch to combine, else the router is counted too (and in Megatron shared experts).
         dispatch_s, combine_s: of that, in these trips, their waits for other ranks included, on whichever stream they
             are. Where GEMMs run beside them, more than they cost.
     """
 
     name: str
     num_calls: int
-    aux_loss: float
+    aux_loss: float | None
     tokens_per_expert: tuple[int, ...]
     tokens_per_rank: tuple[int, ...]
     coefficient_of_variation: float
@@ -65,35 +65,39 @@ class LayerRecord:
 
 
 class MetricsLogger:
-    """Watches the MoE layers of a model by hooks, until :meth:`close`.
+    """Watches the MoE layers of a model, until :meth:`close`.
 
     Watching costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
-    replays then count.
+    replays then count. What torch.compile compiles counts too, and a compiled model is compiled again when watching
+    begins or ends.
 
     Args:
-        model: its MoELayers are watched. Layers in eval mode are not counted.
+        model: its MoELayers are watched, and the layers of symmoe's integrations in transformers and Megatron models.
+            Layers in eval mode are not counted.
         sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a function that calls
             SummaryWriter.add_scalar. None: the records are all there is.
         times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not
             in CUDA graphs, nor of what is compiled.
 
     Raises:
-        ArgumentError: the model has no MoELayer.
+        ArgumentError: the model has no such layer.
     """
 
     def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
-        if not layers:
-            raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer to watch")
-        self._layers, self._sink = layers, sink
-        self._sizes = [layer.config.num_experts + _NUM_TOTALS for layer in layers.values()]
-        device = next(iter(layers.values())).heap.device
+        layers = layers_with_calls(model)
+        self._sink = sink
+        self._sizes = [layer.calls.num_experts + _NUM_TOTALS for layer in layers.values()]
+        device = next(iter(layers.values())).calls.heap.device
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._timers = {name: _Timer(device) for name in layers} if times_forward else {}
-        self._hooks = []
+        self._undo, self._watches = [], {}
         for (name, layer), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
-            watch = _Watch(totals, self._timers.get(name))
-            self._hooks += [layer.register_forward_pre_hook(watch.before), layer.register_forward_hook(watch.after)]
+            watch = self._watches[name] = _Watch(layer.calls, totals)
+            self._undo.append(layer.calls.listen(watch.count))
+            if (timer := self._timers.get(name)) is not None:
+                hooks = _TimerHooks(timer)
+                self._undo.append(layer.register_forward_pre_hook(hooks.before).remove)
+                self._undo.append(layer.register_forward_hook(hooks.after).remove)
 
     def step(self, step: int) -> list[LayerRecord]:
         """Reads what was counted since the last call and starts anew. Waits for the device once. Local.
@@ -111,60 +115,70 @@ class MetricsLogger:
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
         records = [
-            _record(name, layer, values, self._timers.get(name))
-            for (name, layer), values in zip(self._layers.items(), totals.split(self._sizes), strict=True)
+            _record(name, watch, values, self._timers.get(name))
+            for (name, watch), values in zip(self._watches.items(), totals.split(self._sizes), strict=True)
         ]
         if self._sink is not None:
             self._sink(_numbers(records), step)
         return records
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Watches no longer."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         if self._timers:  # a forward that raised has left its own
-            for layer in self._layers.values():
-                layer.heap.trip_timer = None
+            for watch in self._watches.values():
+                watch.calls.heap.trip_timer = None
 
 
 class _Watch:
-    """The hooks of one layer."""
+    """Adds up the calls of one layer."""
 
-    def __init__(self, totals: torch.Tensor, timer: _Timer | None) -> None:
-        self._totals, self._timer = totals, timer
-
-    def before(self, layer: MoELayer, _args: tuple[Any, ...]) -> None:
-        if self._timer is not None and _counts(layer):
-            self._timer.start()
-            layer.heap.trip_timer = self._timer.trip
+    def __init__(self, calls: Calls, totals: torch.Tensor) -> None:
+        self.calls, self.knows_losses, self._totals = calls, True, totals
 
     @torch.no_grad()
-    def after(self, layer: MoELayer, _args: tuple[Any, ...], output: tuple[torch.Tensor, MoEMetrics]) -> None:
-        if not _counts(layer):
+    def count(self, call: Call) -> None:
+        if not _counts(call.is_training):
             return
-        if self._timer is not None:
-            self._timer.stop()
-            layer.heap.trip_timer = None
-        y, metrics = output
-        num_experts, heap = layer.config.num_experts, layer.heap
+        num_experts, heap = self.calls.num_experts, self.calls.heap
         sent, read = wire_rows(
-            metrics.topk_idx,
+            call.topk_idx,
             experts_per_rank=num_experts // heap.num_ranks,
             rank=heap.rank,
             num_ranks=heap.num_ranks,
-            order=layer.config.order,
+            order=self.calls.order,
         )
-        row_bytes = layer.config.hidden * y.element_size()
-        self._totals[:num_experts].add_(metrics.expert_load)
+        self._totals[:num_experts].add_(call.expert_load)
         other = self._totals[num_experts:]
         other[_NUM_CALLS].add_(1)
-        other[_AUX_LOSS].add_(metrics.aux_loss.detach())
-        other[_DROPPED].add_(metrics.num_dropped[0])
-        if metrics.num_over_capacity is not None:
-            other[_OVER_CAPACITY].add_(metrics.num_over_capacity[0])
-        other[_DISPATCH].add_(sent, alpha=row_bytes)
-        other[_COMBINE].add_(read, alpha=row_bytes)
+        if call.aux_loss is None:
+            self.knows_losses = False
+        else:
+            other[_AUX_LOSS].add_(call.aux_loss.detach())
+        other[_DROPPED].add_(call.num_dropped[0])
+        if call.num_over_capacity is not None:
+            other[_OVER_CAPACITY].add_(call.num_over_capacity[0])
+        other[_DISPATCH].add_(sent, alpha=call.row_bytes)
+        other[_COMBINE].add_(read, alpha=call.row_bytes)
+
+
+class _TimerHooks:
+    """Around the forward of one layer."""
+
+    def __init__(self, timer: _Timer) -> None:
+        self._timer = timer
+
+    def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
+        if _counts(layer.training):
+            self._timer.start()
+            layer.calls.heap.trip_timer = self._timer.trip
+
+    def after(self, layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+        if _counts(layer.training):
+            self._timer.stop()
+            layer.calls.heap.trip_timer = None
 
 
 class _Timer:
@@ -228,21 +242,22 @@ def wire_rows(
     return num_sent, num_sent if order == "rank" else is_remote.sum()
 
 
-def _counts(layer: MoELayer) -> bool:
+def _counts(is_training: bool) -> bool:
     """Whether this call is one to count: in training mode, and not a checkpoint's second time, in backward."""
-    if not layer.training:
+    if not is_training:
         return False
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
 
-def _record(name: str, layer: MoELayer, values: torch.Tensor, timer: _Timer | None) -> LayerRecord:
+def _record(name: str, watch: _Watch, values: torch.Tensor, timer: _Timer | None) -> LayerRecord:
     load, other = values[:-_NUM_TOTALS].long(), values[-_NUM_TOTALS:].tolist()
+    heap = watch.calls.heap
     return LayerRecord(
         name=name,
         num_calls=int(other[_NUM_CALLS]),
-        aux_loss=other[_AUX_LOSS] / max(other[_NUM_CALLS], 1.0),
+        aux_loss=other[_AUX_LOSS] / max(other[_NUM_CALLS], 1.0) if watch.knows_losses else None,
         tokens_per_expert=tuple(load.tolist()),
-        tokens_per_rank=tuple(load.view(layer.heap.num_ranks, -1).sum(1).tolist()),
+        tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
         coefficient_of_variation=float(balance.coefficient_of_variation(load)),
         max_violation=float(balance.max_violation(load)),
         num_dead_experts=int((load == 0).sum()),
@@ -250,7 +265,7 @@ def _record(name: str, layer: MoELayer, values: torch.Tensor, timer: _Timer | No
         num_over_capacity=int(other[_OVER_CAPACITY]),
         dispatch_bytes=int(other[_DISPATCH]),
         combine_bytes=int(other[_COMBINE]),
-        heap_high_water_bytes=layer.heap.high_water_bytes,
+        heap_high_water_bytes=heap.high_water_bytes,
         forward_s=None if timer is None else timer.take("forward"),
         dispatch_s=None if timer is None else timer.take("dispatch"),
         combine_s=None if timer is None else timer.take("combine"),

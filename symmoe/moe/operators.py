@@ -92,11 +92,11 @@ def expert_parallel_step(
         raise ArgumentError(f"experts.{option} (True) must be False inside torch.compile")
     if kind(experts) != step.kind:
         raise ArgumentError(f"experts are {kind(experts)}; the layer was made with {step.kind}")
-    biases, weights = ([tensor.to(tokens.dtype) for tensor in part] for part in local_parameters(experts))
+    biases, weights, adapters = ([tensor.to(tokens.dtype) for tensor in part] for part in local_parameters(experts))
     trains = torch.is_grad_enabled()
-    trains_weights = trains and any(parameter.requires_grad for parameter in experts.parameters())
+    trains_weights = trains and any(tensor.requires_grad for tensor in (*biases, *weights))
     y, expert_load, num_dropped, _ = _moe_forward(
-        tokens, probs, topk_idx, biases, weights, step.number, trains, trains_weights
+        tokens, probs, topk_idx, biases, weights, adapters, step.number, trains, trains_weights
     )
     return y, expert_load, num_dropped
 
@@ -161,6 +161,7 @@ def _moe_forward(
     topk_idx: torch.Tensor,
     biases: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
     step: int,
     trains: bool,
     trains_weights: bool,
@@ -171,14 +172,20 @@ def _moe_forward(
     this.heap.fail_for(width_problem(experts.fc1, x) or width_problem(experts.fc2, x), control.PHASE_PLAN)
     plan = plan_step(this.config, this.heap, topk_idx, x.dtype)
     state = torch.empty(1, dtype=torch.int64, device="cpu")
-    tensors = [x, probs, *biases, *weights]
+    tensors = [x, probs, *biases, *weights, *adapters]
     if not trains:
-        y = apply_experts(this.config, x, probs, with_parameters(experts, biases, weights), plan)
+        y = apply_experts(this.config, x, probs, with_parameters(experts, biases, weights, adapters), plan)
         return y, plan.expert_load.clone(), plan.num_dropped.clone(), state
     arguments = _Arguments(tensors)
     # Leaves of a graph of this call's own.
-    leaves = [tensor.detach().requires_grad_(number < 2 or trains_weights) for number, tensor in enumerate(tensors)]
-    experts = with_parameters(experts, leaves[2 : 2 + len(biases)], leaves[2 + len(biases) :])
+    first_weight, first_adapter = 2 + len(biases), 2 + len(biases) + len(weights)
+    leaves = [
+        tensor.detach().requires_grad_(trains_weights or not 2 <= number < first_adapter)
+        for number, tensor in enumerate(tensors)
+    ]
+    experts = with_parameters(
+        experts, leaves[2:first_weight], leaves[first_weight:first_adapter], leaves[first_adapter:]
+    )
     with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
         y = apply_experts(this.config, leaves[0], leaves[1], experts, plan)
     arguments.tensors = ()
@@ -189,7 +196,7 @@ def _moe_forward(
 
 
 @_moe_forward.register_fake
-def _(x, probs, topk_idx, biases, weights, step, trains, trains_weights):
+def _(x, probs, topk_idx, biases, weights, adapters, step, trains, trains_weights):
     int32 = {"dtype": torch.int32, "device": x.device}
     load = torch.empty(_STEPS[step].config.num_experts, **int32)
     return x.new_empty(x.shape), load, torch.empty(1, **int32), torch.empty(1, dtype=torch.int64, device="cpu")
@@ -203,12 +210,13 @@ def _moe_backward(
     probs: torch.Tensor,
     biases: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
     trains_weights: bool,
 ) -> list[torch.Tensor]:
     kept: _State | None = getattr(state.untyped_storage(), "_symmoe_state", None)
     if kept is None:
         raise StalePlan("`state` is a copy of what moe_forward returned; backward needs the tensor itself")
-    kept.arguments.tensors = [x, probs, *biases, *weights]
+    kept.arguments.tensors = [x, probs, *biases, *weights, *adapters]
     try:
         return list(torch.autograd.grad([kept.output], kept.inputs, [dy.contiguous()], retain_graph=True))
     finally:
@@ -216,23 +224,27 @@ def _moe_backward(
 
 
 @_moe_backward.register_fake
-def _(dy, state, x, probs, biases, weights, trains_weights):
-    inputs = [x, probs, *biases, *weights] if trains_weights else [x, probs]
+def _(dy, state, x, probs, biases, weights, adapters, trains_weights):
+    inputs = [x, probs, *(biases if trains_weights else ()), *(weights if trains_weights else ()), *adapters]
     return [tensor.new_empty(tensor.shape) for tensor in inputs]
 
 
 def _keep(ctx, inputs, output) -> None:
-    x, probs, _, biases, weights, _, _, ctx.trains_weights = inputs
-    ctx.num_biases = len(biases)
-    ctx.save_for_backward(output[3], x, probs, *biases, *weights)
+    x, probs, _, biases, weights, adapters, _, _, ctx.trains_weights = inputs
+    ctx.num_biases, ctx.num_weights = len(biases), len(weights)
+    ctx.save_for_backward(output[3], x, probs, *biases, *weights, *adapters)
 
 
 def _backward(ctx, dy, *_):
     state, x, probs, *rest = ctx.saved_tensors
-    biases, weights = rest[: ctx.num_biases], rest[ctx.num_biases :]
-    dx, d_probs, *d_rest = _moe_backward(dy, state, x, probs, biases, weights, ctx.trains_weights)
-    d_rest = d_rest or [None] * len(rest)
-    return dx, d_probs, None, d_rest[: ctx.num_biases], d_rest[ctx.num_biases :], None, None, None
+    first_adapter = ctx.num_biases + ctx.num_weights
+    biases, weights = rest[: ctx.num_biases], rest[ctx.num_biases : first_adapter]
+    adapters = rest[first_adapter:]
+    dx, d_probs, *d_rest = _moe_backward(dy, state, x, probs, biases, weights, adapters, ctx.trains_weights)
+    if not ctx.trains_weights:
+        d_rest = [None] * first_adapter + d_rest
+    d_parts = d_rest[: ctx.num_biases], d_rest[ctx.num_biases : first_adapter], d_rest[first_adapter:]
+    return dx, d_probs, None, *d_parts, None, None, None
 
 
 _moe_forward.register_autograd(_backward, setup_context=_keep)

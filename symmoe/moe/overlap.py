@@ -109,7 +109,7 @@ class Sizes:
     """What one call of a layer moves and multiplies on a rank, with experts chosen uniformly.
 
     Attributes:
-        num_rows: N. As long as all ranks give the same, which `plan.row_capacity` is, they cut a call alike.
+        num_rows: N. As long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike.
         hidden, ffn: H, I.
         top_k, num_experts, num_ranks: K, E, R.
         item_bytes: of an element of a row.

@@ -3,7 +3,8 @@
 Replay makes a policy's training forward use the experts of its rollout (routing replay for RL, arXiv:2510.11370).
 Scores and probs are computed anew, for the given experts, and so are their gradients.
 
-For one layer: `layer(x, topk_idx=recorded)`. The helpers below do it for all layers of a model.
+For one layer: `layer(x, topk_idx=recorded)`. The helpers below do it for all layers of a model. Recording works for the
+layers of integrations too. Giving needs symmoe's router, which computes the probs of what it is given: MoELayers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
+from symmoe.moe.calls import Call, layers_with_calls
 from symmoe.moe.layer import MoELayer
-from symmoe.moe.router import RouterOutput
 
 Routing = dict[str, torch.Tensor]
 
@@ -30,24 +31,26 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
     The ids are the router's choice before the capacity factor's drops, which a replay makes again, with its own probs.
 
     Yields:
-        name of each MoELayer to int32 [T, K] on the device.
+        name of each layer to int32 [T, K] on the device: of MoELayers, and of the layers of symmoe's integrations in
+        transformers and Megatron models (in Megatron after its capacity factor's drops).
 
     Raises:
-        ArgumentError: the model has no MoELayer; a layer is called a second time (which of the two to keep?), or not
-            at all, as seen from here: a model that torch.compile has compiled before takes no notice of this.
+        ArgumentError: the model has no such layer; a layer is called a second time (which of the two to keep?), or not
+            at all.
     """
     routing: Routing = {}
-    with ExitStack() as hooks:
-        for name, layer in _layers(model).items():
+    layers = layers_with_calls(model)
+    with ExitStack() as listeners:
+        for name, layer in layers.items():
 
-            def keep(_module: nn.Module, _args: tuple[Any, ...], routed: RouterOutput, name: str = name) -> None:
+            def keep(call: Call, name: str = name) -> None:
                 if name in routing:
                     raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
-                routing[name] = routed.chosen_idx
+                routing[name] = call.chosen_idx.int()
 
-            hooks.callback(layer.router.register_forward_hook(keep).remove)
+            listeners.callback(layer.calls.listen(keep))
         yield routing
-        _check_all_called(_layers(model).keys() - routing.keys())
+        _check_all_called(layers.keys() - routing.keys())
 
 
 @contextmanager
@@ -98,9 +101,13 @@ def balanced_choice(
 
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
-    if not layers:
-        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer")
+    layers = layers_with_calls(model)
+    for name, layer in layers.items():
+        if not isinstance(layer, MoELayer):
+            raise ArgumentError(
+                f"layer {name!r} ({type(layer).__name__}) must be a MoELayer: routing can be given to symmoe's router "
+                "alone, and this layer's is its trainer's (Megatron has moe_router_force_load_balancing)"
+            )
     return layers
 
 

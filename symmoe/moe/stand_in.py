@@ -10,7 +10,7 @@ import torch
 
 from symmoe.kernels.activation import Activation
 from symmoe.moe.grouped_linear import GroupedLinear
-from symmoe.moe.grouped_mlp import GroupedMLP, split_weights
+from symmoe.moe.grouped_mlp import GroupedMLP, adapters_of, split_tensors
 
 _ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
 
@@ -37,13 +37,29 @@ def kind(experts: GroupedMLP) -> tuple[object, ...]:
     return (*sizes, *activation, fc1.bias is not None, fc1.is_packed, type(fc1), type(fc2))
 
 
-def with_parameters(experts: GroupedMLP, biases: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> GroupedMLP:
-    """The experts with other tensors for parameters: both biases or none, and the weights of fc1 and fc2."""
+class _Given(GroupedLinear):
+    """A layer whose adapters are tensors that it has been given."""
+
+    given_adapters: tuple[torch.Tensor, ...]
+
+    def adapters(self) -> tuple[torch.Tensor, ...]:
+        return self.given_adapters
+
+
+def with_parameters(
+    experts: GroupedMLP,
+    biases: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
+) -> GroupedMLP:
+    """The experts with other tensors for parameters: those that local_parameters returns, or others like them."""
     stand_in = copy.copy(experts)
     stand_in._modules = dict(experts._modules)
-    for number, (name, own) in enumerate(zip(("fc1", "fc2"), split_weights(experts.fc1, tuple(weights)), strict=True)):
+    own_weights = split_tensors(experts.fc1, experts.fc2, weights)[:2]
+    for number, (name, own) in enumerate(zip(("fc1", "fc2"), own_weights, strict=True)):
         linear = copy.copy(getattr(experts, name))
-        linear.__class__ = GroupedLinear  # what it is given are the effective weights, also of one with adapters
+        linear.__class__ = _Given
+        linear.given_adapters = tuple(adapters[2 * number : 2 * number + 2])
         names = ["weight"] if linear.is_packed else [f"weight{g}" for g in range(linear.num_groups)]
         linear._parameters = dict(zip(names, own, strict=True)) | {"bias": biases[number] if biases else None}
         stand_in._modules[name] = linear
@@ -57,8 +73,12 @@ def local_experts(experts: GroupedMLP) -> GroupedMLP:
     return with_parameters(experts, *local_parameters(experts))
 
 
-def local_parameters(experts: GroupedMLP) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(biases, weights) of fc1 and fc2; of DTensors this rank's parts, differentiable."""
+def local_parameters(experts: GroupedMLP) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """(biases, weights, adapters) of fc1 and fc2; of DTensors this rank's parts, differentiable.
+
+    Both biases or none, and A1, B1, A2, B2 or none (adapters_of).
+    """
     linears = experts.fc1, experts.fc2
     biases = [linear.bias_parameter() for linear in linears if linear.bias is not None]
-    return biases, [weight for linear in linears for weight in linear.weight_parameters()]
+    weights = [weight for linear in linears for weight in linear.weight_parameters()]
+    return biases, weights, list(adapters_of(*linears))

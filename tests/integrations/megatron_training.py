@@ -1,53 +1,77 @@
-"""What ranks run for the tests of training: Megatron's DDP, micro-batches, memory, precision, refusals."""
+"""What ranks run for the tests of training: Megatron's DDP, micro-batches, memory, precision, metrics, refusals."""
 
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import megatron_shim
 import torch
+import torch.distributed as dist
 from megatron_cases import (
     BATCH,
     SEQUENCE,
     batch_of,
     config_of,
     differences,
+    filled,
+    gradients_of,
     model_of,
     named_parameters,
+    note_rows,
     opened_heap,
     reference_spec,
     results_of,
     use_groups,
 )
+from small_model import without_semaphores
 
 from symmoe.errors import SymmoeError
 
 NUM_MICRO_BATCHES = 2
+SIGMOID_BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+}
 
 
-def main_grads(rank: int, num_ranks: int, *, ep: int, overlap: bool, fault: bool = False) -> dict[str, Any]:
+def main_grads(
+    rank: int,
+    num_ranks: int,
+    *,
+    ep: int,
+    overlap: bool,
+    bias: dict[int, float] | None = None,
+    fault: bool = False,
+) -> dict[str, Any]:
     """Gradients in `main_grad` after Megatron's DDP has reduced them, of five models.
 
     Megatron's experts; ours with gradients in `.grad`; ours whose kernels add to main_grad; and those two once more
-    with weight gradients that backward leaves for later. `fault` scales what the kernels add.
+    with weight gradients that backward leaves for later. `bias` steers the choice of experts, by number; `fault` scales
+    what the kernels add.
     """
     from symmoe.integrations.megatron import DispatchOptions, use_symmoe
 
     use_groups(ep=ep)
-    config = config_of()
+    fields = {} if bias is None else SIGMOID_BIAS
+    config = config_of(**fields)
     found: dict[str, dict[str, torch.Tensor]] = {}
     expert_buckets = {}
+    received: list[list[int]] = []
     with opened_heap() as heap:
         spec = reference_spec(config)
-        found["megatron"], _ = _reduced(_ddp(model_of(config, spec), overlap))
+        found["megatron"], _ = _reduced(_ddp(_steered(model_of(config, spec), bias), overlap))
         for fused in (False, True):
             for delayed in (False, True):
-                config = config_of()
+                config = config_of(**fields)
                 # Its own checks ask for extensions (fused) and schedules (delayed) that CPUs do not have.
                 config.delay_wgrad_compute = delayed
                 ours = use_symmoe(spec, heap, options=DispatchOptions(order="slot"))
-                model = model_of(config, _with_fused_gradients(ours) if fused else ours)
+                model = _steered(model_of(config, _with_fused_gradients(ours) if fused else ours), bias)
+                for layer in model.decoder.layers:
+                    note_rows(layer.mlp, received)
                 if fault:
                     for layer in model.decoder.layers:
                         _scale_wgrad(layer.mlp.experts.linear_fc1)
@@ -62,7 +86,16 @@ def main_grads(rank: int, num_ranks: int, *, ep: int, overlap: bool, fault: bool
         "fused to unfused": differences(found["main_grad"], found["grad"]),
         "later to at once": differences(found["main_grad later"], found["main_grad"]),
         "num_expert_params": expert_buckets,
+        "received": received,
     }
+
+
+def _steered(model: Any, bias: dict[int, float] | None) -> Any:
+    """The model with these values in its routers' expert biases."""
+    for layer in model.decoder.layers:
+        for expert, value in (bias or {}).items():
+            layer.mlp.router.expert_bias[expert] = value
+    return model
 
 
 def _with_fused_gradients(spec: Any) -> Any:
@@ -246,6 +279,104 @@ def smallest_heap(rank: int, num_ranks: int, *, fields: dict[str, Any], bias: di
                 model(**batch_of()).mean().backward()
             used.append(heap.high_water_bytes / num_bytes)
     return used
+
+
+def watched(rank: int, num_ranks: int, *, fields: dict[str, Any], form: str) -> dict[str, Any]:
+    """Records of our layers beside the routing maps of Megatron's own model's routers, on the same tokens."""
+    import symmoe
+    from symmoe.errors import ArgumentError
+    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
+
+    use_groups(ep=2)
+    config = config_of(**fields)
+    maps: list[torch.Tensor] = []
+    spec = reference_spec(config)
+    megatrons = model_of(config, spec)
+    for layer in megatrons.decoder.layers:
+        layer.mlp.router.register_forward_hook(lambda module, args, output: maps.append(output[1].clone()))
+    with torch.no_grad():
+        megatrons(**batch_of())
+    loads = [routing_map.sum(0) for routing_map in maps]
+    for load in loads:
+        dist.all_reduce(load)
+    with opened_heap() as heap:
+        swap = use_symmoe if form == "experts" else use_symmoe_dispatcher
+        model = model_of(config, swap(spec, heap, options=DispatchOptions(order="slot"))).train()
+        logger = symmoe.MetricsLogger(model, times_forward=True)
+        for _ in range(2):
+            model(**batch_of()).mean().backward()
+        with torch.no_grad():
+            model.eval()(**batch_of())
+        records = logger.step(0)
+        logger.close()
+        with torch.no_grad(), symmoe.record_routing(model) as routing:
+            model(**batch_of())
+        errors = []
+        for context in (symmoe.replay_routing(model, routing), symmoe.balanced_routing(model)):
+            try:
+                with context:
+                    pass
+            except ArgumentError as error:
+                errors.append(str(error))
+    experts = torch.arange(loads[0].numel())
+    remote = [routing_map[:, experts // 4 != rank] for routing_map in maps]
+    return {
+        "records": records,
+        "loads": [load.tolist() for load in loads],
+        "same maps": [
+            torch.equal((ids[:, :, None] == experts).any(1), routing_map)
+            for ids, routing_map in zip(routing.values(), maps, strict=True)
+        ],
+        "sent": [int(of.any(1).sum()) * 32 * 4 for of in remote],
+        "read": [int(of.sum()) * 32 * 4 for of in remote],
+        "names": list(routing),
+        "errors": errors,
+    }
+
+
+def compiled(rank: int, num_ranks: int, *, form: str) -> dict[str, Any]:
+    """A layer in torch.compile: what that leaves alone, and differences to the same layer without it."""
+    from symmoe.integrations.megatron import use_symmoe, use_symmoe_dispatcher
+
+    without_semaphores()
+    use_groups(ep=2)
+    config = config_of()
+    with opened_heap() as heap:
+        swap = use_symmoe if form == "experts" else use_symmoe_dispatcher
+        layer = filled(swap(reference_spec(config), heap).submodules.mlp(config=config))
+        layer.set_layer_number(1)
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(SEQUENCE, BATCH, config.hidden_size, generator=generator, requires_grad=True)
+
+        def results(module: Any) -> dict[str, torch.Tensor]:
+            x.grad = None
+            layer.zero_grad()
+            y, _ = module(x)
+            y.square().sum().backward()
+            return {"y": y.detach(), "x": x.grad.clone(), **gradients_of(layer)}
+
+        expected = results(layer)
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
+        try:
+            found = results(torch.compile(layer, backend="aot_eager"))
+            torch._dynamo.reset()
+            breaks = torch._dynamo.explain(layer)(x).break_reasons
+        finally:
+            torch._dynamo.reset()
+            torch.compiler.set_stance("force_eager")
+        damaged = {name: tensor * 1.01 for name, tensor in expected.items()}
+    wanted = [re.search(r"Skip inlining function <function (\S+) at", str(each.reason)) for each in breaks]
+    return {
+        "differences": differences(found, expected),
+        "damaged": differences(found, damaged),
+        "left alone": {match.group(1) for match in wanted if match},
+        "others in our files": [
+            str(each)
+            for each, match in zip(breaks, wanted, strict=True)
+            if match is None and any("/symmoe/" in frame.filename for frame in each.user_stack[-1:])
+        ],
+    }
 
 
 def half_precision(rank: int, num_ranks: int) -> dict[str, float]:

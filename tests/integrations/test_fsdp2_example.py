@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fsdp2_moe.py"
 
@@ -36,3 +38,21 @@ def test_trains_saves_and_resumes_with_another_layout(tmp_path: Path):
     # loss counts the load of an EP group, which is a single rank now.
     assert resumed[7] == pytest.approx(whole[7], rel=1e-6)
     assert resumed[8] == pytest.approx(whole[8], rel=1e-3)
+
+
+def test_without_checkpoints(tmp_path: Path):
+    assert list(losses(tmp_path / "none", "--steps=2", "--save-every=0", num_ranks=1)) == [1, 2]
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_preset_is_that_of_the_machine_unless_given(monkeypatch: pytest.MonkeyPatch, has_gpu: bool):
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    spec = importlib.util.spec_from_file_location("fsdp2_moe", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
+    assert example.parse_arguments().preset == ("gpu" if has_gpu else "cpu")
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--preset", "tiny"])
+    assert example.parse_arguments().preset == "tiny"

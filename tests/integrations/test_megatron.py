@@ -16,16 +16,12 @@ import megatron_training
 import pytest
 from cluster import Cluster
 from megatron_cases import compare, compare_layers
+from megatron_training import SIGMOID_BIAS
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("psutil", reason="megatron's checkpoint writer hangs without it")
 
 ROUNDING = 1e-5
-SIGMOID_BIAS = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_dtype": "fp32",
-}
 SHARED = {"moe_shared_expert_intermediate_size": 40}
 FIELDS = {
     "plain": {},
@@ -162,16 +158,30 @@ def test_mistakes_are_found(ranks: Callable[[int], Cluster], fault: str):
             assert max(result[form].values()) > 100 * ROUNDING
 
 
+def assert_main_grads(result: dict[str, Any], *, ep: int) -> None:
+    assert result["fused to unfused"] == {}
+    assert result["later to at once"] == {}
+    for form in ("grad", "grad later", "main_grad", "main_grad later"):
+        assert max(result[form].values(), default=0.0) < ROUNDING
+        assert result["num_expert_params"][form] == (2 * 2 if ep == 2 else 0)  # layers, linears
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("ep", [1, 2])
-def test_main_grad(ranks: Callable[[int], Cluster], ep: int, overlap: bool):
-    """Under Megatron's DDP, with two micro-batches: fused, delayed, both."""
-    for result in ranks(2).run(megatron_training.main_grads, ep=ep, overlap=overlap):
-        assert result["fused to unfused"] == {}
-        assert result["later to at once"] == {}
-        for form in ("grad", "grad later", "main_grad", "main_grad later"):
-            assert max(result[form].values(), default=0.0) < ROUNDING
-            assert result["num_expert_params"][form] == (2 * 2 if ep == 2 else 0)  # layers, linears
+@pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), (2, 2), (4, 2)])
+def test_main_grad(ranks: Callable[[int], Cluster], num_ranks: int, ep: int, overlap: bool):
+    """Under Megatron's DDP, with two micro-batches: fused, delayed, both. Four ranks: experts have two replicas."""
+    for result in ranks(num_ranks).run(megatron_training.main_grads, ep=ep, overlap=overlap):
+        assert_main_grads(result, ep=ep)
+
+
+def test_main_grad_of_a_rank_without_tokens(ranks: Callable[[int], Cluster]):
+    """Its hooks must fire all the same, or a reduction that overlaps with backward would wait for ever."""
+    bias = {0: 50.0, 1: 50.0, 2: 50.0}  # three experts per token, all of them on rank 0
+    results = ranks(2).run(megatron_training.main_grads, ep=2, overlap=True, bias=bias)
+    for result in results:
+        assert_main_grads(result, ep=2)
+    assert all(max(rows) > 0 for rows in results[0]["received"])
+    assert all(max(rows) == 0 for rows in results[1]["received"])
 
 
 def test_wrong_main_grad_is_found(ranks: Callable[[int], Cluster]):
@@ -215,6 +225,40 @@ def test_heap_of_the_planned_size_is_enough(ranks: Callable[[int], Cluster], nam
     for used in ranks(2).run(megatron_training.smallest_heap, fields=fields, bias={0: 50.0, 1: 50.0, 2: 50.0}):
         assert all(0.1 < share < 1 for share in used)
         assert max(used) > 0.4  # and it is not wasteful when the routing is as uneven as can be
+
+
+@pytest.mark.parametrize("name", ["plain", "capacity, by prob", "recomputed layers"])
+@pytest.mark.parametrize("form", ["experts", "dispatcher"])
+def test_metrics_and_recorded_routing_are_those_of_megatrons_routers(
+    ranks: Callable[[int], Cluster], form: str, name: str
+):
+    for result in ranks(2).run(megatron_training.watched, fields=FIELDS[name], form=form):
+        assert result["same maps"] == [True, True]
+        assert result["names"] == ["decoder.layers.0.mlp", "decoder.layers.1.mlp"]
+        for number, record in enumerate(result["records"]):
+            load = result["loads"][number]
+            assert record.name == result["names"][number]
+            assert record.num_calls == 2  # not what is recomputed, nor in eval mode
+            assert list(record.tokens_per_expert) == [2 * slots for slots in load]
+            assert record.tokens_per_rank == (2 * sum(load[:4]), 2 * sum(load[4:]))
+            assert record.dispatch_bytes == 2 * result["sent"][number] > 0
+            assert record.combine_bytes == 2 * result["read"][number] > 0
+            assert record.aux_loss is None
+            assert 0 < record.dispatch_s + record.combine_s < record.forward_s
+        assert len(result["errors"]) == 2
+        for text in result["errors"]:
+            assert "layer 'decoder.layers.0.mlp' (SymmMoELayer) must be a MoELayer" in text
+            assert "moe_router_force_load_balancing" in text
+
+
+@pytest.mark.parametrize("form", ["experts", "dispatcher"])
+def test_torch_compile_leaves_the_trips_alone(ranks: Callable[[int], Cluster], form: str):
+    for result in ranks(2).run(megatron_training.compiled, form=form):
+        own = {"SymmTokenDispatcher.token_dispatch", "SymmTokenDispatcher.token_combine", "SymmExperts.forward"}
+        assert "SymmTokenDispatcher.token_dispatch" in result["left alone"] <= own
+        assert result["others in our files"] == []
+        assert max(result["differences"].values(), default=0.0) < ROUNDING
+        assert min(result["damaged"].values()) > 100 * ROUNDING
 
 
 def test_half_precision_is_as_good_as_megatrons(ranks: Callable[[int], Cluster]):

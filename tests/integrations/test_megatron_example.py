@@ -52,12 +52,14 @@ def losses_of(*arguments: str) -> list[float]:
 
 def test_learns_and_agrees_with_megatrons_layer_on_other_layouts():
     ours, theirs = losses_of(), losses_of("--dispatcher=alltoall")
-    halves = ["--micro-batch=2", "--micro-batches=2"]  # the same sequences
+    halves = ["--micro-batch=2", "--micro-batches=2"]  # the same sequences; their aux loss is another
+    theirs_in_halves = losses_of("--dispatcher=alltoall", *halves)
     replicated = losses_of("--expert-parallel=1", "--experts=megatron", "--order=slot", *halves)
     assert ours[0] == pytest.approx(math.log(256), rel=0.02)
     assert ours[-1] < ours[0] - 0.5
-    assert ours == pytest.approx(theirs, rel=1e-3)
-    assert replicated == pytest.approx(theirs, rel=1e-3)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert replicated == pytest.approx(theirs_in_halves, rel=1e-4)
+    assert theirs_in_halves != pytest.approx(theirs, rel=1e-4)
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
 
 
@@ -90,7 +92,7 @@ def test_times_layers_beside_each_other(tmp_path: Path):
 
 
 def test_trains_in_bf16_with_a_capacity_and_times_its_layer():
-    text = output_of("--steps=6", "--dtype=bf16", "--load-factor=1.9", "--layer-steps=2")
+    text = output_of("--steps=6", "--dtype=bf16", "--load-factor=2", "--layer-steps=2")
     figures = json.loads(text.splitlines()[-1])
     assert figures["trained"] == "symmoe+symmoe"
     assert figures["last_loss"] < figures["first_loss"]

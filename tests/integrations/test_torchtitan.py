@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
+from small_model import without_semaphores
 from torch.distributed.device_mesh import init_device_mesh
 
 pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan 0.3, which is not installed")
@@ -113,6 +114,42 @@ def test_sums_of_more_experts_differ_by_rounding(ranks: Cluster):
 def test_scores_of_the_wrong_experts_are_seen(ranks: Cluster):
     for deviations in ranks.run(compare, (40, 40), 2, torch.float32, wrong_scores=True):
         assert deviations["y"] > 0.05
+
+
+def compiled(rank: int, num_ranks: int, nums: tuple[int, int]) -> tuple[list[str], dict[str, bool]]:
+    """Why a compiled RoutedExperts breaks its graph; which results equal those of the same module without compiling."""
+    from symmoe.integrations.torchtitan import SymmoeTokenDispatcher
+
+    without_semaphores()
+    config = SymmoeTokenDispatcher.Config(num_experts=EXPERTS, top_k=2, hidden_dim=DIM, num_max_tokens_per_rank=64)
+    module = routed_experts(config)
+    own = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+    for name, parameter in list(module.inner_experts.named_parameters()):
+        setattr(module.inner_experts, name, torch.nn.Parameter(parameter.detach()[own].clone()))
+    module.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    arguments = inputs(rank, nums[rank], 2, torch.float32)
+    expected = {name: tensor.clone() for name, tensor in run(module, *arguments).items()}
+    module.zero_grad()
+    torch._dynamo.reset()
+    arguments = inputs(rank, nums[rank], 2, torch.float32)
+    found = run(torch.compile(module, backend="aot_eager"), *arguments)
+    torch._dynamo.reset()
+    x, scores, ids = arguments
+    breaks = torch._dynamo.explain(module)(x, scores, ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
+    torch._dynamo.reset()
+    module.token_dispatcher.close()
+    same = {name: torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-6) for name, tensor in expected.items()}
+    assert all(tensor.abs().max() > 0 for tensor in expected.values() if tensor.numel())
+    return [str(each.reason) for each in breaks.break_reasons], same
+
+
+def test_torch_compile_leaves_the_trips_alone(ranks: Cluster):
+    for reasons, same in ranks.run(compiled, (40, 21)):
+        assert all(same.values()), same
+        assert len(reasons) == 2
+        for reason, name in zip(reasons, ("_dispatch", "_combine"), strict=True):
+            assert f"SymmoeTokenDispatcher.{name}" in reason
+            assert "it was wrapped with `torch.compiler.disable`" in reason
 
 
 def alone(rank: int, num_ranks: int) -> None:

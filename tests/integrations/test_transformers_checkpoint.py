@@ -435,6 +435,36 @@ def test_adapters_are_refused(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def merged(rank: int, num_ranks: int, target: str) -> torch.Tensor:
+    """Logits of a model with trained adapters, which are merged and saved."""
+    with open_heap("cpu") as heap:
+        model = swap_moe(random_model("qwen3_moe"), heap)
+        generator = torch.Generator().manual_seed(3 + rank)
+        for adapter in symmoe.add_lora(model, rank=2, alpha=4.0):
+            adapter.data = torch.randn(adapter.shape, generator=generator) * 0.2
+        with torch.no_grad():
+            logits = model(batch_of(0)).logits
+        with pytest.raises(CheckpointError, match="merge or remove it"):
+            save_checkpoint(model, target)
+        symmoe.merge_lora(model)
+        save_checkpoint(model, target)
+    return logits
+
+
+def test_merged_adapters_are_in_the_weights_that_are_saved(cluster, tmp_path: Path):
+    target = tmp_path / "target"
+    first, second = cluster(2).run(merged, str(target))
+    torch.testing.assert_close(first, second)
+    random_model("qwen3_moe").config.save_pretrained(target)
+    with torch.no_grad():
+        plain = transformers.AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager")(
+            batch_of(0)
+        ).logits
+        before = random_model("qwen3_moe")(batch_of(0)).logits
+    torch.testing.assert_close(plain, first, rtol=1e-4, atol=1e-4)
+    assert (plain - before).abs().max() > 0.1  # the adapters are no small matter
+
+
 def test_unswapped_models_are_refused(tmp_path: Path):
     for call in (load_checkpoint, save_checkpoint):
         with pytest.raises(ArgumentError, match="swap_moe comes first"):

@@ -123,8 +123,9 @@ def test_outputs_and_all_gradients_equal_the_unmodified_model(cluster, family: s
             assert experts == pytest.approx([1.0] * len(experts), abs=1e-3)  # the sum over ranks, not the mean
 
 
-def test_four_ranks(cluster):
-    for found in cluster(4).run(compare, "deepseek_v3"):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_ranks(cluster, family: str):
+    for found in cluster(4).run(compare, family):
         assert max(found["errors"].values()) < BOUND
 
 

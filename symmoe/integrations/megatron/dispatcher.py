@@ -1,6 +1,8 @@
 """Megatron's token dispatcher over the symmetric heap.
 
 T tokens on this rank, E experts, K = moe_router_topk, N rows received, H hidden.
+
+torch.compile does not look into the two trips: plans, leases and signals are nothing that it can trace.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.pre_forward_comm(tokens.view(self.hidden_shape))
         return tokens, topk_probs
 
+    @torch.compiler.disable
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [N, H] sorted by local expert, in a lease, and their probs fp32 [N]. Collective over the EP group.
 
@@ -124,6 +127,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         """As it is. Local."""
         return hidden_states
 
+    @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The unweighted sum of every token's rows, [T, H]. Collective over the EP group."""
         # A weight gradient that is left for later still reads the gradient of the output then.

@@ -96,6 +96,7 @@ class SymmExperts(MegatronModule):
         weight.partition_dim, weight.partition_stride = split_dim, 1
         return linear
 
+    @torch.compiler.disable  # kernels that write into buffers
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,

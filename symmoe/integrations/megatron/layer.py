@@ -12,6 +12,7 @@ from symmoe.integrations.megatron.buffers import SharedBuffers
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups
 from symmoe.integrations.megatron.dispatcher import DispatchOptions, SymmTokenDispatcher
 from symmoe.integrations.megatron.experts import SymmExperts
+from symmoe.moe.calls import Call, Calls
 
 
 class SymmMoELayer(MoELayer):
@@ -54,6 +55,7 @@ class SymmMoELayer(MoELayer):
         self.token_dispatcher = SymmTokenDispatcher(
             config, pg_collection, buffers=buffers, options=options, own_experts=own_experts
         )
+        self.calls = Calls(buffers.heap, num_experts=config.num_moe_experts, order=options.order)
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
@@ -68,4 +70,18 @@ class SymmMoELayer(MoELayer):
         if output_buffer is not None:
             buffers = {"output_buffer": output_buffer, "grad_input_buffer": grad_input_buffer}
         output, bias = self.experts(rows, tokens_per_expert, row_probs, **buffers)
+        if self.calls.listeners:
+            self._tell(rows)
         return dispatcher.combine_preprocess(output), bias
+
+    def _tell(self, rows: torch.Tensor) -> None:
+        plan, topk_idx = self.token_dispatcher.plan, self.token_dispatcher.topk_idx
+        call = Call(
+            topk_idx=topk_idx,
+            chosen_idx=topk_idx,
+            expert_load=plan.expert_load,
+            num_dropped=plan.num_dropped,
+            row_bytes=rows.shape[1] * rows.element_size(),
+            is_training=self.training,
+        )
+        self.calls.tell(call)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-from symmoe.dispatch.plan import make_plan
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.families import Family
 from symmoe.kernels import control
+from symmoe.moe import operators
 from symmoe.moe.arguments import width_problem
-from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.calls import Call, Calls
+from symmoe.moe.config import MoEConfig
 from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.moe.step import apply_experts, plan_step
 from symmoe.symm_mem.buffers import dtype_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -62,12 +64,22 @@ class ExpertParallelExperts(nn.Module):
 
     def __init__(self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig) -> None:
         super().__init__()
-        self.mlp, self.heap, self.step = mlp, heap, step
+        self.heap = heap
+        self.num_experts = mlp.num_groups * heap.num_ranks  # E, of all ranks
+        # Every call brings its own K, and none of what this is for asks the configuration for it.
+        self.config = MoEConfig(hidden=mlp.hidden, ffn=mlp.ffn, num_experts=self.num_experts, top_k=1, **asdict(step))
+        self.calls = Calls(heap, num_experts=self.num_experts, order=step.order)
+        self.set_experts(mlp)
 
     @property
-    def num_experts(self) -> int:
-        """E, of all ranks."""
-        return self.mlp.num_groups * self.heap.num_ranks
+    def experts(self) -> GroupedMLP:
+        """`mlp`, by the name that MoELayer has for it."""
+        return self.mlp
+
+    def set_experts(self, experts: GroupedMLP) -> None:
+        """Makes `experts`, of the same shape, this rank's: e.g. `mlp` again, when it has got adapters. Local."""
+        self.mlp = experts
+        self._step = operators.step_of(self.config, self.heap, experts)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -85,26 +97,33 @@ class ExpertParallelExperts(nn.Module):
 
         Raises:
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
+                Inside torch.compile wrong shapes are the compiler's error, on that rank alone.
         """
-        heap, step = self.heap, self.step
-        heap.check()
-        heap.fail_for(self._problem(hidden_states, top_k_index, top_k_weights), control.PHASE_PLAN)
+        if not torch.compiler.is_compiling():
+            self.heap.check()
+            self.heap.fail_for(self._problem(hidden_states, top_k_index, top_k_weights), control.PHASE_PLAN)
         device_type = hidden_states.device.type
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype
-        plan = make_plan(
-            top_k_index,
-            num_experts=self.num_experts,
-            heap=heap,
-            capacity=step.capacity,
-            overflow=step.overflow,
-            max_tokens=step.max_tokens,
-            hidden=self.mlp.hidden,
-            dtype=dtype,
-        )
-        y = expert_parallel_mlp(
-            hidden_states.to(dtype), top_k_weights.float(), self.mlp, plan, order=step.order, stash=step.stash
-        )
+        tokens, probs = hidden_states.to(dtype), top_k_weights.float()
+        if operators.is_watched(self.mlp):
+            y, expert_load, num_dropped = operators.expert_parallel_step(
+                self._step, tokens, probs, top_k_index, self.mlp
+            )
+        else:
+            plan = plan_step(self.config, self.heap, top_k_index, dtype)
+            y = apply_experts(self.config, tokens, probs, self.mlp, plan)
+            expert_load, num_dropped = plan.expert_load, plan.num_dropped
+        if self.calls.listeners:
+            call = Call(
+                topk_idx=top_k_index,
+                chosen_idx=top_k_index,
+                expert_load=expert_load,
+                num_dropped=num_dropped,
+                row_bytes=self.config.hidden * dtype.itemsize,
+                is_training=self.training,
+            )
+            self.calls.tell(call)
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

@@ -3,8 +3,8 @@
     N rows in G groups; group g owns rows row_start[g]:row_start[g+1]; row_start int32[G+1] stays on the device.
     O, C output and contracted features of the forward GEMM; P packed rows that a row_index points into.
 
-    grouped_gemm        out[N,O] = rows[N,C] @ weight[G,O,C]^T + bias[G,O] * bias_scale[N]
-    grouped_gemm_dgrad  out[N,C] = dout[N,O] @ weight[G,O,C]
+    grouped_gemm        out[N,O] (+)= rows[N,C] @ weight[G,O,C]^T + bias[G,O] * bias_scale[N]
+    grouped_gemm_dgrad  out[N,C] (+)= dout[N,O] @ weight[G,O,C]
     grouped_gemm_wgrad  out[G,O,C] (+)= dout_g^T @ rows_g
 
 Every launch has one program per SM; a program walks the output tiles with the stride of the grid. Which tile an
@@ -47,7 +47,7 @@ from symmoe.kernels.parts import are_ranges, panel, refuse_ranges
 from symmoe.kernels.table import TensorTable
 
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
-# Columns of a tile that wgrad adds to the gradient at a time: a whole tile of loads does not fit into the registers.
+# Columns of a tile that are added to what is there at a time: a whole tile of loads does not fit into the registers.
 ACCUMULATE_COLUMNS = tl.constexpr(64)
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -302,6 +302,28 @@ def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
+def add_tile(
+    acc,
+    out,
+    row,
+    end,
+    first_column,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out [., WIDTH] += acc [ROWS, COLUMNS] at these rows and from this column on, in fp32 and rounded once."""
+    PART: tl.constexpr = min(COLUMNS, ACCUMULATE_COLUMNS)
+    parts = column_parts(acc, ROWS, COLUMNS, COLUMNS // PART)
+    for i in tl.static_range(COLUMNS // PART):
+        column = first_column + i * PART + tl.arange(0, PART)
+        pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        mask = tile_mask(row, end, column, WIDTH, COLUMNS)
+        total = parts[i] + tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def zero_rows(out, first, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Zeros in rows first..num_rows of out [num_rows, WIDTH], BLOCK elements at a time by every program in turn."""
     base = out + first.to(tl.int64) * WIDTH
@@ -356,6 +378,7 @@ def grouped_gemm_kernel(
     END: tl.constexpr,
     FIRST_COLUMN: tl.constexpr,  # of the panel
     COLUMNS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -384,9 +407,12 @@ def grouped_gemm_kernel(
             acc = tl.dot(a, b, acc, input_precision="ieee")
         column = first_column + tl.arange(0, BLOCK_N)
         acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
-        pointers_out = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
-        mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
-        tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=mask)
+        if ACCUMULATE:
+            add_tile(acc, out, row, end, first_column, OUT_WIDTH, BLOCK_M, BLOCK_N)
+        else:
+            pointers_out = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
+            mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
+            tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=mask)
     if num_rows is not None:
         first = tl.load(row_start + NUM_GROUPS)
         if COLUMNS == OUT_WIDTH:
@@ -534,6 +560,7 @@ def grouped_gemm(
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
+    accumulate: bool = False,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
@@ -542,11 +569,25 @@ def grouped_gemm(
 
     rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]; bias [G, O]; bias_scale fp32[N],
     without: 1. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. columns: only these are
-    computed and written. zero_tail: rows of out that belong to no group become 0 (in these columns); not with ranges.
-    num_sms: most SMs that run it, so that others are left to other kernels. Ranges and columns: kernels/parts.py, and
-    the errors there. See the module docstring.
+    computed and written. accumulate: the result is added to out[r] in fp32, and rounded with it. zero_tail: rows of out
+    that belong to no group become 0 (in these columns); not with ranges. num_sms: most SMs that run it, so that others
+    are left to other kernels. Ranges and columns: kernels/parts.py, and the errors there. See the module docstring.
     """
-    _launch_gemm(rows, weight, row_start, out, row_index, bias, bias_scale, columns, zero_tail, num_sms, config, False)
+    _launch_gemm(
+        rows,
+        weight,
+        row_start,
+        out,
+        row_index,
+        bias,
+        bias_scale,
+        columns,
+        accumulate,
+        zero_tail,
+        num_sms,
+        config,
+        False,
+    )
 
 
 def grouped_gemm_dgrad(
@@ -555,16 +596,21 @@ def grouped_gemm_dgrad(
     row_start: torch.Tensor,
     out: torch.Tensor,
     *,
+    row_index: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
+    accumulate: bool = False,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[r] = dout[r] @ weight[g] for every row r of every group g: dout [N, O], weight [G, O, C], out [N, C].
+    """out[r] = dout[row_index[r]] @ weight[g] for every row r of every group g.
 
-    row_start, columns, zero_tail, num_sms: as in grouped_gemm.
+    dout [N, O], or [P, O] with row_index int32[N]; weight [G, O, C]; out [N, C]. row_start, columns, accumulate,
+    zero_tail, num_sms: as in grouped_gemm.
     """
-    _launch_gemm(dout, weight, row_start, out, None, None, None, columns, zero_tail, num_sms, config, True)
+    _launch_gemm(
+        dout, weight, row_start, out, row_index, None, None, columns, accumulate, zero_tail, num_sms, config, True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,7 +634,19 @@ class Plan:
 
 
 def _launch_gemm(
-    rows, weight, row_start, out, row_index, bias, bias_scale, columns, zero_tail, num_sms, config, weight_k_first
+    rows,
+    weight,
+    row_start,
+    out,
+    row_index,
+    bias,
+    bias_scale,
+    columns,
+    accumulate,
+    zero_tail,
+    num_sms,
+    config,
+    weight_k_first,
 ):
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
@@ -598,7 +656,7 @@ def _launch_gemm(
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
-    if config is None and row_index is None and bias is None and not is_table:
+    if config is None and row_index is None and bias is None and not (is_table or accumulate):
         special = hopper.kernels(out.device, out.dtype, out_width)
         if special is not None and num_rows <= hopper.MAX_ROWS:
             special.launch_gemm(
@@ -613,7 +671,7 @@ def _launch_gemm(
             )
             return
     end = end_of_rows(row_start, num_groups)
-    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, end, columns)
+    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, end, columns, accumulate)
     launch(
         grouped_gemm_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),
@@ -646,6 +704,7 @@ def _gemm_plan(
     weight_k_first: bool,
     end: int,
     columns: tuple[int, int] | None,
+    accumulate: bool,
 ) -> Plan:
     config = config or gemm_config(out_width, dtype)
     weight_block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
@@ -661,6 +720,7 @@ def _gemm_plan(
         "END": end,
         "FIRST_COLUMN": first_column,
         "COLUMNS": end_column - first_column,
+        "ACCUMULATE": accumulate,
         **tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, *weight_block])}

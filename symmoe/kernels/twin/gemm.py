@@ -39,7 +39,7 @@ def row_ranges(row_start: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 def take_rows(rows: torch.Tensor, row_index: torch.Tensor | None, span: slice) -> torch.Tensor:
     """The rows of one group, gathered if there is an index."""
-    return rows[span] if row_index is None else rows[row_index[span].long()]
+    return rows[span] if row_index is None else rows.index_select(0, row_index[span])
 
 
 def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
@@ -122,6 +122,7 @@ def grouped_gemm(
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
+    accumulate: bool = False,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
@@ -129,8 +130,9 @@ def grouped_gemm(
 
     rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]; bias [G, O]; bias_scale fp32[N],
     without: 1. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. columns: only these are
-    computed and written. zero_tail: rows of out that belong to no group become 0 (in these columns); not with ranges.
-    num_sms: the kernels'. Ranges and columns: kernels/parts.py, and the errors there.
+    computed and written. accumulate: the result is added to out[r] in fp32, and rounded with it. zero_tail: rows of out
+    that belong to no group become 0 (in these columns); not with ranges. num_sms: the kernels'. Ranges and columns:
+    kernels/parts.py, and the errors there.
     """
     columns = panel(columns, out.shape[1])
     if zero_tail:
@@ -139,6 +141,8 @@ def grouped_gemm(
         addend = None
         if bias is not None:
             addend = bias[g].float() if bias_scale is None else bias[g].float() * bias_scale[span, None]
+        if accumulate:
+            addend = out[span].float() if addend is None else out[span].float() + addend
         multiply_rows(out[span], take_rows(rows, row_index, span), matrix(weight, g).t(), columns, addend)
     if zero_tail:
         zero_rows(out, row_start, columns)
@@ -150,19 +154,23 @@ def grouped_gemm_dgrad(
     row_start: torch.Tensor,
     out: torch.Tensor,
     *,
+    row_index: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
+    accumulate: bool = False,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out[r] = dout[r] @ weight[g] for every row r of every group g: dout [N, O], weight [G, O, C], out [N, C].
+    """out[r] = dout[row_index[r]] @ weight[g] for every row r of every group g.
 
-    row_start, columns, zero_tail, num_sms: as in grouped_gemm.
+    dout [N, O], or [P, O] with row_index int32[N]; weight [G, O, C]; out [N, C]. row_start, columns, accumulate,
+    zero_tail, num_sms: as in grouped_gemm.
     """
     columns = panel(columns, out.shape[1])
     if zero_tail:
         refuse_ranges(row_start, "zero_tail")
     for g, span in row_ranges(row_start):
-        multiply_rows(out[span], dout[span], matrix(weight, g), columns)
+        addend = out[span].float() if accumulate else None
+        multiply_rows(out[span], take_rows(dout, row_index, span), matrix(weight, g), columns, addend)
     if zero_tail:
         zero_rows(out, row_start, columns)
 

@@ -1,0 +1,107 @@
+"""What adapters add to a grouped linear layer, y += B[g] (A[g] x), as grouped GEMMs of rank r; without autograd.
+
+G groups, C input features, O output features, r rank, N rows sorted by group. Neither B A nor a gradient of its size is
+ever made: forward is t = x A^T and y += t B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. That is
+2 r (C + O) FLOPs a row forward and twice as many backward, beside 2 C O of the frozen weight in each direction.
+
+What is added to lies where the frozen weight's GEMM has put it, e.g. in the heap: the sum is made there, in fp32, and
+rounded a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from symmoe import kernels
+
+RANK_MULTIPLE = 8  # kernels want matrices with rows of a multiple of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The adapters of one layer, and its GEMMs in both directions. row_start: bounds or ranges (kernels/parts.py).
+
+    Attributes:
+        a: [G, r, C]; r is a multiple of RANK_MULTIPLE on GPUs.
+        b: [G, O, r], times the adapters' scaling.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def new_rows(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, r], uninitialised: for t or dt."""
+        return self.a.new_empty((num_rows, self.a.shape[1]))
+
+    def down(
+        self,
+        rows: torch.Tensor,
+        row_start: torch.Tensor,
+        t: torch.Tensor,
+        *,
+        row_index: torch.Tensor | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """t [N, r] = rows A^T; row i is rows[row_index[i]], or rows[i] without an index."""
+        _ops(t).grouped_gemm(rows, self.a, row_start, t, row_index=row_index, num_sms=num_sms)
+
+    def add_up(
+        self,
+        t: torch.Tensor,
+        row_start: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        columns: tuple[int, int] | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """y [N, O] += t B^T, or only columns of it."""
+        _ops(t).grouped_gemm(t, self.b, row_start, y, columns=columns, accumulate=True, num_sms=num_sms)
+
+    def down_gradient(
+        self,
+        dy: torch.Tensor,
+        row_start: torch.Tensor,
+        dt: torch.Tensor,
+        *,
+        row_index: torch.Tensor | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """dt [N, r] = dy B, gathered as in :meth:`down`."""
+        _ops(dt).grouped_gemm_dgrad(dy, self.b, row_start, dt, row_index=row_index, num_sms=num_sms)
+
+    def add_up_gradient(
+        self, dt: torch.Tensor, row_start: torch.Tensor, dx: torch.Tensor, *, num_sms: int | None = None
+    ) -> None:
+        """dx [N, C] += dt A."""
+        _ops(dt).grouped_gemm_dgrad(dt, self.a, row_start, dx, accumulate=True, num_sms=num_sms)
+
+    def gradients(
+        self,
+        rows: torch.Tensor,
+        t: torch.Tensor,
+        dy: torch.Tensor,
+        dt: torch.Tensor,
+        row_start: torch.Tensor,
+        *,
+        rows_index: torch.Tensor | None = None,
+        dy_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dA = dt^T rows and dB = dy^T t, each None if it is not required; a group without rows has zeros."""
+        d_a, d_b = (torch.empty_like(adapter) if adapter.requires_grad else None for adapter in (self.a, self.b))
+        if d_a is not None:
+            _ops(t).grouped_gemm_wgrad(dt, rows, row_start, d_a, rows_index=rows_index)
+        if d_b is not None:
+            _ops(t).grouped_gemm_wgrad(dy, t, row_start, d_b, dout_index=dy_index)
+        return d_a, d_b
+
+
+def low_rank(adapters: Sequence[torch.Tensor]) -> LowRank | None:
+    """The adapters of a layer (GroupedLinear.adapters); None for a layer without."""
+    return LowRank(*adapters) if adapters else None
+
+
+def _ops(tensor: torch.Tensor):
+    return kernels.for_device(tensor.device)

@@ -1,0 +1,84 @@
+"""Adapters on GPUs: low-rank GEMMs of every rank against dense weights W + s B A in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_lora_gemms import (
+    FFN,
+    NAMES,
+    ROWS,
+    SPLITS,
+    TAIL,
+    dense_oracle,
+    is_near,
+    make_experts,
+    random_parameters,
+)
+
+from symmoe import kernels
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+HIDDEN = 520  # wide enough for Hopper's own kernels, and no multiple of a tile
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lora_rank", [1, 4, 8, 16, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts(bias: bool, lora_rank: int, dtype: torch.dtype):
+    parameters = random_parameters(len(SPLITS), HIDDEN, FFN, lora_rank, dtype, bias=bias)
+    mlp = make_experts(parameters, slice(None)).to(DEVICE)
+    x, dy = torch.randn(2, ROWS + TAIL, HIDDEN).to(dtype)
+    probs = torch.rand(ROWS + TAIL) + 0.5
+    for tensor in (x, dy, probs):
+        tensor[ROWS:] = torch.nan
+    expert = torch.tensor([e for e, count in enumerate(SPLITS) for _ in range(count)])[:, None]
+    want_y, want, _ = dense_oracle(parameters, x[:ROWS], probs[:ROWS, None], expert, dy[:ROWS], 6.0)
+    rows, row_probs = x.to(DEVICE).requires_grad_(), probs.to(DEVICE).requires_grad_()
+    y = mlp(rows, torch.tensor(SPLITS, device=DEVICE), row_probs)
+    y.backward(dy.to(DEVICE))
+    got = {"x": rows.grad[:ROWS], "probs": row_probs.grad[:ROWS, None]}
+    got |= {name: mlp.get_parameter(name).grad for name in NAMES[2:]}
+    assert is_near(y.detach()[:ROWS].cpu(), want_y, dtype)
+    for name, gradient in got.items():
+        assert is_near(gradient.cpu(), want[name], dtype), name
+    assert not y[ROWS:].any()
+    assert not row_probs.grad[ROWS:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("in_width", [8, 64, 520])
+@pytest.mark.parametrize("columns", [None, (256, 512), (512, 600)])
+def test_results_are_added(columns: tuple[int, int] | None, in_width: int, dtype: torch.dtype):
+    """To what is there, in the panel and in the rows of the groups alone; forward and backward, plain and gathered."""
+    width, num_rows, sizes = 600, 700, (300, 0, 129, 171)
+    row_start = torch.tensor((0, *torch.tensor(sizes).cumsum(0)), dtype=torch.int32)
+    rows, before = torch.randn(num_rows, in_width).to(dtype), torch.randn(num_rows, width).to(dtype)
+    rows[row_start[-1] :] = torch.nan
+    weight = (torch.randn(len(sizes), width, in_width) * in_width**-0.5).to(dtype)
+    index = torch.randint(0, 600, (num_rows,), dtype=torch.int32)
+    ops = kernels.for_device(torch.device(DEVICE))
+    first, end = columns or (0, width)
+    for row_index, is_dgrad in ((None, False), (None, True), (index, False), (index, True)):
+        source = rows if row_index is None else rows[row_index]
+        want = before.double()
+        for g in range(len(sizes)):
+            group = slice(row_start[g], row_start[g + 1])
+            want[group, first:end] += source[group].double() @ weight[g, first:end].double().T
+        out = before.to(DEVICE)
+        call, matrix = (ops.grouped_gemm_dgrad, weight.mT.contiguous()) if is_dgrad else (ops.grouped_gemm, weight)
+        call(
+            rows.to(DEVICE),
+            matrix.to(DEVICE),
+            row_start.to(DEVICE),
+            out,
+            row_index=None if row_index is None else row_index.to(DEVICE),
+            columns=columns,
+            accumulate=True,
+        )
+        assert is_near(out.cpu(), want, torch.bfloat16 if dtype == torch.float16 else dtype)
+        inside = torch.zeros(before.shape, dtype=torch.bool)
+        inside[: row_start[-1], first:end] = True
+        assert torch.equal(out.cpu()[~inside], before[~inside])

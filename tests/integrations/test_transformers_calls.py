@@ -1,0 +1,264 @@
+"""Swapped transformers models as others see them: torch.compile, selective checkpointing, metrics, recorded routing."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.17")
+
+import torch
+import torch.distributed as dist
+from hf_cases import FAMILIES, batch_of, random_model
+from small_model import without_semaphores
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from worker import open_heap
+
+import symmoe
+from symmoe.errors import ArgumentError
+from symmoe.integrations.transformers import ExpertParallelExperts, StepConfig, swap_moe
+from symmoe.integrations.transformers.families import experts_modules
+
+H = 32  # of the tiny models
+STATIC = {"capacity": 256, "max_tokens": 64}
+
+
+@pytest.fixture
+def heap():
+    torch._dynamo.reset()
+    with symmoe.SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
+        yield heap
+    torch._dynamo.reset()
+
+
+def tokens(rank: int = 0, num: int = 18) -> torch.Tensor:
+    return torch.randn(1, num, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+
+def step(block: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and all gradients of an MoE block; clears the gradients."""
+    y = block(x)
+    y = y[0] if isinstance(y, tuple) else y
+    y.square().sum().backward()
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name.removeprefix("_orig_mod."): p.grad for name, p in block.named_parameters()}
+    x.grad = None
+    block.zero_grad()
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# -- torch.compile ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_swapped_block_is_one_graph(heap, family: str):
+    block = swap_moe(random_model(family), heap).model.layers[-1].mlp
+    explanation = torch._dynamo.explain(block)(tokens())
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0)
+    assert "symmoe.moe_forward" in explanation.graphs[0].code
+
+
+@pytest.mark.parametrize("options", [{}, STATIC | {"stash": "none"}], ids=["exact", "static"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_compiled_block_gives_the_eager_results(heap, family: str, options: dict):
+    block = swap_moe(random_model(family), heap, step=StepConfig(**options)).model.layers[-1].mlp
+    expected = step(block, tokens())
+    assert all(tensor.abs().max() > 0 for tensor in expected.values())
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    assert_same(step(compiled, tokens()), expected)
+    with torch.no_grad():  # negative control
+        experts = next(m for m in block.modules() if isinstance(m, ExpertParallelExperts))
+        experts.mlp.fc2.weight[:2] = experts.mlp.fc2.weight[:2].flip(0)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(step(compiled, tokens()), expected)
+
+
+def compiled_model(rank: int, num_ranks: int) -> tuple[float, float]:
+    """Loss of a compiled model and of the unmodified one; their gradients are compared here."""
+    without_semaphores()
+    torch._dynamo.reset()
+    reference = random_model("deepseek_v3", num_hidden_layers=2)  # the first is dense
+    batch = batch_of(rank)
+    want = reference(batch, labels=batch)
+    want.loss.backward()
+    with open_heap("cpu") as heap:
+        model = swap_moe(copy.deepcopy(reference), heap)
+        model.zero_grad()
+        got = torch.compile(model, fullgraph=True, backend="aot_eager")(batch, labels=batch)
+        got.loss.backward()
+        own = dict(model.named_parameters())
+        for name, parameter in reference.named_parameters():
+            if name in own:  # all but the experts', which have seen other ranks' tokens
+                torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    return got.loss.item(), want.loss.item()
+
+
+def test_whole_model_on_two_ranks(cluster):
+    for got, want in cluster(2).run(compiled_model):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_experts_of_another_kind_are_refused_by_the_compiled_block(heap):
+    """The operator is made for experts of one kind; others are refused, not computed wrongly."""
+    block = swap_moe(random_model("olmoe"), heap).model.layers[-1].mlp
+    block.experts.mlp = symmoe.GroupedMLP(8, H, 24, bias=True)
+    block(tokens())
+    with pytest.raises(ArgumentError, match="the layer was made with"):
+        torch.compile(block, backend="aot_eager")(tokens())
+    torch._dynamo.reset()
+    block.experts.set_experts(block.experts.mlp)
+    expected = step(block, tokens())
+    assert_same(step(torch.compile(block, fullgraph=True, backend="aot_eager"), tokens()), expected)
+
+
+def test_compiled_block_with_adapters(heap):
+    block = swap_moe(random_model("qwen3_moe"), heap).model.layers[-1].mlp
+    without = step(block, tokens())["y"]
+    for parameter in block.parameters():
+        parameter.requires_grad_(False)
+    adapters = symmoe.add_lora(block, rank=4, alpha=8.0)
+    for adapter in adapters:
+        nn.init.normal_(adapter, std=0.3)
+
+    def found(module: nn.Module) -> list[torch.Tensor]:
+        y = module(tokens())
+        y = y[0] if isinstance(y, tuple) else y
+        return [y, *torch.autograd.grad(y.square().sum(), adapters)]
+
+    expected = found(block)
+    assert not torch.allclose(expected[0], without, atol=1e-3)  # the adapters count
+    for got, want in zip(found(torch.compile(block, fullgraph=True, backend="aot_eager")), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+
+
+# -- selective checkpointing --------------------------------------------------------------------------------------
+
+
+def test_checkpoint_that_saves_the_operator_crosses_the_wire_once(heap):
+    block = swap_moe(random_model("mixtral"), heap).model.layers[-1].mlp
+    expected = step(block, tokens())
+    phases: list[int] = []
+    barrier = heap.barrier
+    heap.barrier = lambda phase, **kwargs: (phases.append(phase), barrier(phase, **kwargs))[1]
+    policies = {"full": None, "saved": [torch.ops.symmoe.moe_forward.default]}
+    barriers = {}
+    for name, saved in policies.items():
+        contexts = {} if saved is None else {"context_fn": partial(create_selective_checkpoint_contexts, saved)}
+        phases.clear()
+        found = step(Checkpointed(block, contexts), tokens())
+        barriers[name] = len(phases)
+        assert_same({key.removeprefix("block."): value for key, value in found.items()}, expected)
+    del heap.barrier
+    assert barriers["full"] - barriers["saved"] == 5  # plan 1, dispatch 2, combine 2
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module, contexts: dict) -> None:
+        super().__init__()
+        self.block, self._contexts = block, contexts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False, **self._contexts)
+
+
+# -- metrics and recorded routing ---------------------------------------------------------------------------------
+
+
+def watch(rank: int, num_ranks: int, family: str) -> dict:
+    """Records of a swapped model beside what the unmodified one's experts were asked for, on every rank."""
+    reference = random_model(family)
+    chosen: dict[str, torch.Tensor] = {}
+    for path, experts in experts_modules(reference):
+        experts.register_forward_pre_hook(lambda module, args, path=path: chosen.__setitem__(path, args[1].clone()))
+    batch = batch_of(rank)
+    with torch.no_grad():
+        reference(batch)
+    loads = {path: torch.bincount(ids.flatten(), minlength=8) for path, ids in chosen.items()}
+    for load in loads.values():
+        dist.all_reduce(load)
+    with open_heap("cpu") as heap:
+        model = swap_moe(reference, heap).train()
+        logger = symmoe.MetricsLogger(model, times_forward=True)
+        for _ in range(2):
+            model(batch, labels=batch).loss.backward()
+        with torch.no_grad():
+            model.eval()(batch)
+        records = {record.name: record for record in logger.step(0)}
+        logger.close()
+        with torch.no_grad(), symmoe.record_routing(model) as routing:
+            model(batch)
+    remote = {path: ids // (8 // num_ranks) != rank for path, ids in chosen.items()}
+    return {
+        "records": records,
+        "loads": {path: load.tolist() for path, load in loads.items()},
+        "same ids": {path: torch.equal(routing[path], ids.int()) for path, ids in chosen.items()},
+        "dtypes": {ids.dtype for ids in routing.values()},
+        # Order "rank": once per token and other rank, of which there is one.
+        "bytes": {path: int(of.any(1).sum()) * H * 4 for path, of in remote.items()},
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_metrics_and_recorded_routing_are_those_of_the_unmodified_model(cluster, family: str):
+    for found in cluster(2).run(watch, family):
+        records, loads = found["records"], found["loads"]
+        assert records.keys() == loads.keys() == found["same ids"].keys()
+        assert len(records) >= 1
+        assert all(found["same ids"].values())
+        assert found["dtypes"] == {torch.int32}
+        for path, record in records.items():
+            assert record.num_calls == 2
+            assert list(record.tokens_per_expert) == [2 * load for load in loads[path]]
+            assert record.tokens_per_rank == (2 * sum(loads[path][:4]), 2 * sum(loads[path][4:]))
+            assert record.dispatch_bytes == record.combine_bytes == 2 * found["bytes"][path] > 0
+            assert record.num_dropped == 0
+            assert record.aux_loss is None  # transformers' own
+            assert 0 < record.dispatch_s + record.combine_s < record.forward_s
+
+
+def test_numbers_for_a_sink_leave_out_what_is_not_known(heap):
+    model = swap_moe(random_model("qwen3_moe"), heap).train()
+    seen: list[dict[str, float]] = []
+    logger = symmoe.MetricsLogger(model, lambda numbers, _step: seen.append(numbers))
+    model(batch_of(0))
+    (record,) = logger.step(3)
+    assert record.name == "model.layers.1.mlp.experts"
+    assert seen[0]["moe/num_calls/max"] == 1.0
+    assert not [name for name in seen[0] if "aux_loss" in name or "_s/" in name]
+
+
+def test_a_compiled_model_is_watched_too(heap):
+    model = swap_moe(random_model("qwen3_moe"), heap).train()
+    experts = model.model.layers[1].mlp
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    compiled(tokens())
+    logger = symmoe.MetricsLogger(experts)  # after it has been compiled
+    experts(tokens())
+    (want,) = logger.step(0)
+    compiled(tokens())
+    (got,) = logger.step(1)
+    assert got == want
+    assert got.num_calls == 1
+    logger.close()
+    compiled(tokens())
+    assert logger.step(2)[0].num_calls == 0
+
+
+def test_routing_cannot_be_given_to_transformers_routers(heap):
+    model = swap_moe(random_model("olmoe"), heap)
+    with torch.no_grad(), symmoe.record_routing(model) as routing:
+        model(batch_of(0))
+    text = r"layer 'model.layers.0.mlp.experts' \(ExpertParallelExperts\) must be a MoELayer"
+    for context in (symmoe.replay_routing(model, routing), symmoe.balanced_routing(model)):
+        with pytest.raises(ArgumentError, match=text), context:
+            pass

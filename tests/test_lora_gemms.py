@@ -1,0 +1,353 @@
+"""Adapters as low-rank GEMMs against dense weights W + s B A in float64: values, what is allocated, and FLOPs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from worker import Findings, open_heap
+
+from symmoe import GroupedMLP, SymmetricHeap, make_plan
+from symmoe.moe.fused import STASHES, expert_parallel_mlp
+from symmoe.moe.lora import add_lora, merge_lora
+
+ALPHA = 6.0
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of a tensor
+NAMES = ("x", "probs", "fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b")
+Tensors = dict[str, torch.Tensor]
+
+
+def random_parameters(num_experts: int, hidden: int, ffn: int, rank: int, dtype: torch.dtype, bias: bool) -> Tensors:
+    """Of all experts; the same on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(num_experts, *shape, generator=generator) * scale).to(dtype)
+
+    parameters = {}
+    for name, out_features, in_features in (("fc1", 2 * ffn, hidden), ("fc2", hidden, ffn)):
+        parameters[f"{name}.weight"] = normal(out_features, in_features, scale=in_features**-0.5)
+        parameters[f"{name}.lora_a"] = normal(rank, in_features, scale=in_features**-0.5)
+        parameters[f"{name}.lora_b"] = normal(out_features, rank, scale=0.5)
+        if bias:
+            parameters[f"{name}.bias"] = normal(out_features, scale=0.5)
+    return parameters
+
+
+def make_experts(parameters: Tensors, mine: slice, **options: Any) -> GroupedMLP:
+    """A GroupedMLP with adapters that has the parameters of these experts."""
+    num_experts, hidden, ffn = parameters["fc2.weight"][mine].shape
+    dtype, rank = parameters["fc2.lora_a"].dtype, parameters["fc2.lora_a"].shape[1]
+    mlp = GroupedMLP(num_experts, hidden, ffn, dtype=dtype, bias="fc1.bias" in parameters, **options)
+    add_lora(mlp, rank=rank, alpha=ALPHA)
+    state = {name: parameter[mine] for name, parameter in parameters.items()}
+    mlp.load_state_dict(state)
+    return mlp
+
+
+def dense_oracle(
+    parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, dy: torch.Tensor, alpha: float
+) -> tuple[torch.Tensor, Tensors, Tensors]:
+    """y, the gradients of NAMES and those of the weights, by the weights W + s B A, token by token, in float64."""
+    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in parameters.items()}
+    x, probs = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
+    scaling = alpha / parameters["fc1.lora_a"].shape[1]
+    dense = {
+        name: leaves[f"{name}.weight"] + scaling * leaves[f"{name}.lora_b"] @ leaves[f"{name}.lora_a"]
+        for name in ("fc1", "fc2")
+    }
+    for weight in dense.values():
+        weight.retain_grad()
+
+    def linear(name: str, e: int, row: torch.Tensor) -> torch.Tensor:
+        y = dense[name][e] @ row
+        return y + leaves[f"{name}.bias"][e] if f"{name}.bias" in leaves else y
+
+    tokens = []
+    for t, choices in enumerate(topk_idx.tolist()):
+        total = torch.zeros_like(x[t])
+        for k, e in enumerate(choices):
+            if e >= 0:
+                gate, up = linear("fc1", e, x[t]).chunk(2)
+                total = total + probs[t, k] * linear("fc2", e, nn.functional.silu(gate) * up)
+        tokens.append(total)
+    y = torch.stack(tokens)
+    y.backward(dy.double())
+    gradients = {"x": x.grad, "probs": probs.grad} | {name: leaves[name].grad for name in NAMES[2:]}
+    return y.detach(), gradients, {f"{name}.weight": weight.grad for name, weight in dense.items()}
+
+
+def is_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max())
+
+
+# -- expert-parallel --------------------------------------------------------------------------------------------------
+
+EXPERTS, TOP_K, HIDDEN, FFN, TOKENS = 8, 2, 520, 24, 11  # three panels of FC2's columns, the last one narrow
+WAYS = tuple(itertools.product(sorted(STASHES), ("packed", "expert-major"), ("serial", "overlapped")))
+
+
+def routing(num_ranks: int) -> torch.Tensor:
+    """[R, T, K]; the first expert of every rank has no rows, and some slots are empty."""
+    generator = torch.Generator().manual_seed(7)
+    chosen = torch.stack([torch.randperm(EXPERTS - 2, generator=generator)[:TOP_K] for _ in range(num_ranks * TOKENS)])
+    used = torch.tensor([e for e in range(EXPERTS) if e % (EXPERTS // 2)], dtype=torch.int32)
+    topk_idx = used[chosen]
+    topk_idx[::5, 0] = -1
+    return topk_idx.view(num_ranks, TOKENS, TOP_K)
+
+
+def check_step(rank: int, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict) -> list[str]:
+    """Every way of running the step against the oracle, and all of them bit for bit against each other."""
+    findings = Findings()
+    topk_idx = routing(num_ranks)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
+    dy = torch.randn(num_ranks, TOKENS, HIDDEN, generator=generator).to(dtype)
+    probs = torch.rand(num_ranks, TOKENS, TOP_K, generator=generator) + 0.5
+    parameters = random_parameters(EXPERTS, HIDDEN, FFN, lora_rank, dtype, options["bias"])
+    flat = [tensor.flatten(0, 1) for tensor in (x, probs, topk_idx, dy)]
+    mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
+    tokens = slice(rank * TOKENS, (rank + 1) * TOKENS)
+
+    def of_this_rank(y: torch.Tensor, gradients: Tensors) -> Tensors:
+        parts = {name: g[tokens] if name in ("x", "probs") else g[mine] for name, g in gradients.items()}
+        return parts | {"y": y[tokens]}
+
+    want = of_this_rank(*dense_oracle(parameters, *flat, alpha=ALPHA)[:2])
+    wrong = of_this_rank(*dense_oracle(parameters, *flat, alpha=ALPHA * 1.5)[:2])
+    first: Tensors = {}
+    capacity = {"capacity": num_ranks * TOKENS * TOP_K + 5, "max_tokens": TOKENS} if options["static"] else {}
+    with open_heap("cpu", num_bytes=16 << 20) as heap:
+        for stash, layout, schedule in WAYS:
+            findings.where = f"rank {rank} of {num_ranks}, {dtype}, r {lora_rank}, {stash} {layout} {schedule}"
+            experts = make_experts(parameters, mine, weights=options["weights"])
+            own_x, own_probs = x[rank].clone().requires_grad_(), probs[rank].clone().requires_grad_()
+            plan = make_plan(topk_idx[rank], num_experts=EXPERTS, heap=heap, hidden=HIDDEN, dtype=dtype, **capacity)
+            y = expert_parallel_mlp(
+                own_x, own_probs, experts, plan, stash=stash, layout=layout, schedule=schedule, order=options["order"]
+            )
+            y.backward(dy[rank])
+            leaves = dict(experts.named_parameters())
+            got = {"y": y.detach(), "x": own_x.grad, "probs": own_probs.grad}
+            got |= {name: leaves[name].grad for name in NAMES[2:]}
+            for name, tensor in got.items():
+                findings.check(is_near(tensor, want[name], dtype), f"{name} is not the oracle's")
+                findings.check(not is_near(tensor, wrong[name], dtype), f"{name} does not depend on the scaling")
+                first.setdefault(name, tensor)
+                findings.check(torch.equal(tensor, first[name]), f"{name} has other bits than {WAYS[0]}")
+            for name in ("fc1.weight", "fc2.weight"):
+                frozen = [p for n, p in leaves.items() if n.startswith(name)]
+                findings.check(bool(frozen) and all(p.grad is None for p in frozen), f"{name} has a gradient")
+            findings.check(not leaves["fc1.lora_b"].grad[0].any(), "an expert without rows has a gradient")
+            merge_lora(experts)
+            with torch.no_grad():
+                merged = expert_parallel_mlp(own_x, own_probs, experts, plan, layout=layout, order=options["order"])
+            findings.check(is_near(merged, want["y"], dtype), "merged is not the oracle's")
+            del y
+    return findings.texts
+
+
+STEPS = (
+    (torch.float32, 4, {"bias": False, "static": False, "weights": "packed", "order": "rank"}),
+    (torch.float32, 16, {"bias": True, "static": True, "weights": "discrete", "order": "slot"}),
+    (torch.bfloat16, 4, {"bias": True, "static": False, "weights": "packed", "order": "slot"}),
+    (torch.bfloat16, 16, {"bias": False, "static": True, "weights": "packed", "order": "rank"}),
+)
+
+
+@pytest.mark.parametrize(("dtype", "lora_rank", "options"), STEPS, ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_step_equals_dense_weights(cluster, num_ranks: int, dtype: torch.dtype, lora_rank: int, options: dict):
+    assert [t for texts in cluster(num_ranks).run(check_step, dtype, lora_rank, options) for t in texts] == []
+
+
+# -- experts alone ----------------------------------------------------------------------------------------------------
+
+SPLITS, TAIL = (4, 0, 9, 1), 3
+ROWS = sum(SPLITS)
+
+
+def inputs(dtype: torch.dtype, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, probs and the gradient of the output; NaN past the last row."""
+    generator = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(2, ROWS + TAIL, hidden, generator=generator).to(dtype)
+    probs = torch.rand(ROWS + TAIL, generator=generator) + 0.5
+    for tensor in (x, dy, probs):
+        tensor[ROWS:] = torch.nan
+    return x, probs, dy
+
+
+def oracle_of_rows(parameters: Tensors, x: torch.Tensor, probs: torch.Tensor, dy: torch.Tensor):
+    """dense_oracle for rows that go to one expert each."""
+    expert = torch.tensor([e for e, count in enumerate(SPLITS) for _ in range(count)])[:, None]
+    return dense_oracle(parameters, x[:ROWS], probs[:ROWS, None], expert, dy[:ROWS], ALPHA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lora_rank", [1, 4, 16, 64])
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+def test_experts_in_buffers_of_the_caller(weights: str, lora_rank: int, dtype: torch.dtype):
+    parameters = random_parameters(len(SPLITS), 40, FFN, lora_rank, dtype, bias=True)
+    mlp = make_experts(parameters, slice(None), weights=weights)
+    x, probs, dy = inputs(dtype, 40)
+    want_y, want, _ = oracle_of_rows(parameters, x, probs, dy)
+    out, grad_input_out = torch.full_like(x, -77.0), torch.full_like(x, -77.0)
+    leaf, row_probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    rows = leaf * 1  # autograd hands the buffer to a producer
+    seen = []
+    rows.register_hook(seen.append)
+    y = mlp(rows, list(SPLITS), row_probs, out=out, grad_input_out=grad_input_out)
+    y.backward(dy)
+    assert y.data_ptr() == out.data_ptr()
+    assert seen[0].data_ptr() == grad_input_out.data_ptr()
+    got = {"x": grad_input_out[:ROWS], "probs": row_probs.grad[:ROWS, None]}
+    got |= {name: mlp.get_parameter(name).grad for name in NAMES[2:]}
+    assert is_near(y.detach()[:ROWS], want_y, dtype)
+    for name, gradient in got.items():
+        assert is_near(gradient, want[name], dtype), name
+    for buffer in (out, grad_input_out):
+        assert (buffer[ROWS:] == -77).all()
+    assert not row_probs.grad[ROWS:].any()
+    assert all(parameter.grad is None for parameter in mlp.parameters() if not parameter.requires_grad)
+    merge_lora(mlp)
+    assert is_near(mlp(x, list(SPLITS), probs).detach()[:ROWS], want_y, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_layer_alone(dtype: torch.dtype):
+    parameters = random_parameters(len(SPLITS), 40, FFN, 4, dtype, bias=True)
+    linear = make_experts(parameters, slice(None)).fc1
+    x, _, _ = inputs(dtype, 40)
+    leaves = {n: parameters[f"fc1.{n}"].double().requires_grad_() for n in ("weight", "bias", "lora_a", "lora_b")}
+    rows64 = x[:ROWS].double().requires_grad_()
+    dense = leaves["weight"] + ALPHA / 4 * leaves["lora_b"] @ leaves["lora_a"]
+    groups = zip(rows64.split(SPLITS), dense, leaves["bias"], strict=True)
+    want = torch.cat([rows @ weight.T + bias for rows, weight, bias in groups])
+    d_y = torch.randn(x.shape[0], want.shape[1]).to(dtype)
+    want.backward(d_y[:ROWS].double())
+    rows = x.clone().requires_grad_()
+    y = linear(rows, list(SPLITS))
+    y.backward(d_y)
+    assert is_near(y.detach()[:ROWS], want.detach(), dtype)
+    assert not y[ROWS:].any()
+    assert is_near(rows.grad[:ROWS], rows64.grad, dtype)
+    for name in ("lora_a", "lora_b"):
+        assert is_near(linear.get_parameter(name).grad, leaves[name].grad, dtype), name
+    assert linear.weight.grad is None
+
+
+def step(mlp: GroupedMLP, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    x, probs, dy = inputs(dtype, 40)
+    y = mlp(x, list(SPLITS), probs)
+    y.backward(dy)
+    return y.detach()
+
+
+def test_some_of_the_parameters():
+    """Only B is trained (arXiv:2308.03303); one layer is merged; weights and biases are trained after all."""
+    parameters = random_parameters(len(SPLITS), 40, FFN, 4, torch.float32, bias=True)
+    whole, only_b, half, thawed = (make_experts(parameters, slice(None)) for _ in range(4))
+    y = step(whole)
+    only_b.fc1.lora_a.requires_grad_(False)
+    assert torch.equal(step(only_b), y)
+    assert only_b.fc1.lora_a.grad is None
+    assert torch.equal(only_b.fc1.lora_b.grad, whole.fc1.lora_b.grad)
+    half.fc1.merge()
+    torch.testing.assert_close(step(half), y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(half.fc2.lora_a.grad, whole.fc2.lora_a.grad, rtol=1e-4, atol=1e-4)
+    assert half.fc1.lora_a.grad is None
+    thawed.requires_grad_(True)
+    assert torch.equal(step(thawed), y)
+    _, _, weight_gradients = oracle_of_rows(parameters, *inputs(torch.float32, 40))
+    for name, gradient in weight_gradients.items():
+        assert is_near(thawed.get_parameter(name).grad, gradient, torch.float32), name
+    assert thawed.fc1.bias.grad.any()
+    assert thawed.fc2.bias.grad.any()
+    assert torch.equal(thawed.fc1.lora_a.grad, whole.fc1.lora_a.grad)
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the elements of every tensor that an operator makes new memory for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {memory_of(tensor) for tensor in tensors_in((args, kwargs or {}))}
+        for tensor in tensors_in(result):
+            if memory_of(tensor) not in given:
+                self.found.append((tensor.untyped_storage().nbytes() // tensor.itemsize, str(func)))
+        return result
+
+    def of_at_least(self, numel: int) -> list[tuple[int, str]]:
+        return [entry for entry in self.found if entry[0] >= numel]
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("way", ["experts", *itertools.product(("all", "none"), ("packed", "expert-major"))], ids=str)
+def test_nothing_of_the_size_of_a_weight_is_made(way: Any):
+    num_experts, hidden, ffn, num_rows = 8, 64, 48, 20
+    smallest = num_experts * hidden * ffn  # elements of W2
+    parameters = random_parameters(num_experts, hidden, ffn, 4, torch.float32, bias=True)
+    x, dy = torch.randn(2, num_rows, hidden)
+    probs = torch.rand(num_rows, 1)
+
+    def run(experts: GroupedMLP) -> Allocations:
+        rows = x.clone().requires_grad_()
+        with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap, Allocations() as allocations:
+            if way == "experts":
+                y = experts(rows, [5, 0, 3, 2, 2, 4, 0, 4], probs[:, 0])
+            else:
+                chosen = (torch.arange(num_rows, dtype=torch.int32) % num_experts)[:, None]
+                plan = make_plan(chosen, num_experts=num_experts, heap=heap)
+                y = expert_parallel_mlp(rows, probs, experts, plan, stash=way[0], layout=way[1])
+            y.backward(dy)
+            del y
+        assert rows.grad.any()
+        assert experts.fc1.lora_a.grad.any()
+        return allocations
+
+    experts = make_experts(parameters, slice(None))
+    allocations = run(experts)
+    assert len(allocations.found) > 20
+    assert allocations.of_at_least(smallest) == []
+    experts.fc2.weight.requires_grad_(True)  # the control: its gradient is dense
+    assert run(experts).of_at_least(smallest)
+
+
+@pytest.mark.parametrize("lora_rank", [8, 16, 64])
+def test_flops(lora_rank: int):
+    """2 C O + 2 r (C + O) a row forward; the same backward, and 2 r (C + O) for the adapters' gradients."""
+    num_experts, hidden, ffn, rows_each = 3, 64, 48, 32  # enough rows for the twins to pad none
+    parameters = random_parameters(num_experts, hidden, ffn, lora_rank, torch.float32, bias=False)
+    experts = make_experts(parameters, slice(None))
+    num_rows = num_experts * rows_each
+    rows = torch.randn(num_rows, hidden, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = experts(rows, [rows_each] * num_experts, torch.rand(num_rows))
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    sizes = ((hidden, 2 * ffn), (ffn, hidden))
+    frozen = 2 * num_rows * sum(c * o for c, o in sizes)
+    adapters = 2 * num_rows * lora_rank * sum(c + o for c, o in sizes)
+    assert forward.get_total_flops() == frozen + adapters
+    assert backward.get_total_flops() == frozen + 2 * adapters
