@@ -292,7 +292,7 @@ def test_autocast(weights):
         ({"row_probs": lambda p: p.tolist()}, ["row_probs (list)"]),
         ({"row_probs": lambda p: None}, ["row_probs (NoneType)"]),
     ],
-    ids=str,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else " ".join(value),
 )
 def test_wrong_arguments(change, parts):
     inputs = make_inputs(PLAIN)

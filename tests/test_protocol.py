@@ -196,16 +196,17 @@ def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[
 
 
 ALL_CHECKS = [(check_disagreement,), (check_faults, "serial"), (check_faults, "overlapped")]
+CHECK_IDS = ["disagreement", "faults, serial", "faults, overlapped"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("check", ALL_CHECKS, ids=str)
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=CHECK_IDS)
 def test_every_rank_raises_and_all_go_on(cluster, num_ranks: int, check):
     assert [text for texts in cluster(num_ranks).run(check[0], "cpu", *check[1:]) for text in texts] == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check", ALL_CHECKS, ids=str)
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=CHECK_IDS)
 def test_every_rank_raises_and_all_go_on_on_gpus(cluster, check):
     assert [text for texts in cluster(2, "cuda").run(check[0], "cuda", *check[1:]) for text in texts] == []
 

@@ -31,8 +31,8 @@ class Rates:
         memory_bytes: by all SMs.
         flops: of the grouped GEMMs on all SMs.
         launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
-        part_s: what one more part of a dispatch costs: that launch, a signal and a wait, two kernels that index and copy
-            what has come, and the branch.
+        part_s: what one more part of a dispatch costs: that launch, a signal and a wait, two kernels that index and
+            copy what has come, and the branch.
         least_gain: share of a time that must be gained: less than that is within what these formulas leave out.
         gathered_share: of a step's GEMMs, what they take longer if they gather their rows.
     """
