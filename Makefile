@@ -1,6 +1,7 @@
 # make setup   create .venv and install everything the project needs
 # make train   the main job: train the example language model on CPUs (2 processes)
 # make test    the tests
+# make dist    wheel and sdist in dist/; the tests build and install them elsewhere
 # make plots   the pictures of benchmarks in docs/images, from the committed records
 #
 # PYTHON=python3.12       another interpreter for the virtual environment
@@ -22,7 +23,7 @@ endif
 
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 
-.PHONY: setup train test lint plots clean
+.PHONY: setup train test lint dist plots clean
 
 setup: $(INSTALLED)
 	$(PY) -c "import torch, symmoe; print('symmoe', symmoe.__version__, 'with torch', torch.__version__)"
@@ -41,6 +42,10 @@ lint: setup
 # An interpreter that is used as it is need not have ruff.
 test: setup $(if $(INSTALLED),lint)
 	$(PY) -m pytest tests $(ARGS)
+
+# The wheel is built from the unpacked sdist, by the setuptools that is installed.
+dist: setup
+	$(PY) -m build --no-isolation --outdir dist
 
 plots: setup
 	$(PY) -m symmoe plot bench $(wildcard $(RECORDS:%=benchmarks/results/%)) --out docs/images

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from symmoe import __version__
 from symmoe.bench.command import add_command as add_bench
 from symmoe.doctor.command import add_command as add_doctor
 from symmoe.errors import ArgumentError
@@ -38,6 +39,7 @@ ROWS_SHOWN = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(prog="symmoe", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"symmoe {__version__}")
     commands = parser.add_subparsers(required=True)
     plan = commands.add_parser("plan", help="bytes of heap and activations of a configuration, per rank")
     for flag, text in (

@@ -1,0 +1,273 @@
+"""Wheel and sdist: built from a copy of the checkout, and installed where nothing of the checkout can be seen.
+
+The wheel is built from the unpacked sdist, as `python -m build` does, so what the sdist lacks the wheel lacks too.
+It is installed without its dependencies: the fresh environment sees torch and the rest where these tests see them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import symmoe
+from symmoe.doctor.versions import Versions, check_versions
+
+pytest.importorskip("build", reason="builds the package: pip install 'symmoe[dev]'")
+
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+EXTRAS = {"checkpoint", "dev", "examples", "megatron", "nvshmem", "plots", "transformers"}
+# Their next versions may change what symmoe relies upon.
+BOUNDED = {"torch", "transformers", "accelerate", "megatron-core", "nvshmem4py-cu13", "triton"}
+
+
+@dataclass(frozen=True)
+class Release:
+    wheel: Path
+    sdist: Path
+
+    def metadata(self) -> Metadata:
+        """The wheel's; a field that breaks the specification of core metadata raises."""
+        (name,) = (name for name in files_of(self.wheel) if name.endswith(".dist-info/METADATA"))
+        with zipfile.ZipFile(self.wheel) as archive:
+            return Metadata.from_email(archive.read(name), validate=True)
+
+    def requirements(self, name: str) -> list[Requirement]:
+        return [requirement for requirement in self.metadata().requires_dist if requirement.name == name]
+
+
+def copy_sources(target: Path) -> Path:
+    """Several may build in one checkout at the same time, and setuptools writes beside pyproject.toml."""
+    return shutil.copytree(ROOT, target, ignore=NOT_SOURCES)
+
+
+def build(sources: Path, out: Path, *what: str) -> None:
+    """Without isolation: the backend is the one that is installed, nothing is downloaded."""
+    run(sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", out, sources, cwd=sources)
+
+
+def run(*command: str | Path, cwd: Path, exit_status: Iterable[int] = (0,)) -> str:
+    """What the command printed. Variables that name Python's folders, as `make` sets them, are left out."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode in exit_status, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def files_of(archive: Path) -> set[str]:
+    """Names of the files in a wheel or sdist; the sdist's without the folder that holds them all."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return {name for name in wheel.namelist() if not name.endswith("/")}
+    with tarfile.open(archive) as sdist:
+        return {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
+
+
+def package_files(sources: Path) -> set[str]:
+    """Every file of the package, as paths from the folder that holds it."""
+    package = sources / "symmoe"
+    return {
+        path.relative_to(sources).as_posix()
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_sources(tmp_path_factory.mktemp("sources") / "symmoe")
+
+
+@pytest.fixture(scope="module")
+def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    out = tmp_path_factory.mktemp("dist")
+    build(sources, out)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return Release(wheel, sdist)
+
+
+@pytest.fixture(scope="module")
+def environment(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin` of a fresh environment that has the wheel."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", folder, cwd=folder)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", release.wheel, cwd=folder)
+    # Folders named in a .pth file come after the environment's own, and .pth files in them (as those of an editable
+    # installation of the checkout) have no effect.
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    ours = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site_packages / "dependencies.pth").write_text("\n".join(ours) + "\n", encoding="utf-8")
+    return python.parent
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(release: Release, sources: Path):
+    names = {name for name in files_of(release.wheel) if ".dist-info/" not in name}
+    assert names == package_files(sources)
+    assert "symmoe/py.typed" in names
+
+
+def test_files_that_the_wheel_lacks_are_seen(sources: Path, tmp_path: Path):
+    """A part that packages.find does not find, and data that package-data does not name."""
+    copy = shutil.copytree(sources, tmp_path / "copy", ignore=NOT_SOURCES)
+    project = (copy / "pyproject.toml").read_text(encoding="utf-8")
+    assert project.count('include = ["symmoe*"]') == 1
+    project = project.replace('include = ["symmoe*"]', 'include = ["symmoe*"]\nexclude = ["symmoe.doctor*"]')
+    (copy / "pyproject.toml").write_text(project, encoding="utf-8")
+    (copy / "symmoe" / "bench" / "shapes.json").write_text("{}", encoding="utf-8")
+    build(copy, tmp_path / "dist", "--wheel")
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    missing = package_files(copy) - files_of(wheel)
+    assert "symmoe/doctor/command.py" in missing
+    assert missing == {
+        name for name in package_files(copy) if name.startswith("symmoe/doctor/") or name.endswith(".json")
+    }
+
+
+def test_the_sdist_holds_what_is_tracked(release: Release):
+    """All of it but hidden files, so the tests of the sdist have what they read."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    done = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout:
+        pytest.skip("git does not know this folder, so nobody says what belongs to the sources")
+    tracked = {name for name in done.stdout.split("\0") if name and not name.startswith(".") and (ROOT / name).exists()}
+    names = files_of(release.sdist)
+    assert tracked - names == set()
+    assert {"tests/oracle.py", "LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"} <= names
+
+
+def test_neither_holds_what_the_build_or_python_left(release: Release):
+    for archive in (release.wheel, release.sdist):
+        left = re.compile(r"(^|/)(\.|__pycache__|build/|dist/|runs/)|\.py[co]$|\.(orig|rej|swp)$")
+        assert [name for name in files_of(archive) if left.search(name)] == []
+
+
+def test_metadata(release: Release):
+    metadata = release.metadata()
+    assert (metadata.name, str(metadata.version)) == ("symmoe", symmoe.__version__)
+    assert release.wheel.name == f"symmoe-{symmoe.__version__}-py3-none-any.whl"
+    assert release.sdist.name == f"symmoe-{symmoe.__version__}.tar.gz"
+    assert metadata.license_expression == "Apache-2.0"
+    assert [name for name in files_of(release.wheel) if name.endswith("/licenses/LICENSE")]
+    assert "Expert-parallel" in metadata.summary
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.description.strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    assert set(metadata.provides_extra) >= EXTRAS
+    allowed = [python for python in ("3.9", *PYTHONS, "3.14") if f"{python}.0" in metadata.requires_python]
+    named = [c.rpartition(" ")[2] for c in metadata.classifiers if re.fullmatch(r".*Python :: 3\.\d+", c)]
+    assert allowed == named == list(PYTHONS)
+    for url in (metadata.project_urls or {}).values():
+        assert re.match(r"https://[\w-]+(\.[\w-]+)*\.(org|com|io|dev)/", url), url
+
+
+def versions_tested(label: str) -> list[str]:
+    """Versions in the row of the README's table "In a trainer" that begins with `label`."""
+    (row,) = re.findall(rf"^\| {re.escape(label)} \|([^|]*)\|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    versions = re.findall(r"\d+(?:\.\d+)+", row)
+    assert versions
+    return versions
+
+
+def test_ranges_hold_what_was_tested_and_end(release: Release):
+    for name, label in (("torch", "FSDP2, DDP, DCP, torch.compile"), ("transformers", "transformers")):
+        (requirement,) = release.requirements(name)
+        for version in versions_tested(label):
+            assert version in requirement.specifier, f"{name} {version}"
+    for python in PYTHONS:
+        chosen = [
+            requirement
+            for requirement in release.requirements("megatron-core")
+            if requirement.marker.evaluate({"python_version": python, "extra": "megatron"})
+        ]
+        assert len(chosen) == 1, python
+        assert [v for v in versions_tested("Megatron-Core") if v in chosen[0].specifier], python
+    for requirement in release.metadata().requires_dist:
+        assert requirement.name not in BOUNDED or "99" not in requirement.specifier, f"{requirement} has no end"
+    assert {requirement.name for requirement in release.metadata().requires_dist} >= BOUNDED
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.11.0", "2.12.0", "2.13.1", "2.14.0"])
+def test_doctor_knows_the_range_of_torch(release: Release, version: str):
+    (requirement,) = release.requirements("torch")
+    found = check_versions(Versions(installed={"torch": version}, torch_cuda=None), has_gpu=False)
+    refused = [finding for finding in found if finding.level == "problem" and "torch" in finding.text]
+    assert bool(refused) == (version not in requirement.specifier)
+
+
+def test_the_changelog_begins_with_this_version():
+    heading = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.fullmatch(rf"\[{re.escape(symmoe.__version__)}\] - (unreleased|\d{{4}}-\d\d-\d\d)", heading[1])
+
+
+def test_installed_package_is_not_the_checkout(environment: Path, tmp_path: Path):
+    code = "import symmoe, sys; print(symmoe.__version__, symmoe.__file__, 'torch' in sys.modules)"
+    version, file, has_torch = run(environment / "python", "-c", code, cwd=tmp_path).split()
+    assert version == symmoe.__version__
+    assert Path(file).is_relative_to(environment.parent)
+    assert has_torch == "False"
+
+
+def test_installed_command(environment: Path, tmp_path: Path):
+    assert run(environment / "symmoe", "--version", cwd=tmp_path) == f"symmoe {symmoe.__version__}\n"
+    # 1: there is a problem with this machine, which is its own.
+    report = json.loads(
+        run(environment / "symmoe", "doctor", "--no-self-test", "--json", cwd=tmp_path, exit_status=(0, 1))
+    )
+    (versions,) = (f["text"] for f in report["findings"] if f["level"] == "ok" and f["subject"] == "versions")
+    assert versions.startswith(f"symmoe {symmoe.__version__}, torch {torch.__version__}, ")
+
+
+STEP = """
+import torch, symmoe
+torch.manual_seed(0)
+with symmoe.SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+    layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=24, num_experts=4, top_k=2), heap)
+    x = torch.randn(6, 16, requires_grad=True)
+    y, _ = layer(x)
+    y.square().sum().backward()
+    result = {name: (p.detach(), p.grad) for name, p in layer.named_parameters()} | {"x": (x.detach(), x.grad)}
+    torch.save(result | {"y": y.detach()}, "step.pt")
+"""
+
+
+def dense_layer(x: torch.Tensor, router: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor) -> torch.Tensor:
+    """y [T, H] of a SwiGLU MoE layer with K = 2: all experts for all tokens, times weights that are mostly 0."""
+    scores = (x @ router.T).softmax(-1)
+    chosen = scores >= scores.topk(2).values[:, 1:]
+    weights = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
+    gate, up = torch.einsum("efh,th->tef", fc1, x).chunk(2, dim=-1)
+    return torch.einsum("te,ehi,tei->th", weights, fc2, gate * gate.sigmoid() * up)
+
+
+def test_installed_layer_trains(environment: Path, tmp_path: Path):
+    run(environment / "python", "-c", STEP, cwd=tmp_path)
+    result = torch.load(tmp_path / "step.pt", weights_only=True)
+    names = ("x", "router.weight", "experts.fc1.weight", "experts.fc2.weight")
+    assert set(result) == {*names, "y"}
+    values = [result[name][0].double().requires_grad_() for name in names]
+    y = dense_layer(*values)
+    y.square().sum().backward()
+    torch.testing.assert_close(result["y"].double(), y.detach(), rtol=1e-5, atol=1e-6)
+    for name, value in zip(names, values, strict=True):
+        assert value.grad.abs().max() > 1e-3
+        torch.testing.assert_close(result[name][1].double(), value.grad, rtol=1e-4, atol=1e-6, msg=name)
