@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from symmoe.errors import ArgumentError
+from symmoe.kernels.operands import check_multiple, check_operand
 
 BLOCK = 128
 ALIGNMENT = 16  # bytes: where rows of operands and results begin
@@ -21,13 +21,13 @@ def check_fp8_gemm(
     """ArgumentError unless these are operands and result of grouped_gemm_fp8."""
     num_rows, in_width = rows.shape
     num_groups, out_width, _ = weight.shape
-    _check("rows", rows, (num_rows, in_width), DATA)
-    _check("row_scale", row_scale, (num_rows, num_blocks(in_width)), SCALE)
-    _check("weight", weight, (num_groups, out_width, in_width), DATA)
-    _check("weight_scale", weight_scale, (num_groups, num_blocks(out_width), num_blocks(in_width)), SCALE)
-    _check("out", out, (num_rows, out_width), OUT)
-    _check_multiple("contracted features", in_width, ALIGNMENT)
-    _check_multiple("features of out", out_width, ALIGNMENT // out.element_size())
+    check_operand("rows", rows, (num_rows, in_width), DATA)
+    check_operand("row_scale", row_scale, (num_rows, num_blocks(in_width)), SCALE)
+    check_operand("weight", weight, (num_groups, out_width, in_width), DATA)
+    check_operand("weight_scale", weight_scale, (num_groups, num_blocks(out_width), num_blocks(in_width)), SCALE)
+    check_operand("out", out, (num_rows, out_width), OUT)
+    check_multiple("contracted features", in_width, ALIGNMENT)
+    check_multiple("features of out", out_width, ALIGNMENT // out.element_size())
 
 
 def check_fp8_wgrad(
@@ -36,29 +36,15 @@ def check_fp8_wgrad(
     """ArgumentError unless these are operands and result of grouped_gemm_wgrad_fp8."""
     out_rows, num_tokens = dout.shape
     columns = rows.shape[0]
-    _check("dout", dout, (out_rows, num_tokens), DATA)
-    _check("dout_scale", dout_scale, (out_rows, num_blocks(num_tokens)), SCALE)
-    _check("rows", rows, (columns, num_tokens), DATA)
-    _check("rows_scale", rows_scale, (columns, num_blocks(num_tokens)), SCALE)
-    _check("out", out, (out.shape[0], out_rows, columns), OUT)
-    _check_multiple("tokens of dout and rows", num_tokens, BLOCK)
-    _check_multiple("features of rows", columns, ALIGNMENT // out.element_size())
+    check_operand("dout", dout, (out_rows, num_tokens), DATA)
+    check_operand("dout_scale", dout_scale, (out_rows, num_blocks(num_tokens)), SCALE)
+    check_operand("rows", rows, (columns, num_tokens), DATA)
+    check_operand("rows_scale", rows_scale, (columns, num_blocks(num_tokens)), SCALE)
+    check_operand("out", out, (out.shape[0], out_rows, columns), OUT)
+    check_multiple("tokens of dout and rows", num_tokens, BLOCK)
+    check_multiple("features of rows", columns, ALIGNMENT // out.element_size())
 
 
 def num_blocks(length: int) -> int:
     """Scales of `length` numbers."""
     return -(-length // BLOCK)
-
-
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if tensor.shape != shape:
-        raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-    if tensor.dtype not in dtypes:
-        raise ArgumentError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if not tensor.is_contiguous():
-        raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-
-
-def _check_multiple(what: str, number: int, unit: int) -> None:
-    if number % unit:
-        raise ArgumentError(f"the number of {what} must be a multiple of {unit}, got {number}")

@@ -10,6 +10,7 @@ from symmoe.kernels.twin.pointers import copy_host_to_device, read_addresses, sw
 from symmoe.kernels.twin.quantize import group_amax, quantize_columns, quantize_rows, quantize_weights
 from symmoe.kernels.twin.route import select_experts
 from symmoe.kernels.twin.scale_tiles import swizzle_group_scales, unswizzle_group_scales
+from symmoe.kernels.twin.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.kernels.twin.splits import splits_to_row_start
 from symmoe.kernels.twin.sync import barrier, send_signal, wait_for_signal
 from symmoe.kernels.twin.tokens import (
@@ -41,8 +42,10 @@ __all__ = [
     "grouped_gemm_dact",
     "grouped_gemm_dgrad",
     "grouped_gemm_fp8",
+    "grouped_gemm_scaled",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_fp8",
+    "grouped_gemm_wgrad_scaled",
     "index_rows",
     "lay_out",
     "pre_reduce",

@@ -1,0 +1,122 @@
+"""What the grouped GEMMs of MXFP8 and NVFP4 numbers have in common on all devices: formats, and what operands fit.
+
+The dtype of the data is the format. A number is data * scale, in NVFP4 data * scale * the group's global scale.
+
+    MXFP8  data E4M3 (torch.float8_e4m3fn), a scale E8M0 for 32 numbers along what is contracted
+    NVFP4  data E2M1 (torch.uint8, two in a byte), a scale E4M3 for 16 of them, a global scale fp32 for a group
+
+Scales are bytes in 128x4 tiles, uint8 [tiles, ceil(scales of a line / 4), 512] (twin/scale_tiles.py). There may be more
+tiles than are needed, as swizzle_scales makes them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
+from symmoe.kernels.operands import check_multiple, check_operand
+from symmoe.kernels.parts import are_ranges
+
+ALIGNMENT = 16  # bytes: where rows of data and of results begin
+TILE_BLOCKS, TILE_BYTES = 4, 512
+OUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+FORMATS = {
+    torch.float8_e4m3fn: BlockFormat(element="e4m3", scale="e8m0", block=32),
+    torch.uint8: BlockFormat(element="e2m1", scale="e4m3", block=16),
+}
+
+
+def tiles_across(block_format: BlockFormat, width: int) -> int:
+    """Tiles of the scales of `width` numbers of a line."""
+    return -(-block_format.num_blocks(width) // TILE_BLOCKS)
+
+
+def tiles_down(num_lines: int) -> int:
+    """Tiles that the lines of one matrix need."""
+    return -(-num_lines // TILE)
+
+
+def check_scaled_gemm(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    row_global_scale: torch.Tensor | None,
+    weight_global_scale: torch.Tensor | None,
+    group_start: torch.Tensor | None,
+) -> BlockFormat:
+    """The format of operands of grouped_gemm_scaled; ArgumentError unless they are that."""
+    block_format = _format_of("rows", rows)
+    num_rows, num_bytes = rows.shape
+    num_groups, out_width, _ = weight.shape
+    check_operand("rows", rows, (num_rows, num_bytes), (rows.dtype,))
+    check_operand("weight", weight, (num_groups, out_width, num_bytes), (rows.dtype,))
+    check_operand("out", out, (num_rows, out_width), OUT)
+    across = tiles_across(block_format, num_bytes * block_format.elements_per_byte)
+    # The most that rows of any bounds need: the host does not know them.
+    _check_scale("row_scale", row_scale, max_tiles(num_rows, num_groups), across)
+    _check_scale("weight_scale", weight_scale, num_groups * tiles_down(out_width), across)
+    _check_global_scale("row_global_scale", row_global_scale, block_format, num_groups)
+    _check_global_scale("weight_global_scale", weight_global_scale, block_format, num_groups)
+    check_multiple("contracted features", num_bytes * block_format.elements_per_byte, 32)
+    check_multiple("features of out", out_width, ALIGNMENT // out.element_size())
+    if are_ranges(row_start) != (group_start is not None):
+        given = "None" if group_start is None else list(group_start.shape)
+        raise ArgumentError(
+            f"group_start [G + 1] belongs to ranges of rows [2, G], got {given} and row_start {list(row_start.shape)}"
+        )
+    if group_start is not None:
+        check_operand("group_start", group_start, (num_groups + 1,), (torch.int32,))
+    return block_format
+
+
+def check_scaled_wgrad(
+    dout: torch.Tensor,
+    dout_scale: torch.Tensor,
+    rows: torch.Tensor,
+    rows_scale: torch.Tensor,
+    out: torch.Tensor,
+    dout_global_scale: torch.Tensor | None,
+    rows_global_scale: torch.Tensor | None,
+) -> BlockFormat:
+    """The format of operands of grouped_gemm_wgrad_scaled; ArgumentError unless they are that."""
+    block_format = _format_of("dout", dout)
+    out_rows, num_bytes = dout.shape
+    columns, num_tokens = rows.shape[0], num_bytes * block_format.elements_per_byte
+    check_operand("dout", dout, (out_rows, num_bytes), (dout.dtype,))
+    check_operand("rows", rows, (columns, num_bytes), (dout.dtype,))
+    check_operand("out", out, (out.shape[0], out_rows, columns), OUT)
+    across = tiles_across(block_format, num_tokens)
+    _check_scale("dout_scale", dout_scale, tiles_down(out_rows), across)
+    _check_scale("rows_scale", rows_scale, tiles_down(columns), across)
+    _check_global_scale("dout_global_scale", dout_global_scale, block_format, out.shape[0])
+    _check_global_scale("rows_global_scale", rows_global_scale, block_format, out.shape[0])
+    check_multiple("tokens of dout and rows", num_tokens, TILE)
+    check_multiple("features of rows", columns, ALIGNMENT // out.element_size())
+    return block_format
+
+
+def _format_of(name: str, data: torch.Tensor) -> BlockFormat:
+    if data.dtype not in FORMATS:
+        raise ArgumentError(f"{name} must be of {' or '.join(map(str, FORMATS))}, got {data.dtype}")
+    return FORMATS[data.dtype]
+
+
+def _check_scale(name: str, scale: torch.Tensor, num_tiles: int, across: int) -> None:
+    if scale.ndim != 3 or scale.shape[0] < num_tiles or scale.shape[1:] != (across, TILE_BYTES):
+        raise ArgumentError(f"{name} must be [{num_tiles} or more, {across}, {TILE_BYTES}], got {list(scale.shape)}")
+    check_operand(name, scale, scale.shape, (torch.uint8,))
+
+
+def _check_global_scale(name: str, scale: torch.Tensor | None, block_format: BlockFormat, num_groups: int) -> None:
+    if (scale is not None) != block_format.has_global_scale:
+        given = "None" if scale is None else list(scale.shape)
+        wanted = f"[{num_groups}]" if block_format.has_global_scale else "None"
+        raise ArgumentError(f"{name} must be {wanted} where numbers are {block_format.element}, got {given}")
+    if scale is not None:
+        check_operand(name, scale, (num_groups,), (torch.float32,))

@@ -1,0 +1,194 @@
+"""Compiles the grouped GEMMs of MXFP8 and NVFP4 numbers without a GPU, for Blackwell and for Hopper.
+
+With the arguments of their launchers, on meta tensors, so that shapes can be real ones. See test_gemm_compile.py.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
+from symmoe.kernels.gpu import scaled  # noqa: E402
+
+BF16, FP16, FP32, E4M3, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
+TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", U8: "u8", E4M3: "fp8e4nv"}
+ELEMENTS = {"mxfp8": (E4M3, 1, 32), "nvfp4": (U8, 2, 16)}  # data, elements in a byte, elements to a scale
+SHAPES = {  # G, O, C, N of a product
+    "deepseek-like FC1": (32, 4096, 7168, 65536),
+    "odd": (3, 712, 1056, 999),  # parts of tiles and of steps
+    "narrow": (65, 136, 96, 999),
+}
+BLACKWELL, WORKSTATION, HOPPER = 100, 120, 90  # WORKSTATION: Blackwell without tensor memory
+UNITS = {BLACKWELL: "tcgen05", WORKSTATION: "mma", HOPPER: None}
+MAX_SHARED = {BLACKWELL: 227 << 10, WORKSTATION: 99 << 10, HOPPER: 227 << 10}  # bytes of a program
+MAX_TENSOR_COLUMNS = 512  # of tensor memory, which an SM has
+PRODUCT = {"mxfp8": "kind::mxf8f6f4.block_scale.scale_vec::1X", "nvfp4": "kind::mxf4nvf4.block_scale.scale_vec::4X"}
+EMULATED = {"mxfp8": "f32.bf16.bf16", "nvfp4": "f32.f16.f16"}
+
+names = pytest.mark.parametrize("name", ELEMENTS)
+ARCHS_AND_SHAPES = [*((BLACKWELL, shape) for shape in SHAPES), (WORKSTATION, "odd"), (HOPPER, "odd")]
+
+
+def meta(*shape, dtype):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def swizzled(num_tiles, width, block):
+    return meta(num_tiles, -(-width // (4 * block)), 512, dtype=U8)
+
+
+def gemm_operands(name, shape, dtype=BF16, ranges=False):
+    """Arguments and options of grouped_gemm_scaled."""
+    G, O, C, N = SHAPES[shape]
+    data, per_byte, block = ELEMENTS[name]
+    options = {"num_sms": 132}
+    if name == "nvfp4":
+        options |= {key: meta(G, dtype=FP32) for key in ("row_global_scale", "weight_global_scale")}
+    if ranges:
+        options["group_start"] = meta(G + 1, dtype=torch.int32)
+    arguments = (
+        meta(N, C // per_byte, dtype=data),
+        swizzled(max_tiles(N, G), C, block),
+        meta(G, O, C // per_byte, dtype=data),
+        swizzled(max_tiles(G * O, G), C, block),
+        meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32),
+        meta(N, O, dtype=dtype),
+    )
+    return arguments, options
+
+
+def wgrad_operands(name, shape, dtype=BF16):
+    """Arguments and options of grouped_gemm_wgrad_scaled."""
+    G, O, C, N = SHAPES[shape]
+    data, per_byte, block = ELEMENTS[name]
+    tokens = TILE * max_tiles(N, G)
+    options = {"num_sms": 132}
+    if name == "nvfp4":
+        options |= {key: meta(G, dtype=FP32) for key in ("dout_global_scale", "rows_global_scale")}
+    arguments = []
+    for width in (O, C):
+        arguments += [meta(width, tokens // per_byte, dtype=data), swizzled(-(-width // TILE), tokens, block)]
+    return (*arguments, meta(G + 1, dtype=torch.int32), meta(G, O, C, dtype=dtype)), options
+
+
+@pytest.fixture
+def compile_launch(monkeypatch, tmp_path):
+    """compile_launch(arch, function, arguments, options): what is wanted of the code of its one launch."""
+    launches = []
+    monkeypatch.setattr(scaled, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))  # nothing comes from a cache
+
+    def compile_one(arch, function, arguments, options):
+        monkeypatch.setattr(scaled, "scaled_products", lambda device: UNITS[arch])
+        function(*arguments, **options)
+        kernel, constants, *args = launches.pop()
+        assert not launches
+        named, signature, constexprs, attributes = dict(constants.named), {}, {}, {}
+        values = [*constants.described(tuple(args)), *[None] * (len(kernel.params) - len(args))]
+        for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
+            elif isinstance(value, TensorDescriptor):
+                signature[parameter.name] = f"tensordesc<{TYPE_NAMES[value.base.dtype]}{list(value.block_shape)}>"
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+                if not parameter.do_not_specialize_on_alignment:
+                    attributes[i,] = [["tt.divisibility", 16]]
+            else:
+                assert parameter.do_not_specialize, parameter.name
+                signature[parameter.name] = "i32"
+        source = ASTSource(kernel, signature, constexprs, attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=named)
+        return examine(compiled, arch, tmp_path)
+
+    return compile_one
+
+
+def examine(compiled, arch, directory):
+    ptx = compiled.asm["ptx"]
+    (directory / "kernel.ptx").write_text(ptx)
+    ptxas = (
+        Path(triton.__file__).parent
+        / "backends"
+        / "nvidia"
+        / "bin"
+        / ("ptxas" if arch == HOPPER else "ptxas-blackwell")
+    )
+    command = [ptxas, "-v", f"--gpu-name=sm_{arch}a", directory / "kernel.ptx", "-o", directory / "kernel.cubin"]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert compiled.metadata.shared <= MAX_SHARED[arch]
+    assert "C75" not in log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    instructions = Counter(
+        re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", ptx, re.MULTILINE)
+    )
+    result = SimpleNamespace(
+        ptx=ptx,
+        instructions=instructions,
+        spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        tensor_columns=compiled.metadata.tmem_size,
+    )
+    print(result.registers, "registers", result.spilled, "spilled", compiled.metadata.shared, "shared", instructions)
+    return result
+
+
+def check(code, name, arch):
+    """The products are those of the format, operands come by TMA, and registers do not spill."""
+    products = [text for text in code.instructions if re.match(r"(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.", text)]
+    assert products
+    if arch == HOPPER:
+        assert all(text.startswith("wgmma") and EMULATED[name] in text for text in products)
+    else:
+        assert all(PRODUCT[name] in text for text in products)
+    if arch == BLACKWELL:
+        assert all(text.startswith("tcgen05") for text in products)
+        assert code.tensor_columns <= MAX_TENSOR_COLUMNS
+        # Scales go from shared to tensor memory, and not by way of registers, as they would from another layout.
+        assert code.instructions["tcgen05.cp.cta_group::1.warpx4.32x128b"]
+        scales = [text for text in code.instructions if text.startswith("tcgen05.st") and "x128" not in text]
+        assert not scales
+    assert any(text.startswith("cp.async.bulk.tensor") for text in code.instructions)
+    assert code.spilled == 0
+
+
+@names
+@pytest.mark.parametrize(("arch", "shape"), ARCHS_AND_SHAPES)
+def test_products(compile_launch, arch, shape, name):
+    arguments, options = gemm_operands(name, shape)
+    check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options | {"zero_tail": True}), name, arch)
+
+
+@names
+@pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
+def test_parts_of_products(compile_launch, arch, name):
+    arguments, options = gemm_operands(name, "odd", FP16, ranges=True)
+    check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options | {"columns": (512, 712)}), name, arch)
+
+
+@names
+@pytest.mark.parametrize(
+    ("arch", "shape", "dtype", "accumulate"),
+    [
+        (BLACKWELL, "deepseek-like FC1", BF16, False),
+        (BLACKWELL, "deepseek-like FC1", FP32, True),
+        *((arch, "odd", BF16, True) for arch in UNITS),
+    ],
+    ids=str,
+)
+def test_weight_gradients(compile_launch, arch, shape, dtype, accumulate, name):
+    arguments, options = wgrad_operands(name, shape, dtype)
+    options |= {"accumulate": accumulate}
+    code = compile_launch(arch, scaled.grouped_gemm_wgrad_scaled, arguments, options)
+    check(code, name, arch)
+    assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.global", code.ptx, re.MULTILINE)

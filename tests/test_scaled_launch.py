@@ -1,0 +1,76 @@
+"""Launches of the GEMMs of MXFP8 and NVFP4 numbers: after the first one they skip the JIT. See test_fast_launch.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from scaled_problem import NAMES, Numbers, Problem, WgradProblem
+from test_fast_launch import fake_driver, fake_jits  # noqa: F401
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels.gpu import scaled
+
+BF16 = torch.bfloat16
+
+
+def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
+    """Whatever the tensors' addresses and the number of rows and tokens."""
+    jits = fake_jits(monkeypatch, scaled)
+
+    def step(splits, O=520, C=160):
+        ranges = torch.zeros(2, len(splits), dtype=torch.int32)
+        for name in NAMES:
+            numbers = Numbers(name, exact=True)
+            p, q = Problem(splits, (O, C), numbers), WgradProblem(splits, (O, C), numbers)
+            *operands, row_start = p.operands
+            out = p.blank(BF16)
+            scaled.grouped_gemm_scaled(*operands, row_start, out, zero_tail=True, num_sms=8, **p.options)
+            options = {**p.options, "group_start": row_start, "columns": (256, 512), "num_sms": 8}
+            scaled.grouped_gemm_scaled(*operands, ranges, out, **options)
+            for accumulate in (False, True):
+                gradient = torch.zeros(q.shape)
+                options = {**q.options, "accumulate": accumulate, "num_sms": 8}
+                scaled.grouped_gemm_wgrad_scaled(*q.operands, gradient, **options)
+
+    step((40, 0, 24))
+    before = {name: len(jit.calls) for name, jit in jits.items()}
+    assert len(before) == 2
+    assert all(before.values()), before
+    for splits in ((1, 0, 0), (0, 64, 0), (5, 50, 10), (300, 1, 700)):
+        step(splits)
+    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_launched_without_rows(fake_driver, monkeypatch, name):  # noqa: F811
+    jits = fake_jits(monkeypatch, scaled)
+    numbers = Numbers(name, exact=True)
+    p = Problem((0, 0), (64, 96), numbers, tail=0)
+    scaled.grouped_gemm_scaled(*p.operands, p.blank(BF16), **p.options)
+    q = WgradProblem((0, 0), (64, 96), numbers, tail_tiles=0)
+    for accumulate in (True, False):
+        out = torch.ones(q.shape)
+        scaled.grouped_gemm_wgrad_scaled(*q.operands, out, accumulate=accumulate, **q.options)
+        assert (out == (1.0 if accumulate else 0.0)).all()
+    assert not any(jit.calls for jit in jits.values())
+
+
+def test_which_gpus_have_products_with_block_scales(monkeypatch):
+    assert scaled.scaled_products(torch.device("cpu")) is None
+    for capability, unit in (((9, 0), None), ((10, 0), "tcgen05"), ((10, 3), "tcgen05"), ((12, 0), "mma")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert scaled.scaled_products.__wrapped__(torch.device("cuda", 0)) == unit
+
+
+@pytest.mark.parametrize("change", [{"block_m": 64}, {"block_n": 64}, {"block_k": 64}], ids=str)
+def test_tiles_that_cut_tiles_of_scales(change):
+    p = Problem((3,), (128, 128), Numbers("mxfp8", exact=True))
+    with pytest.raises(ArgumentError, match="tiles must have block_m 128, block_n a multiple of it, and block_k one"):
+        scaled.grouped_gemm_scaled(*p.operands, p.blank(BF16), num_sms=1, config=replace(scaled.CONFIG, **change))
+    q = WgradProblem((3,), (128, 128), Numbers("mxfp8", exact=True))
+    wide = replace(scaled.CONFIG, block_k=256)
+    with pytest.raises(ArgumentError, match="tiles of a weight gradient must have block_k 128"):
+        scaled.grouped_gemm_wgrad_scaled(*q.operands, torch.zeros(q.shape), num_sms=1, config=wide)

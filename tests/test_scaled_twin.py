@@ -1,0 +1,263 @@
+"""The twins of the grouped GEMMs of MXFP8 and NVFP4 numbers against float64."""
+
+import itertools
+
+import pytest
+import torch
+from row_ranges import random_ranges, rows_of
+from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, dequantised, relative_error
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels.twin.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
+from symmoe.precision import MXFP8, NVFP4
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SPLITS = [(30, 0, 1, 140, 0), (0, 0, 0), (0, 129, 0, 7)]
+WIDTHS = [(256, 384), (264, 288), (72, 32)]  # O, C: whole tiles; parts of tiles; less than one
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 2**-8), (FP16, 2**-10), (FP32, 2e-6)], ids=str)
+
+names = pytest.mark.parametrize("name", NAMES)
+
+
+def product(p, dtype, **options):
+    out = p.blank(dtype)
+    grouped_gemm_scaled(*p.operands, out, **p.options, **options)
+    return out
+
+
+def gradient(p, out, **options):
+    grouped_gemm_wgrad_scaled(*p.operands, out, **p.options, **options)
+    return out
+
+
+@names
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_products_of_small_numbers_are_exact(widths, name):
+    for splits in SPLITS:
+        p = Problem(splits, widths, Numbers(name, exact=True))
+        assert torch.equal(product(p, FP32).double(), p.expected())
+
+
+@names
+@DTYPES
+def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance, name):
+    for splits, widths in itertools.product(SPLITS, WIDTHS):
+        p = Problem(splits, widths, Numbers(name, exact=False))
+        p.row_global_scale = p.row_global_scale if name == "mxfp8" or dtype != FP16 else p.row_global_scale / 1024
+        if name == "mxfp8" and dtype == FP16:
+            p.row_scale -= 10  # within fp16's range
+        out, n = product(p, dtype), p.num_rows
+        assert relative_error(out[:n], p.expected()[:n]) <= tolerance
+        assert (out[n:] == SENTINEL).all()
+
+
+@names
+@pytest.mark.parametrize(
+    ("what", "dim"), [("row_scale", 0), ("row_scale", 1), ("weight_scale", 0), ("weight_scale", 1), ("weight_scale", 2)]
+)
+def test_the_oracle_notices_a_scale_of_another_line_or_block(what, dim, name):
+    p = Problem(SPLITS[0], WIDTHS[0], Numbers(name, exact=False))
+    expected = p.expected()
+    setattr(p, what, getattr(p, what).roll(1, dim))
+    n = p.num_rows
+    assert relative_error(product(p, FP32)[:n], expected[:n]) > 0.05
+
+
+@pytest.mark.parametrize("what", ["row_global_scale", "weight_global_scale"])
+def test_the_oracle_notices_a_global_scale_of_another_group(what):
+    p = Problem(SPLITS[0], WIDTHS[0], Numbers("nvfp4", exact=False))
+    expected = p.expected()
+    setattr(p, what, getattr(p, what).roll(1))
+    assert relative_error(product(p, FP32)[: p.num_rows], expected[: p.num_rows]) > 0.05
+
+
+@names
+def test_ranges_and_panels_have_the_bits_of_the_whole(name):
+    for splits, step in itertools.product(SPLITS, (1, 128)):
+        p = Problem(splits, (264, 288), Numbers(name, exact=False))
+        whole, union = product(p, BF16), p.blank(BF16)
+        *operands, row_start = p.operands
+        options = {**p.options, "group_start": row_start}
+        for ranges in random_ranges(splits, 3, step=step):
+            come, out = rows_of(ranges, p.capacity), p.blank(BF16)
+            grouped_gemm_scaled(*operands, ranges, out, **options)
+            assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=BF16)))
+            for columns in ((0, 256), (256, 264)):
+                grouped_gemm_scaled(*operands, ranges, union, columns=columns, **options)
+        assert torch.equal(union, whole)
+
+
+@names
+@pytest.mark.parametrize("columns", [None, (0, 256), (256, 264)])
+def test_the_tail_becomes_zero_if_asked_for(columns, name):
+    p = Problem(SPLITS[0], (264, 288), Numbers(name, exact=False))
+    out, whole = product(p, BF16, zero_tail=True, columns=columns), product(p, BF16)
+    inside = slice(*columns) if columns else slice(None)
+    expected = p.blank(BF16)
+    expected[: p.num_rows, inside] = whole[: p.num_rows, inside]
+    expected[p.num_rows :, inside] = 0
+    assert torch.equal(out, expected)
+
+
+@names
+def test_nan_stays_in_its_row(name):
+    p = Problem(SPLITS[0], WIDTHS[1], Numbers(name, exact=False))
+    clean = product(p, BF16)
+    p.row_scale[7, 3] = NAN[name]
+    dirty = product(p, BF16)
+    assert dirty[7].isnan().all()
+    dirty[7] = clean[7]
+    assert torch.equal(dirty, clean)
+
+
+@names
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_of_small_numbers_are_exact(widths, accumulate, name):
+    for splits in SPLITS:
+        p = WgradProblem(splits, widths, Numbers(name, exact=True))
+        out = gradient(p, torch.full(p.shape, 3.0 if accumulate else torch.nan), accumulate=accumulate)
+        assert torch.equal(out.double(), p.expected() + (3.0 if accumulate else 0.0))
+
+
+@names
+@pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 2**-8), (FP32, 2e-6)], ids=str)
+def test_weight_gradients_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance, name):
+    p = WgradProblem(SPLITS[0], WIDTHS[1], Numbers(name, exact=False))
+    expected = p.expected()
+    assert relative_error(gradient(p, torch.full(p.shape, torch.nan, dtype=dtype)), expected) <= tolerance
+    for dim in (0, 1):
+        q = WgradProblem(SPLITS[0], WIDTHS[1], Numbers(name, exact=False), tail_tiles=0)
+        expected = q.expected()
+        q.rows_scale = q.rows_scale.roll(1, dim)
+        assert relative_error(gradient(q, torch.zeros(q.shape)), expected) > 0.05
+
+
+@names
+def test_groups_without_tokens_leave_an_accumulated_gradient_alone(name):
+    p = WgradProblem(SPLITS[0], WIDTHS[2], Numbers(name, exact=False))
+    out = gradient(p, torch.full(p.shape, torch.nan), accumulate=True)
+    assert out.isnan().all()
+    gradient(p, out)
+    assert not out[[1, 4]].any()
+    assert not out.isnan().any()
+
+
+@names
+def test_no_rows_at_all(name):
+    p = Problem((0, 0), WIDTHS[2], Numbers(name, exact=False), tail=0)
+    assert product(p, BF16).shape == (0, 72)
+    q = WgradProblem((0, 0), WIDTHS[2], Numbers(name, exact=False), tail_tiles=0)
+    assert not gradient(q, torch.full(q.shape, torch.nan)).any()
+
+
+def recipe_operands(recipe, seed=0):
+    """Rows of 3 groups, gradients of their results, and weights; quantised, as the three products take them."""
+    generator = torch.Generator().manual_seed(seed)
+    row_start = torch.tensor([0, 50, 50, 201], dtype=torch.int32)
+    rows, dout = (torch.randn(201, width, generator=generator, dtype=BF16) for width in (160, 96))
+    weight = torch.randn(3, 96, 160, generator=generator, dtype=BF16)
+    return (
+        row_start,
+        (recipe.quantize(rows, row_start), recipe.quantize_weight(weight)),
+        (recipe.quantize(dout, row_start), recipe.quantize_weight_transposed(weight)),
+        (recipe.quantize_columns(dout, row_start), recipe.quantize_columns(rows, row_start)),
+        (rows.double(), dout.double(), weight.double()),
+    )
+
+
+def scales_of(left, right, names):
+    """The global scales of two quantised tensors, as options; none for MXFP8."""
+    return {} if left.amax is None else dict(zip(names, (left.global_scale, right.global_scale), strict=True))
+
+
+# The formats' own errors: E4M3 has steps of 2^-3 of a number, E2M1 of up to 1/2 of it.
+@pytest.mark.parametrize(
+    ("name", "recipe", "least", "most"), [("mxfp8", MXFP8(), 0.005, 0.05), ("nvfp4", NVFP4(), 0.03, 0.25)]
+)
+def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
+    """All three products of a layer, against float64 of the dequantised operands, and of the numbers themselves."""
+    row_start, forward, dgrad, wgrad, (rows, dout, weight) = recipe_operands(recipe)
+    spans = [slice(a, b) for a, b in itertools.pairwise(row_start.tolist())]
+    gemm_scales, wgrad_scales = ("row_global_scale", "weight_global_scale"), ("dout_global_scale", "rows_global_scale")
+    for (left, right), plain in ((forward, (rows, weight.mT)), (dgrad, (dout, weight))):
+        out = torch.empty(201, plain[1].shape[2])
+        operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_start)
+        grouped_gemm_scaled(*operands, out, **scales_of(left, right, gemm_scales))
+        matrices = right.dequantize().double()
+        matrices = matrices.mT if right.layout == "weight" else matrices
+        numbers = left.dequantize().double()
+        expected = torch.cat([numbers[span] @ matrices[g] for g, span in enumerate(spans)])
+        assert relative_error(out, expected) <= 1e-6
+        true = torch.cat([plain[0][span] @ plain[1][g] for g, span in enumerate(spans)])
+        assert least <= (out.double() - true).norm() / true.norm() <= most
+    left, right = wgrad
+    out = torch.full((3, 96, 160), torch.nan)
+    operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_start)
+    grouped_gemm_wgrad_scaled(*operands, out, **scales_of(left, right, wgrad_scales))
+    # What fills a group's last tile is summed as well: the Hadamard transform mixes it with the last tokens.
+    padded = [slice(0, 128), slice(128, 128), slice(128, 384)]
+    numbers = [dequantised(name, side.data, side.scale.view(torch.uint8)) for side in wgrad]
+    expected = torch.stack([numbers[0][:, span] @ numbers[1][:, span].T for span in padded])
+    for side in wgrad if recipe.column_signs else ():
+        expected *= side.global_scale.double()[:, None, None]
+    assert relative_error(out, expected) <= 1e-6
+    true = torch.stack([dout[span].T @ rows[span] for span in spans])
+    assert least <= (out.double() - true).norm() / true.norm() <= most
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda o, k: o.__setitem__(0, o[0].to(torch.float8_e5m2)),
+            r"rows must be of .*e4m3fn or torch.uint8, got .*e5",
+        ),
+        (lambda o, k: o.__setitem__(1, o[1][:3]), r"row_scale must be \[6 or more, 3, 512\], got \[3, 3, 512\]"),
+        (lambda o, k: o.__setitem__(1, o[1][:, :2]), r"row_scale must be \[6 or more, 3, 512\], got \[6, 2, 512\]"),
+        (lambda o, k: o.__setitem__(1, o[1].view(torch.int8)), "row_scale must be of torch.uint8, got torch.int8"),
+        (lambda o, k: o.__setitem__(2, o[2][..., :256]), r"weight must be \[5, 256, 384\], got \[5, 256, 256\]"),
+        (lambda o, k: o.__setitem__(3, o[3][:9]), r"weight_scale must be \[10 or more, 3, 512\], got \[9, 3, 512\]"),
+        (
+            lambda o, k: k.update(row_global_scale=torch.ones(5)),
+            r"row_global_scale must be None where numbers are e4m3",
+        ),
+        (lambda o, k: k.update(group_start=o[4]), r"group_start .* belongs to ranges .*got \[6\] and row_start \[6\]"),
+    ],
+)
+def test_wrong_operands_of_products_are_named(change, text):
+    p = Problem(SPLITS[0], WIDTHS[0], Numbers("mxfp8", exact=False))
+    operands, options = list(p.operands), {}
+    change(operands, options)
+    with pytest.raises(ArgumentError, match=text):
+        grouped_gemm_scaled(*operands, p.blank(BF16), **options)
+
+
+def test_global_scales_and_bounds_that_are_missing():
+    p = Problem((3, 4), (64, 64), Numbers("nvfp4", exact=False))
+    with pytest.raises(ArgumentError, match=r"row_global_scale must be \[2\] where numbers are e2m1, got None"):
+        grouped_gemm_scaled(*p.operands, p.blank(BF16))
+    q = WgradProblem((3, 4), (64, 64), Numbers("nvfp4", exact=False))
+    q.rows_global_scale = torch.ones(3)
+    with pytest.raises(ArgumentError, match=r"rows_global_scale must be \[2\], got \[3\]"):
+        gradient(q, torch.zeros(q.shape))
+    ranges = torch.tensor([[0, 3], [3, 7]], dtype=torch.int32)
+    *operands, row_start = p.operands
+    with pytest.raises(ArgumentError, match=r"got None and row_start \[2, 2\]"):
+        grouped_gemm_scaled(*operands, ranges, p.blank(BF16), **p.options)
+    with pytest.raises(ArgumentError, match="zero_tail needs row_start"):
+        grouped_gemm_scaled(*operands, ranges, p.blank(BF16), group_start=row_start, zero_tail=True, **p.options)
+    q.rows_global_scale = torch.ones(2)
+    with pytest.raises(ArgumentError, match="a weight gradient needs row_start"):
+        grouped_gemm_wgrad_scaled(*q.operands[:-1], ranges, torch.zeros(q.shape), **q.options)
+
+
+def test_widths_that_do_not_fit():
+    numbers = Numbers("mxfp8", exact=False)
+    with pytest.raises(ArgumentError, match="contracted features must be a multiple of 32, got 48"):
+        product(Problem((3,), (64, 48), numbers), BF16)
+    with pytest.raises(ArgumentError, match="features of out must be a multiple of 8, got 60"):
+        product(Problem((3,), (60, 64), numbers), BF16)
+    data, scale = torch.zeros(64, 96, dtype=torch.float8_e4m3fn), torch.zeros(1, 1, 512, dtype=torch.uint8)
+    with pytest.raises(ArgumentError, match="tokens of dout and rows must be a multiple of 128, got 96"):
+        grouped_gemm_wgrad_scaled(data, scale, data, scale, torch.tensor([0, 3]), torch.zeros(1, 64, 64))
