@@ -2,14 +2,17 @@
 # make train   the main job: train the example language model on CPUs (2 processes)
 # make test    the tests
 # make dist    wheel and sdist in dist/; the tests build and install them elsewhere
+# make docs    the documentation, into the folder site/
 # make plots   the pictures of benchmarks in docs/images, from the committed records
 #
+# JOBS=1                  tests one after the other (needs no pytest-xdist)
 # PYTHON=python3.12       another interpreter for the virtual environment
 # PYTHON=... VENV=none    use that interpreter as it is (it has torch already), e.g. on a GPU machine
 
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
+JOBS ?= 2
 ARGS ?=
 RECORDS := layer-h200-ep*.json layer-tokens-h200-ep*.json layer-skew-h200-ep*.json variants-h200-ep*.json
 
@@ -23,32 +26,36 @@ endif
 
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 
-.PHONY: setup train test lint dist plots clean
+.PHONY: setup train test lint dist docs plots clean
 
 setup: $(INSTALLED)
 	$(PY) -c "import torch, symmoe; print('symmoe', symmoe.__version__, 'with torch', torch.__version__)"
 
 $(VENV)/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet torch==2.13.0 --editable '.[dev,examples,transformers,megatron]'
+	$(PY) -m pip install --quiet torch==2.13.0 --editable '.[dev,docs,examples,transformers,megatron]'
 	touch $@
 
 train: setup
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) examples/train_lm.py $(ARGS)
 
 lint: setup
-	$(PY) -m ruff check symmoe tests examples benchmarks
+	$(PY) -m ruff check symmoe tests examples benchmarks docs
 
 # An interpreter that is used as it is need not have ruff.
 test: setup $(if $(INSTALLED),lint)
-	$(PY) -m pytest tests $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile) $(ARGS)
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
 dist: setup
 	$(PY) -m build --no-isolation --outdir dist
 
+# The variable silences a notice of mkdocs-material about versions of mkdocs to come.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 plots: setup
 	$(PY) -m symmoe plot bench $(wildcard $(RECORDS:%=benchmarks/results/%)) --out docs/images
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info
+	rm -rf $(VENV) runs build dist site *.egg-info

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from symmoe.symm_mem.heap import SymmetricHeap
     from symmoe.symm_mem.lease import Lease
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
 _HOME = {
     "GroupedLinear": "symmoe.moe.grouped_linear",

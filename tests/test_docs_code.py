@@ -1,0 +1,344 @@
+"""Every Python block of README.md and docs/*.md runs, page by page, on as many ranks as the page is about.
+
+Sybil finds the blocks and evaluates those of a page one after the other in one namespace. A block that cannot run here
+has `<!-- skip: next "the reason" -->` before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import socket
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from unittest import SkipTest
+
+import pytest
+
+pytest.importorskip("sybil")
+
+import torch
+import torch.distributed as dist
+from cluster import Cluster, RankFailure
+from packaging.requirements import Requirement
+from sybil import Document
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+import symmoe
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_RANKS = 4
+ELSEWHERE = {"docs/training.md": "tests/test_training_docs.py"}  # which looks at what the snippets print
+
+Scope = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Page:
+    """How a page runs.
+
+    Attributes:
+        num_ranks: that it runs on. One rank has no process group.
+        prepare: puts into the namespace what the page takes for granted.
+        replaced: what is written differently for these sizes and for CPUs.
+        check: what must hold afterwards; also closes what the page leaves open.
+        needs: packages, as pip would be given them.
+    """
+
+    num_ranks: int = 1
+    prepare: Callable[[Scope], None] = lambda scope: None
+    replaced: tuple[tuple[str, str], ...] = ()
+    check: Callable[[Scope], None] = lambda scope: None
+    needs: tuple[str, ...] = ()
+
+
+# -- what pages take for granted --------------------------------------------------------------------------------------
+
+
+def close_heap(scope: Scope) -> None:
+    scope["heap"].close()
+
+
+def readme_results(scope: Scope) -> None:
+    assert scope["moe"].router.weight.grad.isfinite().all()
+    assert scope["y"].data_ptr() == scope["out"].data_ptr()
+
+
+def training_run(scope: Scope) -> None:
+    assert scope["loss"].item() < 0.5
+    assert scope["metrics"].expert_load.sum() == 1024
+
+
+def replicated_gradients(scope: Scope) -> None:
+    assert all(p.grad.abs().sum() > 0 for p in scope["moe"].parameters())
+
+
+def model_to_save(scope: Scope) -> None:
+    heap = symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host")
+    model = symmoe.MoELayer(symmoe.MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=2), heap)
+    dist.broadcast(model.router.weight.data, src=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 32))[0].sum().backward()
+    symmoe.reduce_gradients(model)
+    optimizer.step()
+    scope.update(heap=heap, model=model, optimizer=optimizer, step=40, tokens_seen=4096)
+
+
+def loaded_state(scope: Scope) -> None:
+    assert (scope["start"], scope["tokens_seen"]) == (40, 4096)
+    assert scope["done"].rank_extra is not None
+    close_heap(scope)
+
+
+def sharded_training(scope: Scope) -> None:
+    from small_model import FEATURES, Model
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    scope.update(W=dist.get_world_size(), ep=2, Model=Model, torch=torch, symmoe=symmoe, functools=functools)
+    scope.update(get_state_dict=get_state_dict, folder="dcp", x=torch.randn(6, FEATURES, requires_grad=True))
+    scope["block"] = lambda x: scope["model"](x)[0]
+
+
+def sharded_results(scope: Scope) -> None:
+    scope["y"].sum().backward()
+    assert scope["x"].grad.abs().sum() > 0
+    assert Path("dcp", ".metadata").is_file()
+    close_heap(scope)
+
+
+def megatron_program(scope: Scope) -> None:
+    from megatron_cases import batch_of, config_of, use_groups
+
+    use_groups(ep=2)
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    config = config_of(num_layers=2)
+    scope.update(config=config, num_moe_layers_here=2, batch=batch_of())
+    scope.update(get_gpt_layer_local_spec=get_gpt_layer_local_spec, GPTModel=GPTModel)
+
+
+def megatron_results(scope: Scope) -> None:
+    from megatron.core import parallel_state
+
+    from symmoe.integrations.megatron import SymmExperts
+
+    assert any(isinstance(module, SymmExperts) for module in scope["model"].modules())
+    assert scope["model"].decoder.layers[0].mlp.router.weight.grad.abs().sum() > 0
+    parallel_state.destroy_model_parallel()
+
+
+def published_checkpoint(scope: Scope) -> None:
+    from hf_cases import batch_of, random_model
+
+    rank, folder = int(os.environ["RANK"]), Path("Qwen3-30B-A3B")
+    if rank == 0:
+        random_model("qwen3_moe").save_pretrained("unfinished")
+        os.rename("unfinished", folder)
+    deadline_s = time.monotonic() + 60
+    while not folder.is_dir():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    scope["my_share_of_the_data"] = [batch_of(rank), batch_of(rank + 4)]
+
+
+def tuned_model(scope: Scope) -> None:
+    before, after = (Path(folder, "model.safetensors").read_bytes() for folder in ("Qwen3-30B-A3B", "tuned"))
+    assert len(before) == len(after)
+    assert before != after
+    batch = scope["batch"]
+    assert scope["model"](batch, labels=batch).loss.isfinite()
+    close_heap(scope)
+
+
+def quantised_rows(scope: Scope) -> None:
+    scope["rows"], scope["row_start"] = torch.randn(48, 64), torch.tensor([0, 20, 48], dtype=torch.int32)
+    scope["weight"] = torch.randn(2, 96, 64)
+
+
+def near_the_rows(scope: Scope) -> None:
+    assert (scope["about"] - scope["rows"]).abs().max() < 0.07 * scope["rows"].abs().max()
+
+
+class StandIn:
+    """A logger's object that is not installed here: notes what it is called with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.made_with, self.calls = (args, kwargs), []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.calls.append((name, value, step))
+
+    def log(self, numbers: dict[str, float], *, step: int) -> None:
+        self.calls.append((numbers, step))
+
+
+def loggers(scope: Scope) -> None:
+    sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=StandIn)
+    sys.modules["wandb"] = types.SimpleNamespace(init=StandIn)
+
+
+def recorded(scope: Scope) -> None:
+    assert all(Path(name).stat().st_size for name in ("step.json", "step.png", "step.txt", "load.jsonl"))
+    scope["sink"]({"moe/drops": 0.0}, 3)
+    assert scope["run"].calls == [({"moe/drops": 0.0}, 3)]
+    assert scope["writer"].made_with == (("runs/moe",), {})
+    del sys.modules["torch.utils.tensorboard"], sys.modules["wandb"]
+
+
+PAGES = {
+    "README.md": Page(2, check=readme_results),
+    "docs/start.md": Page(2, check=training_run),
+    "docs/concepts.md": Page(),
+    "docs/torchrun.md": Page(4, check=replicated_gradients),
+    "docs/tuning.md": Page(),
+    "docs/checkpoints.md": Page(2, model_to_save, check=loaded_state, needs=("safetensors",)),
+    "docs/fsdp.md": Page(
+        4,
+        sharded_training,
+        replaced=(('init_device_mesh("cuda"', 'init_device_mesh("cpu"'), ("num_bytes=...", "num_bytes=4 << 20")),
+        check=sharded_results,
+    ),
+    "docs/transformers.md": Page(
+        4, published_checkpoint, check=tuned_model, needs=("transformers>=5.23", "accelerate", "safetensors")
+    ),
+    "docs/precision.md": Page(1, quantised_rows, check=near_the_rows),
+    "docs/timeline.md": Page(1, loggers, check=recorded, needs=("matplotlib",)),
+    # The last one: without a GPU, Megatron needs stand-ins in torch.cuda that others cannot bear.
+    "docs/megatron.md": Page(
+        2,
+        megatron_program,
+        replaced=(
+            ("GPTModel(config, spec, ...)", "GPTModel(config, spec, 64, 12)"),
+            ("\n...\nheap.close()", "\nmodel(**batch).mean().backward()\nheap.close()"),
+        ),
+        check=megatron_results,
+        needs=("megatron-core",),
+    ),
+}
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def parse(path: Path, page: Page) -> Document:
+    """The page with its blocks."""
+    text = path.read_text(encoding="utf-8")
+    for written, here in page.replaced:
+        assert text.count(written) == 1, written
+        text = text.replace(written, here)
+    document = Document(text, str(path))
+    for parser in (PythonCodeBlockParser(), SkipParser()):
+        for region in parser(document):
+            document.add(region)
+    return document
+
+
+def run_page(rank: int, num_ranks: int, path: str, page: str | None, folder: str, port: int) -> list[str]:
+    """Runs a page on its ranks. Returns the reasons of what was skipped."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    how = Page() if page is None else PAGES[page]
+    if rank >= how.num_ranks:
+        return []
+    sys.path[:0] = [str(ROOT / "tests" / "integrations")]
+    document, skipped = parse(Path(path), how), []
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": how.num_ranks, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in where.items()}, MASTER_PORT=str(port))
+    torch.manual_seed(rank)
+    with working_in(folder):
+        if how.num_ranks > 1 and "init_process_group" not in document.text:
+            dist.init_process_group("gloo")
+        how.prepare(document.namespace)
+        for example in document.examples():
+            try:
+                example.evaluate()
+            except SkipTest as reason:
+                skipped.append(str(reason))
+        how.check(document.namespace)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return skipped
+
+
+@contextlib.contextmanager
+def working_in(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[], Cluster]]:
+    """Ranks of this module's own, whose process groups come and go with the pages."""
+    started: list[Cluster] = []
+
+    def get() -> Cluster:
+        if not started or not started[-1].alive:
+            started.append(Cluster(NUM_RANKS))
+        return started[-1]
+
+    yield get
+    for cluster in started:
+        cluster.close()
+
+
+def is_installed(requirement: Requirement) -> bool:
+    try:
+        return version(requirement.name) in requirement.specifier
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_runs(ranks, page: str, tmp_path: Path):
+    for need in PAGES[page].needs:
+        if not is_installed(Requirement(need)):
+            pytest.skip(f"{page} needs {need}, which is not installed")
+    skipped = ranks().run(run_page, str(ROOT / page), page, str(tmp_path), free_port())
+    assert all(len(reason) > 20 for reasons in skipped for reason in reasons)
+
+
+# -- that nothing is left out -----------------------------------------------------------------------------------------
+
+
+def pages_with_code() -> dict[str, int]:
+    """Number of Python blocks of every page that has any."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    counts = {
+        p.relative_to(ROOT).as_posix(): len(re.findall(r"^```(?:python|py)\b", p.read_text(), re.M)) for p in paths
+    }
+    return {page: count for page, count in counts.items() if count}
+
+
+def test_every_block_of_every_page_is_found():
+    assert pages_with_code().keys() == PAGES.keys() | ELSEWHERE.keys()
+    for page, count in pages_with_code().items():
+        found = [example for example in parse(ROOT / page, Page()).examples() if hasattr(example.parsed, "splitlines")]
+        assert len(found) == count, page
+
+
+@pytest.mark.parametrize("block", ["assert 1 == 2", "symmoe.no_such_name"])
+def test_a_wrong_block_fails(ranks, block: str, tmp_path: Path):
+    """Negative control."""
+    path = tmp_path / "page.md"
+    path.write_text(f"```python\nimport symmoe\n```\n\n```python\n{block}\n```\n")
+    with pytest.raises(RankFailure, match=r"page\.md"):
+        ranks().run(run_page, str(path), None, str(tmp_path), free_port())

@@ -1,0 +1,136 @@
+"""The commands in README.md and docs/*.md: parsed by the command's own parser, or their files and options looked up."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from symmoe.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOOLS = "symmoe|torchrun|make|pip|pytest|python"
+GONE = {"benchmarks/overhead.py"}  # the page that has it says what it is now
+YOURS = {"train.py"}  # files of the reader
+
+
+def lines(text: str) -> Iterator[str]:
+    """Indented lines, with those that a backslash continues, and code spans within paragraphs."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from re.findall(r"^ {4,}(.*)$", re.sub(r"\\\n\s*", "", text), re.MULTILINE)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text))
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a command, without prompt, comment, and brackets around what is optional; [] if it is none."""
+    line = line.removeprefix("$ ")
+    if not re.match(rf"({TOOLS}) |benchmarks/\S+\.sh", line):
+        return []
+    command = re.split(r"\s+#|\s{3,}", line)[0]
+    return shlex.split(re.sub(r"[\[\]](?=[-\s]|$)", "", command))
+
+
+def commands() -> list[tuple[str, tuple[str, ...]]]:
+    """(page, words) of every command."""
+    found = {}
+    for page in PAGES:
+        for line in lines(page.read_text(encoding="utf-8")):
+            if words := words_of(line):
+                found[page.relative_to(ROOT).as_posix(), tuple(words)] = None
+    return list(found)
+
+
+def after_launcher(words: tuple[str, ...]) -> tuple[str, ...]:
+    """What torchrun, or python, runs."""
+    rest = list(words)
+    if rest[0] in ("torchrun", "python"):
+        rest = rest[1:]
+        while rest and rest[0].startswith("--"):
+            rest = rest[1:]
+        rest = rest[1:] if rest and rest[0] == "-m" else rest
+    return tuple(rest)
+
+
+COMMANDS = [(page, words, after_launcher(words)) for page, words in commands()]
+OURS = sorted({rest for _, _, rest in COMMANDS if rest[:1] == ("symmoe",)})
+SCRIPTS = sorted(
+    {rest for _, _, rest in COMMANDS if rest and rest[0].endswith((".py", ".sh")) and rest[0] not in YOURS}
+)
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch):
+    """`main`, which parses and runs nothing."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+        arguments = parse_args(parser, argv)
+        arguments.run = lambda _: 0
+        return arguments
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    return main
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_commands_of_symmoe_parse(parse, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    arguments = list(words[1:])
+    if words[-1].startswith("--") or len(words) < 4:  # a command or an option that a sentence speaks of
+        with pytest.raises(SystemExit) as ended:
+            parse([*arguments[: 2 if words[1] == "plot" else 1], "--help"])
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in arguments if word.startswith("--"))
+    else:
+        assert parse(arguments) == 0
+
+
+@pytest.mark.parametrize("words", SCRIPTS, ids=" ".join)
+def test_scripts_exist_and_have_these_options(words: tuple[str, ...]):
+    if words[0] in GONE:
+        assert not (ROOT / words[0]).exists()
+        return
+    text = (ROOT / words[0]).read_text(encoding="utf-8")
+    for word in words[1:]:
+        if word.startswith("--"):  # an option, or a field of a dataclass that options are made from
+            field = word[2:].replace("-", "_")
+            assert re.search(rf'"{word}"|^    {field}: ', text, re.MULTILINE), word
+
+
+def test_targets_modules_and_extras_exist():
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    for page, words, rest in COMMANDS:
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), (page, words)
+        elif words[0] == "pip":
+            for extra in re.findall(r"symmoe\[(\w+)\]", " ".join(words)):
+                assert re.search(rf"^{extra} = \[", project, re.MULTILINE), (page, words)
+        elif words[0] == "pytest":
+            assert all((ROOT / word).exists() for word in words[1:] if "/" in word), (page, words)
+        elif rest and re.fullmatch(r"tests(\.\w+)+", rest[0]):
+            path = ROOT / rest[0].replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (page, words)
+
+
+def test_the_plan_in_tuning_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
+    text = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"^    \$ symmoe (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE).groups()
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == re.sub(r"^    ", "", shown, flags=re.MULTILINE)
+
+
+def test_a_wrong_command_does_not_parse(parse, capsys: pytest.CaptureFixture[str]):
+    """Negative control."""
+    assert len(OURS) >= 15
+    assert len(SCRIPTS) >= 8
+    (plan,) = (words for words in OURS if words[1] == "plan" and "--micro-batches" in words)
+    for wrong in ([*plan[1:], "--layer", "x"], [*plan[1:-2], "--micro-batch-size", "4"], ["plam"]):
+        with pytest.raises(SystemExit) as ended:
+            parse(wrong)
+        assert ended.value.code == 2
+    capsys.readouterr()
