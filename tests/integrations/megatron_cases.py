@@ -20,6 +20,9 @@ SEQUENCE, BATCH, VOCABULARY, NUM_EXPERTS = 12, 2, 64, 8
 HEAP_BYTES = 8 << 20
 
 
+_GROUPS: list[dist.ProcessGroup] = []  # of Megatron, on this rank
+
+
 def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1) -> None:
     """Megatron's process groups for these sizes of EP, TP and PP. Collective over all ranks."""
     from megatron.core import parallel_state
@@ -28,12 +31,19 @@ def use_groups(*, ep: int = 1, tp: int = 1, pp: int = 1) -> None:
     megatron_shim.install()
     torch.compiler.set_stance("force_eager")  # Megatron compiles a dozen small functions, for seconds each
     parallel_state.destroy_model_parallel()
+    known = dist.distributed_c10d._world.pg_map
+    for group in _GROUPS:  # of which that ends one, and each would keep three threads for as long as the process lives
+        if group in known:
+            dist.destroy_process_group(group)
+    _GROUPS.clear()
+    others = set(known)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1,
     )
+    _GROUPS.extend(set(known) - others)
     model_parallel_cuda_manual_seed(1)
 
 
