@@ -211,7 +211,7 @@ def pull_rows(
     total = torch.zeros(out[:, panel].shape, dtype=torch.float32, device=out.device)
     for ranks, rows in zip(source_rank.unbind(1), source_row.unbind(1), strict=True):
         for rank, buffer in enumerate(buffers):
-            _add_rows(total, buffer, ranks == rank, rows)
+            _add_rows(total, buffer, (ranks == rank) & (rows >= 0), rows)
     out[:, panel] = total
 
 
@@ -248,7 +248,7 @@ def pull_sums(
         if rank == peers.rank:
             own = torch.zeros_like(total)
             for ranks, rows in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
-                _add_rows(own, buffer, ranks == rank, rows)
+                _add_rows(own, buffer, (ranks == rank) & (rows >= 0), rows)
             total += own.to(out.dtype)
         else:
             rows = token_to_primary_row[:, rank]
