@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import symmoe.bench.session  # with all suites: imported while a test has replaced something, they would keep it
+import symmoe.bench.session  # noqa: F401 - all suites: imported while a test has replaced something, they would keep it
 from symmoe import cli
 from symmoe.bench import stock
 from symmoe.errors import WrongResult
