@@ -18,7 +18,8 @@ import triton.language as tl
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.gpu.gemm import ceil_div, tile_mask
+from symmoe.kernels.gpu.gemm import tile_mask
+from symmoe.kernels.gpu.integers import ceil_div
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 LOG2_E = tl.constexpr(math.log2(math.e))

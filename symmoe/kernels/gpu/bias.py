@@ -15,14 +15,13 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels.gpu.gemm import (
-    ceil_div,
     load_k_rows,
     locate_tile,
     max_row_tiles,
-    next_power_of_2,
     row_tile_prefix,
     source_rows,
 )
+from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import refuse_ranges
 

@@ -20,13 +20,11 @@ from symmoe.kernels.gpu.gemm import (
     TRITON_DTYPES,
     ZERO_BLOCK,
     TileConfig,
-    ceil_div,
     describe,
     end_of_rows,
     launch_grid,
     locate_tile,
     max_row_tiles,
-    next_power_of_2,
     row_tile_prefix,
     store_gradient,
     swizzle_tile,
@@ -34,6 +32,7 @@ from symmoe.kernels.gpu.gemm import (
     zero_panel,
     zero_rows,
 )
+from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import panel, refuse_ranges
 

@@ -41,7 +41,6 @@ from symmoe.kernels.gpu.activation import (
 from symmoe.kernels.gpu.gemm import (
     Plan,
     TileConfig,
-    ceil_div,
     column_parts,
     describe,
     end_of_rows,
@@ -53,11 +52,11 @@ from symmoe.kernels.gpu.gemm import (
     load_weight,
     locate_tile,
     matrix_pointer,
-    next_power_of_2,
     row_tile_prefix,
     tile_constants,
     tile_mask,
 )
+from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
 from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable

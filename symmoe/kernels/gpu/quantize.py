@@ -13,8 +13,9 @@ import triton.language as tl
 
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.gpu.gemm import ceil_div, locate_tile, max_row_tiles, next_power_of_2, row_tile_prefix
+from symmoe.kernels.gpu.gemm import locate_tile, max_row_tiles, row_tile_prefix
 from symmoe.kernels.gpu.hadamard import hadamard
+from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 TILE = tl.constexpr(formats.TILE)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats
-from symmoe.kernels.gpu.gemm import locate_tile, next_power_of_2, row_tile_prefix
+from symmoe.kernels.gpu.gemm import locate_tile, row_tile_prefix
+from symmoe.kernels.gpu.integers import next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 from symmoe.kernels.gpu.pointers import TILE_BLOCKS, TILE_BYTES
 

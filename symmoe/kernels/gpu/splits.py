@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels.gpu.gemm import next_power_of_2
+from symmoe.kernels.gpu.integers import next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 
