@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -42,13 +43,13 @@ def variants(shape: str) -> dict[str, tuple[Callable[[], object], torch.Tensor]]
     result = {"copy": (lambda: copy.copy_(rows), rows)}
     for recipe in RECIPES:
         name = type(recipe).__name__
-        result[f"{name} rows"] = lambda recipe=recipe: recipe.quantize(rows, row_start), rows
-        result[f"{name} columns"] = lambda recipe=recipe: recipe.quantize_columns(rows, row_start), rows
-        result[f"{name} weight"] = lambda recipe=recipe: recipe.quantize_weight(weight), weight
-        result[f"{name} weight^T"] = lambda recipe=recipe: recipe.quantize_weight_transposed(weight), weight
+        result[f"{name} rows"] = partial(recipe.quantize, rows, row_start), rows
+        result[f"{name} columns"] = partial(recipe.quantize_columns, rows, row_start), rows
+        result[f"{name} weight"] = partial(recipe.quantize_weight, weight), weight
+        result[f"{name} weight^T"] = partial(recipe.quantize_weight_transposed, weight), weight
         if recipe.stochastic_gradients:
-            step = lambda recipe=recipe: recipe.quantize_columns(rows, row_start, seeds=seeds)  # noqa: E731
-            result[f"{name} columns, stochastic"] = step, rows
+            stochastic = partial(recipe.quantize_columns, rows, row_start, seeds=seeds)
+            result[f"{name} columns, stochastic"] = stochastic, rows
     return result
 
 
