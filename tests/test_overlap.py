@@ -9,9 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from worker import open_heap
 
+from symmoe import GroupedMLP, make_plan
 from symmoe.kernels import twin
 from symmoe.kernels.parts import PART_ROWS
+from symmoe.moe import fused
 from symmoe.moe.overlap import H200, Move, Overlap, Rates, Sizes, layout_for, overlap, panels
 
 
@@ -183,3 +186,42 @@ def test_wire_bytes_are_those_of_uniform_routing():
     chosen = torch.rand((4000, 12), generator=generator).topk(3).indices // 3
     remote = sum(int((chosen == rank).any(1).sum()) for rank in (1, 2, 3))
     assert abs(sizes.wire_bytes - remote) < 0.02 * remote
+
+
+def rows_that_formulas_get(rank: int, num_ranks: int) -> dict[str, int]:
+    """num_rows of `overlap`'s sizes by the capacity: 16 tokens with two slots each, all of them for rank 0."""
+    found: dict[str, int] = {}
+    with open_heap("cpu") as heap:
+        experts = GroupedMLP(2, 16, 8)
+        x, probs = torch.randn(16, 16), torch.full((16, 2), 0.5)
+        topk_idx = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)
+        capacities = {"exact": None, "more than all slots": 100, "fewer": 64}
+        chosen = fused.overlap
+        for name, capacity in capacities.items():
+            tokens = {} if capacity is None else {"max_tokens": 40 if name == "fewer" else 16}
+            plan = make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap, capacity=capacity, **tokens)
+
+            def noting(sizes: Sizes, num_sms: int, name: str = name) -> Overlap:
+                found[name] = sizes.num_rows
+                return chosen(sizes, num_sms)
+
+            fused.overlap = noting
+            try:
+                fused.expert_parallel_mlp(x, probs, experts, plan)
+            finally:
+                fused.overlap = chosen
+    return found
+
+
+def test_formulas_get_the_rows_that_are_expected(cluster):
+    """Not the capacity, which is larger; and the same number on all ranks."""
+    for found in cluster(2).run(rows_that_formulas_get):
+        assert found == {"exact": 64, "more than all slots": 32, "fewer": 64}
+
+
+@pytest.mark.parametrize("number", [1, 15, 16, 17, 1000, 65536, 65537, 78643])
+def test_numbers_near_each_other_are_cut_alike(number: int):
+    rounded = fused._rounded_up(number)
+    assert number <= rounded <= 1.125 * number
+    assert rounded == fused._rounded_up(rounded)
+    assert len({fused._rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2
