@@ -95,7 +95,7 @@ class Recipe(ABC):
         shapes = (num_rows, row_format.data_width(width)), (num_rows, row_format.num_blocks(width))
         data, scale = _buffers(out, row_format, *shapes, rows)
         ops = kernels.for_device(rows.device)
-        amax = self._amax(rows, row_start)
+        amax = _amax(row_format, rows, row_start)
         ops.quantize_rows(rows, row_start, data, scale, row_format, amax=amax, seeds=seeds)
         return Quantized(
             data=data,
@@ -133,7 +133,7 @@ class Recipe(ABC):
         num_scales = num_groups if row_format.block is None else row_format.num_blocks(padded)
         data, scale = _buffers(out, row_format, (width, row_format.data_width(padded)), (width, num_scales), rows)
         options = {"row_index": row_index, "signs": signs}
-        amax = self._amax(rows, row_start, **options)
+        amax = _amax(row_format, rows, row_start, **options)
         ops = kernels.for_device(rows.device)
         ops.quantize_columns(rows, row_start, data, scale, row_format, amax=amax, seeds=seeds, **options)
         return Quantized(
@@ -185,7 +185,7 @@ class Recipe(ABC):
         amax = None
         if weight_format.has_global_scale:
             matrix_start = torch.arange(num_groups + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
-            amax = self._amax(weight.flatten(0, 1), matrix_start)
+            amax = _amax(weight_format, weight.flatten(0, 1), matrix_start)
         if weight.numel():
             kernels.for_device(weight.device).quantize_weights(lines, data, scale, weight_format, amax=amax)
         return Quantized(
@@ -232,14 +232,6 @@ class Recipe(ABC):
     def _check_width(self, name: str, width: int) -> None:
         if width == 0 or width % self.feature_multiple:
             raise ArgumentError(f"{name} ({width}) must be a multiple of {self.feature_multiple} for {self}")
-
-    def _amax(self, rows: torch.Tensor, row_start: torch.Tensor, **options: object) -> torch.Tensor | None:
-        """The largest finite |x| of every group, if the format has a global scale."""
-        if not self.row_format.has_global_scale:
-            return None
-        amax = torch.empty(row_start.shape[0] - 1, dtype=torch.float32, device=rows.device)
-        kernels.for_device(rows.device).group_amax(rows, row_start, amax, **options)
-        return amax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +322,17 @@ class NVFP4(Recipe):
     @property
     def column_signs(self) -> int | None:
         return self.hadamard_signs
+
+
+def _amax(
+    block_format: BlockFormat, rows: torch.Tensor, row_start: torch.Tensor, **options: object
+) -> torch.Tensor | None:
+    """The largest finite |x| of every group, if the format has a global scale."""
+    if not block_format.has_global_scale:
+        return None
+    amax = torch.empty(row_start.shape[0] - 1, dtype=torch.float32, device=rows.device)
+    kernels.for_device(rows.device).group_amax(rows, row_start, amax, **options)
+    return amax
 
 
 def _buffers(
