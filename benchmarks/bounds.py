@@ -1,0 +1,82 @@
+"""What bounded waits cost: steps of one layer whose kernels look at the clock while they wait, beside steps whose do not.
+
+    torchrun --nproc-per-node=2 benchmarks/bounds.py [--preset qwen3-30b] [--json bounds.json]
+
+Eager and replayed steps with a bound of `timeout_s` and with none (math.inf), interleaved, in one run, as docs/benchmarking.md
+says. Every result is checked first. Without a bound a lost rank leaves the others spinning: run it under `timeout`.
+"""
+
+import argparse
+import math
+import sys
+
+from symmoe.bench import ranks as launch
+from symmoe.bench.cases import PRESETS, Case
+from symmoe.bench.heap_size import heap_bytes
+from symmoe.bench.layer import make_experts
+from symmoe.bench.problem import Problem
+from symmoe.bench.records import machine, save
+from symmoe.bench.reference import Reference
+from symmoe.bench.run import Run, case_record
+from symmoe.bench.steps import captured_step, eager_step
+from symmoe.bench.table import render
+from symmoe.bench.timing import DIRECTIONS, Variant
+from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.symm_mem.heap import SymmetricHeap
+
+BOUNDS_S = {"bounded": 120.0, "unbounded": math.inf}
+
+
+def variants(problem: Problem, run: Run) -> list[Variant]:
+    """Every step with every bound."""
+    experts, reference = make_experts(problem), Reference(problem)
+    x, probs, *_ = problem.inputs
+    inputs = (x, probs, experts.fc1.weight, experts.fc2.weight)
+
+    def forward_of(timeout_s: float):
+        def forward():
+            run.heap.timeout_s = timeout_s  # kernels of this step and of its backward pass are launched with it
+            return expert_parallel_mlp(x, probs, experts, run.plan(problem, problem.static_capacity))
+
+        return forward
+
+    makers = {"eager": eager_step} | ({"graph": captured_step} if problem.device.type == "cuda" else {})
+    return [
+        make(f"{kind}, {name}", problem, reference, forward_of(timeout_s), inputs)
+        for kind, make in makers.items()
+        for name, timeout_s in BOUNDS_S.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="qwen3-30b", choices=PRESETS)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a rank")
+    parser.add_argument("--repetitions", type=int, default=100)
+    parser.add_argument("--json", help="where to write the records")
+    options = parser.parse_args()
+    with launch.join() as ranks:
+        case = Case(PRESETS[options.preset], options.tokens, "uniform")
+        problem = Problem(case, ranks)
+        num_bytes = heap_bytes(case, ranks.num_ranks, max(problem.routing.num_rows))
+        with SymmetricHeap(num_bytes=num_bytes, timeout_s=BOUNDS_S["bounded"]) as heap:
+            run = Run(ranks, heap, options.repetitions)
+            timed = variants(problem, run)
+            times, errors = run.measure(timed)
+            heap.timeout_s = BOUNDS_S["bounded"]
+            del timed  # the graphs, before their memory goes
+            heap.release_graphs()
+        facts = machine(ranks.device) | {"command": " ".join(sys.argv)}
+        records = [
+            case_record(problem, "bounds", name, direction, taken[:, column], error=errors[name]) | facts
+            for name, taken in times.items()
+            for column, direction in enumerate(DIRECTIONS)
+        ]
+        if ranks.rank == 0:
+            print(render(records))
+            if options.json:
+                save(records, options.json)
+
+
+if __name__ == "__main__":
+    main()
