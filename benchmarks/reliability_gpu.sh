@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The reliability suites on the GPUs of this machine, one record for all of them.
 #
-#     benchmarks/reliability_gpu.sh RANKS FOLDER [CASES]     # PYTHON=python3 DEVICE=cuda
+#     benchmarks/reliability_gpu.sh RANKS FOLDER [CASES]     # PYTHON=python3 DEVICE=cuda SUITES="faults lifecycle"
 #
 # Writes FOLDER/reliability-h200-ep2.json (the GPU's name, the ranks): {"suites": {suite: record}, "gpu_mib": ...}, and
 # the ends of the logs beside it. Prints a line per suite. CASES limits the cases of each suite, for a first try.
 #
 # Suites whose time is kernels run one after the other: ranks of several jobs share a GPU by slices of time, ranks that
 # meet in a barrier wait for each other's slices, and everything takes ten times as long (4 H200s: fuzz 0.35 s a case).
-# Suites whose time is starting and ending jobs run side by side after them. If there are GPUs for both, both run at once.
+# Suites whose time is starting and ending jobs run side by side after them. If there are GPUs for two, two lanes run.
 # What is there when time is up is written too.
 set -u
 cd "$(dirname "$0")/.."
@@ -20,8 +20,12 @@ device=${DEVICE:-cuda}
 # NVLink multicast is not used; nobody else shall either.
 export NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
 
-first_group=("gradients soak fuzz litmus stalls determinism routings")
-second_group=("faults" "lifecycle")
+# Two lanes of about the same time.
+all_suites=(gradients soak stalls litmus faults routings determinism fuzz lifecycle)
+first_lane="gradients soak stalls litmus faults"
+second_lane="routings determinism fuzz lifecycle"
+kernel_bound="gradients soak stalls litmus routings determinism fuzz"
+wanted=${SUITES:-${all_suites[*]}}
 # Jobs side by side in a suite, and seconds after which it takes no more results.
 declare -A jobs=([lifecycle]=2 [faults]=8)
 default_seconds=${SUITE_SECONDS:-180}
@@ -53,25 +57,18 @@ else:
 LINE
 }
 
-run_lane() {
+run_lane() { # those suites of a list that are wanted, one after the other
     local suite
-    for suite in $1; do run_suite "$suite"; done
-}
-
-run_group() {
-    local lane lanes=()
-    for lane in "$@"; do
-        run_lane "$lane" &
-        lanes+=($!)
+    for suite in $1; do
+        case " $wanted " in *" $suite "*) run_suite "$suite" ;; esac
     done
-    wait "${lanes[@]}"
 }
 
 write_record() { # of the suites that have one
     local after=$1 gpu name suite suites
     gpu=$([ "$device" = cuda ] && nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | awk '{print tolower($NF)}' || echo cpu)
     name=$folder/reliability-$gpu-ep$ranks
-    suites=$(echo "${first_group[@]}" "${second_group[@]}")
+    suites=$wanted
     for suite in $suites; do
         echo "== $suite"
         tail -c 6000 "$work/$suite.log"
@@ -110,10 +107,12 @@ trap finish EXIT
 trap "exit 1" TERM INT
 num_gpus=$([ "$device" = cuda ] && nvidia-smi --list-gpus | wc -l || echo 0)
 if [ -z "${CUDA_VISIBLE_DEVICES:-}" ] && [ "$num_gpus" -ge $((2 * ranks)) ]; then
-    CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((ranks - 1))) run_group "${first_group[@]}" &
-    CUDA_VISIBLE_DEVICES=$(seq -s, "$ranks" $((2 * ranks - 1))) run_group "${second_group[@]}" &
+    CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((ranks - 1))) run_lane "$first_lane" &
+    CUDA_VISIBLE_DEVICES=$(seq -s, "$ranks" $((2 * ranks - 1))) run_lane "$second_lane" &
     wait
 else
-    run_group "${first_group[@]}"
-    run_group "${second_group[@]}"
+    run_lane "$kernel_bound"
+    run_lane faults &
+    run_lane lifecycle &
+    wait
 fi

@@ -84,8 +84,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         hidden, head = x.shape[-1], (self.heads, self.head_dim)
         qk, v = self.qkv(x).split((2 * hidden, hidden), dim=-1)
-        qk = F.layer_norm(qk.unflatten(-1, (2, *head)), head)  # [B, S, 2, A, D]
-        q, k = rotate(qk, rotation).to(v.dtype).permute(2, 0, 3, 1, 4)  # [B, A, S, D]
+        qk = F.layer_norm(qk.unflatten(-1, (2, *head)), head)  # [B, S, 2, A, D], of autocast fp32, of FSDP bf16
+        q, k = rotate(qk.float(), rotation).to(v.dtype).permute(2, 0, 3, 1, 4)  # [B, A, S, D]
         y = F.scaled_dot_product_attention(q, k, v.unflatten(-1, head).transpose(1, 2), is_causal=True)
         return self.output(y.transpose(1, 2).flatten(2))
 

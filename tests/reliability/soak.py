@@ -74,6 +74,7 @@ def check(
                 problems += what_grew(samples)
                 facts = {
                     "resident_bytes_per_1000_steps": 1000.0 * slope([s[0] for s in samples], [s[1] for s in samples]),
+                    "resident_mib": [round(s[1] / 2**20, 2) for s in samples[:: JUDGE_EVERY // CHECK_EVERY]],
                     "high_water_bytes": heap.high_water_bytes,
                     "open_files": num_open_files(),
                 }
