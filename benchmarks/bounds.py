@@ -1,9 +1,10 @@
-"""What bounded waits cost: steps of one layer whose kernels look at the clock while they wait, beside steps whose do not.
+"""What bounded waits cost: steps whose kernels look at the clock while they wait, beside steps whose kernels do not.
 
     torchrun --nproc-per-node=2 benchmarks/bounds.py [--preset qwen3-30b] [--json bounds.json]
 
-Eager and replayed steps with a bound of `timeout_s` and with none (math.inf), interleaved, in one run, as docs/benchmarking.md
-says. Every result is checked first. Without a bound a lost rank leaves the others spinning: run it under `timeout`.
+Eager and replayed steps with a bound of `timeout_s` and with none (math.inf), interleaved, in one run, as
+docs/benchmarking.md says. Every result is checked first. Without a bound a lost rank leaves the others spinning: run it
+under `timeout`.
 """
 
 import argparse

@@ -118,6 +118,16 @@ def test_rotation_makes_attention_depend_on_distance_alone():
     assert not torch.allclose(products[0, 0], products[0, 1])
 
 
+def test_attention_in_bf16_as_fsdp_casts_it():
+    torch.manual_seed(0)
+    attention = model.Attention(32, 2, device=torch.device("cpu"))
+    rotation, x = model.rope_rotation(9, 16, torch.device("cpu")), torch.randn(2, 9, 32)
+    want = attention(x, rotation)
+    got = attention.bfloat16()(x.bfloat16(), rotation)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=0.0, atol=0.02 * float(want.abs().max()))
+
+
 def test_every_parameter_gets_a_gradient(language_model: model.LanguageModel):
     tokens = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(0))
     output = language_model(tokens)
