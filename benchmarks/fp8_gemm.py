@@ -15,7 +15,8 @@ For every product and weight gradient of a layer's experts, of three shapes:
 Experts get mildly uneven numbers of rows, as in gemm.py. Results of symmoe's FP8 kernels are compared with float64
 products of the dequantised operands on three experts before anything is timed; the error is relative to the largest
 value. Times are medians of CUDA events around single calls, of all ways in turn. Nothing is begun after --seconds, most
-of which is compilation. Without a GPU, the definition in PyTorch is checked in the same way on a tiny shape.
+of which is compilation: with --check nothing is timed, so several processes can share a GPU and leave what they have
+compiled to the run that counts. Without a GPU, the definition in PyTorch is checked in the same way on a tiny shape.
 """
 
 import argparse
@@ -219,6 +220,13 @@ def cell(way: str, result: dict[str, object]) -> str:
     return f"{way}{speed}{error}"
 
 
+def write(path: str | None, record: dict[str, object]) -> None:
+    """The record as JSON, if there is a path."""
+    if path:
+        with open(path, "w") as file:
+            json.dump(record, file, indent=1)
+
+
 def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = SHAPES if device.type == "cuda" else TINY
@@ -228,6 +236,7 @@ def main() -> int:
     parser.add_argument("--ops", default="", help="comma-separated ops, all if empty")
     parser.add_argument("--ways", default="", help="comma-separated ways; if empty all but g8 and triton")
     parser.add_argument("--seconds", type=float, default=80.0, help="begin nothing after that (%(default)s)")
+    parser.add_argument("--check", action="store_true", help="compare with float64, time nothing")
     parser.add_argument("--json", metavar="FILE", help="write results to FILE")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
@@ -243,15 +252,15 @@ def main() -> int:
                 skipped.append(f"{shape} {op.name}")
                 continue
             chosen = [way for way in op.ways if (way in args.ways.split(",") if args.ways else way not in SLOW_OR_RARE)]
-            found = measure(op, shapes[shape][0], chosen, device)
+            num_groups = shapes[shape][0]
+            found = check(op, num_groups, chosen) if args.check else measure(op, num_groups, chosen, device)
             print(f"{shape:14}{op.name:8}" + "  ".join(cell(way, result) for way, result in found.items()), flush=True)
             results += [{"shape": shape, "op": op.name, "way": way, **result} for way, result in found.items()]
             failed += sum("failed" in result for way, result in found.items() if way != "torch rows")
+            write(args.json, {**env, "results": results})  # in case that a later kernel hangs
     if skipped:
         print("no time left for " + ", ".join(skipped))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({**env, "results": results, "skipped": skipped}, file, indent=1)
+    write(args.json, {**env, "results": results, "skipped": skipped})
     return 1 if failed else 0
 
 

@@ -5,6 +5,9 @@
 GB/s count what has to be read once and what is written: rows, data and scales; for the copy, rows twice. NVFP4's times
 include the search for the largest number of every group. Results are dequantised and compared with the rows first.
 Times are medians of CUDA events around single calls, of all variants in turn; the tensors are larger than the L2 cache.
+
+Then SwiGLU and its gradient with both operands of their GEMMs, in blocks of 128: `fused`, and `apart`, the activation
+and then the quantisers. Their GB/s count the same bytes, those that have to be moved if it is fused.
 """
 
 import argparse
@@ -17,6 +20,9 @@ from functools import partial
 import torch
 
 from symmoe.bench.records import machine
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Quantized
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
@@ -66,18 +72,76 @@ def moved_bytes(result: Quantized | torch.Tensor, source: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (source, *outputs))
 
 
-def measure(shape: str) -> dict[str, dict[str, float]]:
-    """{variant: {us, gbs}} of one shape."""
-    timed, times = variants(shape), {}
-    num_bytes = {}
-    for name, (step, source) in timed.items():
-        result = step()
-        num_bytes[name] = moved_bytes(result, source)
-        if name != "copy":
-            check(f"{shape}, {name}", result, source)
-        del result
+def activation_variants(shape: str) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
+    """SwiGLU and its gradient, fused with quantising and apart, and the bytes of each; checks that the bits agree."""
+    from symmoe.kernels import gpu
+
+    num_groups, _, ffn, num_rows = SHAPES[shape]
+    generator = torch.Generator("cuda").manual_seed(0)
+    recipe, activation = Float8Block(), Activation()
+    row_start = (torch.arange(num_groups + 1, device="cuda") * num_rows // num_groups).int()
+    row_start[1:-1] += 57  # groups of no whole tiles
+    normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
+    h, da = normal(num_rows, 2 * ffn), normal(num_rows, ffn)
+    row_scale = torch.rand(num_rows, device="cuda", generator=generator)
+    a, dh, dscale = torch.empty_like(da), torch.empty_like(h), torch.empty_like(row_scale)
+    workspace = torch.empty(dact_quantize_workspace_numel(num_rows, ffn, activation), device="cuda")
+    tokens = TILE * max_tiles(num_rows, num_groups)
+    formats = recipe.row_format
+
+    def buffers(lines: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = torch.zeros(lines, formats.num_blocks(length), device="cuda")
+        return torch.zeros(lines, length, device="cuda", dtype=torch.uint8).view(formats.data_dtype), scale
+
+    def act_apart() -> None:
+        gpu.scaled_activation(h, row_scale, a, activation)
+        gpu.quantize_rows(a, row_start, *operands["rows"], formats)
+        gpu.quantize_columns(a, row_start, *operands["columns"], formats)
+
+    def act_fused() -> None:
+        both = {"rows": operands["rows"], "columns": operands["columns"]}
+        gpu.act_quantize(h, row_scale, row_start, activation, formats, **both)
+
+    def dact_apart() -> None:
+        gpu.scaled_activation_grad(da, h, row_scale, dh, dscale, activation)
+        gpu.quantize_rows(dh, row_start, *operands["dh rows"], formats)
+        gpu.quantize_columns(dh, row_start, *operands["dh columns"], formats)
+        gpu.scaled_activation(h, row_scale, a, activation)
+        gpu.quantize_columns(a, row_start, *operands["columns"], formats)
+
+    def dact_fused() -> None:
+        dh_operands = {"rows": operands["dh rows"], "columns": operands["dh columns"], "a_columns": operands["columns"]}
+        gpu.dact_quantize(da, h, row_scale, row_start, dscale, workspace, activation, formats, **dh_operands)
+
+    operands = {
+        "rows": buffers(num_rows, ffn),
+        "columns": buffers(ffn, tokens),
+        "dh rows": buffers(num_rows, 2 * ffn),
+        "dh columns": buffers(2 * ffn, tokens),
+    }
+    for fused, apart in ((act_fused, act_apart), (dact_fused, dact_apart)):
+        results = []
+        for step in (fused, apart):
+            for data, scale in operands.values():
+                data.view(torch.uint8).zero_()
+                scale.zero_()
+            step()
+            results.append([t.view(torch.uint8).clone() for pair in operands.values() for t in pair])
+        if not all(map(torch.equal, *results)):
+            sys.exit(f"{shape}: {fused.__name__} has other bits than {apart.__name__}")
+        del results
+    sizes = {name: sum(t.numel() * t.element_size() for t in pair) for name, pair in operands.items()}
+    act_bytes = h.numel() * 2 + sizes["rows"] + sizes["columns"]
+    dact_bytes = (h.numel() + da.numel()) * 2 + sizes["dh rows"] + sizes["dh columns"] + sizes["columns"]
+    steps = {"act fused": act_fused, "act apart": act_apart, "dact fused": dact_fused, "dact apart": dact_apart}
+    return steps, {name: dact_bytes if name.startswith("dact") else act_bytes for name in steps}
+
+
+def times_us(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Medians of one call of each, of all in turn."""
+    times = {name: [] for name in steps}
     for repetition in range(WARM_UP + REPS):
-        for name, (step, _) in timed.items():
+        for name, step in steps.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(200_000)  # the host's head start: its time does not show
             start.record()
@@ -85,8 +149,24 @@ def measure(shape: str) -> dict[str, dict[str, float]]:
             end.record()
             end.synchronize()
             if repetition >= WARM_UP:
-                times.setdefault(name, []).append(start.elapsed_time(end) * 1e3)
-    medians = {name: statistics.median(each) for name, each in times.items()}
+                times[name].append(start.elapsed_time(end) * 1e3)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def measure(shape: str) -> dict[str, dict[str, float]]:
+    """{variant: {us, gbs}} of one shape."""
+    timed, num_bytes = variants(shape), {}
+    for name, (step, source) in timed.items():
+        result = step()
+        num_bytes[name] = moved_bytes(result, source)
+        if name != "copy":
+            check(f"{shape}, {name}", result, source)
+        del result
+    medians = times_us({name: step for name, (step, _) in timed.items()})
+    del timed
+    steps, activation_bytes = activation_variants(shape)
+    medians |= times_us(steps)
+    num_bytes |= activation_bytes
     return {name: {"us": us, "gbs": num_bytes[name] / us / 1e3} for name, us in medians.items()}
 
 

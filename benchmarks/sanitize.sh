@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the kernels of one GPU: memcheck, initcheck, synccheck, racecheck, side by side.
 #
-#     benchmarks/sanitize.sh FOLDER         # PYTHON=python3; about 3 minutes, of which 1 compiles
+#     benchmarks/sanitize.sh FOLDER         # PYTHON=python3; about 4 minutes on one H200, of which 1 compiles
 #
 # Covered, on small shapes, bf16 where there is a choice: all plan and token kernels (several ranks' arenas in one
 # process), the router's, grouped GEMMs forward, dgrad and wgrad, fused with activations, biases, the kernels for Hopper
@@ -15,7 +15,7 @@ set -u
 cd "$(dirname "$0")/.."
 folder=${1:?usage: benchmarks/sanitize.sh FOLDER}
 python=${PYTHON:-python3}
-seconds=${SECONDS_PER_TOOL:-90}
+seconds=${SECONDS_PER_TOOL:-240} # memcheck and synccheck took 51 and 25, the others more than 90
 mkdir -p "$folder"
 export OMP_NUM_THREADS=1
 
@@ -55,7 +55,9 @@ sanitize() { # tool, log, command...
 }
 
 echo "without a tool (compiles what the tools run):"
-"${tests[@]}" >"$folder/plain.log" 2>&1
+workers=()
+"$python" -c "import xdist" 2>/dev/null && workers=(-n 4)
+"${tests[@]}" "${workers[@]}" >"$folder/plain.log" 2>&1
 tail -n 1 "$folder/plain.log"
 for tool in memcheck initcheck synccheck racecheck; do
     sanitize $tool "$folder/$tool.log" "${tests[@]}" &

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -125,7 +126,7 @@ def test_attention_in_bf16_as_fsdp_casts_it():
     want = attention(x, rotation)
     got = attention.bfloat16()(x.bfloat16(), rotation)
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), want, rtol=0.0, atol=0.02 * float(want.abs().max()))
+    torch.testing.assert_close(got.float(), want, rtol=0.0, atol=0.02 * float(want.detach().abs().max()))
 
 
 def test_every_parameter_gets_a_gradient(language_model: model.LanguageModel):
@@ -145,17 +146,18 @@ def test_torn_and_later_records_are_dropped(tmp_path: Path):
     assert [record["step"] for record in report.read_records(path)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("layout", ["packed", "expert-major"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_heap_is_as_large_as_the_worst_routing_needs(seed: int):
+def test_heap_is_as_large_as_the_worst_routing_needs(seed: int, layout: str):
     """On one rank every routing is the worst: it gets all rows. A step fits, without much to spare."""
-    num_bytes = model.heap_bytes(TINY, num_ranks=1)
+    preset = dataclasses.replace(TINY, moe=dataclasses.replace(TINY.moe, layout=layout))
+    num_bytes = model.heap_bytes(preset, num_ranks=1)
     with symmoe.SymmetricHeap(None, num_bytes=num_bytes, backend="host") as heap:
-        language_model = model.LanguageModel(TINY, heap, device=torch.device("cpu"))
+        language_model = model.LanguageModel(preset, heap, device=torch.device("cpu"))
         model.init_parameters(language_model, seed=seed, ep_rank=0)
         output = language_model(torch.zeros(TINY.sequences, TINY.context, dtype=torch.int64))
         (output.logits.sum() + output.aux_loss).backward()
-        formula = (num_bytes - (16 << 20)) * 4 // 5
-        assert 0.9 * formula < heap.high_water_bytes <= formula
+        assert 0.6 * num_bytes < heap.high_water_bytes <= 0.81 * num_bytes
         assert heap.leased_bytes == 0
 
 

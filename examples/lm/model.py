@@ -134,19 +134,19 @@ def _normal_(tensor: torch.Tensor, std: float, key: str) -> None:
 
 
 def heap_bytes(preset: Preset, *, num_ranks: int) -> int:
-    """Bytes of symmetric memory a training step can need on one rank, whatever the routing.
+    """Bytes of symmetric memory a training step can need on one rank of an EP group of that size, whatever the routing.
 
-    Kept from forward to backward, per layer:  packed [P, H]
-    During one layer's backward:               dpacked [P, H], dx_rows [N, H], slots and probs [P, K]
-    with P <= tokens of all ranks, and N <= P * min(K, experts on a rank). Forward needs less.
+    A quarter more than the leases of one step, for gaps: their sizes change from step to step.
     """
-    moe = preset.moe
-    packed = preset.sequences * preset.context
-    rows = packed * min(moe.top_k, moe.num_experts // num_ranks)
-    row_bytes = moe.hidden * (2 if preset.autocast else 4)
-    slot_bytes = 2 * 4 * moe.top_k
-    total = (preset.layers + 1) * packed * row_bytes + rows * row_bytes + packed * slot_bytes
-    return total * 5 // 4 + (16 << 20)  # a quarter for gaps between leases, and what the heap itself needs
+    plan = symmoe.plan_memory(
+        preset.moe,
+        num_ranks=num_ranks,
+        num_tokens=preset.sequences * preset.context // num_ranks,
+        num_layers=preset.layers,
+        dtype=torch.bfloat16 if preset.autocast else torch.float32,
+        routing="worst",
+    )
+    return plan.heap_bytes * 5 // 4
 
 
 @torch.no_grad()

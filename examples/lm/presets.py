@@ -56,7 +56,15 @@ PRESETS = {
     ),
     # About 2 billion parameters: 32 GB of weights, gradients and Adam moments in fp32 on a single GPU.
     "gpu": Preset(
-        moe=MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        moe=MoEConfig(
+            hidden=2048,
+            ffn=768,
+            num_experts=32,
+            top_k=8,
+            aux_loss_coef=0.01,
+            z_loss_coef=1e-4,
+            layout="packed",  # an eighth of the rows that 12 layers keep for backward
+        ),
         layers=12,
         heads=16,
         context=2048,
