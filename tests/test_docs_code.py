@@ -69,6 +69,20 @@ def close_heap(scope: Scope) -> None:
 
 def readme_results(scope: Scope) -> None:
     assert scope["moe"].router.weight.grad.isfinite().all()
+    assert scope["metrics"].expert_load.sum() == 2 * 256 * 4  # ranks, tokens, top-k
+    routers, experts = (
+        alike_on_ranks(weight) for weight in (scope["moe"].router.weight, scope["moe"].experts.fc1.weight)
+    )
+    assert (routers, experts) == (True, False)
+
+
+def alike_on_ranks(weight: torch.Tensor) -> bool:
+    gathered = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, weight.detach())
+    return all(torch.equal(each, gathered[0]) for each in gathered)
+
+
+def own_buffer(scope: Scope) -> None:
     assert scope["y"].data_ptr() == scope["out"].data_ptr()
 
 
@@ -197,7 +211,7 @@ def recorded(scope: Scope) -> None:
 PAGES = {
     "README.md": Page(2, check=readme_results),
     "docs/start.md": Page(2, check=training_run),
-    "docs/concepts.md": Page(),
+    "docs/concepts.md": Page(check=own_buffer),
     "docs/torchrun.md": Page(4, check=replicated_gradients),
     "docs/tuning.md": Page(),
     "docs/checkpoints.md": Page(2, model_to_save, check=loaded_state, needs=("safetensors",)),

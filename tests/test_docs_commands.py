@@ -108,8 +108,9 @@ def test_targets_modules_and_extras_exist():
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), (page, words)
         elif words[0] == "pip":
-            for extra in re.findall(r"symmoe\[(\w+)\]", " ".join(words)):
-                assert re.search(rf"^{extra} = \[", project, re.MULTILINE), (page, words)
+            for extras in re.findall(r"(?:symmoe|\.)\[([\w,]+)\]", " ".join(words)):
+                for extra in extras.split(","):
+                    assert re.search(rf"^{extra} = \[", project, re.MULTILINE), (page, words)
         elif words[0] == "pytest":
             assert all((ROOT / word).exists() for word in words[1:] if "/" in word), (page, words)
         elif rest and re.fullmatch(r"tests(\.\w+)+", rest[0]):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +19,16 @@ from cluster import Cluster
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, cli, kernels, timeline
+from symmoe import picture as symmoe_picture
 from symmoe.bench.cases import Shape
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
+from symmoe.timeline import picture as timeline_picture
 from symmoe.timeline.clocks import align
 from symmoe.timeline.events import Event, Timeline
 from symmoe.timeline.kineto import gpu_events
 from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, PHASES
-from symmoe.timeline.recording import timeline_of
+from symmoe.timeline.recording import _mark_start, timeline_of
 from symmoe.timeline.report import chrome_trace, table
 from symmoe.timeline.step import trace_layer
 
@@ -213,6 +218,28 @@ def test_kernels_get_the_phase_of_the_range_they_were_launched_in():
     assert max(len(e.name) for e in found) <= 120
 
 
+def test_what_was_launched_before_the_start_is_left_out():
+    """By when the host launched it: the GPU's clock and the host's are not one."""
+    items = [
+        annotation("symmoe/forward/push_rows", 10, 20, thread=1),
+        launch(11, 1, thread=1),
+        annotation("symmoe/start", 15, 15, thread=1),
+        launch(16, 2, thread=1),
+        annotation("symmoe/start", 40, 41, thread=1),  # started again: the last one counts
+        launch(42, 3, thread=1),
+        launch(50, 4, thread=2),  # autograd's thread
+        kernel("push_rows_kernel", 45, 1),
+        kernel("pull_sums_kernel", 46, 2),
+        kernel("barrier_kernel", 39, 3),
+        kernel("fan_out_kernel", 60, 4),
+        kernel("gather_values_kernel", 38, 98),  # of a graph: by its own time
+        kernel("lay_out_kernel", 61, 99),
+    ]
+    assert [e.phase for e in gpu_events({"traceEvents": items})] == ["wait", "fan-out", "plan"]
+    everything = [item for item in items if item["name"] != "symmoe/start"]
+    assert len(gpu_events({"traceEvents": everything})) == 6
+
+
 def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)
@@ -256,6 +283,26 @@ def test_ranges_are_found_in_what_the_profiler_writes(tmp_path: Path):
     assert {direction for _, direction in wanted} == {"forward", "backward"}
 
 
+def test_the_start_is_found_in_what_the_profiler_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As above: a real trace with the mark of a real start, and kernels that were launched before and after it."""
+    path, slept = tmp_path / "profile.json", []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for name in ("before", "after"):
+            with torch.profiler.record_function(name):
+                torch.ones(3).sum()
+            if name == "before":
+                _mark_start()
+    assert len(slept) == 1
+    profiler.export_chrome_trace(str(path))
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    items = trace["traceEvents"]
+    begins = {name: next(i["ts"] for i in items if i.get("name") == name) for name in ("before", "after")}
+    for number, (name, begin) in enumerate(begins.items()):
+        items += [launch(begin, number, thread=1), kernel(name, 10.0, number)]
+    assert [e.name for e in gpu_events(trace)] == ["after"]
+
+
 # -- real steps -------------------------------------------------------------------------------------------------------
 
 # A layer's phases forward and backward, by hand from docs/design.md.
@@ -292,11 +339,14 @@ def recorded(rank: int, num_ranks: int, way: str, folder: str) -> list[str]:
                 y = layer(y)[0]
             y.sum().backward()
 
-        step()
         with timeline.record(f"{folder}/{way}.json", heap) as recording:
+            step()  # is not in it
+            recording.start()
+            step()  # nor is this one
+            recording.start()
             findings.equal("not yet", recording.timeline, None)
             step()
-        step()  # is not in it
+        step()  # nor this one
     findings.equal("operators are back", {name: getattr(twin, name) for name in twin.__all__} == before, True)
     made = recording.timeline
     findings.equal("ranks", len(made.ranks), num_ranks)
@@ -377,6 +427,61 @@ def test_the_table_says_what_the_timeline_says():
     assert rows["nothing", "runs"] == ["0.0", "6.0"]
 
 
+def drawn(made: Timeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The figure of a timeline, as it is when it is written."""
+    seen = []
+
+    @contextmanager
+    def keep(path: str, *, height_inches: float) -> Iterator[Any]:
+        with symmoe_picture.picture(path, height_inches=height_inches) as figure:
+            yield figure
+            seen.append(figure)
+
+    monkeypatch.setattr(timeline_picture, "picture", keep)
+    timeline_picture.draw(made, str(tmp_path / "made.png"))
+    return seen[0]
+
+
+def test_the_picture_names_every_lane_and_every_colour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    made = made_up(7)
+    figure = drawn(made, monkeypatch, tmp_path)
+    (axis,) = figure.axes
+    lanes = [f"rank {r}, {lane}" for r in range(3) for lane in ("stream 0", "stream 1", "exposed")]
+    assert [label.get_text() for label in axis.get_yticklabels()] == lanes
+    assert axis.get_xlabel().startswith("µs from")
+    (legend,) = figure.legends
+    *phases, exposed = (text.get_text() for text in legend.get_texts())
+    assert sorted(name for label in phases for name in label.split(", ")) == sorted(
+        part for name in {e.phase for events in made.ranks for e in events} for part in name.split(", ")
+    )
+    assert exposed.startswith("exposed:")
+    colors = {patch.get_facecolor() for patch in legend.get_patches()}
+    bars = {tuple(color) for bars in axis.collections for color in bars.get_facecolor()}
+    assert bars == colors
+    hatched = [bars for bars in axis.collections if bars.get_hatch()]
+    assert len(hatched) == 3
+    for rank, bars in enumerate(hatched):
+        shown = [(path.get_extents().x0, path.get_extents().x1) for path in bars.get_paths()]
+        assert np.array(shown) == pytest.approx(np.array(made.exposed_communication(rank)))
+    width = figure.bbox.width
+    assert legend.get_window_extent().x1 <= width  # nothing is cut off
+
+
+def test_long_timelines_are_in_milliseconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    made = Timeline(
+        ranks=((event("push", 0, 15_000, "forward"), event("FC1", 15_000, 20_000, "forward")),) * 9,
+        clock_error_us=(0.0,) * 9,
+        device="made up",
+    )
+    (axis,) = drawn(made, monkeypatch, tmp_path).axes
+    assert axis.get_xlabel().startswith("ms from")
+    assert axis.get_xlim() == (0, 20)
+    assert axis.get_title(loc="left") == "made up, 20.0 ms; communication exposed on each rank: at most 15.0 ms"
+    assert [text.get_text() for text in axis.texts] == ["FC1"] * 9
+
+
 # -- what can go wrong ------------------------------------------------------------------------------------------------
 
 
@@ -385,12 +490,12 @@ def wrong_path_on_one(rank: int, num_ranks: int, folder: str) -> list[str]:
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         for path in (f"{folder}/{'x.png' if rank else 'x.json'}", f"{folder}/missing/x.json"):
             try:
-                with timeline.record(path, heap):
-                    pass
+                with timeline.record(path, heap) as recording:
+                    recording.start()
             except ArgumentError as error:
                 raised.append(str(error))
         with timeline.record(f"{folder}/x.json", heap) as recording:  # works afterwards
-            pass
+            recording.start()
         raised.append(str([len(events) for events in recording.timeline.ranks]))
     return raised
 
@@ -404,11 +509,58 @@ def test_a_wrong_path_is_the_same_error_on_every_rank(cluster: Callable[..., Clu
         assert each[2] == "[0, 0]"
 
 
+def starting_late(rank: int, num_ranks: int, folder: str, where: str) -> float:
+    """By how much rank 1's first push is behind rank 0's, in microseconds."""
+    with open_heap("cpu") as heap:
+        layer = MoELayer(MoEConfig(hidden=32, ffn=16, num_experts=8, top_k=3), heap)
+
+        def step(late: bool) -> None:
+            if late and rank == 1:
+                time.sleep(LATE_S)
+            layer(torch.ones(12, 32))
+
+        with timeline.record(f"{folder}/late.json", heap) as recording:
+            step(late=where == "before")
+            recording.start()
+            step(late=where == "after")
+    first = [min(e.begin_us for e in events if e.phase == "route") for events in recording.timeline.ranks]
+    return first[1] - first[0]
+
+
+LATE_S = 0.5
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_ranks_start_together_however_late_one_was_before(where: str, cluster: Callable[..., Cluster], tmp_path: Path):
+    found = cluster(2).run(starting_late, str(tmp_path), where)
+    assert found[0] == found[1]
+    if where == "before":
+        assert abs(found[0]) < LATE_S * 1e6 / 2
+    else:  # and it is seen
+        assert found[0] > LATE_S * 1e6 / 2
+
+
+def not_started(rank: int, num_ranks: int, folder: str) -> str:
+    with open_heap("cpu") as heap:
+        with pytest.raises(ArgumentError) as caught, timeline.record(f"{folder}/x.json", heap):
+            pass
+        with timeline.record(f"{folder}/y.json", heap) as recording:  # works afterwards
+            recording.start()
+    return str(caught.value)
+
+
+def test_a_recording_that_was_not_started_is_an_error(cluster: Callable[..., Cluster], tmp_path: Path):
+    assert all("recording.start()" in text for text in cluster(2).run(not_started, str(tmp_path)))
+    assert not list(tmp_path.glob("x.*"))
+    assert (tmp_path / "y.json").is_file()
+
+
 def failing_body(rank: int, num_ranks: int, folder: str) -> str:
     before = twin.push_rows
     try:
         with SymmetricHeap(num_bytes=4 << 20, backend="host", timeout_s=5.0) as heap:
-            with timeline.record(f"{folder}/failed.json", heap):
+            with timeline.record(f"{folder}/failed.json", heap) as recording:
+                recording.start()
                 if rank == 1:
                     raise ValueError("of the step")
     except (ValueError, PeerAborted) as error:

@@ -12,7 +12,7 @@ from symmoe.bench.records import Record, identity
 from symmoe.bench.stock import STOCK
 from symmoe.bench.timing import DIRECTIONS
 from symmoe.errors import ArgumentError
-from symmoe.moe.config import MoEConfig
+from symmoe.moe.config import MoEConfig, Stash
 from symmoe.moe.memory import plan_memory
 from symmoe.picture import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW, picture
 
@@ -22,7 +22,7 @@ _PANEL_INCHES = 2.5
 _SHOWN = {"static": ("symmoe", BLUE), "graph": ("symmoe, CUDA graph", SKY), STOCK: (STOCK, ORANGE)}
 _CEILING = ("the GEMMs alone", BLACK)
 _PEER_COLORS = (PURPLE, GREEN, YELLOW)
-_STASHES = {"static": "all", "stash=rows": "rows", "stash=hidden": "hidden", "stash=none": "none"}
+_STASHES: dict[str, Stash] = {"static": "all", "stash=rows": "rows", "stash=hidden": "hidden", "stash=none": "none"}
 _SKEWS = ("uniform", "zipf", "hot")
 _LINES = {  # told apart without colour too
     "static": {"marker": "o"},
@@ -69,7 +69,7 @@ def draw_benchmarks(records: Sequence[Record], folder: str) -> list[str]:
 
 def latest(records: Iterable[Record]) -> list[Record]:
     """One record for each measurement, the latest."""
-    found: dict[tuple, Record] = {}
+    found: dict[tuple[Any, ...], Record] = {}
     for record in sorted(records, key=lambda record: record.get("date") or ""):
         found[identity(record)] = record
     return list(found.values())
@@ -84,13 +84,13 @@ def _layer_steps(records: list[Record]) -> list[Record]:
 
 def _sweeps(layer: list[Record]) -> list[list[Record]]:
     """Runs over several numbers of tokens."""
-    runs: dict[tuple, list[Record]] = {}
+    runs: dict[tuple[Any, ...], list[Record]] = {}
     for record in layer:
         runs.setdefault(_run_of(record), []).append(record)
     return [run for run in runs.values() if len({record["tokens"] for record in run}) > 1]
 
 
-def _run_of(record: Record) -> tuple:
+def _run_of(record: Record) -> tuple[Any, ...]:
     return (*_panel(record), record.get("date"), record.get("command"))
 
 
@@ -116,7 +116,7 @@ def _choose_tokens(records: list[Record]) -> list[Record]:
 def _choose_skew(records: list[Record]) -> list[Record]:
     """Presets, ranks and numbers of tokens that were measured with several routings."""
     layer = latest(_layer_steps(records))
-    skews: dict[tuple, set[str]] = {}
+    skews: dict[tuple[Any, ...], set[str]] = {}
     for record in layer:
         skews.setdefault((*_panel(record), record["tokens"]), set()).add(record["skew"])
     several = [case for case, found in skews.items() if len(found) > 1]
@@ -188,7 +188,7 @@ def _draw_skew(records: list[Record], gpu: str, path: str) -> None:
                 mine = [r for r in records if r["preset"] == preset and _is(r, ep, direction)]
                 skews = [skew for skew in _SKEWS if any(r["skew"] == skew for r in mine)]
                 of = {(r["skew"], r["variant"]): r["ms_median"] for r in mine}
-                _grouped_bars(axis, skews, shown, of, fmt="{:.3g}")
+                _grouped_bars(axis, skews, shown, of, fmt=_ms)
                 axis.set_title(f"{preset}, {direction}, {ep} GPUs, {_count(mine[0]['tokens'])} tokens", loc="left")
             line[0].set_ylabel("ms")
         for axis in axes[-1]:
@@ -209,7 +209,7 @@ def _draw_stash(records: list[Record], gpu: str, path: str) -> None:
             axis.bar(places, heap, color=BLUE, label="symmetric heap")
             bars = axis.bar(places, ordinary, bottom=heap, color=SKY, label="ordinary memory")
             times = [sum(of[v, direction]["ms_median"] for direction in DIRECTIONS) for v in _STASHES]
-            axis.bar_label(bars, [f"{time:.3g} ms" for time in times], padding=2, fontsize=7)
+            axis.bar_label(bars, [f"{_ms(time)} ms" for time in times], padding=2, fontsize=7)
             axis.set_xticks(places, list(_STASHES.values()))
             axis.set_xlabel("stash")
             axis.margins(y=0.12)
@@ -224,7 +224,7 @@ def _draw_stash(records: list[Record], gpu: str, path: str) -> None:
         )
 
 
-def _kept_bytes(record: Record, stash: str) -> tuple[int, int]:
+def _kept_bytes(record: Record, stash: Stash) -> tuple[int, int]:
     """On the heap and in ordinary memory: what one call of a layer keeps, with exact capacity and uniform routing."""
     sizes = {name: record[name] for name in ("hidden", "ffn", "num_experts", "top_k")}
     config = MoEConfig(**sizes, stash=stash)
@@ -251,7 +251,11 @@ def _shown(records: list[Record]) -> dict[str, tuple[str, str]]:
 
 
 def _grouped_bars(
-    axis: Any, groups: Sequence[str], shown: dict[str, tuple[str, str]], of: dict[tuple[str, str], float], fmt: str
+    axis: Any,
+    groups: Sequence[str],
+    shown: dict[str, tuple[str, str]],
+    of: dict[tuple[str, str], float],
+    fmt: str | Callable[[float], str],
 ) -> None:
     """A group of bars for each of `groups`; the GEMMs alone come first, as an outline."""
     looks = {CEILING: _CEILING} | shown
@@ -287,7 +291,7 @@ def _panel(record: Record) -> Panel:
 
 
 def _is(record: Record, ep: int, direction: str) -> bool:
-    return record["ep"] == ep and record["direction"] == direction
+    return bool(record["ep"] == ep and record["direction"] == direction)
 
 
 def _ordered(values: Iterable[Any]) -> list[Any]:
@@ -298,6 +302,11 @@ def _ordered(values: Iterable[Any]) -> list[Any]:
 def _count(number: int) -> str:
     """A number of tokens, short: 32K."""
     return f"{number // 1024}K" if number % 1024 == 0 else str(number)
+
+
+def _ms(time: float) -> str:
+    """Milliseconds in three digits or so, short enough for a bar."""
+    return f"{time:.2f}" if time < 10 else f"{time:.1f}"
 
 
 def _slug(gpu: str) -> str:

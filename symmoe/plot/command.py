@@ -8,7 +8,7 @@ from symmoe.bench.records import load as load_records
 from symmoe.errors import ArgumentError
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `plot` to the subcommands."""
     kinds = commands.add_parser("plot", help="pictures of logged expert loads and of benchmark records").add_subparsers(
         required=True

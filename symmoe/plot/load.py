@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from symmoe.picture import BLUE, GREY, ORANGE, VERMILION, picture
 from symmoe.plot.load_log import LayerLoad
@@ -33,9 +34,14 @@ def draw_load(loads: Sequence[LayerLoad], path: str) -> None:
         brightest = float(np.clip(max(np.quantile(over_mean(load), 0.99) for load in shown), *_BRIGHTEST))
         for axis, load in zip(axes, shown, strict=False):
             mesh = _draw_heat(axis, load, brightest)
-        beside = {"fraction": 0.03, "pad": 0.01, "aspect": 30 * len(shown)}
         figure.colorbar(
-            mesh, ax=list(axes[: len(shown)]), label="tokens of an expert over the mean", extend="max", **beside
+            mesh,
+            ax=list(axes[: len(shown)]),
+            label="tokens of an expert over the mean",
+            extend="max",
+            fraction=0.03,
+            pad=0.01,
+            aspect=30 * len(shown),
         )
         about = ["white lines: ranks"] * bool(shown[0].num_ranks)
         about += [f"{len(shown)} of {len(loads)} layers, the most uneven"] * (len(shown) < len(loads))
@@ -45,15 +51,17 @@ def draw_load(loads: Sequence[LayerLoad], path: str) -> None:
         axes[-1].set_xlabel("step")
 
 
-def over_mean(load: LayerLoad) -> np.ndarray:
+def over_mean(load: LayerLoad) -> npt.NDArray[np.float64]:
     """[S, E]: tokens of each expert over the mean of the step; 0 where nothing was counted."""
     tokens = np.array(load.tokens_per_expert, dtype=np.float64)
-    return tokens / np.maximum(tokens.mean(1, keepdims=True), 1e-30)
+    over: npt.NDArray[np.float64] = tokens / np.maximum(tokens.mean(1, keepdims=True), 1e-30)
+    return over
 
 
-def imbalance(load: LayerLoad) -> np.ndarray:
+def imbalance(load: LayerLoad) -> npt.NDArray[np.float64]:
     """[S]: the largest expert over the mean; 1 is even."""
-    return over_mean(load).max(1)
+    largest: npt.NDArray[np.float64] = over_mean(load).max(1)
+    return largest
 
 
 def _most_uneven(loads: Sequence[LayerLoad]) -> list[LayerLoad]:

@@ -69,7 +69,8 @@ def read_loads(path: str | Path) -> list[LayerLoad]:
 
 def _layers_of(line: dict[str, Any]) -> list[dict[str, Any]]:
     if "layers" in line:
-        return line["layers"]
+        layers: list[dict[str, Any]] = line["layers"]
+        return layers
     return [{"name": f"layer {i}", "tokens_per_expert": load} for i, load in enumerate(line["expert_load"])]
 
 

@@ -16,7 +16,7 @@ Writes step.json (open it in ui.perfetto.dev), step.png and step.txt. docs/timel
 """
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `trace` to the subcommands."""
     parser = commands.add_parser(
         "trace",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from typing import Any
 
 from symmoe.timeline.events import Event
 from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, OTHER
-from symmoe.timeline.ranges import parse_range
+from symmoe.timeline.ranges import START, parse_range
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -19,7 +20,7 @@ Thread = tuple[Any, Any]
 
 
 def gpu_events(trace: Trace) -> list[Event]:
-    """What ran on the GPU, by begin, on the clock of the trace.
+    """What ran on the GPU, by begin, on the clock of the trace; of a recording, what was launched after its start.
 
     A kernel has the phase and the direction of the range that it was launched in (ranges.py). Without one, as in a CUDA
     graph, its name alone says the phase.
@@ -27,6 +28,7 @@ def gpu_events(trace: Trace) -> list[Event]:
     on_gpu: list[Trace] = []
     launches: dict[Any, tuple[Thread, float]] = {}  # by correlation: the thread, and when
     ranges: dict[Thread, list[tuple[float, float, str, str]]] = defaultdict(list)
+    started = -math.inf
     for item in trace["traceEvents"]:
         if item.get("ph") != "X":
             continue
@@ -35,18 +37,23 @@ def gpu_events(trace: Trace) -> list[Event]:
             on_gpu.append(item)
         elif category in _LAUNCHES:
             launches[item["args"].get("correlation")] = thread, begin
+        elif category == "user_annotation" and item["name"] == START:
+            started = max(started, begin)
         elif category == "user_annotation" and (named := parse_range(item["name"])) is not None:
             ranges[thread].append((begin, begin + float(item["dur"]), *named))
     for found in ranges.values():
         found.sort()
 
-    def range_of(item: Trace) -> tuple[str, str] | None:
-        thread, launched = launches.get(item["args"].get("correlation"), (None, 0.0))
-        candidates = ranges.get(thread, [])
-        place = bisect_right(candidates, launched, key=lambda found: found[0]) - 1
-        return candidates[place][2:] if place >= 0 and launched <= candidates[place][1] else None
+    def launched(item: Trace) -> float:
+        return launches.get(item["args"].get("correlation"), (None, float(item["ts"])))[1]
 
-    events = [_event(item, range_of(item)) for item in on_gpu]
+    def range_of(item: Trace) -> tuple[str, str] | None:
+        thread, when = launches.get(item["args"].get("correlation"), (None, 0.0))
+        candidates = [] if thread is None else ranges.get(thread, [])
+        place = bisect_right(candidates, when, key=lambda found: found[0]) - 1
+        return candidates[place][2:] if place >= 0 and when <= candidates[place][1] else None
+
+    events = [_event(item, range_of(item)) for item in on_gpu if launched(item) >= started]
     return sorted(events, key=lambda event: (event.begin_us, event.end_us))
 
 

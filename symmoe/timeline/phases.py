@@ -80,8 +80,8 @@ PHASES = (
     Phase(
         name="FC1",
         color=BLUE,
-        operators=("grouped_gemm_act",),
-        kernels=("grouped_gemm_act_kernel", "hopper_act_kernel"),
+        operators=("grouped_gemm_act", "grouped_gemm_fp8_act"),
+        kernels=("grouped_gemm_act_kernel", "hopper_act_kernel", "hopper_fp8_act_kernel"),
         is_gemm=True,
     ),
     Phase(name="FC2", color=BLUE, operators=("grouped_gemm",), is_gemm=True),
@@ -149,6 +149,8 @@ PHASES = (
         name="quantize",
         color=GREY,
         operators=(
+            "act_quantize",
+            "dact_quantize",
             "group_amax",
             "quantize_columns",
             "quantize_rows",
@@ -158,6 +160,8 @@ PHASES = (
             "unswizzle_group_scales",
         ),
         kernels=(
+            "act_quantize_kernel",
+            "dact_quantize_kernel",
             "group_amax_kernel",
             "quantize_columns_kernel",
             "quantize_column_lines_kernel",

@@ -15,6 +15,11 @@ _FRAME_INCHES = 1.75  # title, axis, legend
 _BAR = 0.8  # of a lane
 _EDGE_POINTS = 0.5
 _CHARACTER_SHARE = 0.012  # of the whole, that a character of a bar's name takes
+_EXPOSED_BAR = 0.5
+_LISTED_RANKS = 8  # in the title
+_MOST_COLUMNS = 4  # of the legend
+# No colour of a phase.
+_EXPOSED: dict[str, Any] = {"facecolor": "white", "edgecolor": BLACK, "hatch": "//////", "linewidth": 0.5}
 
 
 def draw(timeline: Timeline, path: str) -> None:
@@ -29,7 +34,7 @@ def draw(timeline: Timeline, path: str) -> None:
         axis = figure.subplots()
         for place, (rank, lane) in enumerate(lanes):
             if lane == "exposed":
-                _bars(axis, place, timeline.exposed_communication(rank), BLACK, unit_us, 0.4)
+                _bars(axis, place, timeline.exposed_communication(rank), unit_us, _EXPOSED_BAR, **_EXPOSED)
                 axis.axhline(place + 0.5, color="#dddddd", linewidth=0.8, zorder=0)
             else:
                 _draw_lane(axis, place, timeline, rank, lane, unit_us)
@@ -40,7 +45,8 @@ def draw(timeline: Timeline, path: str) -> None:
         axis.set_xlabel(f"{unit} from when all ranks were ready (their clocks agree within {error_us:.1f} µs)")
         exposed = [length(timeline.exposed_communication(rank)) for rank in range(len(timeline.ranks))]
         whole, *shown = (f"{value / unit_us:.{digits}f}" for value in (timeline.end_us, *exposed))
-        about = f"{timeline.device}, {whole} {unit}; communication exposed on each rank: {', '.join(shown)} {unit}"
+        each = ", ".join(shown) if len(shown) <= _LISTED_RANKS else f"at most {max(exposed) / unit_us:.{digits}f}"
+        about = f"{timeline.device}, {whole} {unit}; communication exposed on each rank: {each} {unit}"
         axis.set_title(about, loc="left")
         _legend(figure, timeline)
 
@@ -50,22 +56,25 @@ def _draw_lane(axis: Any, place: int, timeline: Timeline, rank: int, lane: str, 
     for phase in PHASES:
         mine = [event for event in events if event.phase == phase.name]
         edge = _EDGE_POINTS if phase.is_gemm else 0.0  # neighbours have one colour
-        _bars(axis, place, [(e.begin_us, e.end_us) for e in mine], phase.color, unit_us, _BAR, edge)
+        look = {"facecolor": phase.color, "edgecolor": "white", "linewidth": edge}
+        _bars(axis, place, [(e.begin_us, e.end_us) for e in mine], unit_us, _BAR, **look)
         for begin, end in spans_of(mine) if phase.is_gemm else ():
-            if end - begin >= _CHARACTER_SHARE * len(phase.name) * timeline.end_us:
+            room = _CHARACTER_SHARE * len(phase.name) * timeline.end_us
+            widest = max((e for e in mine if begin <= e.begin_us <= end), key=lambda e: e.end_us - e.begin_us)
+            if widest.end_us - widest.begin_us >= room:  # rather than on an edge between two
+                begin, end = widest.begin_us, widest.end_us
+            if end - begin >= room:
                 color = "white" if phase.color == BLUE else "black"
                 axis.text((begin + end) / 2 / unit_us, place, phase.name, ha="center", va="center", color=color, size=7)
 
 
-def _bars(
-    axis: Any, place: int, spans: list[Span], color: str, unit_us: float, height: float, edge_points: float = 0.0
-) -> None:
+def _bars(axis: Any, place: int, spans: list[Span], unit_us: float, height: float, **look: Any) -> None:
     bars = [(begin / unit_us, (end - begin) / unit_us) for begin, end in spans]
-    axis.broken_barh(bars, (place - height / 2, height), facecolors=color, edgecolors="white", linewidth=edge_points)
+    axis.broken_barh(bars, (place - height / 2, height), **look)
 
 
 def _legend(figure: Any, timeline: Timeline) -> None:
-    """One entry for each colour that there is."""
+    """One entry for each colour that there is, and one for the lanes that have none."""
     from matplotlib.patches import Patch
 
     seen = {event.phase for events in timeline.ranks for event in events}
@@ -74,4 +83,9 @@ def _legend(figure: Any, timeline: Timeline) -> None:
         if phase.name in seen:
             names[phase.color].append(phase.name)
     patches = [Patch(color=color, label=", ".join(phases)) for color, phases in names.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(5, len(patches)))
+    patches.append(Patch(**_EXPOSED, label="exposed: communication, no GEMM beside it"))
+    for columns in range(_MOST_COLUMNS, 0, -1):
+        legend = figure.legend(handles=patches, loc="outside lower left", ncols=columns)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()

@@ -18,6 +18,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.phases import BY_OPERATOR
 
 _PREFIX = "symmoe"
+START = "symmoe/start"  # a range that marks where a recording starts
 
 Around = Callable[[str], AbstractContextManager[object]]
 

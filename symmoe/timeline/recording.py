@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -21,16 +21,28 @@ from symmoe.timeline.events import Event, Span, Timeline
 from symmoe.timeline.kineto import gpu_events
 from symmoe.timeline.phases import BY_OPERATOR
 from symmoe.timeline.picture import draw
-from symmoe.timeline.ranges import annotate, direction, ranged
+from symmoe.timeline.ranges import START, annotate, direction, ranged
 from symmoe.timeline.report import chrome_trace, table
 
 logger = logging.getLogger("symmoe")
 
 _ALIGNING_BARRIERS = 16
 _ALIGNING_NAMES = ("barrier", "barrier_kernel")
+_NOT_STARTED = "the recording was not started: call recording.start() in the context, after a step or two"
 _HEAD_START_CYCLES = 4_000_000  # about two milliseconds, in which the host launches the aligning barriers and more
 
-Collect = Callable[[], list[Event]]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Watch:
+    """Somebody who sees this rank's events.
+
+    Attributes:
+        forget: what has been seen so far.
+        collect: the events since then, by begin; after the watch has ended.
+    """
+
+    forget: Callable[[], None]
+    collect: Callable[[], list[Event]]
 
 
 class Recording:
@@ -40,17 +52,36 @@ class Recording:
         timeline: of all ranks, on every rank; None until the context has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heap: SymmetricHeap, forget: Callable[[], None]) -> None:
         self.timeline: Timeline | None = None
+        self._heap, self._forget = heap, forget
+        self._started = False
+
+    def start(self) -> None:
+        """Begins what is recorded: what came before is forgotten. Collective; synchronises the host.
+
+        The hosts of all ranks leave together, so that none of them is late in the step that follows.
+
+        Raises:
+            PeerTimeout, PeerAborted: a rank does not come.
+        """
+        _meet(self._heap)
+        self._forget()
+        self._started = True
+        _enter_barriers(self._heap, _ALIGNING_BARRIERS)
 
 
 @contextmanager
 def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
-    """Records what the ranks of a heap do in the context. Collective; synchronises the host at both ends.
+    """Records what the ranks of a heap do from `recording.start()` to the end of the context. Collective; synchronises
+    the host at both ends.
+
+    Run a step or two before :meth:`Recording.start`: the first step under a profiler is not like others (CUPTI starts,
+    kernels are seen for the first time), and is milliseconds late on one rank or another.
 
     Rank 0 of the heap's group writes the trace to `path` (for ui.perfetto.dev and chrome://tracing), a picture
     beside it (.png, if matplotlib is installed) and a table of exposed times (.txt). On GPUs the events are the kernels
-    that torch.profiler saw, on CPUs the calls of operators. Call the step once before: first calls compile kernels.
+    that torch.profiler saw, on CPUs the calls of operators.
 
     An exception in the context goes through, and nothing is written.
 
@@ -58,23 +89,28 @@ def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
         path: ends with .json; of rank 0.
 
     Raises:
-        ArgumentError: the path does not end with .json, or cannot be written: on every rank. A timeline is being
-            recorded already in this process.
+        ArgumentError: the path does not end with .json or cannot be written, or the recording was not started: on
+            every rank. A timeline is being recorded already in this process.
         PeerTimeout, PeerAborted: a rank does not come to either end.
     """
     path = Path(path)
     heap.agree(None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json"))
     heap.synchronize()
-    recording = Recording()
-    watch = _watch_gpu if heap.device.type == "cuda" else _watch_host
-    with watch(heap) as collect:
-        _enter_barriers(heap, _ALIGNING_BARRIERS)
+    watch_here = _watch_gpu if heap.device.type == "cuda" else _watch_host
+    with watch_here(heap) as watch:
+        recording = Recording(heap, watch.forget)
         yield recording
         heap.synchronize()
-    _enter_barriers(heap, 1)  # bounded, unlike what follows: a rank that has failed does not come
-    heap.synchronize()
-    recording.timeline = _together(heap.gather_bytes(_pack(collect())), _device_name(heap.device))
+    _meet(heap)  # bounded, unlike what follows: a rank that has failed does not come
+    heap.agree(None if recording._started else ArgumentError(_NOT_STARTED))
+    recording.timeline = _together(heap.gather_bytes(_pack(watch.collect())), _device_name(heap.device))
     heap.agree(_write(recording.timeline, path) if heap.rank == 0 else None)
+
+
+def _meet(heap: SymmetricHeap) -> None:
+    """Hosts go on when all have come."""
+    _enter_barriers(heap, 1)
+    heap.synchronize()
 
 
 def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
@@ -84,7 +120,7 @@ def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
 
 
 @contextmanager
-def _watch_host(heap: SymmetricHeap) -> Iterator[Collect]:
+def _watch_host(heap: SymmetricHeap) -> Iterator[_Watch]:
     """The operators are what takes time: a CPU computes them where they are called."""
     events: list[Event] = []
 
@@ -98,15 +134,20 @@ def _watch_host(heap: SymmetricHeap) -> Iterator[Collect]:
         events.append(Event(lane="host", phase=phase, direction=direction(), name=operator, **times))
 
     with ranged(heap.device, around):
-        yield lambda: events
+        yield _Watch(forget=events.clear, collect=lambda: events)
 
 
 @contextmanager
-def _watch_gpu(heap: SymmetricHeap) -> Iterator[Collect]:
+def _watch_gpu(heap: SymmetricHeap) -> Iterator[_Watch]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with annotate(heap), torch.profiler.profile(activities=activities) as profiler:
-        torch.cuda._sleep(_HEAD_START_CYCLES)  # or the first kernels would wait for their launches, not for peers
-        yield lambda: _exported(profiler)
+        yield _Watch(forget=_mark_start, collect=lambda: _exported(profiler))
+
+
+def _mark_start() -> None:
+    with torch.profiler.record_function(START):
+        pass
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # or the first kernels would wait for their launches, not for peers
 
 
 def _exported(profiler: torch.profiler.profile) -> list[Event]:

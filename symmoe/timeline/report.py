@@ -26,8 +26,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             items.append(_complete(rank, names.index(event.lane), event.phase, span, event.direction or "step", about))
         for span in timeline.exposed_communication(rank):
             items.append(_complete(rank, len(names) - 1, "exposed", span, "exposed", {}))
-    about = {"device": timeline.device, "clock_error_us": list(timeline.clock_error_us)}
-    return {"traceEvents": items, "displayTimeUnit": "ms", "otherData": about}
+    recorded = {"device": timeline.device, "clock_error_us": list(timeline.clock_error_us)}
+    return {"traceEvents": items, "displayTimeUnit": "ms", "otherData": recorded}
 
 
 def lanes_of(timeline: Timeline, rank: int) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from symmoe.bench.cases import Case, Shape, check_case
 from symmoe.bench.problem import DTYPE
 from symmoe.bench.ranks import join
-from symmoe.moe.config import MoEConfig
+from symmoe.moe.config import MoEConfig, Schedule
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.memory import plan_memory
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -15,10 +15,11 @@ from symmoe.timeline.recording import record
 from symmoe.timeline.report import table
 
 _WARM_UP_STEPS = 3
+_PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
 _HEAP_TIMEOUT_S = 120.0  # a rank may compile kernels while the others wait in a barrier
 
 
-def trace_layer(shape: Shape, *, num_tokens: int, schedule: str, capacity: int, num_steps: int, path: str) -> str:
+def trace_layer(shape: Shape, *, num_tokens: int, schedule: Schedule, capacity: int, num_steps: int, path: str) -> str:
     """Records steps of a layer with random weights, tokens and routing, bf16. Collective.
 
     Args:
@@ -50,9 +51,12 @@ def trace_layer(shape: Shape, *, num_tokens: int, schedule: str, capacity: int, 
             for _ in range(_WARM_UP_STEPS):
                 _step(layer, x, dy)
             with record(path, heap) as recording:
+                for _ in range(_PROFILED_STEPS):
+                    _step(layer, x, dy)
+                recording.start()
                 for _ in range(num_steps):
                     _step(layer, x, dy)
-            return table(recording.timeline) if heap.rank == 0 else ""
+            return table(recording.timeline) if recording.timeline is not None and heap.rank == 0 else ""
 
 
 def _step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from symmoe.timeline.events import Timeline
 pytestmark = pytest.mark.gpu
 
 FORWARD = ("plan", "push", "FC1", "FC2", "pre-reduce", "pull")
+LATE_US = 1000  # the start of a profiler makes hosts several times as late
 BACKWARD = ("push", "FC2 dgrad", "FC1 dgrad", "wgrad", "pre-reduce", "pull")
 
 
@@ -27,6 +28,9 @@ def recorded(rank: int, num_ranks: int, path: str, schedule: str) -> Timeline:
         for _ in range(2):
             step()
         with timeline.record(path, heap) as recording:
+            for _ in range(2):
+                step()
+            recording.start()
             step()
         return recording.timeline
 
@@ -45,9 +49,14 @@ def test_kernels_of_a_step_have_phases_and_directions(schedule: str, cluster: Ca
                 assert [begins[place] for place in order] == sorted(begins[place] for place in order)
         assert len({e.lane for e in events}) >= (1 if schedule == "serial" else 2)
     assert max(made.clock_error_us) < 100
+    for direction in ("forward", "backward"):
+        starts = [min(e.begin_us for e in events if e.direction == direction) for events in made.ranks]
+        assert max(starts) - min(starts) < LATE_US
     if schedule == "serial":  # one stream: nothing hides anything
         for times in made.phases():
             if times.phase in ("push", "pull"):
                 assert times.exposed_us == pytest.approx(times.busy_us)
+    # One step was recorded, not those before its start: the router runs once.
+    assert [sum(e.name == "select_experts_kernel" for e in events) for events in made.ranks] == [1, 1]
     trace = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
     assert sum(item["name"] == "FC1" for item in trace["traceEvents"]) >= 2

@@ -1,0 +1,117 @@
+"""The figures of README.md are those of the committed records, and the page is as short as it is meant to be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAX_LINES = 120  # two screens
+VARIANTS = {0: "static", 1: "gemms alone", 2: "stock torch"}  # by column; the fourth is the goal
+
+
+def record(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def speed_rows(text: str) -> list[list[str]]:
+    """Cells of the rows of the table of TFLOP/s."""
+    rows = re.findall(r"^\| [\w-]+ \| \d \|.*\|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def wrong_speeds(text: str) -> list[str]:
+    wrong = []
+    for preset, ranks, *cells in speed_rows(text):
+        records = record(f"layer-h200-ep{ranks}")
+        for place, direction in enumerate(("forward", "backward")):
+            for column, variant in VARIANTS.items():
+                (tflops,) = [
+                    r["tflops"]
+                    for r in records
+                    if (r["preset"], r["variant"], r["direction"]) == (preset, variant, direction)
+                ]
+                if cells[4 * place + column] != f"{tflops:.0f}":
+                    wrong.append(f"{preset}, {ranks} GPUs, {variant}, {direction}: {tflops:.0f}")
+    return wrong
+
+
+def test_speeds_are_the_records():
+    rows = speed_rows(README)
+    assert len({(preset, ranks) for preset, ranks, *_ in rows}) == len(rows) == 6
+    assert not wrong_speeds(README)
+    changed = README.replace(f"| {rows[3][2]} |", "| 999 |", 1)  # negative control
+    assert len(wrong_speeds(changed)) == 1
+
+
+def test_what_is_missed_is_what_the_records_miss():
+    cells = {(preset, ranks): list(map(int, rest)) for preset, ranks, *rest in speed_rows(README)}
+    assert all(row[0] < row[3] for row in cells.values()), "every forward goal is missed"
+    missed = [which for which, row in cells.items() if row[4] < row[7]]
+    assert missed == [("qwen3-30b", "4")]
+    shares = sorted(row[0] / row[1] for (preset, _), row in cells.items() if preset == "qwen3-30b")
+    said = re.search(r"forward pass is at ([\d.]+) to ([\d.]+) of its", " ".join(README.split())).groups()
+    assert said == tuple(f"{share:.2f}" for share in shares)
+
+
+def faults(kind: str) -> dict:
+    return record("reliability-cpu-faults")["kinds"][kind]["detect_ms"]
+
+
+def suite(name: str) -> dict:
+    found = record(f"reliability-cpu-{name}")
+    assert found["cases_failed"] == 0
+    assert found["cases_run"] == found["cases_wanted"]
+    return found
+
+
+def promises() -> list[str]:
+    """What the table of promises must say, by the records."""
+    kills = json.loads((ROOT / "tests" / "reliability" / "results" / "checkpoint_kills.json").read_text("utf-8"))
+    assert not kills["failures"]
+    states = sum(scenario["states"] for scenario in suite("model")["scenarios"])
+    litmus = suite("litmus")
+    words = {kind: counts["stale"] for kind, counts in litmus["kinds"].items()}
+    assert words.pop("flag first") > 0
+    assert not any(words.values())
+    trace = (RESULTS / "trace-h200-ep2.txt").read_text(encoding="utf-8")
+    copies = re.search(r"^device-to-device copies: (\d+)$", trace, re.MULTILINE)[1]
+    waits = re.search(r"^calls that wait for the GPU: (\d+)$", trace, re.MULTILINE)[1]
+    return [
+        f"{suite('routings')['cases_run']:,} random routings, "
+        f"{suite('gradients')['cases_run']} gradient cases: 0 wrong",
+        f"{suite('determinism')['cases_run']:,} repeats",
+        f"trace on 2 H200s: {copies} copies, {waits} waits",
+        f"{suite('fuzz')['cases_run']} bad calls, each followed by a good one: 0 wrong",
+        f"{suite('faults')['cases_run']} kills, stops, exceptions",
+        f"after {faults('kill')['p50'] / 1000:.3f} s (`timeout_s=2`), after {faults('raise')['p50']:.0f} ms",
+        f"{suite('stalls')['cases_run']:,} calls with stalls: 0 false timeouts",
+        f"{states:,} states; {litmus['observations'] / 1e6:.1f} million words: 0 stale; "
+        f"{suite('mutations')['cases_run']} mutations: all found",
+        f"{suite('soak')['cases_run']:,} steps, {suite('lifecycle')['cases_run']} heaps and jobs",
+        f"{kills['kills']} kills, {kills['flips']} flipped bytes",
+    ]
+
+
+def test_promises_have_the_figures_of_the_records():
+    assert [text for text in promises() if text not in README] == []
+    changed = README.replace("2,000 random", "3,000 random")  # negative control
+    assert len([text for text in promises() if text not in changed]) == 1
+
+
+def test_the_page_is_two_screens_with_an_example_of_fifteen_lines():
+    lines = README.splitlines()
+    assert len(lines) <= MAX_LINES
+    (block,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert len(block.splitlines()) == 15
+    assert all(len(line) <= MAX_LINES for line in lines if not line.startswith("|"))
+
+
+def test_every_folder_of_the_package_is_in_the_tree():
+    folders = {path.parent.name for path in (ROOT / "symmoe").glob("*/__init__.py")}
+    assert folders == set(re.findall(r"^    symmoe/(\w+)/ ", README, re.MULTILINE))
+    for named in re.findall(r"\bsymmoe/\w+(?:/|\.py)|\bdocs/\w+\.md", README):
+        assert (ROOT / named).exists(), named
