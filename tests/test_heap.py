@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +232,16 @@ def test_group_of_one_needs_no_process_group(heap: SymmetricHeap):
     assert (heap.rank, heap.num_ranks, heap.device, heap.backend) == (0, 1, torch.device("cpu"), "host")
     assert round_trip(heap)
     assert not dist.is_initialized()
+
+
+def test_ranks_without_a_process_group_are_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"WORLD_SIZE is 2.*init_process_group"):
+        SymmetricHeap(num_bytes=1 << 20, backend="host").close()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings():  # (its arguments are Python 3.11's)
+        warnings.simplefilter("error")
+        SymmetricHeap(num_bytes=1 << 20, backend="host").close()
 
 
 def test_auto_says_what_it_picked_and_why():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import struct
+import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -104,6 +106,7 @@ class SymmetricHeap:
         timeout_s: float = 30.0,
         start_timeout_s: float = 300.0,
     ) -> None:
+        _warn_if_alone_by_mistake(group)
         self._closed = True  # until everything below has worked
         self._poison: str | None = None  # why; an exception would keep frames alive
         self._flight = FlightRecorder(flight_folder())
@@ -497,6 +500,7 @@ class SymmetricHeap:
         """
         words = [int(word) for word in self._status_words]
         kind = words[control.STATUS_KIND]
+        error: SymmoeError
         if kind in (control.STATUS_TIMEOUT, control.STATUS_ABORT):
             error = self._peer_failure(words)
             self._poison = str(error)
@@ -537,11 +541,11 @@ class SymmetricHeap:
     def _peer_failure(self, words: list[int]) -> PeerError:
         """The error of a peer that did not come or gave up. Of the former, all ranks shall name the same one."""
         if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
-            error = timeout_error(words, self.timeout_s)
-            self._describe(error, words)  # before this rank writes over what its peers have sent
+            timeout = timeout_error(words, self.timeout_s)
+            self._describe(timeout, words)  # before this rank writes over what its peers have sent
             phase = words[control.STATUS_PHASE]
-            self._give_up(Report(str(error), error.rank, phase, error.expected, error.seen))
-            return error
+            self._give_up(Report(str(timeout), timeout.rank, phase, timeout.expected, timeout.seen))
+            return timeout
         sender, report = words[control.STATUS_PEER], Report("it has not said why")
         if not capture_id(self.device):  # which may not read
             with self._streams.at_once():
@@ -626,7 +630,7 @@ class SymmetricHeap:
             self.abort(f"{exc_type.__name__}: {exc}")
             self._end(together=False)
 
-    def __deepcopy__(self, memo: dict) -> SymmetricHeap:
+    def __deepcopy__(self, memo: dict[int, object]) -> SymmetricHeap:
         """A copy of a model shares the heap, as it shares the process group."""
         return self
 
@@ -666,6 +670,17 @@ class SymmetricHeap:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
+    """torchrun's ranks would each train a model of their own, and nothing would fail."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if group is None and num_ranks != "1" and not dist.is_initialized():
+        warnings.warn(
+            f"WORLD_SIZE is {num_ranks}, but there is no process group: this heap is of one rank. Call "
+            "torch.distributed.init_process_group() first, if the ranks are to train together",
+            stacklevel=3,
+        )
 
 
 def _is_positive(value: object) -> bool:
