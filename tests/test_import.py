@@ -32,7 +32,7 @@ LEVELS = {
     "cli": 6,
     "__main__": 7,
 }
-MAY_READ_ENVIRONMENT = {f"symmoe/symm_mem/{name}.py" for name in ("nvshmem", "host", "flight")}
+MAY_READ_ENVIRONMENT = {f"symmoe/symm_mem/{name}.py" for name in ("bootstrap", "nvshmem", "host", "flight")}
 MAY_READ_ENVIRONMENT.add("symmoe/doctor/command.py")  # what the machine's is, is its subject
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from datetime import timedelta
 
 import torch
@@ -77,7 +79,7 @@ class Bootstrap:
         except RuntimeError as error:
             if self._timeout_s is None:
                 raise
-            raise self._failure(-1, start, error) from error
+            raise self._failure(-1, start, self._timeout_s, error) from error
         return theirs
 
     def _exchange(self, mine: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
@@ -86,29 +88,42 @@ class Bootstrap:
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         start, peer = time.monotonic(), -1
         try:
-            sent, received = {}, {}
+            sent: dict[int, dist.Work | None] = {}  # None: for ranks outside of the group
+            received: dict[int, dist.Work | None] = {}
             for peer in peers:
                 sent[peer] = dist.isend(mine, group_dst=peer, group=self._group, tag=_TAG)
                 received[peer] = dist.irecv(theirs[peer], group_src=peer, group=self._group, tag=_TAG)
             for works in (received, sent):
                 for peer in peers:
                     left_s = max(1e-3, start + timeout_s - time.monotonic())
-                    works[peer].wait(timedelta(seconds=left_s))
+                    if (work := works[peer]) is not None:
+                        work.wait(timedelta(seconds=left_s))
         except RuntimeError as error:
-            raise self._failure(peer, start, error) from error
+            raise self._failure(peer, start, timeout_s, error) from error
         return theirs
 
-    def _failure(self, rank: int, start: float, error: RuntimeError) -> PeerError:
-        if time.monotonic() - start < self._timeout_s:
+    def _failure(self, rank: int, start: float, timeout_s: float, error: RuntimeError) -> PeerError:
+        if time.monotonic() - start < timeout_s:
             return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
         return PeerTimeout(
             rank=rank,
             phase=control.PHASES[control.PHASE_START],
             expected=self._num_exchanges,
             seen=self._num_exchanges - 1,
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s,
         )
 
     def _takes_cpu_tensors(self) -> bool:
         # A group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU.
         return "cpu" in dist.get_backend_config(self._group) or dist.get_backend(self._group) == "gloo"
+
+
+def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
+    """torchrun's ranks would each train a model of their own, and nothing would fail."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if group is None and num_ranks != "1" and not dist.is_initialized():
+        warnings.warn(
+            f"WORLD_SIZE is {num_ranks}, but there is no process group: this heap is of one rank. Call "
+            "torch.distributed.init_process_group() first, if the ranks are to train together",
+            stacklevel=3,
+        )

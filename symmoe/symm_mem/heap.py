@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
 import struct
-import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +36,7 @@ from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.symm_mem import host, nvshmem
 from symmoe.symm_mem.abort import Report, read_report, tell_peers
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
-from symmoe.symm_mem.bootstrap import Bootstrap
+from symmoe.symm_mem.bootstrap import Bootstrap, warn_if_alone_by_mistake
 from symmoe.symm_mem.flight import FlightRecorder, flight_folder
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.records import abort_error, mismatch_error, plan_error, timeout_error
@@ -106,7 +104,7 @@ class SymmetricHeap:
         timeout_s: float = 30.0,
         start_timeout_s: float = 300.0,
     ) -> None:
-        _warn_if_alone_by_mistake(group)
+        warn_if_alone_by_mistake(group)
         self._closed = True  # until everything below has worked
         self._poison: str | None = None  # why; an exception would keep frames alive
         self._flight = FlightRecorder(flight_folder())
@@ -670,17 +668,6 @@ class SymmetricHeap:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
-    """torchrun's ranks would each train a model of their own, and nothing would fail."""
-    num_ranks = os.environ.get("WORLD_SIZE", "1")
-    if group is None and num_ranks != "1" and not dist.is_initialized():
-        warnings.warn(
-            f"WORLD_SIZE is {num_ranks}, but there is no process group: this heap is of one rank. Call "
-            "torch.distributed.init_process_group() first, if the ranks are to train together",
-            stacklevel=3,
-        )
 
 
 def _is_positive(value: object) -> bool:
