@@ -9,6 +9,8 @@ For every product and weight gradient of a layer's experts, of three shapes:
     add fp32    (wgrads) added to an fp32 gradient
     g8          with 8 tiles of M that share a column of tiles; only by --ways
     triton      the general kernel; only by --ways
+    and act     (fc1) with SwiGLU, whose result is quantised, in one kernel
+    then act    (fc1) the same by the product and act_quantize
     bf16        symmoe's kernel for bf16 operands of the same sizes
     torch rows  torch._scaled_grouped_mm: the other recipe, a scale for a whole row of either operand; allocates
 
@@ -31,6 +33,8 @@ from gemm import SHAPES, group_spans, medians_in_turn_ms, sample_groups, uneven_
 from triton.errors import TritonError
 
 from symmoe.bench.records import machine
+from symmoe.kernels.act_quantized import FLOAT8_BLOCK
+from symmoe.kernels.activation import Activation
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.twin import fp8 as twin
 
@@ -103,6 +107,8 @@ def product(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bound
         for way, options in VARIANTS.items():
             op.ways[way] = lambda options=options: launchers.launch_fp8_gemm(*operands, out, **options)
         op.ways["triton"] = lambda: fp8.grouped_gemm_fp8(*operands, out, config=fp8.CONFIG)
+        if name == "fc1":
+            op.ways |= activation_ways(operands, out, torch.rand(N, device=numbers.device))
     op.checked = dict.fromkeys(op.ways, lambda g: out[spans[g]])
     if numbers.device.type == "cuda":
         by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
@@ -115,6 +121,28 @@ def product(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bound
         call = gemm.grouped_gemm_dgrad if is_dgrad else gemm.grouped_gemm
         op.ways["bf16"] = lambda: call(x, w, row_start, y)
     return op
+
+
+def activation_ways(
+    operands: tuple[torch.Tensor, ...], out: torch.Tensor, row_factor: torch.Tensor
+) -> dict[str, Callable[[], None]]:
+    """The product into out with SwiGLU and its quantised result, in one kernel and in two."""
+    from symmoe.kernels.gpu import act_quantize
+    from symmoe.kernels.gpu.hopper import launchers
+
+    activation, row_start = Activation(), operands[-1]
+    num_rows, ffn = out.shape[0], out.shape[1] // 2
+    data = torch.empty(num_rows, ffn, dtype=E4M3, device=out.device)
+    scale = torch.empty(num_rows, num_blocks(ffn), device=out.device)
+
+    def then_act() -> None:
+        launchers.launch_fp8_gemm(*operands, out)
+        act_quantize(out, row_factor, row_start, activation, FLOAT8_BLOCK, rows=(data, scale))
+
+    return {
+        "and act": lambda: launchers.launch_fp8_act(*operands, row_factor, out, data, scale, activation),
+        "then act": then_act,
+    }
 
 
 def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bounds: torch.Tensor) -> Op:

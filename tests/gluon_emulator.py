@@ -388,6 +388,10 @@ class Number(int):
         return int(self)
 
 
+def static_assert(condition):
+    assert condition
+
+
 LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
 
 
@@ -419,10 +423,11 @@ def language() -> types.ModuleType:
         "num_programs": lambda axis: scalar(MACHINE.num_programs),
         "num_warps": lambda: 4,
         "static_range": range,
+        "static_assert": static_assert,
         "thread_barrier": lambda: None,
         "float8e4nv": torch.float8_e4m3fn,
         **dict.fromkeys(LAYOUTS, layout_of),
-        **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "int64")},
+        **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "uint8", "int32", "int64")},
     }
     return module("language", names)
 

@@ -22,7 +22,8 @@ from quantize_cases import (
 
 from symmoe.kernels import twin
 from symmoe.kernels.formats import max_tiles
-from symmoe.kernels.gpu import quantize, scale_tiles
+from symmoe.kernels.gpu import quantize, scale_tiles, wire
+from symmoe.kernels.twin import wire as twin_wire
 from symmoe.kernels.twin.quantize import to_e4m3
 
 
@@ -51,6 +52,11 @@ def e4m3_value(code):
     mantissa = (code.to(tl.int32) & 7) + tl.where(exponent > 0, 8, 0)
     unit = ((tl.maximum(exponent, 1) + 117) << 23).to(tl.float32, bitcast=True)
     return tl.where(code >= 128, -unit, unit) * mantissa.to(tl.float32)
+
+
+@triton.jit
+def e4m3_number(code):
+    return tl.where((code & 127) == 127, float("nan"), e4m3_value(code))
 
 
 @triton.jit
@@ -89,6 +95,52 @@ def check_tiles(row_start, num_rows, num_blocks):
     assert torch.equal(results[1]["back"][: int(row_start[-1])], scale[: int(row_start[-1])])
 
 
+def check_rows_of_an_index(rows, row_start, name):
+    """Rows picked by an index, some several times: those of the rows laid out like that."""
+    index = torch.randint(rows.shape[0], (int(row_start[-1]) + 2,), dtype=torch.int32)
+    picked, row_format = rows[index.long()], FORMATS[name]
+    amax = None
+    if row_format.has_global_scale:
+        amax = torch.empty(row_start.shape[0] - 1)
+        twin.group_amax(rows, row_start, amax, row_index=index)
+    shape = picked.shape[0], row_format.data_width(rows.shape[1])
+    results = []
+    for kernels, given, options in (
+        (twin, picked, {}),
+        (twin, rows, {"row_index": index}),
+        (gpu, rows, {"row_index": index}),
+    ):
+        data = filled(shape, row_format.data_dtype)
+        scale = filled((shape[0], row_format.num_blocks(rows.shape[1])), row_format.scale_dtype)
+        kernels.quantize_rows(given, row_start, data, scale, row_format, amax=amax, **options)
+        results.append({"data": data, "scale": scale})
+    assert differences(*results[:2]) == differences(*results[1:]) == [], name
+
+
+def check_wire(row_start, name):
+    """Rows of random bytes, of all codes: taken apart and decoded as the twin does it."""
+    width, row_format, num_rows = 1088, FORMATS[name], int(row_start[-1]) + 3
+    scale_bytes = row_format.num_blocks(width) * row_format.scale_dtype.itemsize
+    rows = torch.randint(256, (50, -(-(width + scale_bytes) // 16) * 16)).to(torch.uint8)
+    scales = torch.randn(50, row_format.num_blocks(width)).view(torch.uint8)  # not of bits at random: no subnormals
+    if row_format.scale == "e8m0":
+        scales = torch.randint(60, 256, (50, scale_bytes)).to(torch.uint8)
+    rows[:, width : width + scale_bytes] = scales
+    index = torch.randint(50, (num_rows,), dtype=torch.int32)
+    found = [], []
+    for kernels, results in zip((twin_wire, wire), found, strict=True):
+        for row_index, bounds_of in ((index, row_start), (None, row_start.clamp(max=49))):
+            data, scale = filled((num_rows, width), torch.uint8), filled((num_rows, scale_bytes), torch.uint8)
+            kernels.unpack_rows(rows, bounds_of, data, scale, row_index=row_index)
+            results += [data, scale]
+        out = torch.empty(50, width)
+        kernels.decode_rows(rows, out, row_format)
+        results.append(out.nan_to_num(7.0))
+    for left, right in zip(*found, strict=True):
+        assert torch.equal(left, right), name
+    assert torch.equal(found[1][0][: num_rows - 3], rows[index.long()][: num_rows - 3, :width])
+
+
 # With random words, the transform and an index, and without.
 HARD = {("nvfp4", torch.bfloat16): (True,), ("nvfp4", torch.float32): (True, False), ("mxfp8", torch.float32): (True,)}
 HARD["float8_rowwise", torch.float32] = (True,)
@@ -97,6 +149,7 @@ HARD["float8_rowwise", torch.float32] = (True,)
 def main():
     check_casts()
     quantize.e4m3_code, quantize.e4m3_value = e4m3_code, e4m3_value
+    wire.e4m3_number = e4m3_number
     splits = (0, 37, 128, 1, 5)
     row_start, num_rows = bounds(splits), sum(splits) + 3
     for dtype in (torch.bfloat16, torch.float32):
@@ -108,6 +161,12 @@ def main():
                 left, right = (quantize_all(kernels, rows, row_start, name, hard=hard) for kernels in (twin, gpu))
                 assert differences(left, right) == [], (name, dtype, hard, differences(left, right))
                 print(name, dtype, hard, ": ok")
+    for name in FORMATS:
+        check_rows_of_an_index(hard_rows(50, 96, torch.float32), row_start, name)
+        print(name, "of an index: ok")
+        if FORMATS[name].element == "e4m3":
+            check_wire(row_start, name)
+            print(name, "on the wire: ok")
     for shape in ((2, 160, 96), (1, 16, 288)):
         weight = hard_rows(shape[0] * shape[1], shape[2], torch.float32).view(shape)
         for name in FORMATS:

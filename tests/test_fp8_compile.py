@@ -119,13 +119,20 @@ def test_weight_gradients_in_order(launched, tmp_path):
     check_products(ptx)
 
 
+@pytest.mark.parametrize("of_lines", [False, True])
 @pytest.mark.parametrize("name", ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"])
-def test_the_general_kernels(launched, tmp_path, monkeypatch, name):
+def test_the_general_kernels(launched, tmp_path, monkeypatch, name, of_lines):
     """As another GPU would run them, but for sm_90."""
+    if of_lines and name == "grouped_gemm_wgrad_fp8":
+        pytest.skip("has scales of blocks alone")
     recorder = Recorder(getattr(gpu_fp8, f"{name}_kernel"))
     monkeypatch.setattr(gpu_fp8, f"{name}_kernel", recorder)
     if name == "grouped_gemm_fp8":
-        gpu_fp8.grouped_gemm_fp8(*gemm_operands(SHAPES["odd"], FP32), zero_tail=True, num_sms=132)
+        operands = list(gemm_operands(SHAPES["odd"], FP32))
+        if of_lines:
+            G, O, _, N = SHAPES["odd"]
+            operands[1], operands[3] = meta(N, 1, dtype=FP32), meta(G, O, 1, dtype=FP32)
+        gpu_fp8.grouped_gemm_fp8(*operands, zero_tail=True, num_sms=132)
     else:
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(SHAPES["odd"]), accumulate=True, num_sms=132)
     ptx = recorder.compile().asm["ptx"]

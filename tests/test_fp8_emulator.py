@@ -9,14 +9,20 @@ import pytest
 
 pytest.importorskip("triton")
 
-CHECKS = Path(__file__).with_name("fp8_emulator_checks.py")
 
-
-def test_kernels_match_the_oracle():
+@pytest.mark.parametrize("checks", ["fp8_emulator_checks.py", "fp8_act_emulator_checks.py"])
+def test_kernels_match_the_oracle(checks):
     """In a process of its own: the emulator takes Gluon's place before kernels are imported."""
+    if checks.startswith("fp8_act"):
+        pytest.importorskip("ml_dtypes")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, CHECKS], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, Path(__file__).with_name(checks)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("all is well\n")

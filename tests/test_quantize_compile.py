@@ -22,7 +22,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles  # noqa: E402
-from symmoe.kernels.gpu import quantize, scale_tiles  # noqa: E402
+from symmoe.kernels.gpu import quantize, scale_tiles, wire  # noqa: E402
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -46,7 +46,7 @@ N, C, G = 65536, 7168, 32
 def compile_launch(monkeypatch, tmp_path):
     """compile_launch(): PTX, registers and spilled bytes of the one launch since the last call."""
     launches = []
-    for module in (quantize, scale_tiles):
+    for module in (quantize, scale_tiles, wire):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
@@ -82,11 +82,12 @@ def meta(*shape, dtype):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def launch_rows(block_format, dtype):
+def launch_rows(block_format, dtype, *, indexed=False):
     data = meta(N, block_format.data_width(C), dtype=block_format.data_dtype)
     scale = meta(N, block_format.num_blocks(C), dtype=block_format.scale_dtype)
     options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64)}
     options = options if block_format.has_global_scale else {}
+    options |= {"row_index": meta(N, dtype=torch.int32)} if indexed else {}
     row_start = meta(G + 1, dtype=torch.int32)
     quantize.quantize_rows(meta(N, C, dtype=dtype), row_start, data, scale, block_format, **options)
 
@@ -119,7 +120,7 @@ def check(ptx, spilled, block_format, store_bits):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows(compile_launch, name, dtype):
-    launch_rows(FORMATS[name], dtype)
+    launch_rows(FORMATS[name], dtype, indexed=dtype == torch.bfloat16)
     ptx, _, spilled = compile_launch()
     check(ptx, spilled, FORMATS[name], 32)
 
@@ -177,11 +178,32 @@ def test_amax_and_tiles(compile_launch):
         assert spilled == 0
 
 
+@pytest.mark.parametrize("name", ["float8_block", "float8_rowwise", "mxfp8"])
+def test_rows_of_the_wire(compile_launch, name):
+    block_format = FORMATS[name]
+    scale_bytes = block_format.num_blocks(C) * block_format.scale_dtype.itemsize
+    rows, row_start = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(G + 1, dtype=torch.int32)
+    data, scale = meta(N, C, dtype=torch.uint8), meta(N, scale_bytes, dtype=torch.uint8)
+    for index in (None, meta(N, dtype=torch.int32)):
+        wire.unpack_rows(rows, row_start, data, scale, row_index=index)
+        ptx, _, spilled = compile_launch()
+        assert spilled == 0
+        for access in ("ld", "st"):  # 16 bytes of data at a time
+            assert re.search(access + r"\.global\S*\.v4\.b32", ptx), access
+    for dtype in (torch.bfloat16, torch.float32):
+        wire.decode_rows(rows, meta(N, C, dtype=dtype), block_format)
+        ptx, _, spilled = compile_launch()
+        assert spilled == 0
+        assert ".ftz" not in ptx
+        assert "cvt.rn.f16x2.e4m3x2" in ptx
+        assert re.search(r"st\.global\S*\.v4\.b32", ptx)
+
+
 def test_steps_do_not_compile_again(monkeypatch):
     """The number of rows is not part of the compiled code: a rank that compiles lets its peers wait."""
     monkeypatch.setattr(driver, "_active", HopperDriver())
     warmed = []
-    for module in (quantize, scale_tiles):
+    for module in (quantize, scale_tiles, wire):
         for name in [name for name in dir(module) if name.endswith("_kernel")]:
             warmed.append(WarmedUp(getattr(module, name)))
             monkeypatch.setattr(module, name, warmed[-1])
@@ -195,6 +217,9 @@ def test_steps_do_not_compile_again(monkeypatch):
         scale, swizzled = torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(9, 1, 512, dtype=torch.uint8)
         scale_tiles.swizzle_group_scales(scale, row_start, swizzled)
         scale_tiles.unswizzle_group_scales(swizzled, row_start, scale)
+        sent, data, scale = (torch.zeros(num_rows, width, dtype=torch.uint8) for width in (48, 32, 1))
+        wire.unpack_rows(sent, row_start, data, scale)
+        wire.decode_rows(sent, torch.empty(num_rows, 32), FORMATS["mxfp8"])
 
     step(16, 1)
     before = [kernel.num_variants for kernel in warmed]

@@ -14,8 +14,10 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from symmoe.errors import FAULT_BYTES
@@ -147,6 +149,19 @@ CALL_FIELDS = {
 }
 
 
+class CallFields(TypedDict, total=False):
+    """Values of CALL_FIELDS, beside the phase; those that are not given are 0."""
+
+    order: int
+    probs: int
+    dtype: int
+    hidden: int
+    layout: int
+    schedule: int
+    panels: int
+    plan: int
+
+
 def pack_call(**fields: int) -> int:
     """The call a barrier belongs to as one integer; fields that are not given are 0."""
     call, shift = 0, 0
@@ -223,7 +238,7 @@ class Peers:
     layout: ControlLayout
 
     @functools.cached_property
-    def arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self) -> tuple[npt.NDArray[np.uint8], ...]:
         """The views for numpy, on CPUs. A part of one costs a tenth of what it costs with torch."""
         return tuple(view.numpy() for view in self.views)
 

@@ -17,6 +17,13 @@ def check_operand(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype
         raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
+def given(name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+    """The tensor; ArgumentError if it is None."""
+    if tensor is None:
+        raise ArgumentError(f"{name} must be a tensor here, got None")
+    return tensor
+
+
 def check_multiple(what: str, number: int, unit: int) -> None:
     """ArgumentError unless the number of `what` is a multiple of the unit."""
     if number % unit:

@@ -11,6 +11,7 @@ Entry kernels take its fields as a tuple, which launches can compare without has
 
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -32,7 +33,7 @@ ROWS, COLUMNS = 8, 256  # of a program's block: 16 bytes for each thread of 8 wa
 NUM_WARPS = 8
 
 
-def activation_fields(activation: Activation, ffn: int) -> tuple:
+def activation_fields(activation: Activation, ffn: int) -> tuple[Any, ...]:
     """An activation as a constant of an entry kernel; rejects what the kernels cannot address."""
     block = activation.interleave
     if block is not None:

@@ -18,15 +18,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.kernels.gpu import driver
 
 MAX_TENSOR_MAPS = 1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
-REST_OF_GRID = ((1, 1, 1), (1, 1), (1,), ())
+REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 Describe = Callable[[torch.Tensor], TensorDescriptor]
-Launch = Callable[[tuple[int, ...], int, tuple, tuple, tuple], None]
+Launch = Callable[[tuple[int, ...], int, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], None]
 
 
 def compiled_launch(
-    compiled: CompiledKernel, args: Sequence, constants: tuple, tensors: Sequence[int], describe: Mapping[int, Describe]
+    compiled: CompiledKernel,
+    args: Sequence[Any],
+    constants: tuple[Any, ...],
+    tensors: Sequence[int],
+    describe: Mapping[int, Describe],
 ) -> Launch:
     """The function launch(grid, stream, tensors, addresses, args) of a compiled kernel.
 
@@ -56,7 +60,9 @@ def compiled_launch(
     arrange = picker(places)
     call, head, in_list = launcher.call, launcher.head, launcher.takes_list
 
-    def launch(grid: tuple[int, ...], stream: int, tensors: tuple, addresses: tuple, args: tuple) -> None:
+    def launch(
+        grid: tuple[int, ...], stream: int, tensors: tuple[Any, ...], addresses: tuple[Any, ...], args: tuple[Any, ...]
+    ) -> None:
         row = [*addresses, *args, *constants]
         for i, maps in descriptors:
             row += maps.get((addresses[i], tensors[i].shape)) or maps.encode(tensors[i])
@@ -69,7 +75,7 @@ def compiled_launch(
     return launch
 
 
-def picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Function from a sequence to the tuple of its elements at `places`."""
     if len(places) > 1:
         return operator.itemgetter(*places)
@@ -77,13 +83,15 @@ def picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
 
 
 def _ordinary_launch(
-    compiled: CompiledKernel, constants: tuple, tensors: Sequence[int], describe: Mapping[int, Describe]
+    compiled: CompiledKernel, constants: tuple[Any, ...], tensors: Sequence[int], describe: Mapping[int, Describe]
 ) -> Launch:
     """compiled_launch by Triton's own launcher."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     pointers = [(i, place) for i, place in enumerate(tensors) if place not in describe]
 
-    def launch(grid: tuple[int, ...], stream: int, tensors: tuple, addresses: tuple, args: tuple) -> None:
+    def launch(
+        grid: tuple[int, ...], stream: int, tensors: tuple[Any, ...], addresses: tuple[Any, ...], args: tuple[Any, ...]
+    ) -> None:
         values = [*args, *constants]
         for i, place in pointers:
             values[place] = addresses[i]  # Triton would look up each tensor's address, and ask the driver about it
@@ -97,16 +105,16 @@ def _ordinary_launch(
     return launch
 
 
-class _TensorMaps(dict):
+class _TensorMaps(dict[tuple[int, torch.Size], tuple[Any, ...]]):
     """By a tensor's address and shape, what its descriptor is to the launcher in C: tensor map, shape, strides.
 
     A tensor map holds nothing else of a tensor, so it stays right for whatever comes to lie there.
     """
 
-    def __init__(self, encoder: Callable[[TensorDescriptor], list], describe: Describe) -> None:
+    def __init__(self, encoder: Callable[[TensorDescriptor], list[Any]], describe: Describe) -> None:
         self._encoder, self._describe = encoder, describe
 
-    def encode(self, tensor: torch.Tensor) -> tuple:
+    def encode(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """The parts for a tensor that is not known yet."""
         driver.ensure_context()
         parts = tuple(self._encoder(self._describe(tensor)))
@@ -125,10 +133,12 @@ class _Launcher:
         takes_list: whether the arguments are one parameter.
     """
 
-    def __init__(self, call: Callable[..., None], head: tuple, takes_list: bool, maps: Mapping[int, Any]) -> None:
+    def __init__(
+        self, call: Callable[..., None], head: tuple[Any, ...], takes_list: bool, maps: Mapping[int, Any]
+    ) -> None:
         self.call, self.head, self.takes_list, self._maps = call, head, takes_list, maps
 
-    def encoder(self, place: int) -> Callable[[TensorDescriptor], list]:
+    def encoder(self, place: int) -> Callable[[TensorDescriptor], list[Any]]:
         """Function from a descriptor in this place to tensor map, shape and strides."""
         encode, metadata = self._maps[place]
         return lambda descriptor: encode(descriptor, metadata)
@@ -167,7 +177,9 @@ def _unwrap(launch: Callable[..., None]) -> tuple[Callable[..., None], dict[int,
     if type(launch) is not FunctionType:
         return launch, {}
     # triton.backends.nvidia.driver.wrap_handle_tensordesc
-    cells = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
+    cells = dict(
+        zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True)
+    )
     call, places, metadata = cells.pop("launcher"), cells.pop("tensordesc_indices"), cells.pop("tensordesc_meta")
     if cells or type(call) is FunctionType or None in metadata:  # no metadata: the kernel wants no tensor map
         raise ValueError("an unknown launcher")

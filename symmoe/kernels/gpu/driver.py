@@ -53,7 +53,7 @@ def primary_context(device: int) -> int:
     """The context that the runtime, torch and Triton use on a device."""
     context = ctypes.c_void_p()
     check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-    return context.value
+    return context.value or 0
 
 
 @functools.cache

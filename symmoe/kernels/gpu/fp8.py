@@ -2,7 +2,8 @@
 
 A block's products are summed by the tensor core, and that sum is scaled and added in fp32 before the next block. Hopper
 has kernels of its own (hopper/fp8.py, hopper/fp8_wgrad.py), in which one warpgroup adds while the other multiplies;
-these are for every other GPU that multiplies E4M3 numbers, for fp32 results of grouped_gemm_fp8, and for narrow ones.
+these are for every other GPU that multiplies E4M3 numbers, for fp32 results of grouped_gemm_fp8, for narrow ones, and
+for scales of whole lines.
 No function synchronises, allocates device memory or reads row_start.
 """
 
@@ -44,9 +45,9 @@ CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, n
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_start"])
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
-    row_scale,  # [N, blocks of C]
+    row_scale,  # [N, blocks of C], or [N]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK]
-    weight_scale,  # [G, blocks of O, blocks of C]
+    weight_scale,  # [G, blocks of O, blocks of C], or [G, O]
     row_start,
     out,  # [N, O]
     num_rows,  # N; None: leave the tail alone
@@ -57,6 +58,7 @@ def grouped_gemm_fp8_kernel(
     END: tl.constexpr,
     FIRST_COLUMN: tl.constexpr,  # of the panel
     COLUMNS: tl.constexpr,
+    OF_LINES: tl.constexpr,  # scales
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -76,9 +78,17 @@ def grouped_gemm_fp8_kernel(
         for b in tl.range(0, NUM_BLOCKS):
             left = rows_desc.load([first_row, b * BLOCK])
             right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
-            scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
-            acc += tl.dot(left, right.T) * scale[:, None]
+            if OF_LINES:
+                # Added in fp32 after every block: tensor cores keep about 14 bits of a sum of E4M3 products.
+                acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=BLOCK)
+            else:
+                scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
+                acc += tl.dot(left, right.T) * scale[:, None]
         column = first_column + tl.arange(0, BLOCK_N)
+        if OF_LINES:
+            by_row = tl.load(row_scale + row, mask=row < end, other=0.0)
+            lines = weight_scale + group.to(tl.int64) * OUT_WIDTH + column
+            acc *= by_row[:, None] * tl.load(lines, mask=column < OUT_WIDTH, other=0.0)[None, :]
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
@@ -151,12 +161,13 @@ def grouped_gemm_fp8(
     """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
 
     rows E4M3 [N, C], row_scale fp32 [N, B(C)]: a scale for BLOCK features of a row; weight E4M3 [G, O, C], weight_scale
-    fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features; out bf16, fp16 or fp32 [N, O]. C is a multiple of 16, rows
-    of out are multiples of 16 bytes. The input gradient is the same product, with gradients for rows and the transposed
-    weight [G, C, O] with its transposed scales. row_start, columns, zero_tail, num_sms: as in grouped_gemm.
+    fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. Or row_scale [N, 1] and weight_scale [G, O, 1]: one for
+    a row and one for a line of the weight. out bf16, fp16 or fp32 [N, O]. C is a multiple of 16, rows of out are
+    multiples of 16 bytes. The input gradient is the same product, with gradients for rows and the transposed weight
+    [G, C, O] with its transposed scales. row_start, columns, zero_tail, num_sms: as in grouped_gemm.
     ArgumentError if an operand is anything else.
     """
-    fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    of_lines = fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     columns = panel(columns, out_width)
@@ -164,7 +175,7 @@ def grouped_gemm_fp8(
         refuse_ranges(row_start, "zero_tail")
     if num_rows == 0:
         return
-    if config is None:
+    if config is None and not of_lines:
         special = hopper.kernels(out.device, out.dtype, out_width)
         if special is not None and num_rows <= hopper.MAX_ROWS:
             options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
@@ -172,7 +183,7 @@ def grouped_gemm_fp8(
             return
     config = config or CONFIG
     end = end_of_rows(row_start, num_groups)
-    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end, columns)
+    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end, columns, of_lines)
     num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * plan.num_n_tiles
     launch(
         grouped_gemm_fp8_kernel,
@@ -255,6 +266,7 @@ def _gemm_plan(
     in_width: int,
     end: int,
     columns: tuple[int, int] | None,
+    of_lines: bool,
 ) -> Plan:
     first_column, end_column = columns or (0, out_width)
     constants = {
@@ -265,6 +277,7 @@ def _gemm_plan(
         "END": end,
         "FIRST_COLUMN": first_column,
         "COLUMNS": end_column - first_column,
+        "OF_LINES": of_lines,
         **_tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}

@@ -41,8 +41,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.gpu import hopper
+from symmoe.kernels.gpu.compiled import Describe
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
-from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import are_ranges, panel, refuse_ranges
 from symmoe.kernels.table import TensorTable
 
@@ -804,7 +805,7 @@ def grouped_gemm_wgrad(
         rows_index,
         row_start,
         None if is_table else out,
-        out.pointers if is_table else None,
+        out.pointers if isinstance(out, TensorTable) else None,
     )
 
 

@@ -38,6 +38,7 @@ from symmoe.kernels.gpu.activation import (
     store_hidden,
     up_distance,
 )
+from symmoe.kernels.gpu.compiled import Describe
 from symmoe.kernels.gpu.gemm import (
     Plan,
     TileConfig,
@@ -57,7 +58,8 @@ from symmoe.kernels.gpu.gemm import (
     tile_mask,
 )
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
-from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
+from symmoe.kernels.operands import given
 from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable
 
@@ -564,7 +566,7 @@ def grouped_gemm_act(
         rows,
         row_index,
         None if is_table else weight,
-        weight.pointers if is_table else None,
+        weight.pointers if isinstance(weight, TensorTable) else None,
         row_start,
         row_scale,
         h,
@@ -688,7 +690,7 @@ def grouped_gemm_dact(
             dout,
             row_index,
             None if is_table else weight,
-            weight.pointers if is_table else None,
+            weight.pointers if isinstance(weight, TensorTable) else None,
             row_start,
             h,
             row_scale,
@@ -699,7 +701,7 @@ def grouped_gemm_dact(
             num_rows,
         )
     if not are_ranges(row_start):
-        sum_dact_partials(workspace, row_start, dscale, num_partials)
+        sum_dact_partials(workspace, row_start, given("dscale", dscale), num_partials)
     if dbias is not None:
         width = activation.hidden_width(ffn)
         launch(

@@ -35,7 +35,7 @@ _ADDRESS, _DEVICE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.get_device, oper
 
 # What torch.cuda.current_device does if CUDA is in use, in a fifth of its time.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 CPU = -1  # what Tensor.get_device says
 _RUNTIME, _COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
 _DEBUG, _INSTRUMENTATION = knobs.runtime.debug, knobs.compilation.instrumentation_mode
@@ -56,7 +56,7 @@ class Constants:
         self.named = named
         self.descriptors = descriptors or {}
 
-    def described(self, args: tuple) -> tuple:
+    def described(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments as Triton wants them, with tensor descriptors."""
         if not self.descriptors:
             return args
@@ -106,9 +106,9 @@ class FastLaunch:
         self._modes = [mode for mode in modes if mode != CONSTANT]
         if CONSTANT in modes[: len(self._modes)]:
             raise TypeError(f"the constants of {kernel.__name__} must be its last parameters")
-        self._forms: dict[tuple, _Form] = {}
-        self._constants: dict[tuple, Constants] = {}
-        self._calls: dict[tuple, _Call] = {}
+        self._forms: dict[tuple[Any, ...], _Form] = {}
+        self._constants: dict[tuple[Any, ...], Constants] = {}
+        self._calls: dict[tuple[Any, ...], _Call] = {}
         self._globals: list[_Globals] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -125,15 +125,16 @@ class FastLaunch:
         if form is None or type(grid) is not tuple:
             return self._compile(grid, args, kwargs)
         fixed = (*args[len(self._modes) :], *form.fixed(kwargs))
+        key = (form, fixed, *map(type, fixed))
         try:
-            constants = self._constants.get((form, fixed, *map(type, fixed)))
+            constants = self._constants.get(key)
         except TypeError:  # a constant that cannot be hashed
             return self._compile(grid, args, kwargs)
         if constants is None:
             if not all(map(_is_constant, fixed)):
                 return self._compile(grid, args, kwargs)
             constants = Constants(dict(zip(form.names, fixed, strict=True)))
-            self._constants[(form, fixed, *map(type, fixed))] = constants
+            self._constants[key] = constants
         return self.launch(grid, constants, (*args[: len(self._modes)], *form.arguments(kwargs)), switch=False)
 
     def _new_form(self, num_args: int, kwargs: Mapping[str, Any]) -> "_Form | None":
@@ -150,11 +151,12 @@ class FastLaunch:
             fixed=_getter(fixed, {}),
             names=(*by_position[len(self._modes) :], *fixed),
         )
-        self._forms[(num_args, *kwargs)] = form
+        key = (num_args, *kwargs)
+        self._forms[key] = form
         return form
 
     def launch(
-        self, grid: tuple[int, ...], constants: Constants, args: tuple, *, switch: bool
+        self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...], *, switch: bool
     ) -> CompiledKernel | None:
         """A call with one argument for each parameter that is no constant. switch: to the first tensor's device."""
         call = self._calls.get((constants, *map(type, args))) or self._new_call(constants, args)
@@ -167,7 +169,7 @@ class FastLaunch:
             device,
             *map(_DTYPE, tensors),
             *map(_DEVICE, tensors),
-            call.aligned is None or call.alignment(addresses),
+            call.aligned is None or _alignment(call.aligned(addresses)),
             call.numbers and tuple([look(args[i]) for i, look in call.numbers]),
         )
         variant = call.variants.get(key)
@@ -181,13 +183,13 @@ class FastLaunch:
         run(grid, current_stream(device), tensors, addresses, args)
         return compiled
 
-    def _learn(self, compiled: CompiledKernel, constants: Constants, args: tuple, call: "_Call") -> Launch:
+    def _learn(self, compiled: CompiledKernel, constants: Constants, args: tuple[Any, ...], call: "_Call") -> Launch:
         """How to launch what the JIT has just launched."""
         self._globals = _Globals.of_kernel(self.kernel)  # which the JIT has compared with what it had compiled in
         values = tuple([constants.named.get(p.name, p.default) for p in self.kernel.params if p.is_constexpr])
         return compiled_launch(compiled, args, values, call.places, constants.descriptors)
 
-    def _new_call(self, constants: Constants, args: tuple) -> "_Call | None":
+    def _new_call(self, constants: Constants, args: tuple[Any, ...]) -> "_Call | None":
         """How to look at calls with arguments of these types, remembered; None if they are not understood."""
         if len(args) != len(self._modes) or not all(map(_is_argument, args, self._modes)):
             return None
@@ -203,11 +205,12 @@ class FastLaunch:
             if type(args[i]) is int and mode != NUMBER
         ]
         call = _Call(tensors, picker(tensors), picker(aligned) if aligned else None, tuple(numbers), {})
-        self._calls[(constants, *map(type, args))] = call
+        key = (constants, *map(type, args))
+        self._calls[key] = call
         return call
 
     def _launch_by_jit(
-        self, grid: tuple[int, ...], constants: Constants, args: tuple, switch: bool
+        self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...], switch: bool
     ) -> CompiledKernel | None:
         """A launch in the ordinary way, or, on another device, the whole launch again."""
         home = next((value.get_device() for value in args if isinstance(value, torch.Tensor)), CPU)
@@ -216,7 +219,7 @@ class FastLaunch:
                 return self.launch(grid, constants, args, switch=False)
         return self._compile(grid, constants.described(args), constants.named)
 
-    def _compile(self, grid: Any, args: tuple, kwargs: Mapping[str, Any]) -> CompiledKernel | None:
+    def _compile(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledKernel | None:
         """A launch through the JIT."""
         driver.ensure_context()
         return self.kernel[grid](*args, **kwargs)
@@ -259,8 +262,8 @@ class _Form:
         names: of constants and options, those given by position first.
     """
 
-    arguments: Callable[[Mapping[str, Any]], tuple]
-    fixed: Callable[[Mapping[str, Any]], tuple]
+    arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    fixed: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     names: tuple[str, ...]
 
 
@@ -277,15 +280,10 @@ class _Call:
     """
 
     places: list[int]
-    tensors: Callable[[tuple], tuple]
-    aligned: Callable[[tuple], tuple] | None
-    numbers: tuple[tuple[int, Callable[[int], tuple]], ...]
-    variants: dict[tuple, tuple[CompiledKernel, Launch]]
-
-    def alignment(self, addresses: tuple) -> bool | tuple[bool, ...]:
-        """Which of the addresses are multiples of 16: True if all are."""
-        aligned = self.aligned(addresses)
-        return functools.reduce(operator.or_, aligned, 0) % 16 == 0 or tuple([each % 16 == 0 for each in aligned])
+    tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
+    numbers: tuple[tuple[int, Callable[[int], tuple[Any, ...]]], ...]
+    variants: dict[tuple[Any, ...], tuple[CompiledKernel, Launch]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +291,8 @@ class _Globals:
     """Global variables of one module that are compiled into a kernel."""
 
     module: dict[str, Any]
-    read: Callable[[Mapping[str, Any]], tuple]
-    values: tuple
+    read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    values: tuple[Any, ...]
 
     @staticmethod
     def of_kernel(kernel: JITFunction) -> "list[_Globals]":
@@ -305,6 +303,11 @@ class _Globals:
             modules[id(module)] = module
         reads = {key: _getter(names[key], {}) for key in names}
         return [_Globals(modules[key], read, read(modules[key])) for key, read in reads.items()]
+
+
+def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:
+    """Which of the addresses are multiples of 16: True if all are."""
+    return functools.reduce(operator.or_, addresses, 0) % 16 == 0 or tuple([each % 16 == 0 for each in addresses])
 
 
 def _mode(parameter: KernelParam) -> int:
@@ -340,7 +343,7 @@ def _is_argument(value: Any, mode: int) -> bool:
     return kind in NUMBER_TYPES or (mode != NUMBER and (value is None or kind in TENSOR_TYPES))
 
 
-def _getter(names: list[str], defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple]:
+def _getter(names: list[str], defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
     """Function from a mapping to the tuple of its values under `names`; it lacks those that have defaults."""
     if len(names) > 1 and not set(names) & set(defaults):
         return operator.itemgetter(*names)  # which for one name would return no tuple

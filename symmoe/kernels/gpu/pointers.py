@@ -151,7 +151,7 @@ def _copy_bytes(device: int) -> int:
         driver.check(cuda.cuModuleGetFunction(ctypes.byref(function), module, b"copy_bytes"), "cuModuleGetFunction")
     finally:
         exchange(ctypes.byref(mode))
-    return function.value
+    return function.value or 0
 
 
 # read_addresses in C, through the C interface that torch gives to compiled models (aoti_torch), whose functions report

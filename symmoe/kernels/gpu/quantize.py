@@ -174,9 +174,10 @@ def load_columns(rows, row_index, first_row, end, feature, WIDTH: tl.constexpr):
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_start", "scale", "amax", "seeds"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"])
 def quantize_rows_kernel(
     rows,
+    row_index,  # int32[N] or None
     row_start,
     data,  # bytes
     scale,
@@ -198,7 +199,8 @@ def quantize_rows_kernel(
     if tl.program_id(0) < num_tiles:
         group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, LINES)
         row, column = first_row + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
-        pointers = rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
         x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
         words = random_words(seeds, group, row - tl.load(row_start + group), tile_column * COLUMNS, LINES, COLUMNS)
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
@@ -282,9 +284,10 @@ def quantize_weights_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_start", "scale"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
 def quantize_lines_kernel(
     matrices,
+    row_index,  # int32[N], which line of the one matrix stands for line r; None: line r
     row_start,  # int32[G + 1], of the lines of one matrix; None: all lines
     data,  # bytes
     scale,  # fp32, one for every line
@@ -304,7 +307,8 @@ def quantize_lines_kernel(
     else:
         end = tl.load(row_start + NUM_GROUPS)
     first_line = tl.program_id(1).to(tl.int64) * NUM_LINES
-    pointers = matrices + first_line * WIDTH + line.to(tl.int64)[:, None] * LINE_STRIDE
+    source = line if row_index is None else tl.load(row_index + line, mask=line < end, other=0)
+    pointers = matrices + first_line * WIDTH + source.to(tl.int64)[:, None] * LINE_STRIDE
     bits = tl.zeros((LINES, COLUMNS), tl.int32)
     for first_column in tl.range(0, WIDTH, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
@@ -391,23 +395,24 @@ def quantize_rows(
     scale: torch.Tensor,
     block_format: BlockFormat,
     *,
+    row_index: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
 ) -> None:
     """Scales along the features of every row of every group.
 
-    rows [N, C] bf16, fp16 or fp32; data [N, C or C / 2]; scale [N, num_blocks(C)]; amax fp32[G], of group_amax, where
-    there is a global scale. seeds int64[G]: E2M1 is rounded stochastically, by random words of the group's seed and the
-    position (feature, row in the group).
+    rows [N, C] bf16, fp16 or fp32, or any number of rows with row_index int32[N]; data [N, C or C / 2]; scale [N,
+    num_blocks(C)]; amax fp32[G], of group_amax, where there is a global scale. seeds int64[G]: E2M1 is rounded
+    stochastically, by random words of the group's seed and the position (feature, row in the group).
     """
-    num_rows, width = rows.shape
+    num_rows, width = data.shape[0], rows.shape[1]
     num_groups = row_start.shape[0] - 1
     if num_rows == 0:
         return
     if block_format.block is None:
         constants = _line_constants(block_format, num_groups, 0, width, width, 1)
         grid = (ceil_div(num_rows, constants.named["LINES"]), 1)
-        launch(quantize_lines_kernel, grid, constants, rows, row_start, _bytes(data), scale)
+        launch(quantize_lines_kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale)
         return
     lines, columns = ROW_TILE
     launch(
@@ -415,6 +420,7 @@ def quantize_rows(
         (max_row_tiles(num_rows, num_groups, lines), ceil_div(width, columns)),
         _row_constants(block_format, num_groups, width),
         rows,
+        row_index,
         row_start,
         _bytes(data),
         _bytes(scale),
@@ -485,7 +491,7 @@ def quantize_weights(
     if block_format.block is None:
         constants = _line_constants(block_format, 0, num_lines, width, *strides)
         grid = (ceil_div(num_lines, constants.named["LINES"]), num_groups)
-        launch(quantize_lines_kernel, grid, constants, weight, None, _bytes(data), scale)
+        launch(quantize_lines_kernel, grid, constants, weight, None, None, _bytes(data), scale)
         return
     launch(
         quantize_weights_kernel,

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import ArgumentError
 from symmoe.kernels import formats, scaled
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.gpu.compiled import Describe
 from symmoe.kernels.gpu.gemm import (
     TRITON_DTYPES,
     ZERO_BLOCK,
@@ -39,7 +40,7 @@ from symmoe.kernels.gpu.gemm import (
     zero_rows,
 )
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
-from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import panel, refuse_ranges
 
 TILE = tl.constexpr(formats.TILE)
@@ -68,7 +69,8 @@ def scaled_products(device: torch.device) -> Unit:
     """What multiplies numbers with block scales: "tcgen05" (sm_100, sm_103), "mma" (sm_120, sm_121), None: nothing."""
     if device.type != "cuda":
         return None
-    return {10: "tcgen05", 12: "mma"}.get(torch.cuda.get_device_capability(device)[0])
+    units: dict[int, Unit] = {10: "tcgen05", 12: "mma"}
+    return units.get(torch.cuda.get_device_capability(device)[0])
 
 
 @triton.jit
@@ -465,7 +467,7 @@ def _wgrad_config(block_format: BlockFormat, unit: Unit, out_width: int) -> Tile
 
 def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
     """Bytes of a line, and tiles of their scales, that a step contracts; ArgumentError if tiles of scales are cut."""
-    unit = block_format.block * scaled.TILE_BLOCKS
+    unit = (block_format.block or config.block_k) * scaled.TILE_BLOCKS
     if config.block_m != formats.TILE or config.block_n % formats.TILE or config.block_k % unit:
         raise ArgumentError(
             f"tiles must have block_m {formats.TILE}, block_n a multiple of it, and block_k one of {unit}, got {config}"

@@ -35,7 +35,9 @@ OWN_UNROLL = 2  # likewise: rows of the rank's own, beside those of peers; two r
 SLOTS_PER_PROGRAM = 1024  # of the kernels that move slots and values
 
 
-def _launch(num_rows: int, width: int, item_bytes: int, accesses: int, num_ctas: int | None) -> tuple[tuple, dict]:
+def _launch(
+    num_rows: int, width: int, item_bytes: int, accesses: int, num_ctas: int | None
+) -> tuple[tuple[int], dict[str, int]]:
     """Grid and meta-parameters of a kernel that moves rows, `accesses` 16-byte accesses per thread and tile."""
     num_warps = ROW_WARPS if num_ctas is None else CAPPED_ROW_WARPS
     row_bytes = width * item_bytes

@@ -1,8 +1,10 @@
 """PyTorch twins: any device, simple loops, the definition of what the kernels compute."""
 
+from symmoe.kernels.twin.act_quantized import act_quantize, dact_quantize
 from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad
 from symmoe.kernels.twin.bias import grouped_bias_dot, grouped_bias_grad
 from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
+from symmoe.kernels.twin.fp8_act import grouped_gemm_fp8_act
 from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from symmoe.kernels.twin.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
 from symmoe.kernels.twin.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts, split_by_source
@@ -24,14 +26,18 @@ from symmoe.kernels.twin.tokens import (
     push_rows,
     push_slots,
 )
+from symmoe.kernels.twin.wire import decode_rows, unpack_rows
 
 __all__ = [
+    "act_quantize",
     "assign_packed_rows",
     "assign_rows",
     "barrier",
     "copy_host_to_device",
     "count_slots",
+    "dact_quantize",
     "dact_workspace_numel",
+    "decode_rows",
     "fan_out",
     "gather_values",
     "group_amax",
@@ -42,6 +48,7 @@ __all__ = [
     "grouped_gemm_dact",
     "grouped_gemm_dgrad",
     "grouped_gemm_fp8",
+    "grouped_gemm_fp8_act",
     "grouped_gemm_scaled",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_fp8",
@@ -68,6 +75,7 @@ __all__ = [
     "sum_dact_partials",
     "swizzle_group_scales",
     "swizzle_scales",
+    "unpack_rows",
     "unswizzle_group_scales",
     "wait_for_signal",
 ]

@@ -56,11 +56,13 @@ def activation_gradients(
 def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the gate and the up features of h [N, 2I]: [N, I], or [N, I / k, k] if they alternate in blocks of k."""
     if activation.interleave is None:
-        return h.chunk(2, dim=1)
+        gate, up = h.chunk(2, dim=1)
+        return gate, up
     block = activation.interleave
     if h.shape[1] % (2 * block):
         raise ArgumentError(f"interleave ({block}) must divide the FFN width ({h.shape[1] // 2})")
-    return h.view(h.shape[0], h.shape[1] // (2 * block), 2, block).unbind(dim=2)
+    gate, up = h.view(h.shape[0], h.shape[1] // (2 * block), 2, block).unbind(dim=2)
+    return gate, up
 
 
 def _value_and_slopes(

@@ -4,6 +4,7 @@
     P tokens, where rows lie side by side: every group begins at the first multiple of BLOCK after the group before.
 
     grouped_gemm_fp8        out[N,O] = sum over blocks b of C: (rows_b @ weight_b^T) * (row_scale_b * weight_scale_b)
+                            or (sum over b: rows_b @ weight_b^T) * (row_scale * weight_scale), of scales of lines
     grouped_gemm_wgrad_fp8  out[G,O,C] (+)= sum over blocks b of P: (dout_b @ rows_b^T) * rows_scale_b * dout_scale_b
 
 The products of two E4M3 numbers are exact; a block's sum, the multiplication by its scales from left to right, and the
@@ -33,12 +34,13 @@ def grouped_gemm_fp8(
     """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
 
     rows E4M3 [N, C], row_scale fp32 [N, B(C)]: a scale for BLOCK features of a row; weight E4M3 [G, O, C], weight_scale
-    fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features; out bf16, fp16 or fp32 [N, O]. C is a multiple of 16, rows
-    of out are multiples of 16 bytes. The input gradient is the same product, with gradients for rows and the transposed
-    weight [G, C, O] with its transposed scales. row_start, columns, zero_tail, num_sms: as in grouped_gemm.
+    fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. Or row_scale [N, 1] and weight_scale [G, O, 1]: one for
+    a row and one for a line of the weight. out bf16, fp16 or fp32 [N, O]. C is a multiple of 16, rows of out are
+    multiples of 16 bytes. The input gradient is the same product, with gradients for rows and the transposed weight
+    [G, C, O] with its transposed scales. row_start, columns, zero_tail, num_sms: as in grouped_gemm.
     ArgumentError if an operand is anything else.
     """
-    check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    of_lines = check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
     columns = panel(columns, out.shape[1])
     if zero_tail:
         refuse_ranges(row_start, "zero_tail")
@@ -49,8 +51,13 @@ def grouped_gemm_fp8(
         for b in range(num_blocks(rows.shape[1])):
             block = slice(b * BLOCK, (b + 1) * BLOCK)
             multiply_rows(partial, rows[span, block].float(), weight[g, :, block].float().t(), columns)
+            if of_lines:
+                total[:, inside] += partial[:, inside]
+                continue
             features = weight_scale[g, :, b].repeat_interleave(BLOCK)[: out.shape[1]]
             total[:, inside] += partial[:, inside] * (row_scale[span, b, None] * features[inside])
+        if of_lines:
+            total[:, inside] *= row_scale[span] * weight_scale[g, inside].T
         out[span, inside] = total[:, inside].to(out.dtype)
     if zero_tail:
         zero_rows(out, row_start, columns)

@@ -9,6 +9,7 @@ or, where they sum in another order, these numbers.
 import torch
 
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.operands import given
 from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
@@ -90,7 +91,7 @@ def grouped_gemm_dact(
         value = activation_gradients(da[span], h[span], scale, dh[span], workspace[span], activation)
         torch.mul(value, scale[:, None], out=a[span])
     if not are_ranges(row_start):
-        sum_dact_partials(workspace, row_start, dscale, 1)
+        sum_dact_partials(workspace, row_start, given("dscale", dscale), 1)
     if dbias is not None:
         for g, span in groups(row_start):
             dbias[g] = dh[span].float().sum(dim=0)

@@ -13,6 +13,7 @@ import torch
 
 from symmoe.kernels import formats
 from symmoe.kernels.formats import TILE, BlockFormat
+from symmoe.kernels.operands import given
 from symmoe.kernels.twin.gemm import groups, take_rows
 from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
@@ -25,20 +26,23 @@ def quantize_rows(
     scale: torch.Tensor,
     block_format: BlockFormat,
     *,
+    row_index: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
 ) -> None:
     """Scales along the features of every row of every group.
 
-    rows [N, C] bf16, fp16 or fp32; data [N, C or C / 2]; scale [N, num_blocks(C)]; amax fp32[G], of group_amax, where
-    there is a global scale. seeds int64[G]: E2M1 is rounded stochastically, by random words of the group's seed and the
-    position (feature, row in the group).
+    rows [N, C] bf16, fp16 or fp32, or any number of rows with row_index int32[N]; data [N, C or C / 2]; scale [N,
+    num_blocks(C)]; amax fp32[G], of group_amax, where there is a global scale. seeds int64[G]: E2M1 is rounded
+    stochastically, by random words of the group's seed and the position (feature, row in the group).
     """
     width = rows.shape[1]
     for g, span in groups(row_start):
         seed = None if seeds is None else int(seeds[g])
         global_scale = None if amax is None else global_scale_of(amax[g])
-        codes, scales = _quantize_lines(rows[span].float(), block_format, global_scale, seed)
+        codes, scales = _quantize_lines(
+            take_rows(rows, row_index, span).float(), block_format, global_scale, seed
+        )
         _bytes(data)[span] = _pack(codes[:, :width], block_format)
         _bytes(scale)[span] = scales
 
@@ -156,6 +160,7 @@ def _scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of blocks as they are stored, and what their elements are multiplied by."""
     if block_format.scale == "e4m3":
+        global_scale = given("amax", global_scale)
         relative = (amax / formats.E2M1_MAX / global_scale).clamp(formats.MIN_BLOCK_SCALE, formats.E4M3_MAX)
         scale = to_e4m3(relative)
         return scale, 1.0 / (scale.float() * global_scale)

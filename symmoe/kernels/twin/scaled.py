@@ -65,7 +65,7 @@ def grouped_gemm_scaled(
     for g, span in row_ranges(row_start):
         total = torch.zeros((span.stop - span.start, out_width), dtype=torch.float32, device=out.device)
         multiply_rows(total, left[span], right[g].t(), columns)
-        if block_format.has_global_scale:
+        if row_global_scale is not None and weight_global_scale is not None:
             total = total * row_global_scale[g] * weight_global_scale[g]
         out[span, inside] = total[:, inside].to(out.dtype)
     if zero_tail:
@@ -107,7 +107,7 @@ def grouped_gemm_wgrad_scaled(
         if first < end:
             tokens = slice(first * TILE, end * TILE)
             total = multiply(left[:, tokens], right[:, tokens].t())
-            if block_format.has_global_scale:
+            if dout_global_scale is not None and rows_global_scale is not None:
                 total = total * dout_global_scale[g] * rows_global_scale[g]
             out[g] = out[g].float() + total if accumulate else total
         elif not accumulate:
@@ -123,7 +123,7 @@ def _numbers(data: torch.Tensor, scale: torch.Tensor, bounds: torch.Tensor, bloc
     )
     unswizzle_group_scales(scale, bounds, compact)
     scales = compact.view(block_format.scale_dtype).float()
-    return values * scales.repeat_interleave(block_format.block, dim=1)
+    return values * scales.repeat_interleave(block_format.block or values.shape[1], dim=1)
 
 
 def _e2m1(data: torch.Tensor) -> torch.Tensor:

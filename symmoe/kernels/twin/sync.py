@@ -7,6 +7,7 @@ import os
 import time
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from symmoe.kernels import control
@@ -164,7 +165,7 @@ def _deadline(timeout_ns: int | None) -> float:
     return math.inf if timeout_ns is None else time.monotonic_ns() + timeout_ns
 
 
-def _wait(words: np.ndarray, rank: int, value: int, deadline_ns: float) -> bool:
+def _wait(words: npt.NDArray[np.int64], rank: int, value: int, deadline_ns: float) -> bool:
     spins = 0
     while words[rank, 0] < value:
         spins += 1
@@ -187,13 +188,14 @@ def _record(status: torch.Tensor, kind: int, phase: int, peer: int, expected: in
         status[control.STATUS_KIND] = kind
 
 
-def _mailbox(peers: Peers, rank: int) -> np.ndarray:
+def _mailbox(peers: Peers, rank: int) -> npt.NDArray[np.int64]:
     return _int64s(peers, rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS))
 
 
-def _signals(peers: Peers, rank: int) -> np.ndarray:
+def _signals(peers: Peers, rank: int) -> npt.NDArray[np.int64]:
     return _int64s(peers, rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS))
 
 
-def _int64s(peers: Peers, rank: int, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(shape, np.int64, buffer=peers.arrays[rank], offset=offset)
+def _int64s(peers: Peers, rank: int, offset: int, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    words: npt.NDArray[np.int64] = np.ndarray(shape, np.int64, buffer=peers.arrays[rank], offset=offset)
+    return words

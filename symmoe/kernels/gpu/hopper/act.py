@@ -5,6 +5,7 @@ The formulas are those of gpu/activation.py, on the same rounded numbers. Two fe
 """
 
 import functools
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -388,7 +389,7 @@ def _dact_plan(
     activation: Activation,
     gathered: bool,
     end: int,
-    variant: tuple,
+    variant: tuple[Any, ...],
 ) -> tuple[Pipeline, Constants]:
     pipe = Pipeline(
         num_groups=num_groups,
@@ -446,7 +447,7 @@ def _act_plan(
     dtype: torch.dtype,
     activation: Activation,
     end: int,
-    variant: tuple,
+    variant: tuple[Any, ...],
 ) -> tuple[Pipeline, Constants]:
     options = {"block_n": 256, **dict(variant)}
     options["tile_columns"] = options["block_n"] // 2

@@ -18,6 +18,7 @@ known only to the device.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -260,7 +261,7 @@ def launch_fp8_wgrad(
 
 @functools.cache
 def _plan(
-    num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, accumulate: bool, options: tuple
+    num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, accumulate: bool, options: tuple[Any, ...]
 ) -> tuple[Fp8WgradPipeline, Constants]:
     pipe = Fp8WgradPipeline(
         num_groups=num_groups, out_rows=out_rows, columns=columns, accumulate=accumulate, **dict(options)

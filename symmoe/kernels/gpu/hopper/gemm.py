@@ -1,6 +1,7 @@
 """grouped_gemm and grouped_gemm_dgrad for Hopper. Contract as in gpu/gemm.py, same bits; see pipeline.py."""
 
 import functools
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -8,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from symmoe.kernels.gpu.compiled import Describe
 from symmoe.kernels.gpu.gemm import device_num_sms, end_of_rows, max_row_tiles
 from symmoe.kernels.gpu.hopper.pipeline import (
     BLOCK_K,
@@ -19,7 +21,7 @@ from symmoe.kernels.gpu.hopper.pipeline import (
     store_chunk,
     write_dump,
 )
-from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 NUM_WARPS = 4  # of the first warpgroup; warp_specialize adds the others
 ZERO_BLOCK = gl.constexpr(1024)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
@@ -28,6 +30,7 @@ GLUON_DTYPES = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.uint8: gl.uint8,
 }
 
 
@@ -127,7 +130,7 @@ def _gemm_plan(
     weight_k_first: bool,
     end: int,
     columns: tuple[int, int] | None,
-    options: tuple,
+    options: tuple[Any, ...],
 ) -> tuple[Pipeline, Constants]:
     first_column, end_column = columns or (0, None)
     pipe = Pipeline(

@@ -2,6 +2,7 @@
 
 from symmoe.kernels.gpu.hopper.act import launch_act, launch_dact
 from symmoe.kernels.gpu.hopper.fp8 import launch_fp8_gemm
+from symmoe.kernels.gpu.hopper.fp8_act import launch_fp8_act
 from symmoe.kernels.gpu.hopper.fp8_wgrad import launch_fp8_wgrad
 from symmoe.kernels.gpu.hopper.gemm import launch_gemm
 from symmoe.kernels.gpu.hopper.rows import launch_pre_reduce, launch_pull, launch_push, takes_rows, takes_sums
@@ -10,6 +11,7 @@ from symmoe.kernels.gpu.hopper.wgrad import launch_wgrad
 __all__ = [
     "launch_act",
     "launch_dact",
+    "launch_fp8_act",
     "launch_fp8_gemm",
     "launch_fp8_wgrad",
     "launch_gemm",

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from symmoe.kernels.gpu.compiled import Describe
 from symmoe.kernels.gpu.gemm import device_num_sms
 from symmoe.kernels.gpu.hopper.gemm import GLUON_DTYPES, NUM_WARPS, describe
 from symmoe.kernels.gpu.hopper.pipeline import (
@@ -33,7 +34,7 @@ from symmoe.kernels.gpu.hopper.pipeline import (
     stage_before,
     write_dump,
 )
-from symmoe.kernels.gpu.launch import Constants, Describe, fast_launch, launch
+from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
 BLOCK_N = gl.constexpr(256)
 

@@ -1,0 +1,164 @@
+"""What the activations that quantise their result have in common on all devices: what they take, and what fits.
+
+Buffers are a pair (data, scale), as quantize_rows or quantize_columns fill it (twin/quantize.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
+from symmoe.kernels.fp8 import check_fp8_gemm
+from symmoe.kernels.operands import check_operand
+from symmoe.kernels.parts import refuse_ranges
+
+Buffers = tuple[torch.Tensor, torch.Tensor]
+
+FEATURES = 128  # of the activation's result in a tile
+ALTERNATING_FEATURES = 64  # of its gradient's, where gate and up features alternate: that makes a whole block of dh
+FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)  # what grouped_gemm_fp8 multiplies
+H, SCALE, BOUNDS = (torch.bfloat16, torch.float16), (torch.float32,), (torch.int32,)
+
+
+def takes_act_quantize(block_format: BlockFormat) -> bool:
+    """Whether act_quantize makes this format: E4M3 in blocks that tiles hold whole, without a scale of the group."""
+    return block_format.element == "e4m3" and block_format.block in (32, 128) and not block_format.has_global_scale
+
+
+def takes_dact_quantize(ffn: int, activation: Activation, block_format: BlockFormat) -> bool:
+    """Whether dact_quantize makes this format of dh: no block of a row may have both gate and up features in halves."""
+    in_halves = activation.is_gated and activation.interleave is None
+    return takes_act_quantize(block_format) and (not in_halves or ffn % (block_format.block or 1) == 0)
+
+
+def dact_features(activation: Activation) -> int:
+    """Features of the activation's result in a tile of dact_quantize."""
+    return FEATURES if activation.interleave is None else ALTERNATING_FEATURES
+
+
+def dact_quantize_workspace_numel(num_rows: int, ffn: int, activation: Activation) -> int:
+    """Elements of dact_quantize's fp32 workspace: sums of every row and tile of features."""
+    return num_rows * -(-ffn // dact_features(activation))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """N rows and G groups, I columns of the activation's result, W of h."""
+
+    num_rows: int
+    num_groups: int
+    ffn: int
+    hidden: int
+
+
+def check_act_quantize(
+    h: torch.Tensor,
+    row_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    activation: Activation,
+    block_format: BlockFormat,
+    rows: Buffers | None,
+    columns: Buffers | None,
+) -> Sizes:
+    """The sizes; ArgumentError unless these are arguments of act_quantize."""
+    sizes = _sizes(h, row_scale, row_start, activation)
+    if not takes_act_quantize(block_format):
+        raise ArgumentError(f"block_format must be of E4M3 numbers in blocks of 32 or 128, got {block_format}")
+    if rows is None and columns is None:
+        raise ArgumentError("rows or columns must be given, got None for both")
+    _check_rows("rows", rows, sizes.num_rows, sizes.ffn, block_format)
+    _check_columns("columns", columns, sizes, sizes.ffn, block_format)
+    return sizes
+
+
+def check_dact_quantize(
+    da: torch.Tensor,
+    h: torch.Tensor,
+    row_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    dscale: torch.Tensor,
+    workspace: torch.Tensor,
+    activation: Activation,
+    block_format: BlockFormat,
+    rows: Buffers | None,
+    columns: Buffers | None,
+    a_columns: Buffers | None,
+) -> Sizes:
+    """The sizes; ArgumentError unless these are arguments of dact_quantize."""
+    sizes = _sizes(h, row_scale, row_start, activation)
+    if not takes_dact_quantize(sizes.ffn, activation, block_format):
+        raise ArgumentError(
+            f"block_format must be of E4M3 numbers in blocks of 32 or 128 that divide each half of h ({sizes.ffn}), "
+            f"got {block_format}"
+        )
+    check_operand("da", da, (sizes.num_rows, sizes.ffn), (h.dtype,))
+    check_operand("dscale", dscale, (sizes.num_rows,), SCALE)
+    least = dact_quantize_workspace_numel(sizes.num_rows, sizes.ffn, activation)
+    if workspace.dtype != torch.float32 or workspace.numel() < least or not workspace.is_contiguous():
+        raise ArgumentError(
+            f"workspace must have {least} contiguous fp32 elements, got {workspace.dtype} {list(workspace.shape)}"
+        )
+    _check_rows("rows", rows, sizes.num_rows, sizes.hidden, block_format)
+    _check_columns("columns", columns, sizes, sizes.hidden, block_format)
+    _check_columns("a_columns", a_columns, sizes, sizes.ffn, block_format)
+    return sizes
+
+
+def check_fp8_act(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    row_factor: torch.Tensor,
+    h: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    activation: Activation,
+) -> bool:
+    """As check_fp8_gemm, of grouped_gemm_fp8_act."""
+    refuse_ranges(row_start, "a quantised activation")
+    of_lines = check_fp8_gemm(rows, row_scale, weight, weight_scale, h)
+    check_operand("row_factor", row_factor, (h.shape[0],), SCALE)
+    sizes = _sizes(h, row_factor, row_start, activation)
+    check_operand("data", data, (sizes.num_rows, sizes.ffn), (FLOAT8_BLOCK.data_dtype,))
+    check_operand("scale", scale, (sizes.num_rows, FLOAT8_BLOCK.num_blocks(sizes.ffn)), SCALE)
+    return of_lines
+
+
+def _sizes(h: torch.Tensor, row_scale: torch.Tensor, row_start: torch.Tensor, activation: Activation) -> Sizes:
+    num_rows, hidden = h.shape
+    parts = activation.hidden_width(activation.interleave or 1)
+    if hidden == 0 or hidden % parts:
+        raise ArgumentError(f"h must have a multiple of {parts} columns, got {hidden}")
+    check_operand("h", h, (num_rows, hidden), H)
+    check_operand("row_scale", row_scale, (num_rows,), SCALE)
+    check_operand("row_start", row_start, (row_start.numel(),), BOUNDS)
+    return Sizes(num_rows, row_start.numel() - 1, hidden // activation.hidden_width(1), hidden)
+
+
+def _check_rows(name: str, operand: Buffers | None, num_rows: int, width: int, block_format: BlockFormat) -> None:
+    if operand is None:
+        return
+    data, scale = operand
+    check_operand(f"data of {name}", data, (num_rows, width), (block_format.data_dtype,))
+    blocks = block_format.num_blocks(width)
+    check_operand(f"scales of {name}", scale, (num_rows, blocks), (block_format.scale_dtype,))
+
+
+def _check_columns(name: str, operand: Buffers | None, sizes: Sizes, width: int, block_format: BlockFormat) -> None:
+    if operand is None:
+        return
+    data, scale = operand
+    tokens, least = data.shape[-1], TILE * max_tiles(sizes.num_rows, sizes.num_groups)
+    if tokens % TILE or tokens < least:
+        raise ArgumentError(
+            f"data of {name} must be as wide as a multiple of {TILE} tokens, at least {least}, got {tokens}"
+        )
+    check_operand(f"data of {name}", data, (width, tokens), (block_format.data_dtype,))
+    blocks = block_format.num_blocks(tokens)
+    check_operand(f"scales of {name}", scale, (width, blocks), (block_format.scale_dtype,))

@@ -1,0 +1,40 @@
+"""The first GEMM of E4M3 numbers with the activation, whose result is quantised again: the definition, in PyTorch.
+
+The composition of grouped_gemm_fp8 and act_quantize: the activation is that of the rounded h, and is rounded itself
+before it is quantised in blocks of BLOCK features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe.kernels.act_quantized import FLOAT8_BLOCK, check_fp8_act
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.twin.act_quantized import act_quantize
+from symmoe.kernels.twin.fp8 import grouped_gemm_fp8
+
+
+def grouped_gemm_fp8_act(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    row_factor: torch.Tensor,
+    h: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    activation: Activation,
+    *,
+    num_sms: int | None = None,
+) -> None:
+    """h = rows @ weight[g]^T as in grouped_gemm_fp8; a = act(h) * row_factor, rounded to the dtype of h and quantised.
+
+    rows, row_scale, weight [G, W, C], weight_scale: as in grouped_gemm_fp8, with scales of blocks. row_start: the
+    groups' bounds int32[G+1]; row_factor fp32[N]; h bf16 or fp16 [N, W]; data E4M3 [N, I] and scale fp32 [N, B(I)]:
+    what the second GEMM multiplies. Of rows past the last group nothing is written. num_sms: the kernels'.
+    ArgumentError if an argument is anything else.
+    """
+    check_fp8_act(rows, row_scale, weight, weight_scale, row_start, row_factor, h, data, scale, activation)
+    grouped_gemm_fp8(rows, row_scale, weight, weight_scale, row_start, h)
+    act_quantize(h, row_factor, row_start, activation, FLOAT8_BLOCK, rows=(data, scale))

@@ -1,0 +1,40 @@
+"""Rows that have travelled as bytes, taken apart: the definition, in PyTorch. Which bytes: dispatch/wire.py.
+
+A row of `wire` uint8 [P, W] is E4M3 data of C features, their compact scales, and padding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from symmoe.kernels.formats import BlockFormat
+
+
+def unpack_rows(
+    wire: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """data[r], scale[r] = what row row_index[r] of the wire holds, for every row r of every group; no index: row r.
+
+    row_start int32[G+1]; data uint8 [N, C] and scale uint8 [N, S], the bytes of scales; row_index int32[N]. Rows past
+    row_start[G] are neither read nor written.
+    """
+    end, width = int(row_start[-1]), data.shape[1]
+    rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
+    data[:end] = rows[:, :width]
+    scale[:end] = rows[:, width : width + scale.shape[1]]
+
+
+def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
+    """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
+    num_rows, width = out.shape
+    num_blocks = block_format.num_blocks(width)
+    scale_bytes = num_blocks * block_format.scale_dtype.itemsize
+    data = wire[:, :width].contiguous().view(block_format.data_dtype).float()
+    scale = wire[:, width : width + scale_bytes].contiguous().view(block_format.scale_dtype).float()
+    spread = scale.repeat_interleave(block_format.block or width, dim=1)[:, :width]
+    out.copy_(data * spread.view(num_rows, width))

@@ -1,0 +1,144 @@
+"""Problems that tests of the activations which quantise share, and their results by the functions that are fused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from quantize_cases import FORMATS, bounds, filled
+
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.formats import TILE, max_tiles
+
+NAMES = ("float8_block", "float8_block_powers", "mxfp8")
+ACTIVATIONS = {
+    "swiglu": Activation(),
+    "clamped": Activation(alpha=1.702, limit=7.0, offset=1.0),
+    "interleaved": Activation(alpha=1.702, limit=7.0, offset=1.0, interleave=1),
+    "interleaved 32": Activation(interleave=32),
+    "srelu": Activation(kind="srelu"),
+}
+# Without rows, with one, unaligned, exactly a tile, more than one; 10 rows of the tail belong to no group.
+SPLITS, TAIL = (0, 37, 128, 1, 0, 161), 10
+
+
+@dataclass
+class Problem:
+    """h [N, W] and da [N, I] of all magnitudes, some not finite; the tail is NaN and must not be read."""
+
+    activation: Activation
+    ffn: int
+    dtype: torch.dtype = torch.bfloat16
+    splits: tuple[int, ...] = SPLITS
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        self.num_rows = sum(self.splits)
+        capacity = self.num_rows + TAIL
+        hidden = self.activation.hidden_width(self.ffn)
+        h, da = (self.numbers(capacity, width, generator) for width in (hidden, self.ffn))
+        row_scale = torch.rand(capacity, generator=generator) + 0.01
+        for tensor in (h, da, row_scale):
+            tensor[self.num_rows :] = torch.nan
+        if self.num_rows > 60:
+            h[41, 3], da[50, 5], row_scale[55] = torch.inf, torch.nan, 0.0
+        self.h, self.da = h.to(self.dtype).to(self.device), da.to(self.dtype).to(self.device)
+        self.row_scale, self.row_start = row_scale.to(self.device), bounds(self.splits).to(self.device)
+
+    @staticmethod
+    def numbers(rows, width, generator):
+        x = torch.randn(rows, width, generator=generator) * 3
+        return x * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator).float())
+
+    def operand(self, width, name, *, columns=False):
+        """Buffers for data and scales, full of a byte that tells where nothing was written."""
+        block_format = FORMATS[name]
+        lines, length = self.h.shape[0], width
+        if columns:
+            lines, length = width, TILE * max_tiles(self.h.shape[0], len(self.splits))
+        shapes = (lines, length), (lines, block_format.num_blocks(length))
+        dtypes = block_format.data_dtype, block_format.scale_dtype
+        return tuple(filled(*each, self.device) for each in zip(shapes, dtypes, strict=True))
+
+    def blank_dscale(self):
+        return torch.full((self.h.shape[0],), torch.nan, device=self.device)
+
+
+def named(**operands):
+    """The tensors of operands by name."""
+    return {
+        f"{name} {part}": tensor
+        for name, operand in operands.items()
+        for part, tensor in zip(("data", "scale"), operand, strict=True)
+    }
+
+
+def forward(kernels, p, name):
+    """By act_quantize: both operands in one call."""
+    rows, columns = p.operand(p.ffn, name), p.operand(p.ffn, name, columns=True)
+    kernels.act_quantize(p.h, p.row_scale, p.row_start, p.activation, FORMATS[name], rows=rows, columns=columns)
+    return named(rows=rows, columns=columns)
+
+
+def forward_apart(kernels, p, name):
+    """By the functions that it fuses."""
+    n = p.num_rows
+    a = torch.zeros(p.h.shape[0], p.ffn, dtype=p.dtype, device=p.device)
+    kernels.scaled_activation(p.h[:n], p.row_scale[:n], a[:n], p.activation)
+    rows, columns = p.operand(p.ffn, name), p.operand(p.ffn, name, columns=True)
+    kernels.quantize_rows(a, p.row_start, *rows, FORMATS[name])
+    kernels.quantize_columns(a, p.row_start, *columns, FORMATS[name])
+    return named(rows=rows, columns=columns)
+
+
+def backward(kernels, p, name):
+    """By dact_quantize: the operands, and dscale."""
+    hidden = p.h.shape[1]
+    rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
+    a_columns, dscale = p.operand(p.ffn, name, columns=True), p.blank_dscale()
+    workspace = torch.full(
+        (dact_quantize_workspace_numel(p.h.shape[0], p.ffn, p.activation),), torch.nan, device=p.device
+    )
+    kernels.dact_quantize(
+        p.da,
+        p.h,
+        p.row_scale,
+        p.row_start,
+        dscale,
+        workspace,
+        p.activation,
+        FORMATS[name],
+        rows=rows,
+        columns=columns,
+        a_columns=a_columns,
+    )
+    return named(rows=rows, columns=columns, a_columns=a_columns), dscale
+
+
+def backward_apart(kernels, p, name):
+    """By the functions that it fuses."""
+    n, hidden = p.num_rows, p.h.shape[1]
+    dh, dscale = torch.zeros_like(p.h), p.blank_dscale()
+    kernels.scaled_activation_grad(p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], dscale[:n], p.activation)
+    dscale[n:] = 0
+    rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
+    kernels.quantize_rows(dh, p.row_start, *rows, FORMATS[name])
+    kernels.quantize_columns(dh, p.row_start, *columns, FORMATS[name])
+    forward = forward_apart(kernels, p, name)
+    a_columns = forward["columns data"], forward["columns scale"]
+    return named(rows=rows, columns=columns, a_columns=a_columns), dscale
+
+
+def same_dscale(kernels, p, dscale, expected):
+    """Whether they differ by no more than another order of sums makes, and are 0 in the tail."""
+    n = p.num_rows
+    value = torch.empty(n, p.ffn, dtype=p.dtype, device=p.device)
+    kernels.scaled_activation(p.h[:n], torch.ones_like(p.row_scale[:n]), value, p.activation)
+    size = (p.da[:n].double() * value.double()).abs().sum(dim=1)
+    found, expected = dscale[:n].double(), expected[:n].double()
+    is_near = (found - expected).abs() <= 1e-6 * size
+    is_near |= (found == expected) | (found.isnan() & expected.isnan())
+    return bool(is_near.all()) and bool((dscale[n:] == 0).all())

@@ -1,0 +1,87 @@
+"""Run by test_act_quantize_interpreter.py in a process with TRITON_INTERPRET=1: kernels against what they fuse.
+
+Two comparisons, byte for byte: with the Triton kernels that are fused, of any numbers; and with the twin, of numbers
+whose activation is exact in both. The interpreter's casts to E4M3 are replaced, see quantize_interpreter_checks.py.
+"""
+
+import quantize_interpreter_checks
+import torch
+from act_quantize_cases import ACTIVATIONS, Problem, backward, backward_apart, forward, forward_apart, same_dscale
+from quantize_cases import differences
+
+from symmoe.kernels import twin
+from symmoe.kernels.gpu import act_quantized, activation, quantize
+
+
+class gpu:
+    """Stands for the module symmoe.kernels.gpu, of which nothing else is looked at."""
+
+    act_quantize, dact_quantize = act_quantized.act_quantize, act_quantized.dact_quantize
+    scaled_activation, scaled_activation_grad = activation.scaled_activation, activation.scaled_activation_grad
+    quantize_rows, quantize_columns = quantize.quantize_rows, quantize.quantize_columns
+
+
+SPLITS = (0, 133, 1, 0)
+CASES = [  # activation, FFN width, format
+    ("swiglu", 128, "float8_block"),
+    ("swiglu", 160, "mxfp8"),
+    ("clamped", 128, "float8_block_powers"),
+    ("interleaved", 80, "float8_block"),
+    ("interleaved 32", 96, "mxfp8"),
+    ("srelu", 144, "float8_block"),
+]
+
+
+def check_fusion(name, ffn, block_format):
+    p = Problem(ACTIVATIONS[name], ffn, splits=SPLITS)
+    assert differences(forward(gpu, p, block_format), forward_apart(gpu, p, block_format)) == []
+    (found, dscale), (expected, wanted) = backward(gpu, p, block_format), backward_apart(gpu, p, block_format)
+    assert differences(found, expected) == [], (name, differences(found, expected))
+    assert same_dscale(gpu, p, dscale, wanted)
+    wanted[3] *= 1.001
+    assert not same_dscale(gpu, p, dscale, wanted)
+
+
+def check_twin(block_format):
+    """relu(h)^2 of numbers with few bits is exact, and so are its gradient and the sums."""
+    p = Problem(ACTIVATIONS["srelu"], 144, splits=SPLITS)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in (p.h, p.da):
+        tensor[: p.num_rows] = torch.randint(-5, 6, tensor[: p.num_rows].shape, generator=generator).bfloat16()
+    p.row_scale[: p.num_rows] = torch.exp2(torch.randint(-2, 3, (p.num_rows,), generator=generator).float())
+    assert differences(forward(gpu, p, block_format), forward(twin, p, block_format)) == []
+    (found, dscale), (expected, wanted) = backward(gpu, p, block_format), backward(twin, p, block_format)
+    assert differences(found, expected) == []
+    assert torch.equal(dscale, wanted)
+
+
+def check_that_differences_are_noticed():
+    p = Problem(ACTIVATIONS["swiglu"], 128, splits=SPLITS)
+    expected = forward_apart(gpu, p, "float8_block")
+    p.row_scale[40] *= 2
+    names = differences(forward(gpu, p, "float8_block"), expected)
+    assert "rows scale" in names
+    assert "rows data" not in names  # twice the numbers, twice the scale
+    assert "columns data" in names
+
+
+def main():
+    quantize_interpreter_checks.check_casts()
+    quantize.e4m3_code = quantize_interpreter_checks.e4m3_code
+    for case in CASES:
+        check_fusion(*case)
+        print(case, ": ok", flush=True)
+    for block_format in ("float8_block", "mxfp8"):
+        check_twin(block_format)
+        print("twin", block_format, ": ok")
+    check_that_differences_are_noticed()
+    no_rows = Problem(ACTIVATIONS["swiglu"], 128, splits=(0, 0))
+    assert differences(forward(gpu, no_rows, "mxfp8"), forward(twin, no_rows, "mxfp8")) == []
+    (found, dscale), (expected, wanted) = backward(gpu, no_rows, "mxfp8"), backward(twin, no_rows, "mxfp8")
+    assert differences(found, expected) == []
+    assert torch.equal(dscale, wanted)
+    print("all: ok")
+
+
+if __name__ == "__main__":
+    main()

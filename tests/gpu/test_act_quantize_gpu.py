@@ -1,0 +1,114 @@
+"""Activations that quantise on a GPU: byte for byte what the kernels they fuse give, with device splits, in a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    pytest.skip("needs a GPU that converts to E4M3: Hopper or newer", allow_module_level=True)
+
+from act_quantize_cases import (
+    ACTIVATIONS,
+    NAMES,
+    SPLITS,
+    Problem,
+    backward,
+    backward_apart,
+    forward,
+    forward_apart,
+    same_dscale,
+)
+from quantize_cases import bounds, differences
+
+from symmoe.kernels import gpu, twin
+
+pytestmark = pytest.mark.gpu
+
+CASES = [  # activation, FFN width: whole tiles and parts of them
+    ("swiglu", 768),
+    ("swiglu", 128),
+    ("clamped", 384),
+    ("interleaved", 720),
+    ("interleaved 32", 288),
+    ("srelu", 720),
+]
+MIXED = [("swiglu", 288), ("clamped", 2880)]  # a block of 128 would have both halves of h
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("activation", "ffn"), CASES, ids=str)
+def test_the_bits_of_what_is_fused(activation, ffn, name, dtype):
+    p = Problem(ACTIVATIONS[activation], ffn, dtype, device="cuda")
+    assert differences(forward(gpu, p, name), forward_apart(gpu, p, name)) == []
+    (found, dscale), (expected, wanted) = backward(gpu, p, name), backward_apart(gpu, p, name)
+    assert differences(found, expected) == []
+    assert same_dscale(gpu, p, dscale, wanted)
+
+
+@pytest.mark.parametrize(("activation", "ffn"), MIXED, ids=str)
+def test_blocks_of_32_divide_halves_that_blocks_of_128_do_not(activation, ffn):
+    p = Problem(ACTIVATIONS[activation], ffn, device="cuda")
+    assert differences(forward(gpu, p, "float8_block"), forward_apart(gpu, p, "float8_block")) == []
+    assert differences(backward(gpu, p, "mxfp8")[0], backward_apart(gpu, p, "mxfp8")[0]) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bits_of_the_twin_where_the_activation_is_exact(name):
+    """relu(h)^2 of numbers with few bits."""
+    p = Problem(ACTIVATIONS["srelu"], 720)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in (p.h, p.da):
+        tensor[: p.num_rows] = torch.randint(-5, 6, tensor[: p.num_rows].shape, generator=generator).bfloat16()
+    p.row_scale[: p.num_rows] = torch.exp2(torch.randint(-2, 3, (p.num_rows,), generator=generator).float())
+    expected, (expected_grad, wanted) = forward(twin, p, name), backward(twin, p, name)
+    p.device = "cuda"
+    p.h, p.da, p.row_scale, p.row_start = (x.cuda() for x in (p.h, p.da, p.row_scale, p.row_start))
+    assert differences(forward(gpu, p, name), expected) == []
+    found, dscale = backward(gpu, p, name)
+    assert differences(found, expected_grad) == []
+    assert torch.equal(dscale.cpu(), wanted)
+
+
+def test_differences_are_noticed():
+    p = Problem(ACTIVATIONS["swiglu"], 256, device="cuda")
+    expected = forward_apart(gpu, p, "float8_block")
+    p.row_scale[40] *= 2
+    assert "columns data" in differences(forward(gpu, p, "float8_block"), expected)
+
+
+def test_graph_replay_with_other_rows_and_splits():
+    p = Problem(ACTIVATIONS["swiglu"], 256, device="cuda")
+    forward(gpu, p, "float8_block")
+    backward(gpu, p, "float8_block")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, (found_grad, dscale) = forward(gpu, p, "float8_block"), backward(gpu, p, "float8_block")
+    other = (100, 3, 0, 0, 217, 7)
+    assert sum(other) == sum(SPLITS)
+    for seed, splits in ((3, SPLITS), (4, other)):
+        q = Problem(ACTIVATIONS["swiglu"], 256, splits=splits, device="cuda", seed=seed)
+        for here, there in ((p.h, q.h), (p.da, q.da), (p.row_scale, q.row_scale), (p.row_start, bounds(splits))):
+            here.copy_(there)
+        graph.replay()
+        assert differences(found, forward_apart(gpu, q, "float8_block")) == []
+        expected, wanted = backward_apart(gpu, q, "float8_block")
+        assert differences(found_grad, expected) == []
+        assert same_dscale(gpu, q, dscale, wanted)
+
+
+def test_nothing_waits_for_the_device():
+    p = Problem(ACTIVATIONS["swiglu"], 256, device="cuda")
+
+    def step():
+        forward(gpu, p, "mxfp8")
+        backward(gpu, p, "mxfp8")
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

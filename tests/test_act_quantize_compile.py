@@ -1,0 +1,179 @@
+"""Compiles the activations that quantise without a GPU, for Hopper and Blackwell, as their launchers would.
+
+What is checked is what the generated code must have: the arithmetic of the kernels that are fused (quantising divides
+exactly, converts with saturation and flushes nothing), wide accesses, registers that do not spill.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from act_quantize_cases import ACTIVATIONS  # noqa: E402
+from quantize_cases import FORMATS, bounds  # noqa: E402
+from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
+from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
+from symmoe.kernels.gpu import act_quantized, gemm_act  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
+N, G = 65536, 32
+MAX_SPILLED = {"mxfp8": 128}  # bytes, of a strip: it has four times the blocks
+CASES = [  # activation, FFN width, format
+    ("swiglu", 2048, "float8_block"),
+    ("swiglu", 2048, "mxfp8"),
+    ("clamped", 2880, "mxfp8"),
+    ("interleaved", 2880, "float8_block"),
+    ("interleaved 32", 2880, "mxfp8"),
+    ("srelu", 2048, "float8_block_powers"),
+]
+cases = pytest.mark.parametrize(
+    ("name", "ffn", "block_format", "arch"),
+    [*((*case, 90) for case in CASES), *((*case, 100) for case in CASES[:2])],
+    ids=str,
+)
+
+
+@pytest.fixture
+def compile_launch(monkeypatch, tmp_path):
+    """compile_launch(arch): PTX, registers and spilled bytes of the one launch since the last call."""
+    launches = []
+    monkeypatch.setattr(act_quantized, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
+    monkeypatch.setattr(gemm_act, "launch", lambda *_: None)  # the sum of dscale's partial sums
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+    def compile_one(arch):
+        kernel, constants, *args = launches.pop()
+        assert not launches
+        named = dict(constants.named)
+        values = [*args, *[None] * (len(kernel.params) - len(args))]
+        signature, constexprs, attributes = {}, {}, {}
+        for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+                if not parameter.do_not_specialize_on_alignment:
+                    attributes[i,] = [["tt.divisibility", 16]]
+            else:
+                assert parameter.do_not_specialize, parameter.name
+                signature[parameter.name] = "i32"
+        source = ASTSource(kernel, signature, constexprs, attributes)
+        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=named)
+        (tmp_path / "kernel.ptx").write_text(result.asm["ptx"])
+        name = "ptxas-blackwell" if arch >= 100 else "ptxas"
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+        command = [ptxas, "-v", f"--gpu-name=sm_{arch}a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        registers = int(re.search(r"Used (\d+) registers", log)[1])
+        print(kernel.__name__, arch, registers, "registers,", result.metadata.shared, "bytes shared")
+        return result.asm["ptx"], registers, int(re.search(r"(\d+) bytes spill stores", log)[1])
+
+    return compile_one
+
+
+def meta(*shape, dtype):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def buffers(width, name, *, columns=False):
+    block_format = FORMATS[name]
+    lines, length = (width, TILE * max_tiles(N, G)) if columns else (N, width)
+    scales = meta(lines, block_format.num_blocks(length), dtype=block_format.scale_dtype)
+    return meta(lines, length, dtype=block_format.data_dtype), scales
+
+
+def launch_act(name, ffn, block_format, dtype=BF16, operands=("rows", "columns")):
+    activation = ACTIVATIONS[name]
+    h, row_scale = meta(N, activation.hidden_width(ffn), dtype=dtype), meta(N, dtype=FP32)
+    options = {key: buffers(ffn, block_format, columns=key == "columns") for key in operands}
+    row_start = meta(G + 1, dtype=torch.int32)
+    act_quantized.act_quantize(h, row_scale, row_start, activation, FORMATS[block_format], **options)
+
+
+def launch_dact(name, ffn, block_format, dtype=BF16):
+    activation = ACTIVATIONS[name]
+    hidden = activation.hidden_width(ffn)
+    workspace = meta(dact_quantize_workspace_numel(N, ffn, activation), dtype=FP32)
+    act_quantized.dact_quantize(
+        meta(N, ffn, dtype=dtype),
+        meta(N, hidden, dtype=dtype),
+        meta(N, dtype=FP32),
+        meta(G + 1, dtype=torch.int32),
+        meta(N, dtype=FP32),
+        workspace,
+        activation,
+        FORMATS[block_format],
+        rows=buffers(hidden, block_format),
+        columns=buffers(hidden, block_format, columns=True),
+        a_columns=buffers(ffn, block_format, columns=True),
+    )
+
+
+def check(ptx, spilled, block_format):
+    assert spilled <= MAX_SPILLED.get(block_format, 0)
+    assert set(re.findall(r"\S+\.ftz\S*", ptx)) <= {"ex2.approx.ftz.f32"}  # of the sigmoid
+    assert "div.rn.f32" in ptx
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
+    widths = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)]
+    assert max(widths) >= 32, widths
+    loads = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
+    assert max(loads) >= 128, loads
+
+
+@cases
+def test_act(compile_launch, name, ffn, block_format, arch):
+    launch_act(name, ffn, block_format)
+    ptx, _, spilled = compile_launch(arch)
+    check(ptx, spilled, block_format)
+
+
+@pytest.mark.parametrize("operand", ["rows", "columns"])
+def test_act_of_one_operand(compile_launch, operand):
+    """What is not wanted costs nothing."""
+    launch_act("swiglu", 2048, "float8_block", FP16, operands=(operand,))
+    ptx, _, spilled = compile_launch(90)
+    check(ptx, spilled, "float8_block")
+    elements = 128 * act_quantized.STRIP if operand == "columns" else 128 * act_quantized.ROWS
+    assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == elements // 256 // 2
+
+
+@cases
+def test_dact(compile_launch, name, ffn, block_format, arch):
+    launch_dact(name, ffn, block_format)
+    ptx, _, spilled = compile_launch(arch)
+    check(ptx, spilled, block_format)
+
+
+def test_steps_do_not_compile_again(monkeypatch):
+    """The number of rows is not part of the compiled code: a rank that compiles lets its peers wait."""
+    monkeypatch.setattr(driver, "_active", HopperDriver())
+    warmed = []
+    for module in (act_quantized, gemm_act):
+        for name in [name for name in dir(module) if name.endswith("_kernel")]:
+            warmed.append(WarmedUp(getattr(module, name)))
+            monkeypatch.setattr(module, name, warmed[-1])
+    from act_quantize_cases import Problem, backward, forward
+
+    def step(num_rows):
+        p = Problem(ACTIVATIONS["swiglu"], 128, splits=(num_rows, 0))
+        assert torch.equal(p.row_start, bounds((num_rows, 0)))
+        forward(act_quantized, p, "mxfp8")
+        backward(act_quantized, p, "mxfp8")
+
+    step(16)
+    before = [kernel.num_variants for kernel in warmed]
+    assert sum(before) == 3
+    for num_rows in (1, 333, 500):
+        step(num_rows)
+    assert [kernel.num_variants for kernel in warmed] == before
