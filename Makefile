@@ -1,6 +1,7 @@
 # make setup   create .venv and install everything the project needs
 # make train   the main job: train the example language model on CPUs (2 processes)
-# make test    the tests
+# make test    the tests, after make lint
+# make lint    ruff, and mypy --strict on the package
 # make dist    wheel and sdist in dist/; the tests build and install them elsewhere
 # make docs    the documentation, into the folder site/
 # make plots   the pictures of benchmarks in docs/images, from the committed records
@@ -41,8 +42,9 @@ train: setup
 
 lint: setup
 	$(PY) -m ruff check symmoe tests examples benchmarks docs
+	$(PY) -m mypy
 
-# An interpreter that is used as it is need not have ruff.
+# An interpreter that is used as it is need not have ruff and mypy.
 test: setup $(if $(INSTALLED),lint)
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile) $(ARGS)
 

@@ -15,6 +15,7 @@ Leaves in --out: metrics.jsonl (one object per step), loss.png, experts.png, sam
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
 import time
@@ -25,7 +26,7 @@ import torch
 from lm import checkpoint, report
 from lm.data import Corpus, byte_frequency_bits, heldout_batch, load_corpus, train_batch
 from lm.model import LanguageModel, ModelOutput, generate, heap_bytes, init_parameters
-from lm.presets import PRESETS, Preset
+from lm.presets import PRECISIONS, PRESETS, Preset
 from lm.ranks import Ranks, open_ranks
 from torch.nn import functional as F
 
@@ -40,11 +41,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the preset's)")
     parser.add_argument("--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: the working dtype)")
+    parser.add_argument("--wire", action="store_true", help="rows travel to experts as the numbers of --precision, too")
+    parser.add_argument("--bf16", action="store_true", help="bf16 products with fp32 parameters, on CPUs too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
     parser.add_argument("--save-every", type=int, help="steps between checkpoints (default: the preset's)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.wire and not arguments.precision:
+        parser.error("--wire needs a --precision")
+    return arguments
 
 
 def learning_rate(preset: Preset, *, step: int, steps: int) -> float:
@@ -151,7 +158,12 @@ def main() -> None:
     arguments.steps = arguments.steps or preset.steps
     arguments.save_every = arguments.save_every or preset.save_every
     if arguments.order:
-        preset = preset.with_order(arguments.order)
+        preset = preset.with_moe(order=arguments.order)
+    if arguments.precision:
+        wire = "both" if arguments.wire else "none"
+        preset = preset.with_moe(precision=PRECISIONS[arguments.precision], quantized_wire=wire)
+    if arguments.bf16:
+        preset = dataclasses.replace(preset, autocast=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     with open_ranks(preset.device) as ranks:
         num_bytes = heap_bytes(preset, num_ranks=ranks.size)

@@ -117,10 +117,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'symmoe' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a type checker it would mean that there is every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            return getattr(import_module(_HOME[name]), name)
+        raise AttributeError(f"module 'symmoe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

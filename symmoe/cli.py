@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_plot(commands)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        status: int = args.run(args)
+        return status
     except ArgumentError as error:
         parser.error(str(error))
 

@@ -6,6 +6,8 @@ call. Only classes in :data:`TRAVELLING` travel; their constructor takes the fin
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SymmoeError(Exception):
     """Base class of every error of this package.
@@ -14,7 +16,7 @@ class SymmoeError(Exception):
         flight: this rank's flight record (docs/reliability.md) if a barrier has found the error, else None.
     """
 
-    flight: dict | None = None
+    flight: dict[str, Any] | None = None
 
 
 class ArgumentError(SymmoeError, ValueError):

@@ -16,8 +16,8 @@ from symmoe.bench import stock
 from symmoe.errors import WrongResult
 from symmoe.kernels import twin
 
-SIZES = ["--hidden", "16", "--ffn", "8", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
-SUITES = ["layer", "variants", "plan", "dispatch", "combine", "gemm", "overhead"]
+SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
+SUITES = ["layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]
 KEYS = (
     "suite preset ep tokens skew direction ms_median ms_p10 ms_p90 tflops ceiling_tflops stock_tflops wire_bytes "
     "wire_gbs copy_gbs gpu driver torch triton nvshmem commit command date"
@@ -29,8 +29,9 @@ VARIANTS = {
     "variants": EAGER
     | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "public parts"}
     | {"packed", "expert-major", "serial packed", "serial expert-major"},
+    "precision": {"static", "float8-block", "float8-block, wire", "float8-rowwise, wire"},
     "plan": CAPACITIES,
-    "dispatch": {"packed", "expert-major"},
+    "dispatch": {f"{layout}{numbers}" for layout in ("packed", "expert-major") for numbers in ("", ", float8-block")},
     "combine": {"order=rank", "order=slot"},
     "gemm": {f"{p}{plain}" for p in ("fc1", "dfc2", "wgrad1", "wgrad2") for plain in ("", "-plain")} | {"fc2", "dfc1"},
     "overhead": {"GroupedMLP packed", "GroupedMLP discrete"},
@@ -76,7 +77,7 @@ def test_every_suite_measures(measured: tuple[int, list[dict], str]):
 def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
     num_ranks, records, _ = measured
     by_name = {(r["suite"], r["variant"], r["direction"]): r for r in records}
-    flops = 6 * 24 * 2 * 16 * 8
+    flops = 6 * 24 * 2 * 16 * 16
     for column, direction in enumerate(("forward", "backward")):
         ours, ceiling, stock_layer = (by_name["layer", v, direction] for v in ("static", "gemms alone", "stock torch"))
         for record in (ours, ceiling, stock_layer):
@@ -97,6 +98,9 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
     assert dispatch["copy_gbs"] == pytest.approx(copy["wire_bytes"] / copy["ms_median"] / 1e6, rel=1e-4)
     assert 24 * row_bytes == rank <= slot <= 2 * 24 * row_bytes
     assert both_ways == dispatch["wire_bytes"] + rank
+    # E4M3, and the scale of one block: 20 bytes, in whole 16.
+    quantized = [by_name["precision", "float8-block, wire", d]["wire_bytes"] for d in ("forward", "backward")]
+    assert quantized == [24 * 32 + rank] * 2
 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:

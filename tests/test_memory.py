@@ -21,7 +21,7 @@ def bytes_kept(config: MoEConfig) -> tuple[int, int]:
     """Bytes of (heap, ordinary memory) between forward and backward of one layer on one rank."""
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(config, heap)
-        y, _ = layer(torch.randn(T, H, requires_grad=True))
+        y, _ = layer(torch.randn(T, config.hidden, requires_grad=True))
         node = y.grad_fn
         while type(node).__name__ != f"{_ExpertParallelMLP.__name__}Backward":
             node = node.next_functions[0][0]

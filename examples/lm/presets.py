@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from symmoe import MoEConfig
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +33,17 @@ class Preset:
     device: str
     autocast: bool  # bf16 products with fp32 parameters
 
-    def with_order(self, order: str) -> Preset:
-        """This preset with another order of combine's sums."""
-        return dataclasses.replace(self, moe=dataclasses.replace(self.moe, order=order))
+    def with_moe(self, **changes: Any) -> Preset:
+        """This preset with other fields of its MoEConfig."""
+        return dataclasses.replace(self, moe=dataclasses.replace(self.moe, **changes))
 
+
+PRECISIONS = {
+    "float8-block": Float8Block(),
+    "float8-rowwise": Float8Rowwise(),
+    "mxfp8": MXFP8(),
+    "nvfp4": NVFP4(),
+}
 
 PRESETS = {
     # Two processes of one thread each, under three minutes.
@@ -81,7 +90,7 @@ PRESETS = {
     ),
     # For tests: seconds, and too small to learn much.
     "tiny": Preset(
-        moe=MoEConfig(hidden=32, ffn=48, num_experts=4, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        moe=MoEConfig(hidden=32, ffn=64, num_experts=4, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
         layers=2,
         heads=2,
         context=64,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from symmoe.bench.cases import PRESETS, SKEWS, Case, Shape
@@ -10,7 +11,7 @@ from symmoe.bench.peers.run import PEERS
 from symmoe.bench.ranks import GROUP_TIMEOUT_S
 from symmoe.errors import ArgumentError
 
-SUITES = ("layer", "variants", "plan", "dispatch", "combine", "gemm", "overhead")
+SUITES = ("layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead")
 DEFAULT_SUITES = ("layer", "dispatch", "combine", "gemm", "overhead")
 MIN_REPETITIONS = 30  # for figures that are to be shown; fewer are for a look
 _DESCRIPTION = """\
@@ -51,7 +52,7 @@ class Options:
     check: str | None
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `bench` to the subcommands."""
     parser = commands.add_parser(
         "bench",
@@ -59,7 +60,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)} (all but variants and plan)")
+    known = f"{', '.join(SUITES)} ({', '.join(DEFAULT_SUITES)})"
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=known)
     add_shape_arguments(parser)
     parser.add_argument("--tokens", default="8192", help="comma-separated numbers of tokens per rank (8192)")
     parser.add_argument("--skew", default="uniform", help=f"comma-separated routings: {', '.join(SKEWS)} (uniform)")
@@ -139,7 +141,7 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
     return [Shape("x".join(map(str, sizes.values())), *sizes.values())]
 
 
-def _names(what: str, text: str, known: tuple | dict, *, none: bool = False) -> tuple[str, ...]:
+def _names(what: str, text: str, known: Collection[str], *, none: bool = False) -> tuple[str, ...]:
     if none and text == "none":
         return ()
     names = tuple(known) if text == "all" else tuple(text.split(","))

@@ -11,7 +11,7 @@ from symmoe.bench.problem import Problem
 from symmoe.bench.reference import MAX_ERROR, Reference
 from symmoe.bench.timing import DIRECTIONS, Variant, in_steps
 from symmoe.kernels.activation import Activation
-from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, experts_forward
+from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, experts_forward
 
 
 def experts_alone(name: str, problem: Problem, reference: Reference) -> Variant:
@@ -21,8 +21,8 @@ def experts_alone(name: str, problem: Problem, reference: Reference) -> Variant:
     received, d_out = (packed[local.row_to_packed_row] for packed in (local.packed, local.d_packed))
     rows = ExpertRows(received, local.row_start, local.row_probs)
     out = received.new_empty((num_rows, problem.case.shape.hidden))
-    d_rows, dw1, dw2 = torch.empty_like(out), torch.empty_like(weights.w1), torch.empty_like(weights.w2)
-    kept: list[torch.Tensor] = []
+    d_rows, dw1, dw2 = torch.empty_like(out), torch.empty_like(problem.w1), torch.empty_like(problem.w2)
+    kept: list[Hidden] = []
 
     def forward() -> None:
         kept[:] = [experts_forward(rows, weights, out, num_rows=num_rows)]

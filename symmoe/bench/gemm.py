@@ -58,7 +58,7 @@ def bench_gemm(problem: Problem, run: Run) -> list[Record]:
         flops = 2 * product.products * problem.case.num_slots * problem.case.shape.hidden * problem.case.shape.ffn
         stock_tflops = tflops(flops, times[stock][:, 0])
         for variant, taken in times.items():
-            figures = {"tflops": tflops(flops, taken[:, 0]), "error": errors[variant]}
+            figures: Record = {"tflops": tflops(flops, taken[:, 0]), "error": errors[variant]}
             if variant == ours:
                 figures |= {"stock_tflops": stock_tflops, "yardstick": "stock_tflops"}
             records.append(case_record(problem, "gemm", variant, product.direction, taken[:, 0], **figures))

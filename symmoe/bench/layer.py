@@ -1,4 +1,4 @@
-"""The suites "layer" and "variants": a step from the router's output to y, and back to every gradient.
+"""The suites "layer", "variants" and "precision": a step from the router's output to y, and back to every gradient.
 
 A step makes its plan, dispatches, runs the experts and combines; backward gives dx, dprobs and both weight gradients.
 FLOPs are 6 T H I K forward and twice that backward, of the mean rank.
@@ -16,17 +16,19 @@ from torch import nn
 from symmoe.bench.experts_alone import experts_alone
 from symmoe.bench.problem import DTYPE, Problem
 from symmoe.bench.records import Record, gbs, median_ms, tflops
-from symmoe.bench.reference import Reference
+from symmoe.bench.reference import MAX_ERROR, Reference
 from symmoe.bench.run import Run, case_record
-from symmoe.bench.steps import Forward, captured_step, eager_step
+from symmoe.bench.steps import Forward, Inputs, captured_step, eager_step
 from symmoe.bench.stock import STOCK, stock_layer, torch_experts
 from symmoe.bench.timing import DIRECTIONS, Variant, clock_for
 from symmoe.bench.traffic import combine_bytes, dispatch_bytes, wire_bytes
 from symmoe.combine.tokens import combine_tokens
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.tokens import dispatch_tokens
+from symmoe.dispatch.wire import WireFormat
 from symmoe.moe.fused import expert_parallel_mlp
 from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.precision.recipes import Float8Block, Float8Rowwise, Recipe
 
 PartsOf = Callable[[Problem, Run, GroupedMLP], Forward]
 CEILING = "gemms alone"
@@ -40,11 +42,20 @@ class Choice:
         static: a static capacity instead of an exact one.
         captured: forward and backward in a CUDA graph that is replayed.
         options: keyword arguments of expert_parallel_mlp, which are fields of MoEConfig too.
+        precision: of the experts.
+        max_error: relative, of its results.
     """
 
     static: bool = True
     captured: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    precision: Recipe | None = None
+    max_error: float = MAX_ERROR
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of the MoEConfig that does the same."""
+        return {**self.options, "precision": self.precision}
 
 
 SERIAL = {"schedule": "serial"}
@@ -66,6 +77,18 @@ VARIANTS = {
     "serial packed": Choice(options={"layout": "packed", **SERIAL}),
     "serial expert-major": Choice(options={"layout": "expert-major", **SERIAL}),
 }
+# An E4M3 number is off by 2.6 % of itself (root of the mean square), a product of two by 4, what two layers of them and
+# their gradients make by 5 to 9.
+_E4M3_ERROR = 0.15
+_WIRE = {"quantized_wire": "both"}
+PRECISION = {
+    "static": Choice(),
+    "graph": Choice(captured=True),
+    "float8-block": Choice(precision=Float8Block(), max_error=_E4M3_ERROR),
+    "float8-block, wire": Choice(precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR),
+    "float8-block, wire, graph": Choice(captured=True, precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR),
+    "float8-rowwise, wire": Choice(precision=Float8Rowwise(), options=_WIRE, max_error=_E4M3_ERROR),
+}
 
 
 def bench_layer(problem: Problem, run: Run) -> list[Record]:
@@ -78,35 +101,41 @@ def bench_variants(problem: Problem, run: Run) -> list[Record]:
     return _bench("variants", problem, run, VARIANTS, {"public parts": _public_parts})
 
 
+def bench_precision(problem: Problem, run: Run) -> list[Record]:
+    """FP8 steps beside bf16 ones."""
+    return _bench("precision", problem, run, PRECISION, {})
+
+
 def _bench(
     suite: str, problem: Problem, run: Run, choices: Mapping[str, Choice], parts: Mapping[str, PartsOf]
 ) -> list[Record]:
-    experts, reference = make_experts(problem), Reference(problem)
-    inputs = (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
-    ours = []
+    reference, ours = Reference(problem), []
     for name, choice in choices.items():
         if choice.captured and problem.device.type != "cuda":
             continue  # there are no graphs on CPUs
         make = captured_step if choice.captured else eager_step
-        ours.append(make(name, problem, reference, _fused(problem, run, experts, choice), inputs))
-    for name, forward in parts.items():
-        ours.append(eager_step(name, problem, reference, forward(problem, run, experts), inputs))
+        experts = make_experts(problem, choice.precision)
+        forward, inputs = _fused(problem, run, experts, choice), _inputs(problem, experts)
+        ours.append(make(name, problem, reference, forward, inputs, choice.max_error))
+    for name, of_parts in parts.items():
+        experts = make_experts(problem)
+        ours.append(eager_step(name, problem, reference, of_parts(problem, run, experts), _inputs(problem, experts)))
     times, errors = run.measure([*ours, experts_alone(CEILING, problem, reference), stock_step(problem, reference)])
     memory = {v.name: _peak_memory(run, v) for v in ours if not v.reuses_marks}
-    wire = _wire_bytes(problem, run)
     records = []
     for name, taken in times.items():
+        moved = _wire_bytes(problem, run, choices.get(name, Choice()))
         for column, direction in enumerate(DIRECTIONS):
             flops = (1 + column) * problem.case.forward_flops
-            figures = {"tflops": tflops(flops, taken[:, column]), "error": errors[name]}
+            figures: Record = {"tflops": tflops(flops, taken[:, column]), "error": errors[name]}
             if name not in (CEILING, STOCK):
                 figures |= {
                     "ceiling_tflops": tflops(flops, times[CEILING][:, column]),
                     "stock_tflops": tflops(flops, times[STOCK][:, column]),
                     "stock_ms": median_ms(times[STOCK][:, column]),
                     "yardstick": "ceiling_tflops",
-                    "wire_bytes": wire,
-                    "wire_gbs": gbs(wire, taken[:, column]),
+                    "wire_bytes": moved[column],
+                    "wire_gbs": gbs(moved[column], taken[:, column]),
                     **memory.get(name, {}),
                 }
             records.append(case_record(problem, suite, name, direction, taken[:, column], **figures))
@@ -115,10 +144,16 @@ def _bench(
     return records
 
 
-def make_experts(problem: Problem) -> GroupedMLP:
+def _inputs(problem: Problem, experts: GroupedMLP) -> Inputs:
+    return (*problem.inputs[:2], experts.fc1.weight, experts.fc2.weight)
+
+
+def make_experts(problem: Problem, precision: Recipe | None = None) -> GroupedMLP:
     """This rank's experts, over the problem's weights."""
     shape = problem.case.shape
-    experts = GroupedMLP(problem.experts_per_rank, shape.hidden, shape.ffn, dtype=DTYPE, device="meta")
+    experts = GroupedMLP(
+        problem.experts_per_rank, shape.hidden, shape.ffn, precision=precision, dtype=DTYPE, device="meta"
+    )
     experts.fc1.weight = nn.Parameter(problem.w1.detach())
     experts.fc2.weight = nn.Parameter(problem.w2.detach())
     return experts
@@ -158,11 +193,19 @@ def _public_parts(problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
     return forward
 
 
-def _wire_bytes(problem: Problem, run: Run) -> int:
-    """Of a forward pass, and as many of a backward pass: rows that leave a rank in dispatch and come in combine."""
-    plan, row_bytes = run.plan(problem), problem.case.shape.hidden * DTYPE.itemsize
-    moved = (dispatch_bytes(plan, row_bytes), combine_bytes(plan, "rank", row_bytes))
-    return sum(wire_bytes(each, run.ranks) for each in moved)
+def _wire_bytes(problem: Problem, run: Run, choice: Choice) -> tuple[int, int]:
+    """Of a forward and of a backward pass: rows that leave a rank in dispatch and come in combine."""
+    plan, hidden = run.plan(problem), problem.case.shape.hidden
+    row_bytes, wire = hidden * DTYPE.itemsize, choice.options.get("quantized_wire", "none")
+    combined = wire_bytes(combine_bytes(plan, "rank", row_bytes), run.ranks)
+
+    def moved(direction: str) -> int:
+        sent_bytes = row_bytes
+        if choice.precision is not None and wire in (direction, "both"):
+            sent_bytes = WireFormat(choice.precision, hidden).row_bytes
+        return wire_bytes(dispatch_bytes(plan, sent_bytes), run.ranks) + combined
+
+    return moved("forward"), moved("backward")
 
 
 def _peak_memory(run: Run, variant: Variant) -> dict[str, int | None]:

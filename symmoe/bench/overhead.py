@@ -83,7 +83,7 @@ def _time(run: Run, variants: Sequence[Variant], stock: str) -> list[Record]:
     for variant in variants:
         for column, direction in enumerate(variant.directions):
             taken = times[variant.name][:, column]
-            figures = {"error": errors[variant.name]}
+            figures: Record = {"error": errors[variant.name]}
             if variant.name not in (LINEAR_LOOP, stock):
                 figures |= {"stock_ms": median_ms(times[stock][:, column]), "yardstick": "stock_ms"}
             records.append(

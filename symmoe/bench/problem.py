@@ -5,6 +5,7 @@ T tokens, H hidden, I ffn, K slots per token, e experts and N rows and P packed 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,9 +65,9 @@ class Problem:
         self.tokens = self.tokens_of(self.rank)
         for tensor in (self.tokens.x, self.tokens.probs):
             tensor.requires_grad_()
-        made = {"dtype": DTYPE, "device": self.device}
-        self.w1 = torch.empty(self.experts_per_rank, 2 * shape.ffn, shape.hidden, **made)
-        self.w2 = torch.empty(self.experts_per_rank, shape.hidden, shape.ffn, **made)
+        empty = functools.partial(torch.empty, dtype=DTYPE, device=self.device)
+        self.w1 = empty(self.experts_per_rank, 2 * shape.ffn, shape.hidden)
+        self.w2 = empty(self.experts_per_rank, shape.hidden, shape.ffn)
         for local in range(self.experts_per_rank):
             w1, w2 = self.weights_of(self.first_expert + local)
             self.w1[local], self.w2[local] = w1, w2
@@ -81,7 +82,7 @@ class Problem:
     @property
     def num_rows(self) -> int:
         """N."""
-        return self.routing.num_rows[self.rank]
+        return int(self.routing.num_rows[self.rank])
 
     @property
     def static_capacity(self) -> int:
@@ -97,18 +98,18 @@ class Problem:
         """What a rank brings."""
         generator = torch.Generator(self.device).manual_seed(_seed(_TOKENS, rank))
         shape = (self.case.num_tokens, self.case.shape.hidden)
-        made = {"generator": generator, "device": self.device}
-        x, dy = (torch.randn(shape, dtype=DTYPE, **made) for _ in range(2))
-        probs = 0.1 + torch.rand(self.case.num_tokens, self.case.shape.top_k, **made)
+        x, dy = (torch.randn(shape, dtype=DTYPE, generator=generator, device=self.device) for _ in range(2))
+        slots = (self.case.num_tokens, self.case.shape.top_k)
+        probs = 0.1 + torch.rand(slots, generator=generator, device=self.device)
         return Tokens(x, dy, probs / probs.sum(1, keepdim=True))
 
     def weights_of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """W1 [2I, H] and W2 [H, I] of an expert of any rank, bf16."""
         generator = torch.Generator(self.device).manual_seed(_seed(_WEIGHTS, expert))
         hidden, ffn = self.case.shape.hidden, self.case.shape.ffn
-        made = {"generator": generator, "dtype": DTYPE, "device": self.device}
-        w1 = torch.randn(2 * ffn, hidden, **made).mul_(hidden**-0.5)
-        w2 = torch.randn(hidden, ffn, **made).mul_(ffn**-0.5)
+        made = functools.partial(torch.randn, generator=generator, dtype=DTYPE, device=self.device)
+        w1 = made(2 * ffn, hidden).mul_(hidden**-0.5)
+        w2 = made(hidden, ffn).mul_(ffn**-0.5)
         return w1, w2
 
     @cached_property

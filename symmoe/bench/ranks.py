@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from symmoe.symm_mem.bootstrap import Bootstrap
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 GROUP_TIMEOUT_S = 600  # of the process group: a rank may compile for minutes
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
@@ -57,7 +61,7 @@ class Ranks:
         self.head_start()
         self.align()
 
-    def gather(self, values: np.ndarray) -> np.ndarray:
+    def gather(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """Every rank's array of the same shape and dtype, stacked in rank order."""
         payload = values.tobytes()
         gathered = self._messages.all_gather_bytes(payload, num_bytes=len(payload))

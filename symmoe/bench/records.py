@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from symmoe.bench.timing import summarize
 from symmoe.errors import ArgumentError
 
 Record = dict[str, Any]
+Identity = tuple[Any, ...]  # the values of IDENTITY
 
 # Keys of every record; None where a figure does not exist. docs/benchmarking.md says what each means.
 KEYS = (
@@ -54,7 +56,7 @@ IDENTITY = ("suite", "variant", "preset", "ep", "tokens", "skew", "direction")
 _DIGITS = 6  # that count; more would be noise
 
 
-def new_record(times_ms: np.ndarray, **known: Any) -> Record:
+def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
     """A record of the milliseconds of all repetitions. Keys that are not known are None; more may be given."""
     summary = summarize(times_ms)
     record = dict.fromkeys(KEYS)
@@ -67,17 +69,17 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def tflops(flops: float, times_ms: np.ndarray) -> float:
+def tflops(flops: float, times_ms: npt.NDArray[np.float64]) -> float:
     """Of the median time."""
     return rounded(flops / float(np.median(times_ms)) / 1e9)
 
 
-def gbs(num_bytes: float | None, times_ms: np.ndarray) -> float | None:
+def gbs(num_bytes: float | None, times_ms: npt.NDArray[np.float64]) -> float | None:
     """Gigabytes (1e9) per second of the median time; None if nothing moves."""
     return rounded(num_bytes / float(np.median(times_ms)) / 1e6) if num_bytes else None
 
 
-def median_ms(times_ms: np.ndarray) -> float:
+def median_ms(times_ms: npt.NDArray[np.float64]) -> float:
     """Of all repetitions."""
     return rounded(float(np.median(times_ms)))
 
@@ -96,7 +98,7 @@ def ratio(record: Record) -> float | None:
     return above / below if above is not None and below else None
 
 
-def identity(record: Record) -> tuple:
+def identity(record: Record) -> Identity:
     """The values of IDENTITY. Records from before there were variants have none."""
     return tuple(record.get(key) for key in IDENTITY)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from symmoe.bench.records import IDENTITY, Record, identity, ratio
+from symmoe.bench.records import IDENTITY, Identity, Record, identity, ratio
 
 MAX_DROP = 0.1
 
@@ -24,9 +24,9 @@ class Comparison:
         num_compared: ratios that both have.
     """
 
-    dropped: list[tuple[tuple, float, float]]
-    missing: list[tuple]
-    extra: list[tuple]
+    dropped: list[tuple[Identity, float, float]]
+    missing: list[Identity]
+    extra: list[Identity]
     num_compared: int
 
     @property
@@ -59,10 +59,10 @@ def compare(records: Sequence[Record], baseline: Sequence[Record]) -> Comparison
     )
 
 
-def _ratios(records: Sequence[Record]) -> dict[tuple, float]:
+def _ratios(records: Sequence[Record]) -> dict[Identity, float]:
     found = {identity(record): ratio(record) for record in records}
     return {where: value for where, value in found.items() if value is not None}
 
 
-def _named(where: tuple) -> str:
+def _named(where: Identity) -> str:
     return ", ".join(f"{key} {value}" for key, value in zip(IDENTITY, where, strict=True))

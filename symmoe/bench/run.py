@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from symmoe.bench.problem import DTYPE, Problem
 from symmoe.bench.ranks import Ranks
@@ -23,17 +25,19 @@ class Run:
     heap: SymmetricHeap
     repetitions: int
 
-    def measure(self, variants: Sequence[Variant]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    def measure(self, variants: Sequence[Variant]) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
         """(milliseconds [repetitions, directions], relative error) of every variant by name: steps. Verifies first."""
         return self._measure(variants, self.ranks.align)
 
-    def measure_kernels(self, variants: Sequence[Variant]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    def measure_kernels(
+        self, variants: Sequence[Variant]
+    ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
         """As :meth:`measure`, for what is too short to show without the time of its launches."""
         return self._measure(variants, self.ranks.align_ahead)
 
     def _measure(
         self, variants: Sequence[Variant], align: Callable[[], None]
-    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
         errors = {variant.name: verify(variant, self.ranks) for variant in variants}
         clock = clock_for(self.ranks.device)
         times = measure(variants, self.ranks, clock, repetitions=self.repetitions, align=align)
@@ -46,7 +50,9 @@ class Run:
         )
 
 
-def case_record(problem: Problem, suite: str, variant: str, direction: str, times_ms: np.ndarray, **more) -> Record:
+def case_record(
+    problem: Problem, suite: str, variant: str, direction: str, times_ms: npt.NDArray[np.float64], **more: Any
+) -> Record:
     """A record of one case."""
     case = problem.case
     shape = {name: getattr(case.shape, name) for name in ("hidden", "ffn", "num_experts", "top_k")}

@@ -12,11 +12,11 @@ import torch
 
 from symmoe.bench import ranks as launch
 from symmoe.bench import regression
-from symmoe.bench.cases import Case, check_case
+from symmoe.bench.cases import check_case
 from symmoe.bench.command import Options
 from symmoe.bench.gemm import bench_gemm
 from symmoe.bench.heap_size import heap_bytes
-from symmoe.bench.layer import CEILING, bench_layer, bench_variants
+from symmoe.bench.layer import CEILING, PRECISION, VARIANTS, bench_layer, bench_precision, bench_variants
 from symmoe.bench.overhead import bench_overhead
 from symmoe.bench.peers.run import measure_peers
 from symmoe.bench.plot import draw
@@ -32,6 +32,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 CASE_SUITES: dict[str, Callable[[Problem, Run], list[Record]]] = {
     "layer": bench_layer,
     "variants": bench_variants,
+    "precision": bench_precision,
     "plan": bench_plan,
     "dispatch": bench_dispatch,
     "combine": bench_combine,
@@ -91,7 +92,7 @@ def _measure_all(options: Options, ranks: Ranks) -> list[Record]:
     for case in options.cases:
         check_case(case, ranks.num_ranks)
     report = _Report(options, ranks)
-    num_bytes = int(options.heap_gib * 2**30) if options.heap_gib else _heap_bytes(options.cases, ranks)
+    num_bytes = int(options.heap_gib * 2**30) if options.heap_gib else _heap_bytes(options, ranks)
     with SymmetricHeap(num_bytes=num_bytes, timeout_s=HEAP_TIMEOUT_S) as heap:
         run = Run(ranks, heap, options.repetitions)
         for case in options.cases:
@@ -137,9 +138,12 @@ def _tflops_of(variant: str, record: Record, records: list[Record]) -> float | N
     )
 
 
-def _heap_bytes(cases: tuple[Case, ...], ranks: Ranks) -> int:
+def _heap_bytes(options: Options, ranks: Ranks) -> int:
     num_ranks = ranks.num_ranks
-    return max(heap_bytes(case, num_ranks, max(routing_of(case, num_ranks).num_rows)) for case in cases)
+    suites = (VARIANTS, PRECISION) if "precision" in options.suites else (VARIANTS,)
+    return max(
+        heap_bytes(case, num_ranks, max(routing_of(case, num_ranks).num_rows), suites) for case in options.cases
+    )
 
 
 def _command_line(ranks: Ranks) -> str:

@@ -8,13 +8,20 @@ import torch
 
 from symmoe.bench.problem import Problem
 from symmoe.bench.reference import MAX_ERROR, Reference
-from symmoe.bench.timing import DIRECTIONS, Clock, Mark, StreamClock, StreamMark, Variant
+from symmoe.bench.timing import DIRECTIONS, Clock, Mark, StreamMark, Variant
 
 Forward = Callable[[], torch.Tensor]
 Inputs = Sequence[torch.Tensor]  # x, probs, w1, w2 as the step takes them
 
 
-def eager_step(name: str, problem: Problem, reference: Reference, forward: Forward, inputs: Inputs) -> Variant:
+def eager_step(
+    name: str,
+    problem: Problem,
+    reference: Reference,
+    forward: Forward,
+    inputs: Inputs,
+    max_error: float = MAX_ERROR,
+) -> Variant:
     """`forward` and its backward pass to all inputs. Calls follow each other without a pause."""
     dy = problem.tokens.dy
 
@@ -29,10 +36,17 @@ def eager_step(name: str, problem: Problem, reference: Reference, forward: Forwa
         y = forward()
         return reference.step_error(y, *torch.autograd.grad(y, inputs, dy))
 
-    return Variant(name, DIRECTIONS, call, verify, MAX_ERROR)
+    return Variant(name, DIRECTIONS, call, verify, max_error)
 
 
-def captured_step(name: str, problem: Problem, reference: Reference, forward: Forward, inputs: Inputs) -> Variant:
+def captured_step(
+    name: str,
+    problem: Problem,
+    reference: Reference,
+    forward: Forward,
+    inputs: Inputs,
+    max_error: float = MAX_ERROR,
+) -> Variant:
     """As :func:`eager_step`, captured once and replayed. Runs the step before it captures it."""
     dy = problem.tokens.dy
 
@@ -52,9 +66,9 @@ def captured_step(name: str, problem: Problem, reference: Reference, forward: Fo
         gradients = backward(y)
         events[2].record()
 
-    def call(clock: StreamClock) -> list[StreamMark]:
+    def call(clock: Clock) -> list[StreamMark]:
         graph.replay()
-        reached = clock.mark().event
+        reached: torch.cuda.Event = clock.mark().event
         return [StreamMark(event, reached) for event in events]
 
     def verify() -> float:
@@ -64,4 +78,4 @@ def captured_step(name: str, problem: Problem, reference: Reference, forward: Fo
         torch.cuda.synchronize()
         return reference.step_error(y, *gradients)
 
-    return Variant(name, DIRECTIONS, call, verify, MAX_ERROR, reuses_marks=True)
+    return Variant(name, DIRECTIONS, call, verify, max_error, reuses_marks=True)

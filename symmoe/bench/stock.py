@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
+
+from symmoe.symm_mem.autograd import Context, Function
 
 STOCK = "stock torch"  # as variants are called that are made of these parts
 
@@ -59,48 +62,60 @@ def all_to_all(rows: torch.Tensor, received: list[int], sent: list[int]) -> torc
     return out
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAllContext(Context, Protocol):
+    splits: tuple[list[int], list[int]]
+
+
+class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+    def forward(ctx: _AllToAllContext, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         ctx.splits = sent, received
         return all_to_all(rows, received, sent)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_rows: torch.Tensor):
+    def backward(ctx: _AllToAllContext, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_to_all(d_rows, *ctx.splits), None, None
 
 
 def differentiable_all_to_all(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
     """As :func:`all_to_all`; its backward is the way back."""
-    return _AllToAll.apply(rows, received, sent)
+    arrived: torch.Tensor = _AllToAll.apply(rows, received, sent)
+    return arrived
 
 
-class _Permute(torch.autograd.Function):
+class _OrderContext(Context, Protocol):
+    inverse: torch.Tensor
+    top_k: int
+
+
+class _Permute(Function):
     """rows[order]; `inverse` is the inverse permutation."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: _OrderContext, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.inverse = inverse
         return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_rows: torch.Tensor):
+    def backward(ctx: _OrderContext, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return d_rows.index_select(0, ctx.inverse), None, None
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(Function):
     """x [T, H] to one row per slot in the order of `order` (slots); the gradient is summed over a token's slots."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int):
+    def forward(
+        ctx: _OrderContext, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int
+    ) -> torch.Tensor:
         ctx.inverse, ctx.top_k = inverse, top_k
         return x.index_select(0, order // top_k)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_rows: torch.Tensor):
+    def backward(ctx: _OrderContext, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return d_rows.index_select(0, ctx.inverse).view(-1, ctx.top_k, d_rows.shape[1]).sum(1), None, None, None
 
 
@@ -168,4 +183,5 @@ def stock_layer(
     rows = _Permute.apply(rows, e.local_order, e.local_inverse)
     out = experts(rows, _Permute.apply(row_probs, e.local_order, e.local_inverse), e.ends)
     back = differentiable_all_to_all(_Permute.apply(out, e.local_inverse, e.local_order), e.sent, e.received)
-    return _Permute.apply(back, e.inverse, e.order).view(-1, top_k, x.shape[1]).sum(1)
+    y: torch.Tensor = _Permute.apply(back, e.inverse, e.order).view(-1, top_k, x.shape[1]).sum(1)
+    return y

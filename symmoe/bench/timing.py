@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from symmoe.bench.ranks import Ranks
@@ -148,7 +149,7 @@ def measure(
     repetitions: int,
     block: int = BLOCK,
     align: Callable[[], None] | None = None,
-) -> dict[str, np.ndarray]:
+) -> dict[str, npt.NDArray[np.float64]]:
     """Milliseconds [repetitions, directions] of every variant, by name, the largest of all ranks. Collective.
 
     Args:
@@ -178,7 +179,7 @@ def measure(
     return {name: ranks.gather(np.array(rows)).max(axis=0) for name, rows in times.items()}
 
 
-def summarize(times_ms: np.ndarray) -> Summary:
+def summarize(times_ms: npt.NDArray[np.float64]) -> Summary:
     """Median and percentiles (linear between neighbours) of [repetitions]."""
     low, median, high = np.percentile(times_ms, [10, 50, 90])
     return Summary(float(median), float(low), float(high))

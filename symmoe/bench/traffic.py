@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from symmoe.bench.ranks import Ranks
@@ -14,12 +15,12 @@ from symmoe.errors import SymmoeError
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
-def dispatch_bytes(plan: Plan, row_bytes: int) -> np.ndarray:
+def dispatch_bytes(plan: Plan, row_bytes: int) -> npt.NDArray[np.int64]:
     """int64 [R]: bytes of rows that this rank sends to each rank, itself included."""
     return (plan.token_to_packed_row >= 0).sum(0).cpu().numpy().astype(np.int64) * row_bytes
 
 
-def combine_bytes(plan: Plan, order: str, row_bytes: int) -> np.ndarray:
+def combine_bytes(plan: Plan, order: str, row_bytes: int) -> npt.NDArray[np.int64]:
     """int64 [R]: bytes of rows that this rank reads from each rank in a combine, itself included."""
     if order == "rank":
         count = (plan.token_to_primary_row >= 0).sum(0)
@@ -29,7 +30,7 @@ def combine_bytes(plan: Plan, order: str, row_bytes: int) -> np.ndarray:
     return count.cpu().numpy().astype(np.int64) * row_bytes
 
 
-def wire_bytes(moved: np.ndarray, ranks: Ranks) -> int:
+def wire_bytes(moved: npt.NDArray[np.int64], ranks: Ranks) -> int:
     """Of what moves to or from each rank, the bytes that leave the rank: the most of any rank. Collective."""
     return int(ranks.largest(float(moved.sum() - moved[ranks.rank])))
 
@@ -45,7 +46,7 @@ class PeerCopy:
         SymmoeError: on every rank, if the ranks' leases do not lie at the same place.
     """
 
-    def __init__(self, name: str, sent: np.ndarray, heap: SymmetricHeap, ranks: Ranks) -> None:
+    def __init__(self, name: str, sent: npt.NDArray[np.int64], heap: SymmetricHeap, ranks: Ranks) -> None:
         matrix = ranks.gather(sent)
         np.fill_diagonal(matrix, 0)
         self._ranks, self._sent = ranks, matrix[ranks.rank]

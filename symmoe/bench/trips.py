@@ -5,9 +5,11 @@ A trip is timed with both of its barriers and all that belongs to it: slots and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from symmoe.bench.problem import DTYPE, Problem
@@ -24,8 +26,12 @@ from symmoe.dispatch.send import (
     send_packed,
     send_packed_gradient,
 )
+from symmoe.dispatch.wire import WireFormat
+from symmoe.kernels.operands import given
+from symmoe.precision.recipes import Float8Block
 
-Times = dict[str, np.ndarray]  # by variant, milliseconds [repetitions, directions]
+FP8 = Float8Block()
+Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]
 _INTEGERS = 4  # rows to be summed hold integers up to this, whose sums are exact in bf16
 
 
@@ -40,16 +46,25 @@ def bench_plan(problem: Problem, run: Run) -> list[Record]:
 
 
 def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
-    """Both layouts; forward with slots and probs, backward rows alone."""
+    """Both layouts; forward with slots and probs, backward rows alone. In bf16, and quantised by the sender."""
     hidden, plan = problem.case.shape.hidden, run.plan(problem)
-    sent = dispatch_bytes(plan, hidden * DTYPE.itemsize)
+    sent = {"copy": dispatch_bytes(plan, hidden * DTYPE.itemsize)}
     with ExitStack() as stack:
         packed = stack.enter_context(run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed")).tensor
         rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
         variants = [_packed_variant(problem, plan, packed), _expert_major_variant(problem, plan, rows)]
-        times, errors = run.measure_kernels([*variants, *_yardsticks(problem, run, {"copy": sent}, stack)])
-    moved = dict.fromkeys([*(variant.name for variant in variants), "copy"], sent)
-    return _records("dispatch", problem, run, times, errors, moved, {variant.name: "copy" for variant in variants})
+        copies = {variant.name: "copy" for variant in variants}
+        if hidden % FP8.feature_multiple == 0:
+            wire = WireFormat(FP8, hidden)
+            sent["copy, float8-block"] = dispatch_bytes(plan, wire.row_bytes)
+            variants += [
+                _packed_variant(problem, plan, _words(packed, wire), wire),
+                _expert_major_variant(problem, plan, _words(rows, wire), wire),
+            ]
+            copies |= {variant.name: "copy, float8-block" for variant in variants[2:]}
+        times, errors = run.measure_kernels([*variants, *_yardsticks(problem, run, sent, stack)])
+    moved = {name: sent[copy] for name, copy in copies.items()} | sent
+    return _records("dispatch", problem, run, times, errors, moved, copies)
 
 
 def bench_combine(problem: Problem, run: Run) -> list[Record]:
@@ -75,7 +90,7 @@ def _records(
     run: Run,
     times: Times,
     errors: dict[str, float],
-    moved: dict[str, np.ndarray],
+    moved: dict[str, npt.NDArray[np.int64]],
     copies: dict[str, str],
 ) -> list[Record]:
     """moved: by variant, bytes to or from each rank. copies: by variant of ours, the copy of as many bytes."""
@@ -83,7 +98,7 @@ def _records(
     records = []
     for name, taken in times.items():
         for column in range(taken.shape[1]):
-            figures = {"error": errors[name]}
+            figures: Record = {"error": errors[name]}
             if name in wires:
                 figures |= {"wire_bytes": wires[name], "wire_gbs": gbs(wires[name], taken[:, column])}
             if copies.get(name) in times:
@@ -96,7 +111,7 @@ def _records(
     return records
 
 
-def _yardsticks(problem: Problem, run: Run, sent: dict[str, np.ndarray], stack: ExitStack) -> list[Variant]:
+def _yardsticks(problem: Problem, run: Run, sent: dict[str, npt.NDArray[np.int64]], stack: ExitStack) -> list[Variant]:
     """The stock all-to-all, and copies of as many bytes, which end with `stack`; none on one rank, where nothing moves.
 
     sent: by name, bytes to each rank.
@@ -119,47 +134,62 @@ def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -
     return Variant(name, ("forward",), in_steps(lambda: run.plan(problem, capacity)), verify)
 
 
-def _packed_variant(problem: Problem, plan: Plan, packed: torch.Tensor) -> Variant:
+def _words(buffer: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """As many rows on the wire, in the memory of bf16 rows, which are no shorter."""
+    return buffer.view(-1)[: buffer.shape[0] * wire.row_words].view(-1, wire.row_words)
+
+
+def _packed_variant(problem: Problem, plan: Plan, packed: torch.Tensor, wire: WireFormat | None = None) -> Variant:
     x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
 
     def forward() -> torch.Tensor | None:
-        return send_packed(x, plan, packed, probs)
+        return send_packed(_encoded(x, wire), plan, packed, probs)
 
     def backward() -> None:
-        send_packed_gradient(dy, plan, packed)
+        send_packed_gradient(_encoded(dy, wire), plan, packed)
 
     def verify() -> float:
         local = problem.local_rows
         packed.fill_(torch.nan)
         row_probs = forward()
-        wrong = _differing(packed, local.packed) + _differing(row_probs, local.row_probs)
+        wrong = _differing_bits(packed, _encoded(local.packed, wire))
+        wrong += _differing(given("row_probs", row_probs), local.row_probs)
         packed.fill_(torch.nan)
         backward()
-        return wrong + _differing(packed, local.d_packed)
+        return wrong + _differing_bits(packed, _encoded(local.d_packed, wire))
 
-    return Variant("packed", DIRECTIONS, in_steps(forward, backward), verify)
+    return Variant(_name("packed", wire), DIRECTIONS, in_steps(forward, backward), verify)
 
 
-def _expert_major_variant(problem: Problem, plan: Plan, rows: torch.Tensor) -> Variant:
+def _expert_major_variant(problem: Problem, plan: Plan, rows: torch.Tensor, wire: WireFormat | None = None) -> Variant:
     x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
 
     def forward() -> torch.Tensor | None:
-        return send_expert_major(x, plan, rows, probs)
+        return send_expert_major(_encoded(x, wire), plan, rows, probs)
 
     def backward() -> None:
-        send_expert_major_gradient(dy, plan, rows)
+        send_expert_major_gradient(_encoded(dy, wire), plan, rows)
 
     def verify() -> float:
         local = problem.local_rows
         index = local.row_to_packed_row.long()
         rows.fill_(torch.nan)
         row_probs = forward()
-        wrong = _differing(rows, local.packed[index]) + _differing(row_probs, local.row_probs)
+        wrong = _differing_bits(rows, _encoded(local.packed[index], wire))
+        wrong += _differing(given("row_probs", row_probs), local.row_probs)
         rows.fill_(torch.nan)
         backward()
-        return wrong + _differing(rows, local.d_packed[index])
+        return wrong + _differing_bits(rows, _encoded(local.d_packed[index], wire))
 
-    return Variant("expert-major", DIRECTIONS, in_steps(forward, backward), verify)
+    return Variant(_name("expert-major", wire), DIRECTIONS, in_steps(forward, backward), verify)
+
+
+def _name(layout: str, wire: WireFormat | None) -> str:
+    return layout if wire is None else f"{layout}, float8-block"
+
+
+def _encoded(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
+    return rows if wire is None else wire.encode(rows)
 
 
 def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor, order: str) -> Variant:
@@ -175,7 +205,8 @@ def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor,
     def verify() -> float:
         expected, expected_values = _combined(problem)
         wrong = 0.0
-        for call in (lambda: (forward(), expected_values), backward):
+        calls: list[Callable[[], tuple[torch.Tensor, torch.Tensor]]] = [lambda: (forward(), expected_values), backward]
+        for call in calls:
             rows[: problem.num_rows] = _rows_of(problem, problem.rank)  # order "rank" uses them up
             y, got_values = call()
             wrong += _differing(y, expected) + _differing(got_values, expected_values)
@@ -235,3 +266,8 @@ def _combined(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 def _differing(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Elements of `expected` that `got`, which may have a tail, does not have. NaN differs."""
     return float((got[: len(expected)] != expected).sum())
+
+
+def _differing_bits(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Likewise, of 16-bit words that need not be numbers."""
+    return _differing(got.view(torch.int16), expected.view(torch.int16))

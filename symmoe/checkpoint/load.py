@@ -16,7 +16,7 @@ from torch import nn
 
 from symmoe.checkpoint import folder
 from symmoe.checkpoint.manifest import MANIFEST, NAMES, Manifest, StoredSlice, parse, read_sealed
-from symmoe.checkpoint.optimizer_state import PREFIX, check_record, empty_state, install
+from symmoe.checkpoint.optimizer_state import PREFIX, State, check_record, empty_state, install
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.places import Place, places_of
 from symmoe.errors import CheckpointError
@@ -88,8 +88,11 @@ def load_checkpoint(
 
     peers.together(verify)
 
-    def allocate() -> tuple[dict, list[Place]]:
-        state, of_optimizer = ({}, []) if optimizer is None else empty_state(optimizer, places, manifest)
+    def allocate() -> tuple[State, list[Place]]:
+        state: State = {}
+        of_optimizer: list[Place] = []
+        if optimizer is not None:
+            state, of_optimizer = empty_state(optimizer, places, manifest)
         _check_headers(path, manifest, reads := [*places, *of_optimizer])
         return state, reads
 

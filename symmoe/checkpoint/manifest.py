@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -41,7 +41,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FILE = re.compile(r"rank-\d{5}-\d{4}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +202,21 @@ class _Checker:
 
     def mapping(self, value: Any, name: str) -> dict[str, Any]:
         self.need(isinstance(value, dict), name, value, "an object")
-        return value
+        known: dict[str, Any] = value
+        return known
 
     def items(self, value: Any, name: str, *, length: int | None = None) -> list[Any]:
         what = "a list" if length is None else f"a list of {length}"
         self.need(isinstance(value, list) and length in (None, len(value)), name, value, what)
-        return value
+        known: list[Any] = value
+        return known
 
     def integer(self, value: Any, name: str, *, low: int = 0, high: int = 1 << 62) -> int:
         self.need(type(value) is int and low <= value <= high, name, value, f"an integer from {low} to {high}")
-        return value
+        known: int = value
+        return known
 
-    def exactly(self, value: Any, name: str, readers: Mapping[str, Callable[[Any, str], _Value]]) -> dict[str, _Value]:
+    def exactly(self, value: Any, name: str, readers: Mapping[str, Callable[[Any, str], Any]]) -> dict[str, Any]:
         """An object of these fields and no others, each read by its reader."""
         self.mapping(value, name)
         self.need(value.keys() == readers.keys(), name, sorted(value), f"an object of {sorted(readers)}")
@@ -226,6 +228,7 @@ class _Checker:
 
     def tensor(self, key: str, value: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
         name = f"tensors[{key!r}]"
+        readers: dict[str, Callable[[Any, str], Any]]
         readers = {"dtype": self._dtype, "shape": self._shape, "slices": self.items}
         stored = self.exactly(value, name, readers)
         readers = {"start": self.integer, "length": self.integer, "file": self._file_of(files)}
@@ -245,11 +248,11 @@ class _Checker:
 
     def _sha256(self, value: Any, name: str) -> str:
         self.need(isinstance(value, str) and _SHA256.fullmatch(value) is not None, name, value, "64 hex digits")
-        return value
+        return str(value)
 
     def _dtype(self, value: Any, name: str) -> str:
         self.need(isinstance(value, str) and value in DTYPES, name, value, f"one of {sorted(DTYPES)}")
-        return value
+        return str(value)
 
     def _shape(self, value: Any, name: str) -> tuple[int, ...]:
         return tuple(self.integer(size, name) for size in self.items(value, name))
@@ -257,7 +260,7 @@ class _Checker:
     def _file_of(self, files: Mapping[str, StoredFile]) -> Callable[[Any, str], str]:
         def read(value: Any, name: str) -> str:
             self.need(isinstance(value, str) and value in files, name, value, "a name in files")
-            return value
+            return str(value)
 
         return read
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
@@ -49,7 +49,8 @@ def record_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> dict[
     ]
     record = {"class": type(optimizer).__name__, "groups": groups, "values": values}
     try:
-        return json.loads(json.dumps(record))
+        as_json: dict[str, Any] = json.loads(json.dumps(record))
+        return as_json
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"optimizer has a setting or state that is not fit for JSON: {error}") from error
 
@@ -60,9 +61,7 @@ def check_record(optimizer: torch.optim.Optimizer, model: Iterable[Place], manif
     Raises:
         CheckpointError: it is not.
     """
-    stored, model = manifest.optimizer, list(model)
-    if stored is None:
-        raise CheckpointError("the checkpoint has no optimizer state")
+    stored, model = _stored(manifest), list(model)
     groups = stored.get("groups")
     if stored.get("class") != type(optimizer).__name__:
         raise CheckpointError(
@@ -93,7 +92,7 @@ def empty_state(
     optimizer: torch.optim.Optimizer, model: Iterable[Place], manifest: Manifest
 ) -> tuple[State, list[Place]]:
     """What to put in place of the optimizer's state, and its tensors, to be filled. They are its own where they fit."""
-    kinds, values = _by_parameter(manifest.tensors), _by_parameter(manifest.optimizer["values"])
+    kinds, values = _by_parameter(manifest.tensors), _by_parameter(_stored(manifest)["values"])
     on_device = {
         id(parameter): bool(group.get("capturable") or group.get("fused"))
         for group in optimizer.param_groups
@@ -124,7 +123,7 @@ def install(optimizer: torch.optim.Optimizer, state: State, manifest: Manifest) 
     """Makes the state and the stored hyperparameters the optimizer's."""
     optimizer.state.clear()
     optimizer.state.update(state)
-    for group, stored in zip(optimizer.param_groups, manifest.optimizer["groups"], strict=True):
+    for group, stored in zip(optimizer.param_groups, _stored(manifest)["groups"], strict=True):
         for name, value in stored.items():
             if name == "params":
                 continue
@@ -165,7 +164,13 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
-def _are_names(value: Any) -> bool:
+def _stored(manifest: Manifest) -> dict[str, Any]:
+    if manifest.optimizer is None:
+        raise CheckpointError("the checkpoint has no optimizer state")
+    return manifest.optimizer
+
+
+def _are_names(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 

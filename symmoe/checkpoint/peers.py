@@ -28,7 +28,7 @@ class Peers:
         Raises:
             SymmoeError: of a rank; any other exception there becomes a CheckpointError that names it.
         """
-        result = problem = None
+        problem: SymmoeError | None = None
         try:
             result = work()
         except SymmoeError as error:
@@ -43,8 +43,7 @@ class Peers:
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, of any length, in rank order."""
-        lengths = self._exchange(len(payload).to_bytes(8, "little"), 8)
-        lengths = [int.from_bytes(length, "little") for length in lengths]
+        lengths = [int.from_bytes(length, "little") for length in self._exchange(len(payload).to_bytes(8, "little"), 8)]
         padded = self._exchange(payload, max(*lengths, 1))
         return [bytes_[:length] for bytes_, length in zip(padded, lengths, strict=True)]
 

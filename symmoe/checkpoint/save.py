@@ -271,7 +271,7 @@ def _share(
 
 
 def _digest(part: _Part) -> bytes:
-    return hashlib.sha256(part.to_host().reshape(-1).view(torch.uint8).numpy()).digest()
+    return hashlib.sha256(part.to_host().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
 def _compare(plan: _Plan, digests: list[bytes]) -> None:

@@ -15,6 +15,7 @@ import torch
 from symmoe import kernels
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
+from symmoe.kernels.operands import given
 from symmoe.symm_mem.autograd import wrote_into
 
 READY_ROWS, READY_VALUES = range(2)  # what a rank publishes: where its rows are, and its per-row values
@@ -54,7 +55,7 @@ def collect_rows_and_values(
     """As :func:`collect_rows`, and brings one fp32 value per row home: [N_cap] to [T, K], 0 for slots without a row."""
     with Collection(rows, plan, order=order, row_values=row_values) as collection:
         collection.collect()
-    return collection.out, collection.values
+    return collection.out, given("row_values", collection.values)
 
 
 class Collection:
@@ -84,7 +85,7 @@ class Collection:
         self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
         self._ops, self._exit = kernels.for_device(rows.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
-        self._agreed = {
+        self._agreed: control.CallFields = {
             "hidden": rows.shape[1],
             "dtype": control.DTYPES.index(rows.dtype),
             "order": control.ORDERS.index(order),
@@ -93,7 +94,7 @@ class Collection:
             "plan": plan.generation,
         }
         self.out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
-        self.values = None
+        self.values: torch.Tensor | None = None
         if row_values is not None:  # here, not in `collect`: that may run on another stream
             self.values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
         self._has_values = row_values is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe.combine.collect import PHASE, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
@@ -12,7 +14,7 @@ from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.tokens import receive_gradient, rows_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.autograd import hand_on, in_flight_problem
+from symmoe.symm_mem.autograd import Context, Function, hand_on, in_flight_problem
 from symmoe.symm_mem.buffers import buffer_problem, stale_problem
 
 
@@ -50,15 +52,23 @@ def combine_tokens(
     heap = plan.heap
     heap.check()
     heap.fail_for(_problem(expert_out, plan, order, grad_out), PHASE)
-    return _Combine.apply(expert_out, plan, order, grad_out)
+    y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
+    return y
 
 
-class _Combine(torch.autograd.Function):
+class _Context(Context, Protocol):
+    plan: Plan
+    grad_out: torch.Tensor | None
+    handed_on: torch.Tensor
+    num_rows: int
+
+
+class _Combine(Function):
     """The backward of combine is dispatch over the same plan."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
+        ctx: _Context, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.plan, ctx.grad_out, ctx.num_rows = plan, grad_out, expert_out.shape[0]
         with on_heap(expert_out, plan, name="expert output") as rows:
@@ -66,8 +76,8 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: torch.Tensor):
-        plan: Plan = ctx.plan
+    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        plan = ctx.plan
         if ctx.grad_out is None:
             d_rows = receive_gradient(dy.contiguous(), plan)
         else:
@@ -86,7 +96,9 @@ def _problem(expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.T
         return plan.not_dispatched
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows
     whole = isinstance(expert_out, torch.Tensor) and expert_out.dim() and expert_out.shape[0] == plan.row_capacity
-    error = rows_problem("expert_out", expert_out, plan, num_rows=plan.row_capacity if whole else least)
+    error: SymmoeError | None = rows_problem(
+        "expert_out", expert_out, plan, num_rows=plan.row_capacity if whole else least
+    )
     error = error or stale_problem("expert_out", expert_out)
     if error is not None or grad_out is None:
         return error

@@ -101,7 +101,7 @@ class Plan:
         """The error of combining with this plan now, or None if something has been dispatched with it."""
         if self.packed_to_row is not None:
             return None
-        return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
+        return _nothing_dispatched()
 
     def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
@@ -110,8 +110,12 @@ class Plan:
             StalePlan: nothing has been dispatched with this plan yet.
         """
         if self.packed_to_row is None or self.row_to_packed_row is None:
-            raise self.not_dispatched
+            raise _nothing_dispatched()
         return self.packed_to_row, self.row_to_packed_row
+
+
+def _nothing_dispatched() -> StalePlan:
+    return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
 
 
 def make_plan(
@@ -302,8 +306,8 @@ def _find_problem(
     if dtype is not None and dtype not in control.DTYPES:
         return ArgumentError(f"dtype ({dtype}) must be one of {', '.join(map(str, control.DTYPES))}")
     if capacity is None and (max_tokens is not None or overflow != "raise"):
-        given = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
-        return ArgumentError(f"{given} needs a static capacity, and capacity is None")
+        setting = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
+        return ArgumentError(f"{setting} needs a static capacity, and capacity is None")
     if capacity is None and heap.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return ArgumentError("capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows")
     if capacity is not None and capacity < 1:

@@ -57,7 +57,7 @@ def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
 
 def agreed_fields(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, layout: str, schedule: str
-) -> dict[str, int]:
+) -> control.CallFields:
     """What all ranks must bring alike to a dispatch, or their rows would not fit each other's buffers."""
     return {
         "hidden": x.shape[1],

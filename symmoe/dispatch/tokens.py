@@ -7,18 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol, overload
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe.combine.collect import collect_rows, collect_rows_and_values, on_heap
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import send_expert_major, send_packed, send_packed_gradient
 from symmoe.dispatch.slots import PHASE
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.autograd import wrote_into
+from symmoe.symm_mem.autograd import Context, Function, wrote_into
 from symmoe.symm_mem.buffers import buffer_problem, dtype_problem
+
+
+@overload
+def dispatch_tokens(
+    x: torch.Tensor, plan: Plan, *, probs: torch.Tensor, out: torch.Tensor | None = None, order: str = "rank"
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def dispatch_tokens(
+    x: torch.Tensor, plan: Plan, *, probs: None = None, out: torch.Tensor | None = None, order: str = "rank"
+) -> tuple[torch.Tensor, None]: ...
 
 
 def dispatch_tokens(
@@ -64,12 +77,17 @@ def dispatch_tokens(
     return rows, row_probs
 
 
-class _Dispatch(torch.autograd.Function):
+class _Context(Context, Protocol):
+    plan: Plan
+    order: str
+
+
+class _Dispatch(Function):
     """The backward of dispatch is combine over the same plan."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         x: torch.Tensor,
         probs: torch.Tensor | None,
         plan: Plan,
@@ -87,13 +105,16 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None):
-        plan: Plan = ctx.plan
+    def backward(
+        ctx: _Context, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        plan = ctx.plan
+        d_probs: torch.Tensor | None = None
         with on_heap(d_rows, plan, name="input gradients") as rows:
-            if ctx.needs_input_grad[1]:
+            if ctx.needs_input_grad[1] and d_row_probs is not None:
                 dx, d_probs = collect_rows_and_values(rows, d_row_probs.contiguous(), plan, order=ctx.order)
             else:
-                dx, d_probs = collect_rows(rows, plan, order=ctx.order), None
+                dx = collect_rows(rows, plan, order=ctx.order)
         return dx, d_probs, None, None, None
 
 
@@ -148,7 +169,7 @@ def rows_problem(name: str, rows: object, plan: Plan, *, num_rows: int) -> Argum
 
 def _problem(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
-) -> ArgumentError | None:
+) -> SymmoeError | None:
     if order not in control.ORDERS:
         return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
     if probs is not None:

@@ -46,5 +46,6 @@ def _examine(environment: Mapping[str, str]) -> tuple[list[Finding], Gpus, Repor
 
 def _link_gbs(gpus: Gpus, smi: Report) -> float | None:
     """What the slowest of the GPUs' NVLinks give together; None if there are none, or it is not known."""
-    rates = [smi.links[gpu.smi_index].gbs for gpu in gpus.gpus if gpu.smi_index in smi.links]
+    indices = [gpu.smi_index for gpu in gpus.gpus if gpu.smi_index is not None]
+    rates = [smi.links[index].gbs for index in indices if index in smi.links]
     return min(rates) if len(rates) > 1 and min(rates) > 0 else None

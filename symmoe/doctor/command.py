@@ -18,7 +18,7 @@ The exit status is 1 if there is a problem. docs/doctor.md has all that it looks
 """
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `doctor` to the command's subparsers."""
     doctor = commands.add_parser(
         "doctor",

@@ -170,18 +170,21 @@ def _error(by_rank: dict[int, Record], num_ranks: int) -> Diagnosis:
 
 
 def _type(record: Record) -> str:
-    return record["error"]["type"]
+    name: str = record["error"]["type"]
+    return name
 
 
 def _gave_up(record: Record) -> bool:
-    return record["error"]["text"].startswith("this rank gave up: ")
+    text: str = record["error"]["text"]
+    return text.startswith("this rank gave up: ")
 
 
 def _call(record: Record, phase: str | None, epoch: int | None) -> dict[str, Any] | None:
     """The call of that epoch and phase; the last one of that phase if epochs do not fit, as after CUDA graphs."""
-    calls = [call for call in record["calls"] if call["phase"] == phase]
+    calls: list[dict[str, Any]] = [call for call in record["calls"] if call["phase"] == phase]
     exact = [call for call in calls if call["epoch"] == epoch]
-    return (exact or calls or [None])[-1]
+    found = exact or calls
+    return found[-1] if found else None
 
 
 def _last_call(

@@ -233,12 +233,12 @@ def _gpu(index: int, smi_indices: Mapping[str, int]) -> Gpu:
 
 
 def _pair(first: Gpu, second: Gpu, smi: Report) -> Pair:
-    indices = (first.smi_index, second.smi_index)
+    indices = [gpu.smi_index for gpu in (first, second) if gpu.smi_index is not None]
     both = (first.index, second.index)
     return Pair(
         first=first.index,
         second=second.index,
-        connection=None if None in indices else smi.topology.get((min(indices), max(indices))),
+        connection=smi.topology.get((min(indices), max(indices))) if len(indices) == 2 else None,
         can_access=all(torch.cuda.can_device_access_peer(*order) for order in (both, both[::-1])),
     )
 

@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from symmoe.bench import ranks as launch
@@ -150,13 +152,13 @@ def speeds(heap: SymmetricHeap, ranks: Ranks, load: Load) -> dict[str, float]:
     return {f"{name}_gbs": load.num_bytes / float(np.median(ms)) / 1e6 for name, ms in times.items()}
 
 
-def _tokens_of(rank: int) -> np.ndarray:
+def _tokens_of(rank: int) -> npt.NDArray[np.float32]:
     """float32 [T, H] of integers from 0 to 7; T and the values are the rank's own."""
     token, column = np.arange(60 + 5 * rank)[:, None], np.arange(_HIDDEN)
     return ((31 * rank + 7 * token + column) % 8).astype(np.float32)
 
 
-def _routing_of(rank: int, num_experts: int) -> np.ndarray:
+def _routing_of(rank: int, num_experts: int) -> npt.NDArray[np.int64]:
     """int64 [T, K]: different experts, and every seventh token without a second one."""
     token = np.arange(60 + 5 * rank)
     first = (token + rank) % num_experts
@@ -169,7 +171,7 @@ def _refuse(what: str, ranks: Ranks, is_wrong: bool) -> None:
         raise WrongResult(f"{what} moved wrong rows")
 
 
-def _write(path: str, found: dict) -> None:
+def _write(path: str, found: dict[str, Any]) -> None:
     """All of it or nothing."""
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(found, file)

@@ -120,7 +120,8 @@ def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
         found.append(Finding("note", "limits", text, "ulimit -u 65536, or docker run --pids-limit=-1"))
     if found:
         return found
-    shm = f"{_size(system.shm_free_bytes)} of {_size(system.shm_bytes)} free"
+    free, total = system.shm_free_bytes, system.shm_bytes
+    shm = "none" if free is None or total is None else f"{_size(free)} of {_size(total)} free"
     files = "no limit" if system.max_files is None else str(system.max_files)
     locked = "no limit" if system.max_locked_bytes is None else _size(system.max_locked_bytes)
     text = f"/dev/shm {shm}, open files {files}, locked memory {locked} (more is for RDMA, which symmoe does not use)"

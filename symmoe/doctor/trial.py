@@ -61,7 +61,7 @@ def run_trial(
     variables = {name: value for name, value in environment.items() if name not in _NOT_FOR_RANKS}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     start = time.monotonic()
-    processes: list[subprocess.Popen] = []
+    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="symmoe-doctor-") as name:
         folder = Path(name)
         try:
@@ -117,7 +117,7 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
     return [*found, Finding("ok", "self-test", f"{text}; {speeds} ({trial.took_s:.0f} s in all)")]
 
 
-def _wait(processes: Sequence[subprocess.Popen], deadline: float) -> list[int | None]:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
     """The exit statuses; None of ranks that have not ended in time, or soon after one that has failed."""
     has_failed = False
     while True:
@@ -130,7 +130,7 @@ def _wait(processes: Sequence[subprocess.Popen], deadline: float) -> list[int | 
         time.sleep(_POLL_S)
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -140,7 +140,9 @@ def _kill(process: subprocess.Popen) -> None:
 
 def _first_error(folder: Path, statuses: Sequence[int | None]) -> tuple[str, str]:
     """What it began with: a rank's own error, else a process's sudden end, and only then a rank that missed another."""
-    own, ended, missed, late = [], [], [], []
+    own: list[tuple[str, str]] = []
+    missed: list[tuple[str, str]] = []
+    ended, late = [], []
     for rank, status in enumerate(statuses):
         path = folder / f"found-{rank}"
         found = json.loads(path.read_text()) if path.exists() else {}

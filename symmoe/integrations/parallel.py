@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from symmoe.errors import ArgumentError
+from symmoe.moe.gradients import mark_expert
 from symmoe.moe.layer import MoELayer, MoEMetrics
 from symmoe.moe.router import RouterOutput
 
@@ -83,24 +84,30 @@ def parallelize(
     units = list(_outermost_units(model) if units is None else units)
     _make_outputs_known()
     layers = shard_experts(model, mesh[EP])
-    options = {"reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
+    free = reshard_after_forward
     # Not output_dtype: the layer's second output is an fp32 loss.
-    expert_options = options | {"mp_policy": dataclasses.replace(mp_policy, output_dtype=None)}
+    expert_policy = dataclasses.replace(mp_policy, output_dtype=None)
     expert_mesh = mesh[replicas]
     for layer in layers:
         # The router computes in fp32 from the tokens as they come.
         keep_fp32 = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
-        fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep_fp32)
+        fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
         if layer.shared_expert is not None and any(True for _ in layer.shared_expert.parameters()):
-            fully_shard(layer.shared_expert, mesh=dense_mesh, **options)
+            fully_shard(layer.shared_expert, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
         placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
-        fully_shard(layer, mesh=expert_mesh, shard_placement_fn=placement, **expert_options)
-        _divide_gradients(layer, expert_mesh, divisor)
+        sharded = fully_shard(
+            layer,
+            mesh=expert_mesh,
+            shard_placement_fn=placement,
+            reshard_after_forward=free,
+            mp_policy=expert_policy,
+        )
+        _divide_gradients(sharded, expert_mesh, divisor)
         for parameter in layer.experts.parameters():
-            parameter.is_expert = True  # FSDP has made new ones
+            mark_expert(parameter)  # FSDP has made new ones
     for unit in units:
         if not isinstance(unit, FSDPModule):
-            fully_shard(unit, mesh=dense_mesh, **options)
+            fully_shard(unit, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=dense_mesh, mp_policy=mp_policy)  # stays gathered: backward begins with it
     for module in model.modules():
@@ -134,14 +141,14 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> Dis
 
     def to_replica_mean(parameter: nn.Parameter) -> None:
         if ddp.require_backward_grad_sync and replicas.size() > 1:
-            gradient = parameter.grad.to_local()
+            gradient = _local(parameter.grad)
             # A mean, like DDP's own: what has been averaged before stays what it is.
             dist.all_reduce(gradient, group=group)
             gradient.div_(replicas.size())
 
     for layer in layers:
         for parameter in layer.experts.parameters():
-            dist.broadcast(parameter.detach().to_local(), group=group, group_src=0)
+            dist.broadcast(_local(parameter.detach()), group=group, group_src=0)
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / ep)
                 parameter.register_post_accumulate_grad_hook(to_replica_mean)
@@ -173,7 +180,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
             for name, parameter in list(linear.named_parameters()):
                 whole = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
                 sharded = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                sharded.is_expert = True
+                mark_expert(sharded)
                 setattr(linear, name, sharded)
     return layers
 
@@ -215,11 +222,16 @@ def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
 
 def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
     """The first dimension of the local part that FSDP can cut evenly."""
-    shape = parameter.to_local().shape
+    shape = _local(parameter).shape
     for dim, size in enumerate(shape):
         if size % num_shards == 0:
             return Shard(dim)
     raise ArgumentError(f"no dimension of an expert weight {list(shape)} is divisible by the {num_shards} replicas")
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The local part of an expert's parameter or gradient: DTensors, which torch's annotations do not say."""
+    return cast(DTensor, tensor).to_local()
 
 
 def _divide_gradients(module: FSDPModule, mesh: DeviceMesh, divisor: float) -> None:

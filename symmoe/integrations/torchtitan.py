@@ -78,7 +78,7 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         packed = num_ranks * self.config.num_max_tokens_per_rank
         rows = packed * min(self.top_k, self.num_experts // num_ranks)
         row_bytes = self.config.hidden_dim * _ROW_ITEM_BYTES
-        return (packed + rows) * row_bytes + packed * self.top_k * 8 + _SPARE_BYTES
+        return int((packed + rows) * row_bytes + packed * self.top_k * 8 + _SPARE_BYTES)
 
     def dispatch(
         self,
@@ -92,11 +92,14 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         Raises:
             ArgumentError, ExpertIdError, ConfigMismatch, HeapExhausted, PeerTimeout: see make_plan; on every rank.
         """
+        dispatched: tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata | LocalDispatchMetadata]
         if self.heap is None:
-            return LocalTokenDispatcher.dispatch(
+            dispatched = LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        return self._dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK)
+        else:
+            dispatched = self._dispatch(self.heap, x_TD, topk_scores_TK, topk_expert_ids_TK)
+        return dispatched
 
     def combine(
         self,
@@ -105,18 +108,21 @@ class SymmoeTokenDispatcher(BaseEPTokenDispatcher):
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
         """The sum of every token's rows, each times its score: [T, D]."""
+        y_TD: torch.Tensor
         if isinstance(metadata, LocalDispatchMetadata):
-            return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        return self._combine(routed_output_RD, metadata)
+            y_TD = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        else:
+            y_TD = self._combine(routed_output_RD, metadata)
+        return y_TD
 
     @torch.compiler.disable
     def _dispatch(
-        self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
+        self, heap: SymmetricHeap, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, SymmoeDispatchMetadata]:
         plan = make_plan(
             topk_expert_ids_TK,
             num_experts=self.num_experts,
-            heap=self.heap,
+            heap=heap,
             hidden=x_TD.shape[1],
             dtype=x_TD.dtype,
         )

@@ -8,15 +8,18 @@ symmoe.kernels.activation.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.activation import SRELU, Activation
 from symmoe.moe.arguments import scale_problem
+from symmoe.symm_mem.autograd import Context, Function
 
 
 class ScaledActivation(nn.Module):
@@ -46,7 +49,11 @@ class ScaledActivation(nn.Module):
             ArgumentError: a shape, dtype or device is wrong.
         """
         raise_for(self._problem(h, scale))
-        return _ScaledActivation.apply(h, scale.float(), self.activation)
+        out: torch.Tensor = _ScaledActivation.apply(h, scale.float(), self.activation)
+        return out
+
+    if TYPE_CHECKING:
+        __call__ = forward  # of which nn.Module says nothing
 
     def extra_repr(self) -> str:
         return str(self.activation)
@@ -125,9 +132,13 @@ def _paired(tensor: torch.Tensor, block: int, dim: int) -> tuple[torch.Size, int
     return tensor.shape, dim % tensor.dim()
 
 
-class _ScaledActivation(torch.autograd.Function):
+class _Context(Context, Protocol):
+    activation: Activation
+
+
+class _ScaledActivation(Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, h: torch.Tensor, scale: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def forward(ctx: _Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation) -> torch.Tensor:
         h, scale = h.contiguous(), scale.contiguous()
         ffn = h.shape[-1] // activation.hidden_width(1)
         out = h.new_empty((*h.shape[:-1], ffn))
@@ -139,7 +150,7 @@ class _ScaledActivation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_out: torch.Tensor):
+    def backward(ctx: _Context, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         h, scale = ctx.saved_tensors
         width, ffn = h.shape[-1], d_out.shape[-1]
         d_h, d_scale = torch.empty_like(h), torch.empty_like(scale)

@@ -13,13 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
 from symmoe import kernels
+from symmoe.kernels.operands import given
 from symmoe.kernels.parts import Part
-from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden
+from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
 from symmoe.moe.low_rank import LowRank
+
+
+class _Gathered(TypedDict):
+    row_index: torch.Tensor | None
+    num_sms: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class AdaptedWeights(ExpertWeights):
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         t1, t2 = self.low1.new_rows(num_rows), self.low2.new_rows(num_rows)
         for part in (Part(x.row_start),) if parts is None else parts:
-            gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            gathered: _Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm(x.rows, self.w1, part.rows, h, bias=self.b1, **gathered)
             self.low1.down(x.rows, part.rows, t1, **gathered)
             self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
@@ -52,7 +59,7 @@ class AdaptedWeights(ExpertWeights):
 
     def second_layer(
         self,
-        a: torch.Tensor,
+        a: SecondInput,
         hidden: Hidden,
         x: ExpertRows,
         out: torch.Tensor,
@@ -63,7 +70,7 @@ class AdaptedWeights(ExpertWeights):
     ) -> None:
         """As ExpertWeights.second_layer; `out` is where the sum is made."""
         ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
-        self.low2.add_up(hidden.t2, x.row_start, out, columns=columns, num_sms=num_sms)
+        self.low2.add_up(given("t2", hidden.t2), x.row_start, out, columns=columns, num_sms=num_sms)
 
     def backward(
         self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, *, parts: Iterable[Part] | None = None
@@ -80,10 +87,12 @@ class AdaptedBackward(ExpertsBackward):
     def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, low2 = h.shape[0], weights.low2
+        self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, weights.w2.shape[2]))
         scale, da = x.scale[:num_rows], torch.empty_like(self._a)
-        self._t1, self._t2, self._dt2 = hidden.t1, hidden.t2, low2.new_rows(num_rows)
+        self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
+        self._dt2 = low2.new_rows(num_rows)
         for part in (Part(x.row_start),) if parts is None else parts:
-            gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            gathered: _Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm_dgrad(self._d_out, weights.w2, part.rows, da, **gathered)
             low2.down_gradient(self._d_out, part.rows, self._dt2, **gathered)
             low2.add_up_gradient(self._dt2, part.rows, da, num_sms=part.num_sms)

@@ -8,6 +8,7 @@ is one in fact. Nothing is remembered of a list: trainers move parameters with `
 from __future__ import annotations
 
 import functools
+import operator
 import struct
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from symmoe import kernels
+from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 
 
@@ -40,6 +42,18 @@ def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     num_rows, num_columns = first.shape
     shape = (len(matrices), num_rows, num_columns)
     return first.detach().as_strided(shape, (num_rows * num_columns, num_columns, 1))
+
+
+def check_uniform(weights: Sequence[torch.Tensor]) -> None:
+    """
+    Raises:
+        ArgumentError: discrete weights differ in shape or dtype; a table has one of each.
+    """
+    for name in ("shape", "dtype"):
+        found = list(map(operator.attrgetter(name), weights))
+        if found.count(found[0]) != len(found):
+            g = next(g for g, value in enumerate(found) if value != found[0])
+            raise ArgumentError(f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one")
 
 
 def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
@@ -77,4 +91,5 @@ def _side_by_side(start: int, num_bytes: int, count: int) -> bytes:
 def _read(matrices: Sequence[torch.Tensor], *, alignment: int, contiguous: bool) -> bytes | None:
     device = matrices[0].device
     read = kernels.for_device(device).read_addresses
-    return read(list(matrices), device, alignment=alignment, contiguous=contiguous)
+    addresses: bytes | None = read(list(matrices), device, alignment=alignment, contiguous=contiguous)
+    return addresses

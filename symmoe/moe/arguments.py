@@ -87,6 +87,8 @@ def gradient_buffer(buffer: torch.Tensor | None, x: torch.Tensor, d_y: torch.Ten
     """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes."""
     if buffer is None:
         return torch.empty_like(x)
-    options = {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device, "inputs": (d_y,)}
-    raise_for(buffer_problem("grad_input_out", buffer, **options) or in_flight_problem("grad_input_out", buffer))
+    problem = buffer_problem(
+        "grad_input_out", buffer, shape=tuple(x.shape), dtype=x.dtype, device=x.device, inputs=(d_y,)
+    )
+    raise_for(problem or in_flight_problem("grad_input_out", buffer))
     return buffer

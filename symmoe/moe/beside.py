@@ -12,8 +12,10 @@ def start_beside(module: nn.Module, x: torch.Tensor, stream: torch.cuda.Stream |
     The result may be used after :func:`join`. Autograd runs the module's backward on `stream` too, and orders it
     against its neighbours'.
     """
+    y: torch.Tensor
     if stream is None:
-        return module(x)
+        y = module(x)
+        return y
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         y = module(x)

@@ -6,15 +6,15 @@ were kept or computed again (torch.utils.checkpoint, either variant), and evalua
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from symmoe.moe.balance import update_expert_bias
 from symmoe.moe.router import Router
+from symmoe.symm_mem.autograd import Context, Function
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -33,18 +33,19 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
         expert_group: as in reduce_gradients: the ranks that hold this rank's experts in the other EP groups, and this
             one. None: the world is one EP group.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router) and module.step_load is not None]
-    if not routers:
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    counts = {router: router.step_load for router in routers if router.step_load is not None}
+    if not counts:
         return
     if expert_group is not None:
-        loads = torch.cat([router.step_load for router in routers])
+        loads = torch.cat(list(counts.values()))
         dist.all_reduce(loads, group=expert_group)
-        for router, load in zip(routers, loads.split([len(r.step_load) for r in routers]), strict=True):
-            router.step_load.copy_(load)
-    for router in routers:
+        for step_load, load in zip(counts.values(), loads.split([len(c) for c in counts.values()]), strict=True):
+            step_load.copy_(load)
+    for router, step_load in counts.items():
         if router.expert_bias is not None:
-            update_expert_bias(router.expert_bias, router.step_load, router.config.bias_update_rate)
-        router.step_load.zero_()
+            update_expert_bias(router.expert_bias, step_load, router.config.bias_update_rate)
+        step_load.zero_()
 
 
 def balance_after(
@@ -69,7 +70,8 @@ def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: tor
     again for that loss still sees the count of forward.
     """
     if torch.compiler.is_compiling():
-        return _CountInBackward.apply(y, expert_load, step_load)
+        counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)
+        return counted
     loads = [expert_load.long()]  # a copy: the caller's is in the metrics, where anybody may write to it
 
     def add(_: torch.Tensor) -> None:
@@ -81,16 +83,21 @@ def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: tor
     return y
 
 
-class _CountInBackward(torch.autograd.Function):
+class _Context(Context, Protocol):
+    load: torch.Tensor
+    step_load: torch.Tensor
+
+
+class _CountInBackward(Function):
     """What a hook does, for torch.compile."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: _Context, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:
         ctx.load, ctx.step_load = load, step_load
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dy: torch.Tensor):
+    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         _add_load(ctx.step_load, ctx.load)
         return dy, None, None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -86,3 +87,8 @@ def layers_with_calls(model: nn.Module) -> dict[str, nn.Module]:
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")
     return layers
+
+
+def calls_of(layer: nn.Module) -> Calls:
+    """What one of :func:`layers_with_calls` has as `calls`."""
+    return cast(Calls, layer.calls)  # torch types every attribute of a module alike

@@ -6,11 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from symmoe.errors import ArgumentError
+from symmoe.dispatch.wire import wire_problem
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
-from symmoe.moe.overlap import layout_for
+from symmoe.moe.overlap import received_layout
+from symmoe.precision.operands import precision_problem
+from symmoe.precision.recipes import Recipe
 
-# Fields that take one of a few words. The Literal annotations below say the same to a type checker.
+Stash = Literal["all", "rows", "hidden", "none"]
+Schedule = Literal["serial", "overlapped"]
+QuantizedWire = Literal["none", "forward", "backward", "both"]
+
+# Fields that take one of a few words. The Literal annotations say the same to a type checker.
 _CHOICES = {
     "overflow": ("raise", "drop"),
     "order": control.ORDERS,
@@ -18,6 +25,7 @@ _CHOICES = {
     "stash": ("all", "rows", "hidden", "none"),
     "layout": ("auto", *control.LAYOUTS),
     "schedule": control.SCHEDULES,
+    "quantized_wire": ("none", "forward", "backward", "both"),
     "aux_loss": ("micro_batch", "sequence", "global"),
     "drop_policy": ("probs", "position"),
 }
@@ -44,9 +52,14 @@ class MoEConfig:
             The results have the same bits.
         layout: of the received rows. "packed": one per (token, rank), from which the GEMMs gather; "expert-major": one
             per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
-            takes less time, expert-major for an ffn of about 500 and more. Same bits.
+            takes less time, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
         schedule: "overlapped": rows travel beside the GEMMs where that pays (moe/overlap.py). "serial": dispatch,
             experts, combine one after the other. Same bits.
+        precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
+            None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
+        quantized_wire: what travels to the experts as the E4M3 numbers of `precision`, in about half the bytes: tokens
+            ("forward"), the gradients of their results ("backward"), "both" or "none". What the experts compute from
+            them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
         score: how logits become scores.
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
@@ -76,9 +89,11 @@ class MoEConfig:
     overflow: Literal["raise", "drop"] = "raise"
     max_tokens: int | None = None
     order: Literal["rank", "slot"] = "rank"
-    stash: Literal["all", "rows", "hidden", "none"] = "all"
+    stash: Stash = "all"
     layout: Literal["auto", "packed", "expert-major"] = "auto"
-    schedule: Literal["serial", "overlapped"] = "overlapped"
+    schedule: Schedule = "overlapped"
+    precision: Recipe | None = None
+    quantized_wire: QuantizedWire = "none"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     num_groups: int = 1
@@ -95,7 +110,7 @@ class MoEConfig:
     @property
     def received_layout(self) -> str:
         """The layout, chosen."""
-        return layout_for(self.ffn) if self.layout == "auto" else self.layout
+        return received_layout(self.layout, self.ffn, self.precision)
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups"):
@@ -111,9 +126,15 @@ class MoEConfig:
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
         for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
             _check_factor(name, getattr(self, name))
+        self._check_precision()
         self._check_groups()
         self._check_capacity()
         self._check_capacity_factor()
+
+    def _check_precision(self) -> None:
+        raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
+        if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
+            raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
 
     def _check_groups(self) -> None:
         _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)

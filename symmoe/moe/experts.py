@@ -7,15 +7,17 @@ Nothing here synchronises the host or copies rows.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.operands import given
 from symmoe.kernels.parts import Part
 from symmoe.kernels.table import TensorTable
+from symmoe.precision.operands import Operand
 from symmoe.symm_mem.autograd import Unmodified
 
 
@@ -25,11 +27,38 @@ class Hidden(NamedTuple):
     Attributes:
         h: [num_rows, W], FC1's output.
         t1, t2: [num_rows, r], what adapters have made of the rows and of the activation; None without adapters.
+        The others: the transposed weights as operands; None without a recipe.
     """
 
     h: torch.Tensor
     t1: torch.Tensor | None = None
     t2: torch.Tensor | None = None
+    w1_data: torch.Tensor | None = None
+    w1_scale: torch.Tensor | None = None
+    w1_global_scale: torch.Tensor | None = None
+    w2_data: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w2_global_scale: torch.Tensor | None = None
+
+    @classmethod
+    def with_weights(cls, h: torch.Tensor, w1: Operand | None, w2: Operand | None) -> Hidden:
+        """Where a recipe has quantised the transposed weights; None for what backward has no use for."""
+        missing = (None,) * len(Operand._fields)
+        return cls(h, None, None, *(w1 or missing), *(w2 or missing))
+
+    @property
+    def transposed1(self) -> Operand:
+        """W1 for dgrad."""
+        return Operand(given("w1_data", self.w1_data), given("w1_scale", self.w1_scale), self.w1_global_scale)
+
+    @property
+    def transposed2(self) -> Operand:
+        """W2 for dgrad."""
+        return Operand(given("w2_data", self.w2_data), given("w2_scale", self.w2_scale), self.w2_global_scale)
+
+
+# What a first layer hands to the second: the activation, or where a recipe multiplies, the operands of the product.
+SecondInput = torch.Tensor | tuple[Operand, Operand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +79,7 @@ class ExpertWeights:
 
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
-    ) -> tuple[Hidden, torch.Tensor]:
+    ) -> tuple[Hidden, SecondInput]:
         """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel per part.
 
         Args:
@@ -75,7 +104,7 @@ class ExpertWeights:
 
     def second_layer(
         self,
-        a: torch.Tensor,
+        a: SecondInput,
         hidden: Hidden,
         x: ExpertRows,
         out: torch.Tensor,
@@ -85,7 +114,7 @@ class ExpertWeights:
         num_sms: int | None = None,
     ) -> None:
         """out [N, H] = W2 a + b2 * bias_scale, or only columns of it (the first, and the one past the last)."""
-        kernels.for_device(a.device).grouped_gemm(
+        kernels.for_device(out.device).grouped_gemm(
             a,
             self.w2,
             x.row_start,
@@ -121,6 +150,16 @@ class ExpertRows:
     scale: torch.Tensor
     bias_scale: torch.Tensor | None = None
     row_index: torch.Tensor | None = None
+
+    def without_tail(self, num_rows: int) -> ExpertRows:
+        """The first `num_rows` rows, which are all that belong to a group, and maybe some more."""
+        bias_scale = None if self.bias_scale is None else self.bias_scale[:num_rows]
+        rows, row_index = self.rows, self.row_index
+        if row_index is None:
+            rows = rows[:num_rows]
+        else:
+            row_index = row_index[:num_rows]
+        return replace(self, rows=rows, scale=self.scale[:num_rows], bias_scale=bias_scale, row_index=row_index)
 
 
 def experts_forward(
@@ -170,8 +209,6 @@ class ExpertsBackward:
         h = hidden.h
         self._ops = ops = kernels.for_device(h.device)
         self._x, self._weights, self._d_out = x, weights, d_out
-        self._dh = torch.empty_like(h)
-        self._a = h.new_empty((h.shape[0], weights.w2.shape[2]))
         self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
         self.db1, self.db2 = (
             torch.empty_like(bias) if bias is not None and bias.requires_grad else None
@@ -179,15 +216,19 @@ class ExpertsBackward:
         )
         self._to_first_layer(hidden, parts)
         self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
-        if self.db2 is not None:
-            ops.grouped_bias_grad(d_out, x.row_start, self.db2, dout_index=x.row_index, scale=x.bias_scale)
-        if weights.b2 is not None and x.bias_scale is not None:
-            ops.grouped_bias_dot(d_out, weights.b2, x.row_start, self.d_scale, dout_index=x.row_index, accumulate=True)
+        if weights.b2 is not None:
+            d_out = self._output_gradients()
+            gathered = {"dout_index": x.row_index}
+            if self.db2 is not None:
+                ops.grouped_bias_grad(d_out, x.row_start, self.db2, scale=x.bias_scale, **gathered)
+            if x.bias_scale is not None:
+                ops.grouped_bias_dot(d_out, weights.b2, x.row_start, self.d_scale, accumulate=True, **gathered)
 
     def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
+        self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, ffn))
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
@@ -213,6 +254,10 @@ class ExpertsBackward:
             )
         if parts is not None:
             ops.sum_dact_partials(workspace, x.row_start, self.d_scale, num_partials)
+
+    def _output_gradients(self) -> torch.Tensor:
+        """[., H] in the working dtype; row i is at `row_index[i]`, or at i without an index."""
+        return self._d_out
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row)."""

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe.combine.collect import PHASE as COLLECT
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
+from symmoe.dispatch.wire import WireFormat, wire_problem
+from symmoe.errors import raise_for
+from symmoe.kernels.operands import given
 from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden
 from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
-from symmoe.moe.overlap import Sizes, layout_for, num_sms_of, overlap
+from symmoe.moe.overlap import Sizes, num_sms_of, overlap, received_layout
+from symmoe.moe.quantized import FULL, Wire
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
+from symmoe.symm_mem.autograd import Context, Function
+from symmoe.symm_mem.lease import Lease
 
 RECEIVED = "received rows"
+NUM_HIDDEN = len(Hidden._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,7 @@ def expert_parallel_mlp(
     stash: str = "all",
     layout: str = "auto",
     schedule: str = "overlapped",
+    quantized_wire: str = "none",
 ) -> torch.Tensor:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
 
@@ -67,17 +76,21 @@ def expert_parallel_mlp(
     Args:
         x: [T, H] on the heap's device; the experts' weights are cast to its dtype.
         probs: fp32 [T, K].
-        experts: this rank's.
+        experts: this rank's; their `precision` is that of the step.
         plan: of this call's routing.
         order: of the sums in combine, "rank" or "slot".
         stash: what is kept for backward, see MoEConfig.
         layout: of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
         schedule: "serial" or "overlapped", see MoEConfig.
+        quantized_wire: what travels quantised: "none", "forward", "backward" or "both", see MoEConfig.
 
     Returns:
         [T, H].
+
+    Raises:
+        ArgumentError: rows are to travel quantised, and the experts' precision is not one of E4M3 numbers.
     """
-    layout = layout_for(experts.ffn) if layout == "auto" else layout
+    layout = received_layout(layout, experts.ffn, experts.precision)
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
     weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
     b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
@@ -88,9 +101,22 @@ def expert_parallel_mlp(
         stash=STASHES[stash],
         layout=layout,
         schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout),
+        wire=_wire(experts, quantized_wire),
+        trains=torch.is_grad_enabled(),
     )
     adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
-    return _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2, *adapters)
+    y: torch.Tensor = _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2, *adapters)
+    return y
+
+
+def _wire(experts: GroupedMLP, quantized_wire: str) -> Wire:
+    recipe = experts.precision
+    if quantized_wire != "none":
+        raise_for(wire_problem(recipe))
+    if quantized_wire == "none" or recipe is None:
+        return FULL
+    wire = WireFormat(recipe, experts.hidden)
+    return Wire(*(wire if quantized_wire in (direction, "both") else None for direction in ("forward", "backward")))
 
 
 def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str) -> Schedule:
@@ -109,7 +135,10 @@ def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, la
         is_gated=experts.activation.activation.is_gated,
         pre_reduces=order == "rank",
     )
-    return Overlapped(layout, overlap(sizes, num_sms_of(x.device)))
+    chosen = overlap(sizes, num_sms_of(x.device))
+    if experts.precision is not None:  # its GEMMs begin when all rows are there
+        chosen = replace(chosen, dispatch=None, gradient_dispatch=None)
+    return Overlapped(layout, chosen)
 
 
 def _rounded_up(number: int) -> int:
@@ -128,10 +157,13 @@ class _Call:
     stash: Stash
     layout: str
     schedule: Schedule
+    wire: Wire
+    trains: bool
 
-    def receive_shape(self, hidden: int) -> tuple[int, int]:
-        """Of the buffer that rows arrive in."""
-        return (self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity, hidden)
+    def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
+        """A lease for the like of these rows to arrive in from all ranks."""
+        num_rows = self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
+        return self.plan.heap.lease((num_rows, rows.shape[1]), rows.dtype, name=name, phase=SEND)
 
     @property
     def num_rows(self) -> int:
@@ -140,7 +172,7 @@ class _Call:
 
     def weight_gradients(
         self, linear: GroupedLinear, weights: tuple[torch.Tensor, ...], compute: Callable[..., None]
-    ) -> list[torch.Tensor | None]:
+    ) -> Sequence[torch.Tensor | None]:
         """Of one linear layer, beside combine; a delayed one has nothing beside it."""
         num_sms = None if linear.delay_wgrad else self.schedule.gradient_combine_sms
         return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
@@ -157,17 +189,32 @@ class _Call:
         """Inputs as the kernels take them."""
         experts = self.experts
         bias_scale = None if b2 is None else row_probs
-        row_index = row_to_packed_row if self.layout == "packed" else None
-        return (
-            ExpertRows(received, self.plan.row_start, row_probs, bias_scale, row_index),
-            expert_weights(experts.fc1, experts.activation, experts.fc2, (b1, b2), tensors),
+        weights = expert_weights(
+            experts.fc1,
+            experts.activation,
+            experts.fc2,
+            (b1, b2),
+            tensors,
+            trains=(self.trains, self.trains),
+            wire=self.wire,
         )
+        row_index = row_to_packed_row if self.layout == "packed" else None
+        return ExpertRows(received, self.plan.row_start, row_probs, bias_scale, row_index), weights
 
 
-class _ExpertParallelMLP(torch.autograd.Function):
+def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
+    """Rows as they travel."""
+    return rows if wire is None else wire.encode(rows)
+
+
+class _Context(Context, Protocol):
+    call: _Call
+
+
+class _ExpertParallelMLP(Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         call: _Call,
         x: torch.Tensor,
         probs: torch.Tensor,
@@ -177,15 +224,16 @@ class _ExpertParallelMLP(torch.autograd.Function):
     ) -> torch.Tensor:
         plan, schedule, hidden = call.plan, call.schedule, x.shape[1]
         heap, x = plan.heap, kernel_rows(x)
-        received = heap.lease(call.receive_shape(hidden), x.dtype, name=RECEIVED, phase=SEND)
-        with schedule.dispatch(x, plan, received.tensor, probs.contiguous()) as arrival:
-            row_probs = arrival.row_probs
+        sent = _on_wire(x, call.wire.rows)
+        received = call.receive(sent, name=RECEIVED)
+        with schedule.dispatch(sent, plan, received.tensor, probs.contiguous()) as arrival:
+            row_probs = given("row_probs", arrival.row_probs)
             rows, experts = call.operands(received.tensor, arrival.row_to_packed_row, row_probs, b1, b2, tensors)
             computed, a = experts.first_layer(rows, num_rows=call.num_rows, parts=arrival.parts)
         keeps, stash = any(ctx.needs_input_grad), call.stash
         if keeps:
             # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
-            kept = (None, received.tensor) if stash.keeps_rows else (x, None)
+            kept: tuple[torch.Tensor | None, ...] = (None, received.tensor) if stash.keeps_rows else (x, None)
             kept += computed if stash.keeps_h else (None,) * len(computed)
             ctx.save_for_backward(*kept, row_probs, b1, b2, *tensors)
             ctx.call = call
@@ -200,26 +248,27 @@ class _ExpertParallelMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: torch.Tensor):
-        call: _Call = ctx.call
-        x, received, h, t1, t2, row_probs, b1, b2, *tensors = ctx.saved_tensors
+    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call = ctx.call
+        x, received, *rest = ctx.saved_tensors
+        computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
         plan, schedule, fc1, fc2 = call.plan, call.schedule, call.experts.fc1, call.experts.fc2
         weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
         both = ((fc1, weights1), (fc2, weights2))
         heap, hidden = plan.heap, dy.shape[1]
         _, row_to_packed_row = plan.received_index()
-        shape = call.receive_shape(hidden)
         arrived = None
         if received is None:
-            received = heap.lease(shape, dy.dtype, name=RECEIVED, phase=SEND).tensor
-            arrived = schedule.dispatch_rows(x, plan, received)  # who goes where is in the plan
+            sent = _on_wire(x, call.wire.rows)
+            received = call.receive(sent, name=RECEIVED).tensor
+            arrived = schedule.dispatch_rows(sent, plan, received)  # who goes where is in the plan
         rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tensors)
-        computed = Hidden(h, t1, t2)
         with nullcontext() if arrived is None else arrived as parts:
-            if h is None:
+            if computed.h is None:
                 computed, _ = experts.first_layer(rows, num_rows=call.num_rows, parts=parts)
-        d_out = heap.lease(shape, dy.dtype, name="output gradients", phase=SEND).tensor
-        with schedule.dispatch_rows(kernel_rows(dy), plan, d_out) as parts:
+        sent = _on_wire(kernel_rows(dy), call.wire.gradients)
+        d_out = call.receive(sent, name="output gradients").tensor
+        with schedule.dispatch_rows(sent, plan, d_out) as parts:
             # Holds both leases, beyond this call if weight gradients are delayed.
             step = experts.backward(rows, computed, d_out, parts=parts)
         with heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT) as d_rows:

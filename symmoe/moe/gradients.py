@@ -20,12 +20,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from symmoe.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def mark_expert(parameter: nn.Parameter) -> None:
+    """Says of a parameter that it is an expert's."""
+    parameter.is_expert = True  # type: ignore[attr-defined]  # our own, as trainers have theirs
 
 
 @torch.no_grad()
@@ -55,15 +64,16 @@ def reduce_gradients(
     dense, experts = _trainable(model)
     for parameter in dense + experts:
         if hasattr(parameter, "device_mesh"):
+            placements = _dtensor(parameter).placements
             raise ArgumentError(
-                f"a parameter of shape {list(parameter.shape)} is a DTensor ({parameter.placements}): FSDP reduces its "
+                f"a parameter of shape {list(parameter.shape)} is a DTensor ({placements}): FSDP reduces its "
                 "gradient in backward, and reduce_gradients would do it again"
             )
     num_ranks = _size(group)
     _sum_gradients(dense, group=group)
     _sum_gradients(experts, group=expert_group)
     if num_ranks > 1:
-        torch._foreach_div_([parameter.grad for parameter in dense + experts], num_ranks)
+        torch._foreach_div_([p.grad for p in dense + experts if p.grad is not None], num_ranks)
 
 
 @torch.no_grad()
@@ -103,7 +113,7 @@ def clip_grad_norm(
             here += square / num_copies  # the sum over ranks meets it that often
     if group is not None:
         dist.all_reduce(here, group=group)
-    total_norm = (everywhere + here).sqrt()
+    total_norm: torch.Tensor = (everywhere + here).sqrt()
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for gradients in copies.values():
         torch._foreach_mul_(gradients, factor)
@@ -121,13 +131,19 @@ def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> 
         if mesh is None:
             num_copies = num_replicas if getattr(parameter, "is_expert", False) else num_ranks
         else:
-            if any(placement.is_partial() for placement in gradient.placements):
-                raise ArgumentError(f"{name}.grad is a partial sum {gradient.placements}: it has no norm yet")
-            sizes = zip(mesh.shape, gradient.placements, strict=True)
+            placements = _dtensor(gradient).placements
+            if any(placement.is_partial() for placement in placements):
+                raise ArgumentError(f"{name}.grad is a partial sum {placements}: it has no norm yet")
+            sizes = zip(mesh.shape, placements, strict=True)
             num_copies = num_ranks // math.prod(size for size, placement in sizes if not placement.is_replicate())
-            gradient = gradient.to_local()
+            gradient = _dtensor(gradient).to_local()
         parts.setdefault(num_copies, []).append(gradient)
     return parts
+
+
+def _dtensor(tensor: torch.Tensor) -> DTensor:
+    """What has a mesh is one. (Asked for like that, since nothing else here needs torch's module of them.)"""
+    return cast("DTensor", tensor)
 
 
 def _trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

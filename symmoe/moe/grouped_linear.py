@@ -7,29 +7,33 @@ are a tail that is never read: it stays as it is in a buffer of the caller, and 
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.kernels import control
 from symmoe.kernels.table import TensorTable
 from symmoe.moe import weight_grad
-from symmoe.moe.adjacent import addresses, lay_side_by_side, packed_view
+from symmoe.moe.adjacent import addresses, lay_side_by_side
 from symmoe.moe.arguments import gradient_buffer, kernel_rows, result_buffers_problem, rows_problem, scale_problem
+from symmoe.moe.gradients import mark_expert
 from symmoe.moe.low_rank import low_rank
-from symmoe.moe.pointers import copy_data_ptrs_to_device
+from symmoe.moe.products import NOTHING, products_of
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
-from symmoe.symm_mem.autograd import Unmodified, hand_on, wrote_into
+from symmoe.precision.operands import precision_problem
+from symmoe.precision.recipes import Recipe
+from symmoe.symm_mem.autograd import Context, Function, Unmodified, hand_on, wrote_into
 from symmoe.symm_mem.buffers import stale_problem
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _INDEXED = re.compile(r"(weight|bias)(\d+)")
 
@@ -49,6 +53,9 @@ class GroupedLinear(nn.Module):
         accumulate_into_main_grad: the wgrad kernel adds to the fp32 `main_grad` of each weight instead of making
             `.grad` (see symmoe.moe.weight_grad).
         delay_wgrad: backward leaves the weight gradients to :meth:`backward_dw`.
+        precision: which numbers the three products multiply (docs/precision.md); None: those of the working dtype.
+            Parameters, their gradients and state dicts are the same with all of them. C and O must be multiples of
+            its `feature_multiple`.
         init_method: fills one group's [O, C] in place; None: uniform with the bound of nn.Linear.
 
     Parameters carry `is_expert = True`, by which reduce_gradients tells them from data-parallel ones.
@@ -70,6 +77,7 @@ class GroupedLinear(nn.Module):
         weights: Literal["packed", "discrete"] = "packed",
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
+        precision: Recipe | None = None,
         init_method: Callable[[torch.Tensor], object] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -80,8 +88,10 @@ class GroupedLinear(nn.Module):
                 raise ArgumentError(f"{name} ({value}) must be at least 1")
         if weights not in ("packed", "discrete"):
             raise ArgumentError(f"weights ({weights!r}) must be 'packed' or 'discrete'")
+        raise_for(precision_problem(precision, in_features=in_features, out_features=out_features))
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.return_bias = return_bias
+        self.return_bias, self.precision = return_bias, precision
+        self.precision_name = str(precision)  # equal where precisions are, for torch.compile to compare
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
         self.is_packed = weights == "packed"
         self._init_method = init_method
@@ -95,13 +105,13 @@ class GroupedLinear(nn.Module):
                 setattr(self, f"weight{g}", nn.Parameter(weight))
         self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
         for parameter in self.parameters():
-            parameter.is_expert = True
+            mark_expert(parameter)
         if delay_wgrad:
-            for parameter in self.weight_parameters():
-                parameter.skip_backward_post_hook = True  # Megatron's DDP: the gradient comes after backward
+            for weight in self.weight_parameters():
+                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]  # Megatron's DDP: it comes later
         self.reset_parameters()
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         match = _INDEXED.fullmatch(name)
         if match and match[1] in self.__dict__.get("_parameters", {}) and int(match[2]) < self.num_groups:
             packed = self._parameters[match[1]]
@@ -124,17 +134,17 @@ class GroupedLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Weights by `init_method`, biases zero if there is one; else both uniform like nn.Linear."""
-        bound = 1 / math.sqrt(self.in_features)
+        bound, bias = 1 / math.sqrt(self.in_features), self.bias_parameter()
         if self._init_method is None:
             for weight in self.weight_parameters():
                 weight.uniform_(-bound, bound)
-            if self.bias is not None:
-                self.bias_parameter().uniform_(-bound, bound)
+            if bias is not None:
+                bias.uniform_(-bound, bound)
             return
         for g in range(self.num_groups):
             self._init_method(getattr(self, f"weight{g}"))
-        if self.bias is not None:
-            self.bias_parameter().zero_()
+        if bias is not None:
+            bias.zero_()
 
     def forward(
         self,
@@ -174,11 +184,12 @@ class GroupedLinear(nn.Module):
             out=out,
             grad_input_out=grad_input_out,
             overwrite_main_grad=is_first_microbatch,
+            trains_x=torch.is_grad_enabled() and x.requires_grad,
         )
         added_bias = None if self.return_bias else bias
         scale = None if bias_scale is None else bias_scale.float()
         adapters = (adapter.to(x.dtype) for adapter in self.adapters())
-        y = _GroupedLinear.apply(call, x, added_bias, scale, *weights, *adapters)
+        y: torch.Tensor = _GroupedLinear.apply(call, x, added_bias, scale, *weights, *adapters)
         return (y, bias) if self.return_bias else y
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
@@ -192,7 +203,7 @@ class GroupedLinear(nn.Module):
 
     def weight_gradients(
         self, weights: tuple[torch.Tensor, ...], compute: weight_grad.Compute, *, overwrite_main_grad: bool
-    ) -> list[torch.Tensor | None]:
+    ) -> Sequence[torch.Tensor | None]:
         """What the backward of an autograd function returns for `weights`; runs `compute` now or in backward_dw.
 
         Args:
@@ -204,8 +215,10 @@ class GroupedLinear(nn.Module):
             return [None] * len(weights)
         parameters = self.weight_parameters()
 
+        add = weight_grad.add_to_main_grad if self.precision is None else weight_grad.add_packed_to_main_grad
+
         def to_main_grad() -> list[torch.Tensor | None]:
-            return weight_grad.add_to_main_grad(parameters, compute, overwrite=overwrite_main_grad)
+            return add(parameters, compute, overwrite=overwrite_main_grad)
 
         def to_main_grad_later() -> None:
             # Where autograd would have put the stand-ins: Megatron's DDP looks there before it reduces.
@@ -251,19 +264,21 @@ class GroupedLinear(nn.Module):
         self._after_backward_dw.append(hook)
 
     def extra_repr(self) -> str:
+        precision = "" if self.precision is None else f", precision={self.precision}"
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, weights={'packed' if self.is_packed else 'discrete'}"
+            f"bias={self.bias is not None}, weights={'packed' if self.is_packed else 'discrete'}{precision}"
         )
 
     def _discrete_weights(self) -> tuple[nn.Parameter, ...]:
-        return tuple(self._parameters[f"weight{g}"] for g in range(self.num_groups))
+        weights = (self._parameters[f"weight{g}"] for g in range(self.num_groups))
+        return tuple(weight for weight in weights if weight is not None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
+        before = None if self.is_packed else addresses(self._discrete_weights())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         if self.is_packed:
-            return super()._apply(fn, recurse)
-        before = addresses(self._discrete_weights())
-        super()._apply(fn, recurse)
+            return self
         weights = self._discrete_weights()
         after = addresses(weights)
         # What has moved has got memory of its own. What has not may lie in a trainer's buffer, and stays there.
@@ -271,7 +286,7 @@ class GroupedLinear(nn.Module):
             lay_side_by_side(weights)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         for kind in ("weight", "bias"):
             indexed = [f"{prefix}{kind}{g}" for g in range(self.num_groups)]
             packed = f"{prefix}{kind}"
@@ -287,35 +302,7 @@ class GroupedLinear(nn.Module):
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, differentiable; any other tensor as it is."""
     # Not isinstance: torch.distributed.tensor takes long to import, and who has no DTensors need not.
-    return parameter.to_local() if hasattr(parameter, "device_mesh") else parameter
-
-
-def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable:
-    """Weights as the kernels take them: a packed tensor, or discrete ones that do not lie like one as a table.
-
-    Found out anew in forward and in backward: trainers may move weights in between.
-    """
-    first = weights[0]
-    if first.dim() == 3:
-        return first
-    check_uniform(weights)
-    packed = packed_view(weights)
-    if packed is not None:
-        return packed
-    pointers = copy_data_ptrs_to_device(weights, first.device, alignment=control.ACCESS_BYTES, contiguous=True)
-    return TensorTable(pointers, weight_grad.packed_shape(weights), first.dtype)
-
-
-def check_uniform(weights: Sequence[torch.Tensor]) -> None:
-    """
-    Raises:
-        ArgumentError: discrete weights differ in shape or dtype; a table has one of each.
-    """
-    for name in ("shape", "dtype"):
-        found = list(map(operator.attrgetter(name), weights))
-        if found.count(found[0]) != len(found):
-            g = next(g for g, value in enumerate(found) if value != found[0])
-            raise ArgumentError(f"weight{g} has {name} {found[g]}; weight0 has {found[0]}, and all must have one")
+    return cast("DTensor", parameter).to_local() if hasattr(parameter, "device_mesh") else parameter
 
 
 def linear_problem(
@@ -349,12 +336,18 @@ class _Call:
     out: torch.Tensor | None
     grad_input_out: torch.Tensor | None
     overwrite_main_grad: bool
+    trains_x: bool
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _Context(Context, Protocol):
+    call: _Call
+    handed_on: torch.Tensor
+
+
+class _GroupedLinear(Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         call: _Call,
         x: torch.Tensor,
         bias: torch.Tensor | None,
@@ -367,9 +360,9 @@ class _GroupedLinear(torch.autograd.Function):
         bias_scale = None if bias_scale is None else bias_scale.contiguous()
         shape = (*x.shape[:-1], linear.out_features)
         y = x.new_empty(shape) if call.out is None else call.out
-        kernels.for_device(x.device).grouped_gemm(
+        products = products_of(linear.precision, weights)
+        products.forward(
             x.view(-1, linear.in_features),
-            kernel_weight(weights),
             call.row_start,
             y.view(-1, linear.out_features),
             bias=bias,
@@ -381,7 +374,8 @@ class _GroupedLinear(torch.autograd.Function):
             t = low.new_rows(math.prod(x.shape[:-1]))
             low.down(x.view(-1, linear.in_features), call.row_start, t)
             low.add_up(t, call.row_start, y.view(-1, linear.out_features))
-        ctx.save_for_backward(x, bias, bias_scale, t, *tensors)
+        kept = products.kept() if call.trains_x else NOTHING
+        ctx.save_for_backward(x, bias, bias_scale, t, *kept, *tensors)
         # Not save_for_backward: what the gradient's buffer holds until then is nobody's business. Held here, it is
         # also what keeps autograd from taking the buffer itself for the `.grad` of a leaf.
         ctx.call = call
@@ -390,29 +384,27 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_y: torch.Tensor):
-        x, bias, bias_scale, t, *tensors = ctx.saved_tensors
-        call: _Call = ctx.call
+    def backward(ctx: _Context, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, bias, bias_scale, t, *rest = ctx.saved_tensors
+        call = ctx.call
         linear, ops = call.linear, kernels.for_device(x.device)
+        kept, tensors = tuple(rest[: len(NOTHING)]), rest[len(NOTHING) :]
         weights, adapters = linear.split(tensors)
+        products = products_of(linear.precision, weights, kept)
         _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
         d_y = kernel_rows(d_y).view(-1, linear.out_features)
         rows = x.view(-1, linear.in_features)
         d_x = d_bias = d_scale = None
-        low, d_adapters = low_rank(adapters), ()
+        low = low_rank(adapters)
+        d_adapters: tuple[torch.Tensor | None, ...] = ()
         if low is not None:
             d_t = low.new_rows(rows.shape[0])
             low.down_gradient(d_y, call.row_start, d_t)
             d_adapters = low.gradients(rows, t, d_y, d_t, call.row_start)
         if needs_x:
             d_x = gradient_buffer(call.grad_input_out, x, d_y)
-            ops.grouped_gemm_dgrad(
-                d_y,
-                kernel_weight(weights),
-                call.row_start,
-                d_x.view(-1, linear.in_features),
-                zero_tail=call.grad_input_out is None,
-            )
+            d_rows, zero_tail = d_x.view(-1, linear.in_features), call.grad_input_out is None
+            products.input_gradient(d_y, call.row_start, d_rows, zero_tail=zero_tail)
             if low is not None:
                 low.add_up_gradient(d_t, call.row_start, d_x.view(-1, linear.in_features))
             if call.grad_input_out is not None:
@@ -429,7 +421,7 @@ class _GroupedLinear(torch.autograd.Function):
 
         def wgrad(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
             inputs.check()
-            ops.grouped_gemm_wgrad(d_y, rows, call.row_start, out, accumulate=accumulate)
+            products.weight_gradient(d_y, rows, call.row_start, out, accumulate)
 
         d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=call.overwrite_main_grad)
         return None, d_x, d_bias, d_scale, *d_weights, *d_adapters

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels.table import TensorTable
 from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU
 from symmoe.moe.adapted import AdaptedWeights
-from symmoe.moe.adjacent import packed_view
+from symmoe.moe.adjacent import check_uniform, packed_view
 from symmoe.moe.arguments import (
     gradient_buffer,
     kernel_rows,
@@ -29,12 +30,16 @@ from symmoe.moe.arguments import (
     width_problem,
 )
 from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden, experts_forward
-from symmoe.moe.grouped_linear import GroupedLinear, check_uniform, kernel_weight
+from symmoe.moe.grouped_linear import GroupedLinear
+from symmoe.moe.low_precision import packed_weight
 from symmoe.moe.low_rank import RANK_MULTIPLE, LowRank
 from symmoe.moe.pointers import pack_weight_ptrs
+from symmoe.moe.products import kernel_weight
+from symmoe.moe.quantized import FULL, QuantizedWeights, Wire
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.moe.weight_grad import packed_shape
-from symmoe.symm_mem.autograd import hand_on, wrote_into
+from symmoe.precision.recipes import Recipe
+from symmoe.symm_mem.autograd import Context, Function, hand_on, wrote_into
 from symmoe.symm_mem.buffers import stale_problem
 
 
@@ -46,7 +51,7 @@ class GroupedMLP(nn.Module):
         hidden, ffn: H, I. On GPUs both must be multiples of 8.
         activation: between the two layers; None is ScaledSwiGLU().
         bias: whether both layers have one.
-        weights, accumulate_into_main_grad, delay_wgrad: as in GroupedLinear, for both layers.
+        weights, accumulate_into_main_grad, delay_wgrad, precision: as in GroupedLinear, for both layers.
 
     Attributes:
         fc1: GroupedLinear H -> W (W = 2I for gated activations).
@@ -66,6 +71,7 @@ class GroupedMLP(nn.Module):
         weights: Literal["packed", "discrete"] = "packed",
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
+        precision: Recipe | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -75,16 +81,24 @@ class GroupedMLP(nn.Module):
                 raise ArgumentError(f"{name} ({value}) must be at least 1")
         self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
         self.activation = ScaledSwiGLU() if activation is None else activation
-        options = {
-            "bias": bias,
-            "weights": weights,
-            "accumulate_into_main_grad": accumulate_into_main_grad,
-            "delay_wgrad": delay_wgrad,
-            "dtype": dtype,
-            "device": device,
-        }
-        self.fc1 = GroupedLinear(num_groups, hidden, self.activation.activation.hidden_width(ffn), **options)
-        self.fc2 = GroupedLinear(num_groups, ffn, hidden, **options)
+        linear = partial(
+            GroupedLinear,
+            num_groups,
+            bias=bias,
+            weights=weights,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad=delay_wgrad,
+            precision=precision,
+            dtype=dtype,
+            device=device,
+        )
+        self.fc1 = linear(hidden, self.activation.activation.hidden_width(ffn))
+        self.fc2 = linear(ffn, hidden)
+
+    @property
+    def precision(self) -> Recipe | None:
+        """Which numbers the products of both layers multiply."""
+        return self.fc1.precision
 
     def reset_parameters(self) -> None:
         """Uniform weights and biases with the bound of nn.Linear, 1 / sqrt(inputs)."""
@@ -130,6 +144,9 @@ class GroupedMLP(nn.Module):
             is_first_microbatch=(is_first_microbatch, is_first_microbatch),
         )
 
+    if TYPE_CHECKING:
+        __call__ = forward  # of which nn.Module says nothing
+
     def backward_dw(self) -> None:
         """GroupedLinear.backward_dw of both layers."""
         self.fc2.backward_dw()
@@ -159,6 +176,9 @@ def fused_mlp(
     raise_for(_problem(fc1, fc2, x, splits, scale, out, grad_input_out))
     x, weights1, b1 = fc1.operands(x)
     _, weights2, b2 = fc2.operands(x)
+    tensors = (x, scale, b1, b2, *weights1, *weights2)
+    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    trains_rows = trains and x.requires_grad
     call = _Call(
         fc1=fc1,
         fc2=fc2,
@@ -168,9 +188,11 @@ def fused_mlp(
         out=out,
         grad_input_out=grad_input_out,
         overwrite_main_grad=is_first_microbatch,
+        trains=(trains_rows, trains),
     )
     adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2))
-    return _FusedMLP.apply(call, x, scale.float(), b1, b2, *weights1, *weights2, *adapters)
+    y: torch.Tensor = _FusedMLP.apply(call, x, scale.float(), b1, b2, *weights1, *weights2, *adapters)
+    return y
 
 
 Tensors = tuple[torch.Tensor, ...]
@@ -205,9 +227,23 @@ def expert_weights(
     fc2: GroupedLinear,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     tensors: Sequence[torch.Tensor],
+    *,
+    trains: tuple[bool, bool],
+    wire: Wire = FULL,
 ) -> ExpertWeights:
-    """What a step computes with, of the biases, and of weights and adapters in one row."""
+    """What a step computes with, of the biases, and of weights and adapters in one row.
+
+    Args:
+        trains: whether backward will ask for the gradient of the rows, and whether there will be one.
+        wire: what the rows have travelled as.
+    """
     weights1, weights2, adapters = split_tensors(fc1, fc2, tensors)
+    if fc1.precision is not None:
+        if adapters:
+            raise ArgumentError(f"adapters need precision None; {fc1} computes in {fc1.precision}")
+        packed1, packed2 = packed_weight(weights1), packed_weight(weights2)
+        packed = (packed1, biases[0], packed2, biases[1], activation.activation)
+        return QuantizedWeights(*packed, fc1.precision, trains, wire)
     w1, w2 = kernel_weights(weights1, weights2)
     weights = (w1, biases[0], w2, biases[1], activation.activation)
     if not adapters:
@@ -265,6 +301,7 @@ class _Call:
     out: torch.Tensor | None
     grad_input_out: torch.Tensor | None
     overwrite_main_grad: tuple[bool, bool]
+    trains: tuple[bool, bool]
 
     def operands(
         self,
@@ -278,14 +315,19 @@ class _Call:
         scale = scale.view(-1)
         return (
             ExpertRows(x.view(-1, x.shape[-1]), self.row_start, scale, scale if self.scale_bias else None),
-            expert_weights(self.fc1, self.activation, self.fc2, (b1, b2), tensors),
+            expert_weights(self.fc1, self.activation, self.fc2, (b1, b2), tensors, trains=self.trains),
         )
 
 
-class _FusedMLP(torch.autograd.Function):
+class _Context(Context, Protocol):
+    call: _Call
+    handed_on: torch.Tensor
+
+
+class _FusedMLP(Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         call: _Call,
         x: torch.Tensor,
         scale: torch.Tensor,
@@ -307,12 +349,13 @@ class _FusedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_y: torch.Tensor):
-        x, scale, b1, b2, h, t1, t2, *tensors = ctx.saved_tensors
-        call: _Call = ctx.call
+    def backward(ctx: _Context, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scale, b1, b2, *rest = ctx.saved_tensors
+        call = ctx.call
+        hidden, tensors = Hidden(*rest[: len(Hidden._fields)]), rest[len(Hidden._fields) :]
         weights1, weights2, _ = split_tensors(call.fc1, call.fc2, tensors)
         rows, experts = call.operands(x, scale, b1, b2, tensors)
-        step = experts.backward(rows, Hidden(h, t1, t2), kernel_rows(d_y).view(-1, d_y.shape[-1]))
+        step = experts.backward(rows, hidden, kernel_rows(d_y).view(-1, d_y.shape[-1]))
         d_x = None
         if ctx.needs_input_grad[1]:
             d_x = gradient_buffer(call.grad_input_out, x, d_y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -111,7 +112,9 @@ class MoELayer(nn.Module):
         self.router = Router(config, device=device)
         num_local = config.num_experts // heap.num_ranks
         if experts is None:
-            experts = GroupedMLP(num_local, config.hidden, config.ffn, dtype=dtype, device=device)
+            experts = GroupedMLP(
+                num_local, config.hidden, config.ffn, precision=config.precision, dtype=dtype, device=device
+            )
         self.set_experts(experts)
         self.shared_expert = shared_expert
         self._expert_group = expert_group
@@ -123,7 +126,10 @@ class MoELayer(nn.Module):
             ArgumentError: they do not fit the configuration.
         """
         num_local = self.config.num_experts // self.heap.num_ranks
-        for name, value in (("num_groups", num_local), ("hidden", self.config.hidden), ("ffn", self.config.ffn)):
+        wanted = {"num_groups": num_local} | {
+            name: getattr(self.config, name) for name in ("hidden", "ffn", "precision")
+        }
+        for name, value in wanted.items():
             if getattr(experts, name) != value:
                 raise ArgumentError(
                     f"experts.{name} ({getattr(experts, name)}) must be {value} with this config and heap"
@@ -176,6 +182,9 @@ class MoELayer(nn.Module):
         metrics = self._metrics(x, token_mask, routed, plan.expert_load, plan.num_dropped)
         self._tell(routed, metrics, dtype)
         return y, metrics
+
+    if TYPE_CHECKING:
+        __call__ = forward  # of which nn.Module says nothing
 
     def _forward_as_operator(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None

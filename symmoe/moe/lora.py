@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
+from symmoe.moe.gradients import mark_expert
 from symmoe.moe.grouped_linear import GroupedLinear, local_part
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.low_rank import RANK_MULTIPLE
@@ -55,10 +57,12 @@ class LoRAGroupedLinear(GroupedLinear):
             if parameter is not None:
                 parameter.requires_grad_(False)
         weight = adapted.weight_parameters()[0]
-        options = {"dtype": weight.dtype if dtype is None else dtype, "device": weight.device}
-        adapted.lora_a = nn.Parameter(torch.empty(linear.num_groups, rank, linear.in_features, **options))
-        adapted.lora_b = nn.Parameter(torch.zeros(linear.num_groups, linear.out_features, rank, **options))
-        adapted.lora_a.is_expert = adapted.lora_b.is_expert = True
+        dtype = weight.dtype if dtype is None else dtype
+        num_groups, device = linear.num_groups, weight.device
+        adapted.lora_a = nn.Parameter(torch.empty(num_groups, rank, linear.in_features, dtype=dtype, device=device))
+        adapted.lora_b = nn.Parameter(torch.zeros(num_groups, linear.out_features, rank, dtype=dtype, device=device))
+        for adapter in (adapted.lora_a, adapted.lora_b):
+            mark_expert(adapter)
         adapted.scaling, adapted.rank_dropout, adapted.is_merged = alpha / rank, rank_dropout, False
         adapted.reset_adapters()
         return adapted
@@ -123,12 +127,12 @@ class LoRAGroupedLinear(GroupedLinear):
         for weight, part in zip(self.weight_parameters(), (delta,) if self.is_packed else delta, strict=True):
             weight.add_(part.to(weight.dtype), alpha=sign)
 
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_merged:  # what a layer without adapters can load, and what cannot be added twice
             del destination[f"{prefix}lora_a"], destination[f"{prefix}lora_b"]
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names = [f"{prefix}lora_a", f"{prefix}lora_b"]
         if any(name in state_dict for name in names):
             self.unmerge()  # the weights beside adapters are without what these add
@@ -176,13 +180,14 @@ def add_lora(
     for mlp in mlps:
         for name in ("fc1", "fc2"):
             _check_linear(name, getattr(mlp, name))
-    options = {"rank": rank, "alpha": alpha, "rank_dropout": rank_dropout, "dtype": dtype}
+    adapt = partial(LoRAGroupedLinear.from_linear, rank=rank, alpha=alpha, rank_dropout=rank_dropout, dtype=dtype)
     for mlp in mlps:
-        mlp.fc1 = LoRAGroupedLinear.from_linear(mlp.fc1, **options)
-        mlp.fc2 = LoRAGroupedLinear.from_linear(mlp.fc2, **options)
+        mlp.fc1, mlp.fc2 = adapt(mlp.fc1), adapt(mlp.fc2)
     for module in model.modules():
-        if hasattr(module, "set_experts"):  # MoELayer and layers of integrations: compiled steps hold their weights
-            module.set_experts(module.experts)
+        # MoELayer and layers of integrations: compiled steps hold their weights.
+        set_experts = getattr(module, "set_experts", None)
+        if set_experts is not None:
+            set_experts(module.experts)
     return [parameter for linear in _adapted(model) for parameter in (linear.lora_a, linear.lora_b)]
 
 
@@ -208,5 +213,7 @@ def _check_linear(name: str, linear: GroupedLinear) -> None:
     for option in ("accumulate_into_main_grad", "delay_wgrad"):
         if getattr(linear, option):
             raise ArgumentError(f"{name}.{option} (True) must be False: gradients are those of the adapters")
+    if linear.precision is not None:
+        raise ArgumentError(f"{name}.precision ({linear.precision}) must be None: adapters add to products in full")
     if any(hasattr(parameter, "device_mesh") for parameter in linear.parameters()):
         raise ArgumentError(f"{name} holds DTensors; give it adapters before it is sharded")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -103,5 +104,5 @@ def low_rank(adapters: Sequence[torch.Tensor]) -> LowRank | None:
     return LowRank(*adapters) if adapters else None
 
 
-def _ops(tensor: torch.Tensor):
+def _ops(tensor: torch.Tensor) -> ModuleType:
     return kernels.for_device(tensor.device)

@@ -13,12 +13,14 @@ from typing import Literal
 
 import torch
 
+from symmoe.dispatch.wire import WireFormat
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.fused import STASHES
+from symmoe.precision.operands import weight_bytes
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 
 _ENDLESS_BYTES = 1 << 62
@@ -36,7 +38,8 @@ class MemoryPlan:
         lease_bytes_per_call: of that, what one call of one layer holds from its forward to its backward.
         forward_bytes_per_call, backward_bytes_per_call: leases that live during that pass alone, at their peak.
         activation_bytes_per_call: ordinary memory that one call of one layer holds from forward to backward: h, the
-            plan, the probs of the rows, and the tokens if they are sent again. Without the router's own (a few fp32
+            plan, the probs of the rows, the tokens if they are sent again, and with a recipe the transposed weights as
+            it has quantised them, which live as long as h. Without the router's own (a few fp32
             [T, E]) and whatever a shared expert keeps.
         activation_bytes: the same of all layers and micro-batches in flight.
     """
@@ -140,7 +143,11 @@ def _activation_bytes(
     plan_bytes = INT_BYTES * (num_tokens * per_token + received + small)
     h_bytes = rows * width * itemsize if stash.keeps_h else 0
     x_bytes = 0 if stash.keeps_rows else num_tokens * config.hidden * itemsize
-    return plan_bytes + rows * FLOAT_BYTES + h_bytes + x_bytes
+    weights_bytes = 0
+    if config.precision is not None and stash.keeps_h:
+        for num_lines, contracted in ((config.hidden, width), (config.ffn, config.hidden)):
+            weights_bytes += weight_bytes(config.precision, experts // num_ranks, num_lines, contracted)
+    return plan_bytes + rows * FLOAT_BYTES + h_bytes + x_bytes + weights_bytes
 
 
 # What happens to the heap: ("+name", bytes) is a lease, ("-name", 0) its end.
@@ -163,8 +170,15 @@ class _Calls:
 
     @property
     def _received_bytes(self) -> int:
-        rows = self.packed_rows if self.config.received_layout == "packed" else self.rows
-        return rows * self.config.hidden * self.itemsize
+        return self._arriving_bytes("forward")
+
+    def _arriving_bytes(self, direction: str) -> int:
+        """Of the buffer that rows arrive in."""
+        config = self.config
+        row_bytes = config.hidden * self.itemsize
+        if config.precision is not None and config.quantized_wire in (direction, "both"):
+            row_bytes = WireFormat(config.precision, config.hidden).row_bytes
+        return row_bytes * (self.packed_rows if config.received_layout == "packed" else self.rows)
 
     def forward(self) -> list[Step]:
         """Dispatch, experts, combine."""
@@ -179,7 +193,7 @@ class _Calls:
         """Dispatch again, experts, combine; ends with the rows that forward kept."""
         steps = [] if self.kept_bytes else [("+received", self._received_bytes)]
         steps += [
-            ("+d_out", self._received_bytes),
+            ("+d_out", self._arriving_bytes("backward")),
             ("+d_rows", self.rows * self.config.hidden * self.itemsize),
             ("+values", self.packed_rows * self.config.top_k * FLOAT_BYTES),
         ]
@@ -224,8 +238,10 @@ def _heap_bytes(calls: _Calls, schedule: list[tuple[str, int, int]], num_ranks: 
         for step, num_bytes in calls.forward() if direction == "forward" else calls.backward():
             key = (step[1:], micro_batch, layer)
             if step[0] == "+":
-                live[key] = offset, size = take(num_bytes)
-                end = max(end, offset + size)
+                span = take(num_bytes)
+                assert span is not None  # the arena is endless
+                live[key] = span
+                end = max(end, sum(span))
             else:
                 arena.give_back(*live.pop(key))
     return end

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.moe import balance
-from symmoe.moe.calls import Call, Calls, layers_with_calls
+from symmoe.moe.calls import Call, Calls, calls_of, layers_with_calls
 
 Sink = Callable[[dict[str, float], int], object]
 
@@ -86,14 +86,16 @@ class MetricsLogger:
     def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
         layers = layers_with_calls(model)
         self._sink = sink
-        self._sizes = [layer.calls.num_experts + _NUM_TOTALS for layer in layers.values()]
-        device = next(iter(layers.values())).calls.heap.device
+        self._sizes = [calls_of(layer).num_experts + _NUM_TOTALS for layer in layers.values()]
+        device = calls_of(next(iter(layers.values()))).heap.device
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._timers = {name: _Timer(device) for name in layers} if times_forward else {}
-        self._undo, self._watches = [], {}
+        self._undo: list[Callable[[], None]] = []
+        self._watches: dict[str, _Watch] = {}
         for (name, layer), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
-            watch = self._watches[name] = _Watch(layer.calls, totals)
-            self._undo.append(layer.calls.listen(watch.count))
+            calls = calls_of(layer)
+            watch = self._watches[name] = _Watch(calls, totals)
+            self._undo.append(calls.listen(watch.count))
             if (timer := self._timers.get(name)) is not None:
                 hooks = _TimerHooks(timer)
                 self._undo.append(layer.register_forward_pre_hook(hooks.before).remove)
@@ -173,12 +175,12 @@ class _TimerHooks:
     def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
         if _counts(layer.training):
             self._timer.start()
-            layer.calls.heap.trip_timer = self._timer.trip
+            calls_of(layer).heap.trip_timer = self._timer.trip
 
     def after(self, layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
         if _counts(layer.training):
             self._timer.stop()
-            layer.calls.heap.trip_timer = None
+            calls_of(layer).heap.trip_timer = None
 
 
 class _Timer:
@@ -207,8 +209,8 @@ class _Timer:
         """Seconds since the last call. On GPUs the events must have happened."""
         spans, self._spans[name] = self._spans[name], []
         if self._on_gpu:
-            return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
-        return sum(end - begin for begin, end in spans)
+            return float(sum(begin.elapsed_time(end) for begin, end in spans) / 1e3)
+        return float(sum(end - begin for begin, end in spans))
 
     def _add(self, name: str, begin: Any) -> None:
         if begin is not None:

@@ -20,6 +20,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -31,7 +32,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.stand_in import kind, local_parameters, with_parameters, without_memory
 from symmoe.moe.step import apply_experts, plan_step
-from symmoe.symm_mem.autograd import Unmodified
+from symmoe.symm_mem.autograd import Context, Unmodified
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
@@ -190,16 +191,27 @@ def _moe_forward(
         y = apply_experts(this.config, leaves[0], leaves[1], experts, plan)
     arguments.tensors = ()
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
-    state.untyped_storage()._symmoe_state = _State(arguments, inputs, _end_of(y))
+    kept = _State(arguments, inputs, _end_of(y))
+    state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # our own
     # The plan is kept, and what it says must not change with what is made of the results.
     return y.detach(), plan.expert_load.clone(), plan.num_dropped.clone(), state
 
 
 @_moe_forward.register_fake
-def _(x, probs, topk_idx, biases, weights, adapters, step, trains, trains_weights):
-    int32 = {"dtype": torch.int32, "device": x.device}
-    load = torch.empty(_STEPS[step].config.num_experts, **int32)
-    return x.new_empty(x.shape), load, torch.empty(1, **int32), torch.empty(1, dtype=torch.int64, device="cpu")
+def _(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    topk_idx: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
+    step: int,
+    trains: bool,
+    trains_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    load = torch.empty(_STEPS[step].config.num_experts, dtype=torch.int32, device=x.device)
+    num_dropped = torch.empty(1, dtype=torch.int32, device=x.device)
+    return x.new_empty(x.shape), load, num_dropped, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("symmoe::moe_backward", mutates_args=(), tags=_TAGS)
@@ -218,31 +230,48 @@ def _moe_backward(
         raise StalePlan("`state` is a copy of what moe_forward returned; backward needs the tensor itself")
     kept.arguments.tensors = [x, probs, *biases, *weights, *adapters]
     try:
-        return list(torch.autograd.grad([kept.output], kept.inputs, [dy.contiguous()], retain_graph=True))
+        outputs = cast(list[torch.Tensor], [kept.output])  # torch's annotation has no list of either
+        return list(torch.autograd.grad(outputs, kept.inputs, [dy.contiguous()], retain_graph=True))
     finally:
         kept.arguments.tensors = ()
 
 
 @_moe_backward.register_fake
-def _(dy, state, x, probs, biases, weights, adapters, trains_weights):
+def _(
+    dy: torch.Tensor,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
+    trains_weights: bool,
+) -> list[torch.Tensor]:
     inputs = [x, probs, *(biases if trains_weights else ()), *(weights if trains_weights else ()), *adapters]
     return [tensor.new_empty(tensor.shape) for tensor in inputs]
 
 
-def _keep(ctx, inputs, output) -> None:
+class _Context(Context, Protocol):
+    num_biases: int
+    num_weights: int
+    trains_weights: bool
+
+
+def _keep(ctx: _Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, probs, _, biases, weights, adapters, _, _, ctx.trains_weights = inputs
     ctx.num_biases, ctx.num_weights = len(biases), len(weights)
     ctx.save_for_backward(output[3], x, probs, *biases, *weights, *adapters)
 
 
-def _backward(ctx, dy, *_):
+def _backward(ctx: _Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
     state, x, probs, *rest = ctx.saved_tensors
     first_adapter = ctx.num_biases + ctx.num_weights
     biases, weights = rest[: ctx.num_biases], rest[ctx.num_biases : first_adapter]
     adapters = rest[first_adapter:]
+    d_rest: list[torch.Tensor | None]
     dx, d_probs, *d_rest = _moe_backward(dy, state, x, probs, biases, weights, adapters, ctx.trains_weights)
     if not ctx.trains_weights:
-        d_rest = [None] * first_adapter + d_rest
+        d_rest = [*itertools.repeat(None, first_adapter), *d_rest]
     d_parts = d_rest[: ctx.num_biases], d_rest[ctx.num_biases : first_adapter], d_rest[first_adapter:]
     return dx, d_probs, None, *d_parts, None, None, None
 

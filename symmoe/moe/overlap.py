@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.kernels.parts import PANEL_COLUMNS, Division, sum_stage
+from symmoe.precision.recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,13 @@ def layout_for(ffn: int, item_bytes: int = 2, rates: Rates = H200) -> str:
     """
     gathering_s = rates.gathered_share * 18 * ffn / rates.flops
     return "expert-major" if gathering_s > 2 * item_bytes / rates.memory_bytes else "packed"
+
+
+def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
+    """The layout that a choice of one stands for. What is quantised is gathered in doing so: rows are not copied."""
+    if layout != "auto":
+        return layout
+    return layout_for(ffn) if precision is None else "packed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

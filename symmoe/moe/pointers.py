@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,7 +134,7 @@ def pack_weight_ptrs(
     _check_scales_go_together(fc1, fc2, fc1_scales, fc2_scales, scale_layout)
     device = fc1[0].device
     payload = _addresses({"fc1": fc1, "fc2": fc2}, device, alignment=16, contiguous=True)
-    if fc1_scales is None:
+    if fc1_scales is None or fc2_scales is None:  # both
         pointers = torch.empty(len(fc1) + len(fc2), dtype=torch.int64, device=device)
         kernels.for_device(device).copy_host_to_device(payload, pointers)
         return PackedPointers(*pointers.split([len(fc1), len(fc2)]))
@@ -169,11 +169,11 @@ def _pack_swizzled(
     pointers = torch.empty(sum(sizes), dtype=torch.int64, device=device)
     ops = kernels.for_device(device)
     ops.copy_host_to_device(payload + _to_bytes(starts), pointers)
-    fc1, fc2, compact1, compact2, *of_swizzled = pointers.split(sizes)
+    fc1, fc2, compact1, compact2, scales1, scales2 = pointers.split(sizes)
     parts = swizzled.split([c * n for c, n in zip(counts, num_bytes, strict=True)])
     for compact, part, count, extent in zip((compact1, compact2), parts, counts, extents, strict=True):
         ops.swizzle_scales(compact, part.view(count, -1), *extent)
-    return PackedPointers(fc1, fc2, *of_swizzled, swizzled)
+    return PackedPointers(fc1, fc2, scales1, scales2, swizzled)
 
 
 def _scale_extents(
@@ -227,14 +227,15 @@ def _addresses(
 ) -> bytes:
     """The addresses of tensors on `device`, of all named lists one after the other, as native int64."""
     tensors = list(itertools.chain.from_iterable(lists.values()))
-    payload = kernels.for_device(device).read_addresses(tensors, device, alignment=alignment, contiguous=contiguous)
+    read = kernels.for_device(device).read_addresses
+    payload: bytes | None = read(tensors, device, alignment=alignment, contiguous=contiguous)
     if payload is None:
         raise _address_problem(lists, tensors, device, alignment)
     return payload
 
 
 def _address_problem(
-    lists: dict[str, Sequence[object]], tensors: list[object], device: torch.device, alignment: int
+    lists: Mapping[str, Sequence[object]], tensors: Sequence[object], device: torch.device, alignment: int
 ) -> ArgumentError:
     """What read_addresses did not like."""
     for i, tensor in enumerate(tensors):
@@ -248,11 +249,12 @@ def _address_problem(
         if tensor.data_ptr() % alignment:
             return ArgumentError(f"{label} starts at address {tensor.data_ptr()}; it must be aligned to {alignment}")
     # Nothing else is asked for, but contiguity where it is.
-    i = next(i for i, tensor in enumerate(tensors) if not tensor.is_contiguous())
-    return ArgumentError(f"{_label(lists, i)} has strides {list(tensors[i].stride())}; it must be contiguous")
+    strides = ((i, t.stride()) for i, t in enumerate(tensors) if isinstance(t, torch.Tensor) and not t.is_contiguous())
+    i, stride = next(strides)
+    return ArgumentError(f"{_label(lists, i)} has strides {list(stride)}; it must be contiguous")
 
 
-def _label(lists: dict[str, Sequence[torch.Tensor]], position: int) -> str:
+def _label(lists: Mapping[str, Sequence[object]], position: int) -> str:
     """What to call the tensor at a position in the lists, one after the other."""
     for name, tensors in lists.items():
         if position < len(tensors):
@@ -284,7 +286,7 @@ def _destination_problem(destination: object) -> ArgumentError | None:
     return None
 
 
-def _source_problem(source: object) -> ArgumentError | None:
+def _source_problem(source: HostBytes) -> ArgumentError | None:
     if isinstance(source, torch.Tensor):
         if source.device.type != "cpu":
             return ArgumentError(f"source is on {source.device}; it must be on the CPU")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.moe.calls import Call, layers_with_calls
+from symmoe.moe.calls import Call, calls_of, layers_with_calls
 from symmoe.moe.layer import MoELayer
 
 Routing = dict[str, torch.Tensor]
@@ -48,7 +48,7 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
                     raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
                 routing[name] = call.chosen_idx.int()
 
-            listeners.callback(layer.calls.listen(keep))
+            listeners.callback(calls_of(layer).listen(keep))
         yield routing
         _check_all_called(layers.keys() - routing.keys())
 
@@ -101,13 +101,14 @@ def balanced_choice(
 
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
-    layers = layers_with_calls(model)
-    for name, layer in layers.items():
+    layers: dict[str, MoELayer] = {}
+    for name, layer in layers_with_calls(model).items():
         if not isinstance(layer, MoELayer):
             raise ArgumentError(
                 f"layer {name!r} ({type(layer).__name__}) must be a MoELayer: routing can be given to symmoe's router "
                 "alone, and this layer's is its trainer's (Megatron has moe_router_force_load_balancing)"
             )
+        layers[name] = layer
     return layers
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.drop import drop_over_capacity, expert_capacity
+from symmoe.symm_mem.autograd import Context, Function
 
 # Renormalising divides by the sum of K probs. Sigmoid scores that all underflow must give zeros, not NaN.
 _TINY = 1e-20
@@ -65,6 +67,7 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+        self.expert_bias: torch.Tensor | None
         self.register_buffer("expert_bias", bias if config.expert_bias else None)
         counts = config.expert_bias or (config.aux_loss_coef and config.aux_loss == "global")
         self.step_load = torch.zeros(config.num_experts, dtype=torch.int64, device=device) if counts else None
@@ -133,6 +136,9 @@ class Router(nn.Module):
             num_over_capacity=num_over_capacity,
         )
 
+    if TYPE_CHECKING:
+        __call__ = forward  # of which nn.Module says nothing
+
     def _check_choice(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> None:
         if (error := mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)) is not None:
             raise error
@@ -153,7 +159,8 @@ class Router(nn.Module):
         group_scores_TG = grouped_TGe.topk(best, dim=2).values.sum(2)
         keep_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
         keep_TG.scatter_(1, _topk(group_scores_TG, self.config.top_groups), True)
-        return grouped_TGe.masked_fill(~keep_TG.unsqueeze(2), -math.inf).flatten(1)
+        kept: torch.Tensor = grouped_TGe.masked_fill(~keep_TG.unsqueeze(2), -math.inf).flatten(1)
+        return kept
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""
@@ -164,7 +171,8 @@ class Router(nn.Module):
 
         if self.step_load is not None:
             self.step_load = keep_dtype(self.step_load)
-        return super()._apply(keep_dtype, recurse)
+        moved: nn.Module = super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]  # torch's
+        return moved
 
     def extra_repr(self) -> str:
         c = self.config
@@ -200,18 +208,22 @@ def _shape_problem(
     )
 
 
-class _Gather(torch.autograd.Function):
+class _Context(Context, Protocol):
+    shape: torch.Size
+
+
+class _Gather(Function):
     """scores.gather(1, topk_idx), of which torch's own backward copies a [T, E] tensor of zeros."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: _Context, scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(topk_idx)
         ctx.shape = scores.shape
         return scores.gather(1, topk_idx)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_probs: torch.Tensor):
+    def backward(ctx: _Context, d_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         (topk_idx,) = ctx.saved_tensors
         # A token's choices are distinct: nothing is added up.
         return d_probs.new_zeros(ctx.shape).scatter_(1, topk_idx, d_probs), None
@@ -228,7 +240,7 @@ _select_experts = torch.library.custom_op("symmoe::select_experts", _stable_topk
 
 
 @_select_experts.register_fake
-def _(values, k):
+def _(values: torch.Tensor, k: int) -> torch.Tensor:
     return torch.empty((values.shape[0], k), dtype=torch.int64, device=values.device)
 
 

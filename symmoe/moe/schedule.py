@@ -7,7 +7,7 @@ of the heap: dispatch, dispatch_rows, combine, combine_beside.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from symmoe.dispatch.send import (
     send_packed,
     send_packed_gradient,
 )
+from symmoe.kernels.parts import Part
 from symmoe.moe.overlap import Overlap, panels
 
 # Computes columns (first, one past the last; None: all) of the rows that combine reads, on so many SMs (None: all).
@@ -38,23 +39,29 @@ class Schedule(Protocol):
 
     gradient_combine_sms: int | None
 
-    def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor):
+    def dispatch(
+        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor
+    ) -> AbstractContextManager[Arrival]:
         """Context of an :class:`Arrival`: rows, slots and probs of x go to every rank's buffer."""
 
-    def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor):
+    def dispatch_rows(
+        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor
+    ) -> AbstractContextManager[Iterator[Part] | None]:
         """Context of the parts of an :class:`Arrival`: rows of x alone go to every buffer, along a plan in use."""
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """Has `rows` computed, and sums them at home: [T, H]."""
 
-    def combine_beside(self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor):
+    def combine_beside(
+        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor
+    ) -> AbstractContextManager[Collection]:
         """Context of a :class:`Collection`, complete after it, beside which the caller may compute other things."""
 
 
 class Serial:
     """One thing after the other."""
 
-    gradient_combine_sms = None
+    gradient_combine_sms: int | None = None
 
     def __init__(self, layout: str) -> None:
         self._layout = layout
@@ -64,7 +71,8 @@ class Serial:
         """See Schedule."""
         send = send_packed if self._layout == "packed" else send_expert_major
         row_probs = send(x, plan, buffer, probs)
-        yield Arrival(None, row_probs, plan.row_to_packed_row)
+        _, row_to_packed_row = plan.received_index()
+        yield Arrival(None, row_probs, row_to_packed_row)
 
     @contextmanager
     def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor) -> Iterator[None]:
@@ -106,14 +114,18 @@ class Overlapped:
         beside = overlap.gradient_combine
         self.gradient_combine_sms = None if beside is None else beside.num_sms
 
-    def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor):
+    def dispatch(
+        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor
+    ) -> AbstractContextManager[Arrival]:
         """See Schedule."""
         division = self._overlap.dispatch
         if division is None:
             return self._serial.dispatch(x, plan, buffer, probs)
         return arriving(x, plan, buffer, probs, layout=self._layout, division=division)
 
-    def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor):
+    def dispatch_rows(
+        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor
+    ) -> AbstractContextManager[Iterator[Part] | None]:
         """See Schedule."""
         division = self._overlap.gradient_dispatch
         if division is None:
@@ -139,7 +151,9 @@ class Overlapped:
             collection.collect(cut[-1])  # nothing runs beside it
         return collection.out
 
-    def combine_beside(self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor):
+    def combine_beside(
+        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor
+    ) -> AbstractContextManager[Collection]:
         """See Schedule."""
         if self._overlap.gradient_combine is None:
             return self._serial.combine_beside(rows, plan, order, row_values)

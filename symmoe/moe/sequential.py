@@ -21,6 +21,7 @@ from symmoe.moe.grouped_mlp import fused_mlp
 from symmoe.moe.splits import same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]
+_Three = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 
 # What the fused kernels can honour; any other argument brings the three modules back.
 _FUSED_FC1_KEYWORDS = {"grad_input_out", "is_first_microbatch"}
@@ -47,10 +48,10 @@ class Sequential(nn.Module):
         return len(self._modules)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())
+        return (module for module in self._modules.values() if module is not None)
 
     def __getitem__(self, index: int) -> nn.Module:
-        return self._modules[str(range(len(self))[index])]
+        return self.get_submodule(str(range(len(self))[index]))
 
     def forward(self, x: torch.Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None) -> Any:
         """Runs the modules in order.
@@ -74,8 +75,9 @@ class Sequential(nn.Module):
         outputs: list[Any] = []
         i = 0
         while i < len(modules):
-            if _is_fusible(modules[i : i + 3], inputs[i : i + 3], keywords[i : i + 3]):
-                x = _run_fused(modules[i : i + 3], x, inputs[i : i + 3], keywords[i : i + 3])
+            three = _fusible(modules[i : i + 3], inputs[i : i + 3], keywords[i : i + 3])
+            if three is not None:
+                x = _run_fused(three, x, inputs[i : i + 3], keywords[i : i + 3])
                 i += 3
                 continue
             x = modules[i](x, *inputs[i], **keywords[i])
@@ -143,22 +145,23 @@ def _keywords(module: nn.Module) -> set[str] | None:
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | set(positional)
 
 
-def _is_fusible(modules: list[nn.Module], inputs: list[tuple], keywords: list[dict]) -> bool:
-    """Whether the fused kernels give what these three modules would, and nobody looks in between."""
+def _fusible(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> _Three | None:
+    """The three modules, if the fused kernels give what they would, and nobody looks in between."""
     if len(modules) < 3:
-        return False
+        return None
     fc1, activation, fc2 = modules
     # Subclasses may compute something else, hooks would not be called: only the plain modules are known well enough.
     if not (type(fc1) is GroupedLinear and isinstance(activation, ScaledActivation) and type(fc2) is GroupedLinear):
-        return False
+        return None
     if type(activation).forward is not ScaledActivation.forward or any(_has_hooks(module) for module in modules):
-        return False
+        return None
     (splits1,), (scale,), (splits2,) = inputs
     bias_scale = keywords[2].get("bias_scale")
-    return (
+    fits = (
         fc1.num_groups == fc2.num_groups
         and fc1.out_features == activation.activation.hidden_width(fc2.in_features)
         and fc1.weight_parameters()[0].dtype == fc2.weight_parameters()[0].dtype
+        and fc1.precision == fc2.precision
         and not fc1.return_bias
         and not fc2.return_bias
         and same_splits(splits1, splits2)
@@ -166,10 +169,13 @@ def _is_fusible(modules: list[nn.Module], inputs: list[tuple], keywords: list[di
         and keywords[2].keys() <= _FUSED_FC2_KEYWORDS
         and (bias_scale is None or (bias_scale is scale and fc2.bias is not None))
     )
+    return (fc1, activation, fc2) if fits else None
 
 
-def _run_fused(modules: list[nn.Module], x: torch.Tensor, inputs: list[tuple], keywords: list[dict]) -> torch.Tensor:
-    fc1, activation, fc2 = modules
+def _run_fused(
+    three: _Three, x: torch.Tensor, inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]
+) -> torch.Tensor:
+    fc1, activation, fc2 = three
     (splits,), (scale,), _ = inputs
     return fused_mlp(
         fc1,
@@ -181,7 +187,10 @@ def _run_fused(modules: list[nn.Module], x: torch.Tensor, inputs: list[tuple], k
         scale_bias=keywords[2].get("bias_scale") is not None,
         out=keywords[2].get("out"),
         grad_input_out=keywords[0].get("grad_input_out"),
-        is_first_microbatch=tuple(keywords[i].get("is_first_microbatch", False) for i in (0, 2)),
+        is_first_microbatch=(
+            keywords[0].get("is_first_microbatch", False),
+            keywords[2].get("is_first_microbatch", False),
+        ),
     )
 
 

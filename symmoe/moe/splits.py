@@ -18,15 +18,14 @@ def splits_problem(splits: Splits, *, num_groups: int, rows: torch.Tensor, num_r
 
     The values of splits on a GPU are not looked at: kernels clamp them instead.
     """
-    is_tensor = isinstance(splits, torch.Tensor)
-    if not is_tensor and not isinstance(splits, Sequence):
+    if not isinstance(splits, (torch.Tensor, Sequence)):
         return ArgumentError(f"splits ({splits!r}) must be a tensor or a list of {num_groups} counts")
-    shape = tuple(splits.shape) if is_tensor else (len(splits),)
+    shape = tuple(splits.shape) if isinstance(splits, torch.Tensor) else (len(splits),)
     if shape != (num_groups,):
         return ArgumentError(f"splits has shape {list(shape)}; it must be [{num_groups}] (num_groups)")
-    if is_tensor and splits.dtype not in (torch.int32, torch.int64):
+    if isinstance(splits, torch.Tensor) and splits.dtype not in (torch.int32, torch.int64):
         return ArgumentError(f"splits has dtype {splits.dtype}; it must be torch.int32 or torch.int64")
-    if is_tensor and splits.is_cuda:
+    if isinstance(splits, torch.Tensor) and splits.is_cuda:
         if splits.device == rows.device:
             return None
         return ArgumentError(f"splits is on {splits.device}; rows is on {rows.device}")
@@ -35,7 +34,7 @@ def splits_problem(splits: Splits, *, num_groups: int, rows: torch.Tensor, num_r
             f"splits ({type(splits).__name__} on the CPU) would be frozen into the CUDA graph that is being captured; "
             f"give an integer tensor on {rows.device}"
         )
-    counts = splits.tolist() if is_tensor else list(splits)
+    counts = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
     if any(not isinstance(n, int) or n < 0 for n in counts) or sum(counts) > num_rows:
         return ArgumentError(f"splits ({counts}) must be counts that add up to at most {num_rows} rows")
     return None

@@ -24,6 +24,7 @@ def without_memory(experts: GroupedMLP) -> GroupedMLP:
         activation=experts.activation,
         bias=experts.fc1.bias is not None,
         weights="packed" if experts.fc1.is_packed else "discrete",
+        precision=experts.precision,
         device="meta",
     )
 
@@ -34,7 +35,7 @@ def kind(experts: GroupedMLP) -> tuple[object, ...]:
     sizes = experts.num_groups, experts.hidden, experts.ffn
     # Its fields, not itself: torch.compile would tell layers apart by whether they share the object.
     activation = [getattr(experts.activation.activation, name) for name in _ACTIVATION_FIELDS]
-    return (*sizes, *activation, fc1.bias is not None, fc1.is_packed, type(fc1), type(fc2))
+    return (*sizes, *activation, fc1.bias is not None, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
 
 
 class _Given(GroupedLinear):
@@ -79,6 +80,7 @@ def local_parameters(experts: GroupedMLP) -> tuple[list[torch.Tensor], list[torc
     Both biases or none, and A1, B1, A2, B2 or none (adapters_of).
     """
     linears = experts.fc1, experts.fc2
-    biases = [linear.bias_parameter() for linear in linears if linear.bias is not None]
+    maybe_biases = [linear.bias_parameter() for linear in linears]
+    biases = [bias for bias in maybe_biases if bias is not None]
     weights = [weight for linear in linears for weight in linear.weight_parameters()]
     return biases, weights, list(adapters_of(*linears))

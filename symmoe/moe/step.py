@@ -39,4 +39,5 @@ def apply_experts(
         stash=config.stash,
         layout=config.received_layout,
         schedule=config.schedule,
+        quantized_wire=config.quantized_wire,
     )

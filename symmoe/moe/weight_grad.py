@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
@@ -24,7 +23,7 @@ from symmoe.moe.pointers import copy_data_ptrs_to_device
 Compute = Callable[[torch.Tensor | TensorTable, bool], None]
 
 
-def new_gradients(parameters: Sequence[nn.Parameter], compute: Compute) -> list[torch.Tensor]:
+def new_gradients(parameters: Sequence[torch.Tensor], compute: Compute) -> list[torch.Tensor]:
     """Gradients of one packed [G, O, C] parameter, or of G [O, C] parameters as views of one buffer."""
     buffer = torch.empty(packed_shape(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
     compute(buffer, False)
@@ -32,21 +31,36 @@ def new_gradients(parameters: Sequence[nn.Parameter], compute: Compute) -> list[
 
 
 def add_to_main_grad(
-    parameters: Sequence[nn.Parameter], compute: Compute, *, overwrite: bool
+    parameters: Sequence[torch.Tensor], compute: Compute, *, overwrite: bool
 ) -> list[torch.Tensor | None]:
     """Runs the kernel on the parameters' `main_grad`; returns what autograd gets in place of gradients.
 
     Raises:
         ArgumentError: a parameter has no `main_grad`, or not one that the kernel can write to.
     """
-    # The kernel computes a gradient for every group; that of a frozen parameter goes nowhere.
-    targets = [_main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters]
-    overwrite = overwrite or getattr(parameters[0], "overwrite_main_grad", False)
+    targets, overwrite = _main_grads(parameters, overwrite)
     compute(_kernel_target(targets), not overwrite)
     return [_stand_in(parameter) for parameter in parameters]
 
 
-def add_to_grad(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+def add_packed_to_main_grad(
+    parameters: Sequence[torch.Tensor], compute: Compute, *, overwrite: bool
+) -> list[torch.Tensor | None]:
+    """As :func:`add_to_main_grad`, for kernels that write into packed tensors alone: gradients of parameters whose
+    `main_grad`s lie anywhere are computed beside them, and added in fp32, as the kernel would."""
+    targets, overwrite = _main_grads(parameters, overwrite)
+    packed = targets[0] if targets[0].dim() == 3 else packed_view(targets)
+    if packed is not None:
+        compute(packed, not overwrite)
+    else:
+        gradients = torch.empty(packed_shape(parameters), dtype=torch.float32, device=targets[0].device)
+        compute(gradients, False)
+        add = torch._foreach_copy_ if overwrite else torch._foreach_add_
+        add(targets, list(gradients.unbind(0)))
+    return [_stand_in(parameter) for parameter in parameters]
+
+
+def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """What autograd does at a leaf: the first gradient is kept, later ones are added."""
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -61,7 +75,8 @@ def add_to_grad(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Te
 def packed_shape(parameters: Sequence[torch.Tensor]) -> tuple[int, int, int]:
     """(G, O, C) of one packed parameter or of G single ones."""
     first = parameters[0]
-    return tuple(first.shape) if first.dim() == 3 else (len(parameters), *first.shape)
+    num_groups, out_features, in_features = first.shape if first.dim() == 3 else (len(parameters), *first.shape)
+    return num_groups, out_features, in_features
 
 
 def _kernel_target(targets: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable:
@@ -76,9 +91,16 @@ def _kernel_target(targets: Sequence[torch.Tensor]) -> torch.Tensor | TensorTabl
     return TensorTable(table, packed_shape(targets), first.dtype)
 
 
-def _main_grad(parameter: nn.Parameter) -> torch.Tensor:
+def _main_grads(parameters: Sequence[torch.Tensor], overwrite: bool) -> tuple[list[torch.Tensor], bool]:
+    """Where gradients of all groups go, and whether they overwrite what is there."""
+    # The kernel computes a gradient for every group; that of a frozen parameter goes nowhere.
+    targets = [_main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters]
+    return targets, overwrite or getattr(parameters[0], "overwrite_main_grad", False)
+
+
+def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
     getter = getattr(parameter, "get_main_grad", None)  # FSDP makes the tensor when it is asked for
-    main_grad = getattr(parameter, "main_grad", None) if getter is None else getter()
+    main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None) if getter is None else getter()
     if main_grad is None:
         raise ArgumentError(
             f"main_grad is missing on a weight of shape {list(parameter.shape)}, but accumulate_into_main_grad is True"
@@ -92,7 +114,7 @@ def _main_grad(parameter: nn.Parameter) -> torch.Tensor:
     return main_grad
 
 
-def _stand_in(parameter: nn.Parameter) -> torch.Tensor | None:
+def _stand_in(parameter: torch.Tensor) -> torch.Tensor | None:
     if not parameter.requires_grad or not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

@@ -9,6 +9,7 @@ import torch
 
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.operands import given
 from symmoe.precision.scale_tiles import swizzle_scales
 from symmoe.precision.transform import inverse_hadamard
 
@@ -73,7 +74,7 @@ class Quantized:
             ArgumentError: scales are not of one byte.
         """
         if self.layout == "rows":
-            return swizzle_scales(self.scale, self.row_start)
+            return swizzle_scales(self.scale, self._bounds)
         num_matrices, num_lines = (1, self.data.shape[0]) if self.layout == "columns" else self.data.shape[:2]
         lines = self.scale
         if self.block_format.block_lines > 1:
@@ -86,22 +87,27 @@ class Quantized:
 
         For numerics and tests: it has temporaries of several times the result. Does not synchronise the host.
         """
-        if self.layout == "rows":
-            groups, belongs = self._row_groups()
-            values = self._values(None if self.amax is None else self.global_scale[groups, None])
-            return values.where(belongs[:, None], 0.0)
         if self.layout == "columns":
             return self._columns()
-        values = self._values(None if self.amax is None else self.global_scale[:, None, None])
+        global_scale = self.global_scale
+        if self.layout == "rows":
+            groups, belongs = self._row_groups()
+            values = self._values(None if global_scale is None else global_scale[groups, None])
+            return values.where(belongs[:, None], 0.0)
+        values = self._values(None if global_scale is None else global_scale[:, None, None])
         return values if self.layout == "weight" else values.mT.contiguous()
+
+    @property
+    def _bounds(self) -> torch.Tensor:
+        return given("row_start", self.row_start)
 
     def _columns(self) -> torch.Tensor:
         groups, belongs = self._row_groups()
-        sizes = self.row_start.diff()
+        sizes = self._bounds.diff()
         tiles = (sizes + formats.TILE - 1) // formats.TILE
         first = formats.TILE * (tiles.cumsum(0) - tiles)
         row = torch.arange(self.num_rows, device=self.data.device)
-        place = (first - self.row_start[:-1])[groups] + row
+        place = (first - self._bounds[:-1])[groups] + row
         width = self.data.shape[1] * self.block_format.elements_per_byte
         # The group that a padded token is of; which one does not matter for tiles that are nobody's.
         token = torch.arange(width, device=self.data.device)
@@ -109,8 +115,8 @@ class Quantized:
         scale = None
         if self.block_format.block is None:
             scale = self.scale.float()[:, token_groups]
-        global_scale = None if self.amax is None else self.global_scale[token_groups]
-        values = self._values(global_scale, scale)
+        global_scale = self.global_scale
+        values = self._values(None if global_scale is None else global_scale[token_groups], scale)
         if self.signs is not None:
             values = inverse_hadamard(values, self.signs)
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
@@ -118,8 +124,8 @@ class Quantized:
     def _row_groups(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For every row: its group, 0 if it has none, and whether it has one."""
         row = torch.arange(self.num_rows, device=self.data.device, dtype=torch.int32)
-        groups = torch.searchsorted(self.row_start[1:].contiguous(), row, right=True)
-        belongs = groups < self.row_start.shape[0] - 1
+        groups = torch.searchsorted(self._bounds[1:].contiguous(), row, right=True)
+        belongs = groups < self._bounds.shape[0] - 1
         return groups.where(belongs, 0), belongs
 
     def _values(self, global_scale: torch.Tensor | None, scale: torch.Tensor | None = None) -> torch.Tensor:

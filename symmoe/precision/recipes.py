@@ -10,7 +10,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
-from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
+from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
 from symmoe.precision.quantized import Layout, Quantized
 from symmoe.precision.scale_tiles import row_start_problem
 from symmoe.precision.transform import check_signs
@@ -67,12 +67,37 @@ class Recipe(ABC):
         row_format = self.row_format
         return row_format.data_width(features) + row_format.num_blocks(features) * row_format.scale_dtype.itemsize
 
+    def empty_rows(self, num_rows: int, features: int, row_start: torch.Tensor) -> Quantized:
+        """What quantize makes of so many rows, without numbers: for kernels that fill it. Not with a global scale."""
+        row_format = self.row_format
+        return Quantized(
+            data=row_start.new_empty((num_rows, row_format.data_width(features)), dtype=row_format.data_dtype),
+            scale=row_start.new_empty((num_rows, row_format.num_blocks(features)), dtype=row_format.scale_dtype),
+            block_format=row_format,
+            layout="rows",
+            num_rows=num_rows,
+            row_start=row_start,
+        )
+
+    def empty_columns(self, num_rows: int, features: int, row_start: torch.Tensor) -> Quantized:
+        """The same of quantize_columns. Not with a global scale, nor with a scale for a whole group."""
+        row_format, padded = self.row_format, TILE * max_tiles(num_rows, row_start.shape[0] - 1)
+        return Quantized(
+            data=row_start.new_empty((features, row_format.data_width(padded)), dtype=row_format.data_dtype),
+            scale=row_start.new_empty((features, row_format.num_blocks(padded)), dtype=row_format.scale_dtype),
+            block_format=row_format,
+            layout="columns",
+            num_rows=num_rows,
+            row_start=row_start,
+        )
+
     @torch.no_grad()
     def quantize(
         self,
         rows: torch.Tensor,
         row_start: torch.Tensor | None = None,
         *,
+        row_index: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
         out: Buffers | None = None,
     ) -> Quantized:
@@ -82,6 +107,7 @@ class Recipe(ABC):
             rows: [N, C], bf16, fp16 or fp32, contiguous; C a multiple of feature_multiple.
             row_start: int32[G + 1] on their device, the groups' bounds; None: one group of all rows. Rows past
                 row_start[G] are neither read nor written.
+            row_index: int32[N], which row of `rows` row r of the groups is; None: row r.
             seeds: int64[G]: rounds to one of the two nearest numbers by random words of the group's seed and the place
                 in the group, so that the mean is right. Equal seeds and rows give equal bits wherever the group lies.
             out: buffers for data and scale, of the shapes and dtypes that :class:`Quantized` names.
@@ -89,14 +115,14 @@ class Recipe(ABC):
         Raises:
             ArgumentError: an argument is not like that, or seeds for a recipe without stochastic_gradients.
         """
-        row_start = self._row_start(rows, row_start, seeds)
-        num_rows, width = rows.shape
+        row_start = self._row_start(rows, row_start, seeds, row_index)
+        num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
         row_format = self.row_format
         shapes = (num_rows, row_format.data_width(width)), (num_rows, row_format.num_blocks(width))
         data, scale = _buffers(out, row_format, *shapes, rows)
         ops = kernels.for_device(rows.device)
-        amax = _amax(row_format, rows, row_start)
-        ops.quantize_rows(rows, row_start, data, scale, row_format, amax=amax, seeds=seeds)
+        amax = _amax(row_format, rows, row_start, row_index=row_index)
+        ops.quantize_rows(rows, row_start, data, scale, row_format, row_index=row_index, amax=amax, seeds=seeds)
         return Quantized(
             data=data,
             scale=scale,
@@ -120,8 +146,7 @@ class Recipe(ABC):
         """Rows transposed, with scales along the tokens of a group: an operand of wgrad.
 
         Args:
-            rows, row_start, seeds, out: as in quantize.
-            row_index: int32[N], which row of `rows` row r of the groups is; None: row r.
+            rows, row_start, row_index, seeds, out: as in quantize.
 
         Raises:
             ArgumentError: as in quantize.
@@ -252,7 +277,7 @@ class Float8Block(Recipe):
         return BlockFormat(element="e4m3", scale=self._scale, block=128, block_lines=128)
 
     @property
-    def _scale(self) -> str:
+    def _scale(self) -> ScaleKind:
         return "power_of_two" if self.power_of_two else "fp32"
 
 

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from symmoe.errors import ArgumentError, StaleRows
+
+if TYPE_CHECKING:
+
+    class Function(torch.autograd.Function):
+        """torch's, whose `apply` has no annotations."""
+
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            """What forward returns."""
+
+else:
+    Function = torch.autograd.Function
+
+
+class Context(Protocol):
+    """What autograd gives to forward and backward of a Function. (torch's own FunctionCtx leaves half of it out.)"""
+
+    saved_tensors: tuple[Any, ...]  # each a tensor, or None
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keeps them for backward, which finds them in `saved_tensors`."""
 
 
 def wrote_into(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,7 +68,10 @@ def hand_on(buffer: torch.Tensor) -> torch.Tensor:
     start = gradient.data_ptr()
     storage = buffer.untyped_storage()
     pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
-    storage._gradients = [*pending, (start, start + gradient.nbytes, weakref.ref(gradient))]
+    storage._gradients = [  # type: ignore[attr-defined]  # our own, for as long as the memory lives
+        *pending,
+        (start, start + gradient.nbytes, weakref.ref(gradient)),
+    ]
     return gradient
 
 
@@ -64,4 +90,4 @@ def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
 def _is_in_flight(reference: weakref.ref[torch.Tensor]) -> bool:
     gradient = reference()
     # One reference is the graph node's own; autograd holds one more until the gradient has been used or added up.
-    return gradient is not None and gradient._use_count() > 1
+    return gradient is not None and gradient._use_count() > 1  # type: ignore[attr-defined]  # torch's stubs leave it out

@@ -50,7 +50,7 @@ class FlightRecorder:
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
-        self._calls: deque[list] = deque(maxlen=NUM_CALLS)
+        self._calls: deque[list[Any]] = deque(maxlen=NUM_CALLS)
         self._num_launched = 0
         self.epoch = 0
 
@@ -121,7 +121,7 @@ def _create(folder: Path, stem: str) -> tuple[Path, int]:
 
 
 def _describe_error(error: SymmoeError) -> dict[str, Any]:
-    described = {"type": type(error).__name__, "text": str(error)}
+    described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
     if isinstance(error, PeerError):
         described["rank"] = error.rank
     if isinstance(error, PeerTimeout):
@@ -164,7 +164,7 @@ def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, A
     return described
 
 
-def _describe_call(entry: list, wall_offset_s: float) -> dict[str, Any]:
+def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     launch, epoch, call, peer, launched_ns, counts = entry
     fields = control.unpack_call(call)
     described: dict[str, Any] = {

@@ -35,7 +35,8 @@ class _Span:
     def release(self) -> None:
         """Gives the memory back."""
         heap, self._heap = self._heap, None
-        heap._give_back(*self._place)
+        if heap is not None:
+            heap._give_back(*self._place)
 
     def __del__(self) -> None:
         # The garbage collector may run this in any thread and in the middle of the arena's own work: only note it.
@@ -82,8 +83,9 @@ class Lease:
         self.generation = generation
         self._heap: SymmetricHeap | None = heap
         self._span = _Span(heap, name, generation, place)
-        self._tensor: torch.Tensor | None = self._over(heap, heap.rank)
-        self._tensor.untyped_storage()._lease_span = self._span
+        tensor = self._over(heap, heap.rank)
+        tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our own
+        self._tensor: torch.Tensor | None = tensor
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -103,7 +105,7 @@ class Lease:
 
     def release(self) -> None:
         """Gives the memory back. Exactly once: a second call raises StaleLease. Local."""
-        if self._heap is None:
+        if self._heap is None or self._tensor is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
         wrote_into(self._tensor)  # what autograd has saved of it is somebody else's memory from now on
         self._heap, self._tensor = None, None

@@ -115,18 +115,19 @@ class Branch:
             yield
             return
         self._was_entered = True
-        self._stream.wait_event(point)
+        if point is not None:
+            self._stream.wait_event(point)
         with torch.cuda.stream(self._stream):
             yield
 
     def wait_for(self, point: torch.cuda.Event | None) -> None:
         """What the current stream gets from now on comes after the point."""
-        if self._stream is not None:
+        if self._stream is not None and point is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(point)
 
     def join(self) -> None:
         """What the current stream gets from now on comes after all that is on the branch."""
-        if self._was_entered:
+        if self._stream is not None and self._was_entered:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 

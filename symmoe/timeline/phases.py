@@ -73,8 +73,8 @@ PHASES = (
     Phase(
         name="fan-out",
         color=YELLOW,
-        operators=("fan_out",),
-        kernels=("fan_out_kernel",),
+        operators=("fan_out", "unpack_rows"),
+        kernels=("fan_out_kernel", "unpack_rows_kernel"),
         is_communication=True,
     ),
     Phase(
@@ -151,6 +151,7 @@ PHASES = (
         operators=(
             "act_quantize",
             "dact_quantize",
+            "decode_rows",
             "group_amax",
             "quantize_columns",
             "quantize_rows",
@@ -162,6 +163,7 @@ PHASES = (
         kernels=(
             "act_quantize_kernel",
             "dact_quantize_kernel",
+            "decode_rows_kernel",
             "group_amax_kernel",
             "quantize_columns_kernel",
             "quantize_column_lines_kernel",

@@ -5,11 +5,11 @@ The backward of dispatch is combine with the same handle and the other way round
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe.bench.cases import Case
 from symmoe.bench.peers.common import Measured, missing
@@ -19,6 +19,7 @@ from symmoe.bench.reference import MAX_ERROR, Reference, row_error
 from symmoe.bench.steps import eager_step
 from symmoe.bench.stock import torch_experts
 from symmoe.bench.timing import DIRECTIONS, Variant, in_steps
+from symmoe.symm_mem.autograd import Context, Function
 
 NAME = "deepep"
 
@@ -50,7 +51,8 @@ def make_variants(problem: Problem, ranks: Ranks, opened: Any) -> list[Measured]
         row_to_packed, slots, ends = trip.local_order()
         rows = arrived.index_select(0, row_to_packed)
         out = experts(rows, arrived_probs.reshape(-1).index_select(0, slots), ends)
-        return _Combine.apply(torch.zeros_like(arrived).index_add(0, row_to_packed, out), trip)
+        y: torch.Tensor = _Combine.apply(torch.zeros_like(arrived).index_add(0, row_to_packed, out), trip)
+        return y
 
     layer = eager_step(NAME, problem, reference, forward, problem.inputs)
     return [Measured("layer", layer), *_trips(problem, opened, topk_idx)]
@@ -108,11 +110,13 @@ class _Trip:
 
     def dispatch_again(self, x: torch.Tensor) -> torch.Tensor:
         """Rows alone, by the handle."""
-        return self._buffer.dispatch(x, handle=self._handle)[0]
+        rows: torch.Tensor = self._buffer.dispatch(x, handle=self._handle)[0]
+        return rows
 
     def combine(self, rows: torch.Tensor, probs: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         """Sums of rows [T, H], and of probs [T, K]."""
-        return self._buffer.combine(rows, self._handle, topk_weights=probs)[:2]
+        y, y_probs, *_ = self._buffer.combine(rows, self._handle, topk_weights=probs)
+        return y, y_probs
 
     def local_order(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For rows sorted by expert: their packed rows and slots, int64 [N], and the ends of the experts, int32 [e]."""
@@ -122,25 +126,29 @@ class _Trip:
         return slots // self._arrived_idx.shape[1], slots, ends
 
 
-class _Dispatch(torch.autograd.Function):
+class _Context(Context, Protocol):
+    trip: _Trip
+
+
+class _Dispatch(Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, probs: torch.Tensor, trip: _Trip):
+    def forward(ctx: _Context, x: torch.Tensor, probs: torch.Tensor, trip: _Trip) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.trip = trip
         return trip.dispatch(x, probs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_rows: torch.Tensor, d_probs: torch.Tensor):
+    def backward(ctx: _Context, d_rows: torch.Tensor, d_probs: torch.Tensor) -> tuple[Any, ...]:
         return *ctx.trip.combine(d_rows.contiguous(), d_probs.contiguous()), None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: torch.Tensor, trip: _Trip) -> torch.Tensor:
+    def forward(ctx: _Context, rows: torch.Tensor, trip: _Trip) -> torch.Tensor:
         ctx.trip = trip
         return trip.combine(rows)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: torch.Tensor):
+    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.trip.dispatch_again(dy.contiguous()), None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from symmoe.bench.cases import Case
 from symmoe.bench.peers.common import Measured, missing
@@ -14,6 +14,7 @@ from symmoe.bench.problem import Problem
 from symmoe.bench.ranks import Ranks
 from symmoe.bench.reference import Reference
 from symmoe.bench.steps import eager_step
+from symmoe.symm_mem.autograd import Context, Function
 
 NAME = "liger-cute-kernels"
 
@@ -38,7 +39,8 @@ def open_peer(cases: list[Case], ranks: Ranks) -> int:
         gpus_per_host=ranks.num_ranks,
     )
     liger_cute_kernels.configure(device=ranks.device, moe=config)
-    return nvshmem.team_world()
+    team: int = nvshmem.team_world()
+    return team
 
 
 def make_variants(problem: Problem, ranks: Ranks, opened: int) -> list[Measured]:
@@ -49,7 +51,8 @@ def make_variants(problem: Problem, ranks: Ranks, opened: int) -> list[Measured]
     sizes = problem.case.shape.num_experts, problem.case.shape.top_k, opened
 
     def forward() -> torch.Tensor:
-        return _Layer.apply(x, problem.topk_idx, probs.to(x.dtype), gate, up, w2, sizes)
+        y: torch.Tensor = _Layer.apply(x, problem.topk_idx, probs.to(x.dtype), gate, up, w2, sizes)
+        return y
 
     reference = Reference(problem)
 
@@ -61,13 +64,30 @@ def make_variants(problem: Problem, ranks: Ranks, opened: int) -> list[Measured]
     return [Measured("layer", replace(eager_step(NAME, problem, reference, forward, inputs), verify=verify))]
 
 
-class _Layer(torch.autograd.Function):
+class _Context(Context, Protocol):
+    first: tuple[Any, ...]
+    second: tuple[torch.Tensor, ...]
+    sizes: tuple[int, int, int]
+    tile_rows: Any
+
+
+class _Layer(Function):
     """Forward leaves its buffers on a stack of the library's, from which backward takes them."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x, topk_idx, probs, gate, up, w2, sizes: tuple[int, int, int]) -> torch.Tensor:
+    def forward(
+        ctx: _Context,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        probs: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        w2: torch.Tensor,
+        sizes: tuple[int, int, int],
+    ) -> torch.Tensor:
         from liger_cute_kernels import tvm_ffi
 
+        y: torch.Tensor
         y, *kept, ctx.tile_rows = tvm_ffi.moe_fused_fwd_bf16(x, topk_idx, probs, gate, up, w2, *sizes)
         x_sorted, y_buffer, expert_offsets, token_expert_slots, tile_expert_ids = kept
         ctx.first = y_buffer, x_sorted, token_expert_slots, tile_expert_ids, expert_offsets
@@ -77,7 +97,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[Any, ...]:
         from liger_cute_kernels import tvm_ffi
 
         dx, d_gate, d_up, dw2, dprobs = tvm_ffi.moe_fused_bwd_bf16(

@@ -107,7 +107,7 @@ def _run(command: list[str], output: Path, failed: Path, timeout_s: float) -> st
     return f"exit status {status}: {_reason(lines)}"
 
 
-def _wait(process: subprocess.Popen, failed: Path, timeout_s: float) -> int | None:
+def _wait(process: subprocess.Popen[bytes], failed: Path, timeout_s: float) -> int | None:
     """The exit status; None if it has not ended in time. Others' failures shorten the time: it would wait for them."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -121,7 +121,7 @@ def _wait(process: subprocess.Popen, failed: Path, timeout_s: float) -> int | No
                 return None
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, 9)
     except ProcessLookupError:

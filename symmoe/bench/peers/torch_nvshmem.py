@@ -51,7 +51,7 @@ def open_peer(cases: list[Case], ranks: Ranks) -> _Buffers:
 
     def symmetric(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = symm_mem.empty(shape, dtype=dtype, device=ranks.device)
-        symm_mem.rendezvous(tensor, dist.group.WORLD.group_name)
+        symm_mem.rendezvous(tensor, dist.distributed_c10d._get_default_group().group_name)
         return tensor
 
     return _Buffers(
@@ -69,7 +69,7 @@ def make_variants(problem: Problem, ranks: Ranks, opened: _Buffers) -> list[Meas
     rows = problem.tokens.x.detach()[exchange.order // shape.top_k]
     sent, back = opened.here[: num_slots * shape.hidden], opened.there[: problem.num_rows * shape.hidden]
     splits = [torch.tensor(s, device=ranks.device) * shape.hidden for s in (exchange.sent, exchange.received)]
-    group = dist.group.WORLD.group_name
+    group = dist.distributed_c10d._get_default_group().group_name
 
     def dispatch() -> None:
         torch.ops.symm_mem.all_to_all_vdev(sent, opened.there, opened.in_splits, opened.out_splits_offsets, group)

@@ -80,7 +80,8 @@ class _Layer:
         rows, row_probs = moe_sort_chunks_by_index_with_probs(rows, row_probs, arriving.reshape(-1), self._to_expert)
         out = self._fc2(swiglu(self._fc1(rows, m_splits), row_probs), m_splits)
         out = moe_sort_chunks_by_index(out, arriving.t().reshape(-1), self._to_source)
-        return moe_unpermute(differentiable_all_to_all(out, sent, received), row_map, restore_shape=x.shape)
+        y: torch.Tensor = moe_unpermute(differentiable_all_to_all(out, sent, received), row_map, restore_shape=x.shape)
+        return y
 
 
 def _grouped_linear(weight: torch.Tensor, device: torch.device) -> tuple[Any, list[torch.nn.Parameter]]:

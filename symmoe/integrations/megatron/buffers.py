@@ -48,6 +48,6 @@ class SharedBuffers:
             memory = self._memory[name] = lease.tensor
         return memory[:num_bytes].view(like.dtype).view(row_capacity, hidden)[:num_rows]
 
-    def __deepcopy__(self, memo: dict) -> SharedBuffers:
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedBuffers:
         """Copies of a layer spec share the buffers, as they share the heap."""
         return self

@@ -8,6 +8,7 @@ torch.compile does not look into the two trips: plans, leases and signals are no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,7 +19,10 @@ from symmoe.combine.tokens import combine_tokens
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.tokens import dispatch_tokens
+from symmoe.errors import StalePlan
 from symmoe.integrations.megatron.buffers import SharedBuffers
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +96,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         """
         heap, options = self._buffers.heap, self._options
         self.plan = make_plan(
-            self.topk_idx,
+            begun(self.topk_idx),
             num_experts=self.config.num_moe_experts,
             heap=heap,
             capacity=options.capacity,
@@ -112,7 +116,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
         self._rows = hidden_states
-        return hidden_states, self.plan.splits.long(), probs
+        return hidden_states, begun(self.plan).splits.long(), probs
 
     def get_expert_zero_copy_buffers(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(output_buffer, grad_input_buffer), [N, H] each, for experts that write into them. Local.
@@ -133,11 +137,11 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         # A weight gradient that is left for later still reads the gradient of the output then.
         shares = self._own_experts and not self.config.delay_wgrad_compute
         grad_out = self._gradient_buffer("output gradients") if shares else None
-        return combine_tokens(hidden_states, self.plan, order=self._options.order, grad_out=grad_out)
+        return combine_tokens(hidden_states, begun(self.plan), order=self._options.order, grad_out=grad_out)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[S / TP, B, H], with the overlapped shared experts' output. Local."""
-        output = hidden_states.view(self.hidden_shape)
+        output = hidden_states.view(begun(self.hidden_shape))
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
@@ -149,7 +153,19 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         return self._shared(name) if torch.is_grad_enabled() else None
 
     def _shared(self, name: str) -> torch.Tensor:
-        return self._buffers.rows(name, self._rows.shape[0], self.plan.row_capacity, self._rows)
+        rows = begun(self._rows)
+        return self._buffers.rows(name, rows.shape[0], begun(self.plan).row_capacity, rows)
+
+
+def begun(value: _Value | None) -> _Value:
+    """What an earlier of the six calls has left.
+
+    Raises:
+        StalePlan: nothing.
+    """
+    if value is None:
+        raise StalePlan("the token dispatcher's calls must come in Megatron's order: dispatch_preprocess is the first")
+    return value
 
 
 def select_slots(routing_map: torch.Tensor, probs: torch.Tensor, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

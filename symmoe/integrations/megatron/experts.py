@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,13 +88,17 @@ class SymmExperts(MegatronModule):
                 delay_wgrad=config.delay_wgrad_compute,
                 init_method=init_method if config.perform_initialization else _leave_as_it_is,
                 dtype=config.params_dtype,
-                device="cpu" if on_cpu else torch.cuda.current_device(),
+                device="cpu" if on_cpu else torch.device(torch.cuda.current_device()),
             )
-        weight = linear.weight
-        weight.allreduce = config.expert_model_parallel_size == 1  # else: the expert-data-parallel buckets
-        # No duplicates on tensor-parallel ranks: gradient norms count it wherever it is.
-        weight.tensor_model_parallel = True
-        weight.partition_dim, weight.partition_stride = split_dim, 1
+        marks = {
+            "allreduce": config.expert_model_parallel_size == 1,  # else: the expert-data-parallel buckets
+            # No duplicates on tensor-parallel ranks: gradient norms count it wherever it is.
+            "tensor_model_parallel": True,
+            "partition_dim": split_dim,
+            "partition_stride": 1,
+        }
+        for name, mark in marks.items():
+            setattr(linear.weight, name, mark)
         return linear
 
     @torch.compiler.disable  # kernels that write into buffers
@@ -136,7 +141,7 @@ class SymmExperts(MegatronModule):
         self.linear_fc1.backward_dw()
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """Under the keys of SequentialMLP and TEGroupedMLP, so that checkpoints move both ways. Not collective."""
         num_local = self.num_local_experts
@@ -165,7 +170,7 @@ class SymmExperts(MegatronModule):
                 sharded[f"{prefix}{name}._extra_state{i}"] = extra
         return sharded
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
         """Drops the `_extra_state` of other experts: TE's are about FP8, SequentialMLP's are empty."""
         for key in [key for key in state_dict if key.startswith(prefix) and "._extra_state" in key]:
             del state_dict[key]
@@ -179,7 +184,7 @@ def _split(
     replica_id: tuple[int, ...],
     flattened_range: slice | None = None,
     *,
-    places: list[tuple[str, tuple]],
+    places: list[tuple[str, tuple[Any, ...]]],
     is_gated: bool,
     per_expert_keys: bool,
 ) -> list[ShardedTensor]:

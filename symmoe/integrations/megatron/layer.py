@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.integrations.megatron.buffers import SharedBuffers
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups
-from symmoe.integrations.megatron.dispatcher import DispatchOptions, SymmTokenDispatcher
+from symmoe.integrations.megatron.dispatcher import DispatchOptions, SymmTokenDispatcher, begun
 from symmoe.integrations.megatron.experts import SymmExperts
 from symmoe.moe.calls import Call, Calls
 
@@ -75,7 +75,7 @@ class SymmMoELayer(MoELayer):
         return dispatcher.combine_preprocess(output), bias
 
     def _tell(self, rows: torch.Tensor) -> None:
-        plan, topk_idx = self.token_dispatcher.plan, self.token_dispatcher.topk_idx
+        plan, topk_idx = begun(self.token_dispatcher.plan), begun(self.token_dispatcher.topk_idx)
         call = Call(
             topk_idx=topk_idx,
             chosen_idx=topk_idx,

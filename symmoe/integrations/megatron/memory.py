@@ -25,12 +25,13 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
     Returns:
         bytes per rank.
     """
-    num_ranks, top_k = config.expert_model_parallel_size, config.moe_router_topk
+    num_ranks: int = config.expert_model_parallel_size
+    top_k: int = config.moe_router_topk
     tokens = num_tokens * num_ranks
-    rows = tokens * min(top_k, config.num_moe_experts // num_ranks)
+    rows: int = tokens * min(top_k, config.num_moe_experts // num_ranks)
     if load_factor is not None:
         rows = min(rows, int(load_factor * num_tokens * top_k))
-    row_bytes = config.hidden_size * config.params_dtype.itemsize
+    row_bytes: int = config.hidden_size * config.params_dtype.itemsize
     # Slots and probs on their way, one call at a time.
     metadata_bytes = 2 * min(rows, tokens) * top_k * 4
     leases = num_layers + _SHARED_BUFFERS + 2

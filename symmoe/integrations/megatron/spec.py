@@ -120,6 +120,7 @@ def _layer_params(
 
 
 def _replaced(spec: Spec, replace: Callable[[_LayerSpec], Any]) -> Spec:
+    replaced: Spec
     replaced, num_layers = _replace_layers(spec, replace)
     if not num_layers:
         raise ArgumentError(f"spec ({type(spec).__name__}) has no MoE layer; make it with num_experts")

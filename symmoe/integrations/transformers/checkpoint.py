@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,9 @@ from symmoe.errors import CheckpointError, SymmoeError
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout, read_layout
 from symmoe.integrations.transformers.pieces import Piece, beside, layout_problem, pieces_of
 from symmoe.integrations.transformers.swap import heap_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MAX_SHARD_BYTES = 5_000_000_000  # of a new file
 _COPY_BYTES = 16 << 20
@@ -57,7 +60,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 @torch.no_grad()
 def save_checkpoint(
-    model: nn.Module,
+    model: PreTrainedModel,
     folder: str | os.PathLike[str],
     *,
     like: str | os.PathLike[str] | None = None,
@@ -123,7 +126,7 @@ def save_checkpoint(
 
 def _together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _Result]) -> _Result:
     """What `work` returns; if it fails on any rank, its error on every rank."""
-    result = problem = None
+    problem: SymmoeError | None = None
     try:
         result = work()
     except SymmoeError as error:
@@ -143,17 +146,22 @@ def _ignored_keys(model: nn.Module) -> set[str]:
 
 
 def _read(folder: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
-    by_file: dict[str, list[Piece]] = {}
+    for name, here in _by_file(layout, pieces).items():
+        with safe_open(folder / name, framework="pt") as file:
+            for piece, tensor in here:
+                if piece.index is None:
+                    tensor.copy_(file.get_tensor(piece.key))
+                else:
+                    tensor.copy_(file.get_slice(piece.key)[piece.index : piece.index + 1][0])
+
+
+def _by_file(layout: Layout, pieces: Iterable[Piece]) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
+    """The pieces that this rank holds."""
+    by_file: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
     for piece in pieces:
         if piece.tensor is not None:
-            by_file.setdefault(layout.tensors[piece.key].file, []).append(piece)
-    for name, here in by_file.items():
-        with safe_open(folder / name, framework="pt") as file:
-            for piece in here:
-                if piece.index is None:
-                    piece.tensor.copy_(file.get_tensor(piece.key))
-                else:
-                    piece.tensor.copy_(file.get_slice(piece.key)[piece.index : piece.index + 1][0])
+            by_file.setdefault(layout.tensors[piece.key].file, []).append((piece, piece.tensor))
+    return by_file
 
 
 def _lay_out(partial: Path, layout: Layout) -> None:
@@ -168,7 +176,9 @@ def _lay_out(partial: Path, layout: Layout) -> None:
         (partial / INDEX).write_bytes(layout.index)
 
 
-def _copy_rest(partial: Path, layout: Layout, pieces: Iterable[Piece], model: nn.Module, like: Path | None) -> None:
+def _copy_rest(
+    partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreTrainedModel, like: Path | None
+) -> None:
     """What no piece of the model is: config and tokenizer, and tensors that the model leaves alone."""
     if like is None:
         config = copy.deepcopy(model.config)
@@ -190,14 +200,11 @@ def _copy_rest(partial: Path, layout: Layout, pieces: Iterable[Piece], model: nn
 
 
 def _write(partial: Path, layout: Layout, pieces: Iterable[Piece]) -> None:
-    by_file: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_file.setdefault(layout.tensors[piece.key].file, []).append(piece)
-    for name, here in by_file.items():
+    for name, here in _by_file(layout, pieces).items():
         with (partial / name).open("r+b") as file:
-            for piece in here:
+            for piece, tensor in here:
                 stored = layout.tensors[piece.key]
-                value = piece.tensor.to(stored.dtype).contiguous().reshape(-1).cpu().view(torch.uint8)
+                value = tensor.to(stored.dtype).contiguous().reshape(-1).cpu().view(torch.uint8)
                 file.seek(stored.start + (piece.index or 0) * value.numel())
                 file.write(value.numpy().data)
             file.flush()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.integrations.transformers.families import Family
+from symmoe.integrations.transformers.families import Family, StockExperts
 from symmoe.kernels import control
 from symmoe.moe import operators
 from symmoe.moe.arguments import width_problem
@@ -146,7 +146,7 @@ class ExpertParallelExperts(nn.Module):
 
 
 def empty_experts(
-    family: Family, experts: nn.Module, num_local: int, heap: SymmetricHeap, *, step: StepConfig
+    family: Family, experts: StockExperts, num_local: int, heap: SymmetricHeap, *, step: StepConfig
 ) -> ExpertParallelExperts:
     """A module for `num_local` experts shaped like those of a transformers module, its parameters on the meta device.
 

@@ -8,13 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.moe.activations import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 BLOCK = "mlp"  # what every family calls its MoE block in memory
+
+
+class StockExperts(Protocol):
+    """An experts module of transformers, of any family. What those of gpt-oss alone have is in the second group."""
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    num_experts: int
+    config: PretrainedConfig
+    training: bool
+
+    gate_up_proj_bias: nn.Parameter
+    down_proj_bias: nn.Parameter
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +50,7 @@ class Family:
     matrices_on_disk: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     clamped: bool = False
 
-    def activation(self, experts: nn.Module) -> ScaledActivation:
+    def activation(self, experts: StockExperts) -> ScaledActivation:
         """What stands between the GEMMs of a transformers experts module.
 
         Raises:
@@ -67,8 +86,8 @@ def family_of(config: object) -> Family:
     return FAMILIES[model_type]
 
 
-def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
     """(path, module) of every experts module of transformers' own in a model."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] == "experts" and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
-            yield path, module
+            yield path, cast(StockExperts, module)  # torch types every attribute of a module alike

@@ -125,24 +125,24 @@ def _expert_pieces(
     """Pieces of all experts of a block; of all ranks, because every rank checks all keys."""
     mlp, heap = module.mlp, module.heap
     num_experts, hidden, ffn, dtype = module.num_experts, mlp.hidden, mlp.ffn, mlp.fc1.weight.dtype
-    fused = family.matrices_on_disk is None or (stored is not None and f"{name}.gate_up_proj" in stored)
+    fused = stored is not None and f"{name}.gate_up_proj" in stored
+    matrices = None if fused else family.matrices_on_disk
     for expert in range(num_experts):
         rank, i = divmod(expert, mlp.num_groups)
         here = rank == heap.rank
         w1 = mlp.fc1.weight.detach()[i] if here else None
         w2 = mlp.fc2.weight.detach()[i] if here else None
-        if not fused:
-            gate, up, down = (f"{name}.{expert}.{matrix}.weight" for matrix in family.matrices_on_disk)
-            yield Piece(gate, (ffn, hidden), dtype, None, w1[:ffn] if here else None, rank)
-            yield Piece(up, (ffn, hidden), dtype, None, w1[ffn:] if here else None, rank)
+        if matrices is not None:
+            gate, up, down = (f"{name}.{expert}.{matrix}.weight" for matrix in matrices)
+            yield Piece(gate, (ffn, hidden), dtype, None, w1[:ffn] if w1 is not None else None, rank)
+            yield Piece(up, (ffn, hidden), dtype, None, w1[ffn:] if w1 is not None else None, rank)
             yield Piece(down, (hidden, ffn), dtype, None, w2, rank)
         elif not family.clamped:
             yield Piece(f"{name}.gate_up_proj", (num_experts, 2 * ffn, hidden), dtype, expert, w1, rank)
             yield Piece(f"{name}.down_proj", (num_experts, hidden, ffn), dtype, expert, w2, rank)
         else:
-            b1 = mlp.fc1.bias.detach()[i] if here else None
-            b2 = mlp.fc2.bias.detach()[i] if here else None
-            w1, w2 = (w1.T, w2.T) if here else (None, None)
+            b1, b2 = (bias.detach()[i] if here and bias is not None else None for bias in (mlp.fc1.bias, mlp.fc2.bias))
+            w1, w2 = (None if weight is None else weight.T for weight in (w1, w2))
             yield Piece(f"{name}.gate_up_proj", (num_experts, hidden, 2 * ffn), dtype, expert, w1, rank)
             yield Piece(f"{name}.gate_up_proj_bias", (num_experts, 2 * ffn), dtype, expert, b1, rank)
             yield Piece(f"{name}.down_proj", (num_experts, ffn, hidden), dtype, expert, w2, rank)

@@ -46,13 +46,14 @@ def from_pretrained(
     config = AutoConfig.from_pretrained(folder) if config is None else copy.deepcopy(config)  # building changes it
     with torch.device("meta"):
         build = getattr(model_class, "from_config", None) or model_class._from_config
-        model = build(config, dtype=dtype or config.dtype or torch.get_default_dtype())
+        model: PreTrainedModel = build(config, dtype=dtype or config.dtype or torch.get_default_dtype())
     swap_moe(model, heap, step=step)
     _materialise(model, heap.device)
     load_checkpoint(model, folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _materialise(model: PreTrainedModel, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,7 +12,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.experts import StepConfig, empty_experts
-from symmoe.integrations.transformers.families import family_of
+from symmoe.integrations.transformers.families import StockExperts, family_of
 from symmoe.integrations.transformers.swap import local_weights
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -61,8 +63,10 @@ class SymmoeEP(EPImplementation):
                 f"this is rank {ep_mesh.get_local_rank()} of {ep_mesh.size()} in the expert-parallel mesh, and rank "
                 f"{heap.rank} of {heap.num_ranks} in the heap; they must be the same"
             )
-        self._experts, self._family = experts, family_of(experts.config)
-        self._step_module = empty_experts(self._family, experts, self.num_local_experts, heap, step=self.step)
+        # Casts: torch types every attribute of a module alike.
+        self._experts, num_local = cast(StockExperts, experts), cast(int, self.num_local_experts)
+        self._family = family_of(self._experts.config)
+        self._step_module = empty_experts(self._family, self._experts, num_local, heap, step=self.step)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -70,4 +74,5 @@ class SymmoeEP(EPImplementation):
         """As ExpertParallelExperts.forward; transformers has made the experts' parameters local tensors."""
         weights = local_weights(self._family, self._experts)
         weights = {f"mlp.{name}": weight.contiguous() for name, weight in weights.items()}
-        return functional_call(self._step_module, weights, (hidden_states, top_k_index, top_k_weights))
+        y: torch.Tensor = functional_call(self._step_module, weights, (hidden_states, top_k_index, top_k_weights))
+        return y

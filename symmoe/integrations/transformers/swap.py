@@ -9,7 +9,7 @@ from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
-from symmoe.integrations.transformers.families import Family, experts_modules, family_of
+from symmoe.integrations.transformers.families import Family, StockExperts, experts_modules, family_of
 from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,7 +45,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     swapped = {path: _share_of(family, experts, heap, step) for path, experts in found.items()}
     for path, share in swapped.items():
         model.set_submodule(path, share)
-    model.save_pretrained = _refuse_save_pretrained
+    vars(model)["save_pretrained"] = _refuse_save_pretrained
     return model
 
 
@@ -61,16 +61,17 @@ def heap_of(model: nn.Module) -> SymmetricHeap:
     raise ArgumentError(f"{type(model).__name__} has no expert-parallel experts: swap_moe comes first")
 
 
-def local_weights(family: Family, experts: nn.Module) -> dict[str, torch.Tensor]:
+def local_weights(family: Family, experts: StockExperts) -> dict[str, torch.Tensor]:
     """All weights of a transformers experts module, by the names and in the layout of GroupedMLP."""
-    w1, w2 = experts.gate_up_proj, experts.down_proj
+    w1: torch.Tensor = experts.gate_up_proj
+    w2: torch.Tensor = experts.down_proj
     if not family.clamped:
         return {"fc1.weight": w1, "fc2.weight": w2}
     biases = {"fc1.bias": experts.gate_up_proj_bias, "fc2.bias": experts.down_proj_bias}
     return {"fc1.weight": w1.transpose(1, 2), "fc2.weight": w2.transpose(1, 2), **biases}
 
 
-def _share_of(family: Family, experts: nn.Module, heap: SymmetricHeap, step: StepConfig) -> ExpertParallelExperts:
+def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: StepConfig) -> ExpertParallelExperts:
     """This rank's experts, on the device of `experts`."""
     if experts.num_experts % heap.num_ranks:
         raise ArgumentError(

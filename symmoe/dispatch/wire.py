@@ -1,0 +1,73 @@
+"""Rows in fewer bytes on the wire: what a recipe makes of each, data and scales, as one row of bytes.
+
+The sender quantises a token once, however many ranks it goes to; kernels that move rows do not look into them. The
+receiver takes data and scales apart for its GEMM, which multiplies the numbers that it would have made of the row
+itself. So this is for recipes whose blocks lie within a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from symmoe import kernels
+from symmoe.errors import ArgumentError
+from symmoe.kernels import control
+from symmoe.precision.quantized import Quantized
+from symmoe.precision.recipes import Recipe
+
+# Of rows that travel: 16-bit words, which the kernels for few programs take too. No arithmetic is done with them.
+WORD = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """Rows of `hidden` features: data of the recipe, its compact scales, zeros up to a multiple of 16 bytes."""
+
+    recipe: Recipe
+    hidden: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row on the wire."""
+        return -(-self.recipe.row_bytes(self.hidden) // control.ACCESS_BYTES) * control.ACCESS_BYTES
+
+    @property
+    def row_words(self) -> int:
+        """WORDs of a row on the wire."""
+        return self.row_bytes // WORD.itemsize
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """WORD [T, row_words] of x [T, H]."""
+        quantized = self.recipe.quantize(x)
+        rows = torch.zeros((x.shape[0], self.row_bytes), dtype=torch.uint8, device=x.device)
+        end = self.recipe.row_bytes(self.hidden)
+        rows[:, : self.hidden] = quantized.data.view(torch.uint8)
+        rows[:, self.hidden : end] = quantized.scale.view(torch.uint8)
+        return rows.view(WORD)
+
+    def quantized(
+        self, received: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
+    ) -> Quantized:
+        """Row r is received[row_index[r]], or received[r]: as Recipe.quantize makes it of these rows."""
+        num_rows = (received if row_index is None else row_index).shape[0]
+        rows = self.recipe.empty_rows(num_rows, self.hidden, row_start)
+        data, scale = rows.data.view(torch.uint8), rows.scale.view(torch.uint8)
+        ops = kernels.for_device(received.device)
+        ops.unpack_rows(received.view(torch.uint8), row_start, data, scale, row_index=row_index)
+        return rows
+
+    def decode(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """About the rows [P, H] that have been sent. Bytes that were never received give any numbers."""
+        out = torch.empty((received.shape[0], self.hidden), dtype=dtype, device=received.device)
+        ops = kernels.for_device(received.device)
+        ops.decode_rows(received.view(torch.uint8), out, self.recipe.row_format)
+        return out
+
+
+def wire_problem(recipe: Recipe | None) -> ArgumentError | None:
+    """What keeps rows of a recipe from travelling quantised, or None."""
+    if recipe is None or recipe.row_format.element != "e4m3":
+        return ArgumentError(f"precision ({recipe}) must be a recipe of E4M3 numbers where rows travel quantised")
+    return None

@@ -1,0 +1,168 @@
+"""The products of one grouped linear layer, forward, dgrad and wgrad: in the working dtype, or in a recipe's numbers.
+
+G groups, C input features, O output features, N rows sorted by group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from symmoe import kernels
+from symmoe.kernels import control
+from symmoe.kernels.operands import given
+from symmoe.kernels.table import TensorTable
+from symmoe.moe.adjacent import check_uniform, packed_view
+from symmoe.moe.low_precision import LowPrecision, packed_weight, product, weight_gradient
+from symmoe.moe.pointers import copy_data_ptrs_to_device
+from symmoe.moe.weight_grad import packed_shape
+from symmoe.precision.operands import Operand, multiply
+from symmoe.precision.recipes import Recipe
+
+Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+NOTHING: Kept = (None, None, None)
+
+
+class Products(Protocol):
+    """What GroupedLinear wants."""
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        row_start: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        bias_scale: torch.Tensor | None,
+        zero_tail: bool,
+    ) -> None:
+        """out [N, O] = rows @ weight^T + bias * bias_scale."""
+
+    def kept(self) -> Kept:
+        """What backward has use for, beside the weights: tensors to save for :func:`products_of`."""
+
+    def input_gradient(
+        self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+    ) -> None:
+        """d_rows [N, C] = d_out @ weight."""
+
+    def weight_gradient(
+        self,
+        d_out: torch.Tensor,
+        rows: torch.Tensor,
+        row_start: torch.Tensor,
+        out: torch.Tensor | TensorTable,
+        accumulate: bool,
+    ) -> None:
+        """out [G, O, C] (+)= d_out_g^T rows_g."""
+
+
+def products_of(recipe: Recipe | None, weights: Sequence[torch.Tensor], kept: Kept = NOTHING) -> Products:
+    """Of weights in the working dtype, packed [G, O, C] or G single ones. kept: in backward, what forward has kept."""
+    return WorkingPrecision(weights) if recipe is None else Quantizing(recipe, weights, kept)
+
+
+class WorkingPrecision:
+    """Products of the numbers as they are."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights, self._ops = weights, kernels.for_device(weights[0].device)
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        row_start: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        bias_scale: torch.Tensor | None,
+        zero_tail: bool,
+    ) -> None:
+        """See Products."""
+        options = {"bias": bias, "bias_scale": bias_scale, "zero_tail": zero_tail}
+        self._ops.grouped_gemm(rows, kernel_weight(self._weights), row_start, out, **options)
+
+    def kept(self) -> Kept:
+        """See Products."""
+        return NOTHING
+
+    def input_gradient(
+        self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+    ) -> None:
+        """See Products."""
+        self._ops.grouped_gemm_dgrad(d_out, kernel_weight(self._weights), row_start, d_rows, zero_tail=zero_tail)
+
+    def weight_gradient(
+        self,
+        d_out: torch.Tensor,
+        rows: torch.Tensor,
+        row_start: torch.Tensor,
+        out: torch.Tensor | TensorTable,
+        accumulate: bool,
+    ) -> None:
+        """See Products."""
+        self._ops.grouped_gemm_wgrad(d_out, rows, row_start, out, accumulate=accumulate)
+
+
+class Quantizing:
+    """Products of quantised numbers (moe/low_precision.py)."""
+
+    def __init__(self, recipe: Recipe, weights: Sequence[torch.Tensor], kept: Kept) -> None:
+        self._numbers, self._weights, self._kept = LowPrecision(recipe), weights, kept
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        row_start: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        bias_scale: torch.Tensor | None,
+        zero_tail: bool,
+    ) -> None:
+        """See Products."""
+        left, right = self._numbers.rows(rows, row_start), self._numbers.weight(packed_weight(self._weights))
+        product(left, right, row_start, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
+
+    def kept(self) -> Kept:
+        """The transposed weight, quantised."""
+        return self._numbers.transposed_weight(packed_weight(self._weights))
+
+    def input_gradient(
+        self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+    ) -> None:
+        """See Products."""
+        lines = self._numbers.gradient_rows(d_out, row_start)
+        data, scale, global_scale = self._kept
+        weight = Operand(given("data", data), given("scale", scale), global_scale)
+        multiply(lines, weight, row_start, d_rows, zero_tail=zero_tail)
+
+    def weight_gradient(
+        self,
+        d_out: torch.Tensor,
+        rows: torch.Tensor,
+        row_start: torch.Tensor,
+        out: torch.Tensor | TensorTable,
+        accumulate: bool,
+    ) -> None:
+        """See Products; `out` is packed."""
+        left, right = self._numbers.gradient_columns(d_out, row_start), self._numbers.columns(rows, row_start)
+        weight_gradient(left, right, row_start, out, accumulate=accumulate)
+
+
+def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable:
+    """Weights as the kernels take them: a packed tensor, or discrete ones that do not lie like one as a table.
+
+    Found out anew in forward and in backward: trainers may move weights in between.
+    """
+    first = weights[0]
+    if first.dim() == 3:
+        return first
+    check_uniform(weights)
+    packed = packed_view(weights)
+    if packed is not None:
+        return packed
+    pointers = copy_data_ptrs_to_device(weights, first.device, alignment=control.ACCESS_BYTES, contiguous=True)
+    return TensorTable(pointers, packed_shape(weights), first.dtype)

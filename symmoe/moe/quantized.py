@@ -1,0 +1,163 @@
+"""Experts whose products multiply a recipe's numbers: the steps of moe/experts.py, without autograd.
+
+H hidden, I ffn, W width of FC1's output, G groups, N rows; q() quantises (moe/low_precision.py).
+
+    h = q(x) q(W1)^T + b1             a = act(h) * scale            out = q(a) q(W2)^T + b2 * scale
+    da = q(d_out) q(W2)               dh = act'(h) ...              d_rows = q(dh) q(W1)
+    dW2 = q(d_out)^T q(a)             dW1 = q(dh)^T q(x)            along tokens
+
+h, a, da and dh are rounded to the working dtype, as between separate modules, so GroupedLinear, activation and
+GroupedLinear give the same bits. Rows that are still on their way are waited for: a recipe may need all rows of a group
+to quantise one of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from symmoe.dispatch.wire import WireFormat
+from symmoe.kernels.parts import Part
+from symmoe.kernels.table import TensorTable
+from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
+from symmoe.moe.low_precision import LowPrecision, product, weight_gradient
+from symmoe.moe.quantized_activation import first_layer, hidden_gradients
+from symmoe.precision.operands import multiply, operand
+from symmoe.precision.recipes import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What rows and gradients have travelled as; None: as themselves."""
+
+    rows: WireFormat | None = None
+    gradients: WireFormat | None = None
+
+
+FULL = Wire()
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeights(ExpertWeights):
+    """Weights of experts in the working dtype, packed, and how they are multiplied.
+
+    Attributes:
+        recipe: of all products.
+        needs_transposed: whether backward will need W1 for dgrad, and whether it will need W2.
+        wire: what rows and gradients arrive as.
+    """
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    recipe: Recipe
+    needs_transposed: tuple[bool, bool]
+    wire: Wire
+
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
+    ) -> tuple[Hidden, SecondInput]:
+        """As ExpertWeights.first_layer, with operands of the second layer, made once for all panels, in place of a."""
+        _wait_for(parts)
+        numbers = LowPrecision(self.recipe)
+        h = self.w1.new_empty((num_rows, self.w1.shape[1]))
+        x = x.without_tail(num_rows)
+        if self.wire.rows is None:
+            rows = numbers.rows(x.rows, x.row_start, x.row_index)
+        else:
+            rows = operand(self.wire.rows.quantized(x.rows, x.row_start, x.row_index))
+        w1, w2 = numbers.weight(self.w1), numbers.weight(self.w2)
+        a = first_layer(numbers, rows, w1, x.row_start, h, x.scale, self.activation, self.b1)
+        transposed = (
+            numbers.transposed_weight(weight) if is_needed else None
+            for weight, is_needed in zip((self.w1, self.w2), self.needs_transposed, strict=True)
+        )
+        return Hidden.with_weights(h, *transposed), (a, w2)
+
+    def second_layer(
+        self,
+        a: SecondInput,
+        hidden: Hidden,
+        x: ExpertRows,
+        out: torch.Tensor,
+        *,
+        zero_tail: bool = False,
+        columns: tuple[int, int] | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """As ExpertWeights.second_layer."""
+        num_rows = hidden.h.shape[0]
+        x = x.without_tail(num_rows)
+        assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
+        product(
+            *a,
+            x.row_start,
+            out[:num_rows],
+            bias=self.b2,
+            bias_scale=x.bias_scale,
+            zero_tail=zero_tail,
+            columns=columns,
+            num_sms=num_sms,
+        )
+
+    def backward(
+        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, *, parts: Iterable[Part] | None = None
+    ) -> QuantizedBackward:
+        """The backward pass, its first step done."""
+        return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, parts=parts)
+
+
+class QuantizedBackward(ExpertsBackward):
+    """Backward of QuantizedWeights. What has travelled quantised is dequantised for weight and bias gradients."""
+
+    _weights: QuantizedWeights
+
+    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+        _wait_for(parts)
+        x, weights, h = self._x, self._weights, hidden.h
+        self._numbers, self._hidden = LowPrecision(weights.recipe), hidden
+        if weights.wire.gradients is None:
+            d_out = self._numbers.gradient_rows(self._received_gradients(), x.row_start, x.row_index)
+        else:
+            d_out = operand(weights.wire.gradients.quantized(self._received_gradients(), x.row_start, x.row_index))
+        da = h.new_empty((h.shape[0], weights.w2.shape[2]))
+        multiply(d_out, hidden.transposed2, x.row_start, da)
+        self._gradients = hidden_gradients(
+            self._numbers, da, h, x.scale, x.row_start, weights.activation, self.d_scale, self.db1
+        )
+
+    def _output_gradients(self) -> torch.Tensor:
+        wire = self._weights.wire.gradients
+        received = self._received_gradients()
+        return received if wire is None else wire.decode(received, self._hidden.h.dtype)
+
+    def _received_gradients(self) -> torch.Tensor:
+        """Without a tail that h does not have, where row i is at i."""
+        return self._d_out if self._x.row_index is not None else self._d_out[: self._hidden.h.shape[0]]
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
+        """See ExpertsBackward."""
+        dh, d_rows = self._gradients.rows(), d_rows[: self._hidden.h.shape[0]]
+        multiply(dh, self._hidden.transposed1, self._x.row_start, d_rows, zero_tail=zero_tail)
+
+    def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+        """See ExpertsBackward; `out` is packed."""
+        self._inputs.check()
+        x, wire = self._x, self._weights.wire.rows
+        rows = x.rows if wire is None else wire.decode(x.rows, self._hidden.h.dtype)
+        right = self._numbers.columns(rows, x.row_start, x.row_index)
+        weight_gradient(self._gradients.columns(), right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
+
+    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+        """See ExpertsBackward; `out` is packed."""
+        self._inputs.check()
+        x = self._x
+        left = self._numbers.gradient_columns(self._output_gradients(), x.row_start, x.row_index)
+        right = self._gradients.activation_columns()
+        weight_gradient(left, right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
+
+
+def _wait_for(parts: Iterable[Part] | None) -> None:
+    deque(() if parts is None else parts, maxlen=0)

@@ -1,0 +1,133 @@
+"""What grouped GEMMs multiply in a recipe's numbers, and the two products, whichever kernels compute them.
+
+    multiply          forward: rows x weight; dgrad: gradient rows x transposed weight
+    multiply_columns  wgrad: gradient columns x columns of the rows
+
+An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128 or whole lines
+(kernels/fp8.py), one-byte ones in 128x4 tiles (kernels/scaled.py). None of it synchronises the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from symmoe import kernels
+from symmoe.errors import ArgumentError
+from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.operands import given
+from symmoe.kernels.scaled import TILE_BYTES, tiles_across
+from symmoe.precision.quantized import Quantized
+from symmoe.precision.recipes import Recipe
+
+
+class Operand(NamedTuple):
+    """Quantised rows, columns or weights, ready for a grouped GEMM.
+
+    Attributes:
+        data: as in Quantized.
+        scale: fp32, compact; or uint8 tiles.
+        global_scale: fp32[G], or None where the format has none.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+
+
+def operand(quantized: Quantized) -> Operand:
+    """The numbers of a recipe with their scales laid out."""
+    if quantized.scale.dtype != torch.float32:
+        return Operand(quantized.data, quantized.swizzled_scale(), quantized.global_scale)
+    if quantized.layout == "columns" and quantized.block_format.block is None:
+        return Operand(quantized.data, _spread(quantized), None)
+    return Operand(quantized.data, quantized.scale, None)
+
+
+def _spread(columns: Quantized) -> torch.Tensor:
+    """Scales [C, G] of whole groups as scales [C, P / TILE] of their tiles."""
+    end = ((given("row_start", columns.row_start).diff() + (TILE - 1)) // TILE).cumsum(0)
+    tile = torch.arange(columns.data.shape[1] // TILE, device=end.device)
+    group = torch.searchsorted(end, tile, right=True).clamp(max=end.shape[0] - 1)  # that of no tile does not matter
+    return columns.scale.index_select(1, group)
+
+
+def multiply(
+    rows: Operand,
+    weight: Operand,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    columns: tuple[int, int] | None = None,
+    zero_tail: bool = False,
+    num_sms: int | None = None,
+) -> None:
+    """out[r] = rows[r] @ weight[g]^T for every row r of every group g, as grouped_gemm; out bf16, fp16 or fp32."""
+    ops, options = kernels.for_device(out.device), {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
+    operands = (rows.data, rows.scale, weight.data, weight.scale, row_start, out)
+    if rows.scale.dtype == torch.float32:
+        ops.grouped_gemm_fp8(*operands, **options)
+        return
+    scales = {"row_global_scale": rows.global_scale, "weight_global_scale": weight.global_scale}
+    ops.grouped_gemm_scaled(*operands, **scales, **options)
+
+
+def multiply_columns(
+    dout: Operand,
+    rows: Operand,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    accumulate: bool,
+    num_sms: int | None = None,
+) -> None:
+    """out[g] (+)= dout_g @ rows_g^T over the tokens of group g, as grouped_gemm_wgrad; out [G, O, C]."""
+    ops, options = kernels.for_device(out.device), {"accumulate": accumulate, "num_sms": num_sms}
+    operands = (dout.data, dout.scale, rows.data, rows.scale, row_start, out)
+    if rows.scale.dtype == torch.float32:
+        ops.grouped_gemm_wgrad_fp8(*operands, **options)
+        return
+    scales = {"dout_global_scale": dout.global_scale, "rows_global_scale": rows.global_scale}
+    ops.grouped_gemm_wgrad_scaled(*operands, **scales, **options)
+
+
+def weight_bytes(recipe: Recipe, num_groups: int, num_lines: int, width: int) -> int:
+    """Bytes of the operand of G weights, each of so many lines of `width` contracted numbers."""
+    weight_format = recipe.weight_format
+    data_bytes = num_groups * num_lines * weight_format.data_width(width)
+    if weight_format.scale_dtype == torch.float32:
+        scale_lines = -(-num_lines // weight_format.block_lines)
+        return data_bytes + 4 * num_groups * scale_lines * weight_format.num_blocks(width)
+    tiles = max_tiles(num_groups * num_lines, num_groups) * tiles_across(weight_format, width)
+    return data_bytes + TILE_BYTES * tiles + (4 * num_groups if weight_format.has_global_scale else 0)
+
+
+def gradient_seeds(
+    recipe: Recipe, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None
+) -> torch.Tensor | None:
+    """int64[G]: what the gradients [N, C] of every group are rounded by, where that is stochastic; else None.
+
+    The sum of the bits of a group's rows. So steps are rounded by different numbers, equal gradients alike wherever
+    they are computed, however often and on however many ranks, and there is no state to keep, to save or to replay.
+    """
+    if not recipe.stochastic_gradients:
+        return None
+    if rows.numel() == 0:
+        return torch.zeros(row_start.shape[0] - 1, dtype=torch.int64, device=rows.device)
+    words = rows.view(torch.int64).sum(1)  # wraps around
+    words = words if row_index is None else words.index_select(0, row_index)
+    up_to = torch.nn.functional.pad(words.cumsum(0), (1, 0))  # of rows in the tail as well, but these cancel
+    return up_to.index_select(0, row_start).diff()
+
+
+def precision_problem(precision: object, **widths: int) -> ArgumentError | None:
+    """What keeps a layer with these numbers of features from computing with a precision, or None."""
+    if precision is None:
+        return None
+    if not isinstance(precision, Recipe):
+        return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
+    for name, width in widths.items():
+        if width % precision.feature_multiple:
+            return ArgumentError(f"{name} ({width}) must be a multiple of {precision.feature_multiple} for {precision}")
+    return None

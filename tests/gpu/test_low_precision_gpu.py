@@ -1,0 +1,193 @@
+"""Layers in a recipe's numbers on GPUs: the oracle's numbers, the twins' bytes, the same bits in every way, graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    pytest.skip("needs a GPU that converts to E4M3: Hopper and newer", allow_module_level=True)
+
+import low_precision_oracle as oracle
+import numpy as np
+from fp8_problem import LinesProblem, Numbers
+from fp8_problem import relative_error as largest_error
+from grouped_cases import (
+    PATHS,
+    Buffers,
+    Case,
+    Sizes,
+    assert_buffers_used,
+    assert_same_results,
+    make_inputs,
+    run_experts,
+    run_linear,
+)
+from low_precision_oracle import relative_error
+from quantize_cases import FORMATS, bounds, filled, hard_rows
+from test_layer import WAYS, flat
+from test_low_precision import CASES, NUMBERS, TINY, every_recipe, rows_of_groups
+from test_low_precision_layer import NAMES, WIRE_RECIPES, check_biases, check_layer, check_ways, run_cut
+from test_step_gpu import check_replays
+
+from symmoe import ScaledClampedSwiGLU, ScaledSReLU
+from symmoe.dispatch.wire import WireFormat
+from symmoe.kernels import gpu, twin
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+
+# Groups without rows, of one row, of more than a tile; widths of whole tiles, and those that end within a block.
+SIZES = Sizes(splits=(300, 0, 1, 129, 70), lead=(51, 10), hidden=512, ffn=256)
+ODD = replace(SIZES, hidden=544, ffn=288)
+BF16 = torch.bfloat16
+OTHER_ORDER = ("d_scale", "d_fc1.bias")  # sums that kernels make in another order than the modules' kernels
+
+
+# -- kernels against twins --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_an_index_are_the_twins(name):
+    row_format, row_start = FORMATS[name], bounds()
+    rows = hard_rows(90, 288, BF16)
+    index = torch.randint(90, (int(row_start[-1]) + 9,), dtype=torch.int32)
+    amax = None
+    if row_format.has_global_scale:
+        amax = torch.empty(row_start.shape[0] - 1)
+        twin.group_amax(rows, row_start, amax, row_index=index)
+    found = []
+    for ops, device in ((twin, "cpu"), (gpu, "cuda")):
+        data = filled((len(index), row_format.data_width(288)), row_format.data_dtype).to(device)
+        scale = filled((len(index), row_format.num_blocks(288)), row_format.scale_dtype).to(device)
+        options = {"row_index": index.to(device), "amax": None if amax is None else amax.to(device)}
+        ops.quantize_rows(rows.to(device), row_start.to(device), data, scale, row_format, **options)
+        found.append([tensor.cpu().view(torch.uint8) for tensor in (data, scale)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", WIRE_RECIPES, ids=str)
+@pytest.mark.parametrize("hidden", [64, 544, 7168])
+def test_rows_on_the_wire_are_the_twins(recipe, hidden):
+    wire, x, row_start = WireFormat(recipe, hidden), torch.randn(300, hidden).to(BF16), bounds((130, 0, 60))
+    index = torch.randint(300, (200,), dtype=torch.int32)
+    sent = wire.encode(x)
+    on_gpu = wire.encode(x.cuda())
+    assert torch.equal(on_gpu.cpu().view(torch.uint8), sent.view(torch.uint8))
+    for row_index in (None, index):
+        one = wire.quantized(sent, row_start, row_index)
+        other = wire.quantized(on_gpu, row_start.cuda(), None if row_index is None else row_index.cuda())
+        for name in ("data", "scale"):
+            left, right = (getattr(q, name)[:190].cpu().view(torch.uint8) for q in (one, other))
+            assert torch.equal(left, right), name
+    for dtype in (BF16, torch.float32):
+        assert torch.equal(wire.decode(on_gpu, dtype).cpu(), wire.decode(sent, dtype))
+
+
+@pytest.mark.parametrize("widths", [(512, 1024), (712, 1040), (72, 48)], ids=str)
+def test_products_with_scales_of_lines(widths):
+    for splits in ((300, 0, 1, 129), (0, 0)):
+        p = LinesProblem(splits, widths, Numbers(exact=True, device="cuda"))
+        for dtype in (BF16, torch.float32):
+            out = p.blank(dtype)
+            gpu.grouped_gemm_fp8(*p.operands, out)
+            assert torch.equal(out, p.expected().to(dtype))
+        p = LinesProblem(splits, widths, Numbers(exact=False, device="cuda"))
+        out, n = p.blank(torch.float32), p.num_rows
+        gpu.grouped_gemm_fp8(*p.operands, out)
+        assert largest_error(out[:n], p.expected()[:n]) < 2e-3  # a block's sum has about 14 bits
+
+
+# -- grouped layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", NUMBERS, ids=str)
+@pytest.mark.parametrize("sizes", [SIZES, ODD], ids=["whole", "odd"])
+def test_experts_multiply_these_numbers(recipe, sizes):
+    case = Case(dtype=BF16, bias=False, buffers=())
+    inputs = make_inputs(case, sizes=sizes, device="cuda")
+    ran = run_experts("mlp", case, inputs, precision=recipe)
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(values).to(BF16).float().numpy()
+
+    weights = (inputs.w1, inputs.w2)
+    want = oracle.mlp(NUMBERS[recipe], inputs.x, inputs.scale, weights, inputs.d_y, sizes.splits, round_to=rounded)
+    for name, numbers in want.items():
+        assert relative_error(rows_of_groups(ran.tensors[name], name, sizes), numbers) < 1e-2, name
+
+
+@every_recipe
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_fused_experts_are_three_modules(recipe, path):
+    for activation, bias, sizes in (
+        (None, False, SIZES),
+        (None, True, ODD),
+        (ScaledClampedSwiGLU(interleave=8), False, SIZES),
+        (ScaledSReLU(), True, ODD),
+    ):
+        case = Case(dtype=BF16, bias=bias, is_nd=bias)
+        width = sizes.ffn if isinstance(activation, ScaledSReLU) else None
+        inputs = make_inputs(case, sizes=sizes, width=width, device="cuda")
+        options = {"activation": activation, "precision": recipe}
+        separate = run_experts("modules", replace(case, buffers=()), inputs, **options)
+        buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
+        fused = run_experts(path, case, inputs, buffers, **options)
+        assert_same_results(fused, separate, sizes, close=OTHER_ORDER)
+        assert_buffers_used(fused, buffers, sizes)
+
+
+@every_recipe
+def test_buffers_of_the_caller(recipe):
+    for case in CASES:
+        inputs = make_inputs(case, sizes=TINY, width=32, out_features=32, device="cuda")
+        buffers = Buffers.of(case, inputs, out_features=32)
+        ran = run_linear(case, inputs, buffers, precision=recipe)
+        assert_buffers_used(ran, buffers, TINY)
+        want = run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe)
+        assert_same_results(ran, want, TINY)
+        discrete = run_linear(replace(case, buffers=(), delayed=False), inputs, precision=recipe, weights="discrete")
+        assert_same_results(discrete, want, TINY)
+
+
+# -- expert parallelism -----------------------------------------------------------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
+    assert flat(cluster(num_ranks, "cuda").run(check_ways, "cuda", recipe, BF16, timeout_s=280)) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "forward")], ids=str
+)
+def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
+    results = cluster(1, "cuda").run(run_cut, "cuda", recipe, wire, [44], "slot")
+    parts = cluster(2, "cuda").run(run_cut, "cuda", recipe, wire, [40, 4], "slot")
+    for name in NAMES:
+        assert np.array_equal(np.concatenate([part[name] for part in parts]), results[0][name]), name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (Float8Rowwise(), "backward")], ids=str
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers(cluster, num_ranks: int, recipe, wire):
+    assert flat(cluster(num_ranks, "cuda").run(check_layer, "cuda", recipe, wire)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_biases(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks, "cuda").run(check_biases, "cuda", Float8Block(), "both")) == []
+
+
+@pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none"), (NVFP4(), "none")], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_replays_equal_eager_steps(cluster, num_ranks: int, recipe, wire):
+    """Of a CUDA graph, with other tokens and other gradients each time: stochastic rounding goes along."""
+    way = {**WAYS[2], "precision": recipe, "quantized_wire": wire}
+    assert flat(cluster(num_ranks, "cuda").run(check_replays, 21, "all", False, way, timeout_s=240)) == []

@@ -1,0 +1,377 @@
+"""Layers that compute in a recipe's numbers: against float64, and against themselves in every other way to run them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import product
+
+import low_precision_oracle as oracle
+import pytest
+import torch
+from grouped_cases import (
+    BUFFERS,
+    DTYPES,
+    MAIN_GRAD_START,
+    PATHS,
+    Buffers,
+    Case,
+    Sizes,
+    assert_buffers_used,
+    assert_same_bits,
+    assert_same_results,
+    linear_oracle,
+    make_inputs,
+    make_linear,
+    mlp_oracle,
+    run,
+    run_experts,
+    run_linear,
+    used,
+    used_values,
+)
+from low_precision_oracle import relative_error
+
+from symmoe import (
+    GroupedLinear,
+    GroupedMLP,
+    ScaledClampedSwiGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    Sequential,
+)
+from symmoe.errors import StaleRows
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision.operands import gradient_seeds
+
+RECIPES = [Float8Block(), Float8Block(power_of_two=True), Float8Rowwise(), MXFP8(), NVFP4()]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+# Without rows, one row, unaligned, more than a tile; widths that end within a block of 128.
+SIZES = Sizes(splits=(130, 0, 1, 25), lead=(16, 10), hidden=160, ffn=96)
+SMALL = Sizes(splits=(9, 0, 1, 14), lead=(7, 4), hidden=160, ffn=96)
+TINY = Sizes(splits=(3, 0, 2, 4), lead=(3, 4), hidden=64, ffn=32)
+OUT = 96  # columns of a single linear layer
+NUMBERS = {
+    Float8Block(): oracle.Numbers(*oracle.E4M3_BLOCK),
+    Float8Block(power_of_two=True): oracle.Numbers(*oracle.E4M3_POWERS),
+    Float8Rowwise(): oracle.Numbers(*oracle.E4M3_LINES),
+    MXFP8(): oracle.Numbers(*oracle.E4M3_MX),
+    NVFP4(stochastic_gradients=False): oracle.Numbers(*oracle.E2M1, signs=0x9A5C),
+    NVFP4(stochastic_gradients=False, hadamard_signs=None): oracle.Numbers(*oracle.E2M1),
+}
+# Of a product of two operands whose elements have independent errors of 2.8 % and 11.5 % (E4M3 and E2M1, numbers from a
+# normal distribution, tests/test_precision.py): the root of two of them. Stochastic rounding doubles the variance.
+ONE_PRODUCT = {"e4m3": 0.045, "e2m1": 0.25}
+TWO_LAYERS = {"e4m3": 0.08, "e2m1": 0.4}  # each of which adds its own
+
+
+def linear_inputs(case: Case, **options):
+    return make_inputs(case, sizes=SIZES, width=OUT, out_features=OUT, **options)
+
+
+def splits_of(inputs):
+    return inputs.sizes.splits
+
+
+# -- against float64 --------------------------------------------------------------------------------------------------
+
+PLAIN = Case(bias=False, buffers=())
+# Sums are fp32; an element that lies between two numbers of a format may be rounded to the other one.
+SAME_NUMBERS = 2e-3
+
+
+def spread_out(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers of many magnitudes, so that it matters which of them share a scale."""
+    exponents = torch.randint(-14, 3, tensor.shape, generator=torch.Generator().manual_seed(seed))
+    return tensor * torch.exp2(exponents.float())
+
+
+@pytest.mark.parametrize("recipe", NUMBERS, ids=str)
+def test_a_linear_layer_multiplies_these_numbers(recipe):
+    inputs = linear_inputs(PLAIN)
+    inputs = replace(inputs, x=spread_out(inputs.x, 1), d_y=spread_out(inputs.d_y, 2))
+    ran = run_linear(PLAIN, inputs, precision=recipe)
+    x, d_y = (tensor[: SIZES.num_used].numpy() for tensor in (inputs.x, inputs.d_y))
+    for other in (recipe, *(r for r in NUMBERS if r != recipe)):
+        layer = oracle.Linear(NUMBERS[other], inputs.w1, SIZES.splits)
+        want = {"y": layer.forward(x), "d_x": layer.input_gradient(d_y)}
+        want["d_fc.weight"] = layer.weight_gradient(d_y, x)
+        errors = {name: relative_error(rows_of_groups(ran.tensors[name], name), want[name]) for name in want}
+        if other == recipe:
+            assert all(error < 1e-6 for error in errors.values()), errors
+        elif "NVFP4" in str(recipe) and "NVFP4" in str(other):  # they differ in weight gradients alone
+            assert errors["d_fc.weight"] > 1e-2, (other, errors)
+        else:  # the comparison can tell one recipe from another
+            assert all(error > 3e-6 for error in errors.values()), (other, errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", NUMBERS, ids=str)
+def test_experts_multiply_these_numbers(recipe, dtype):
+    case = Case(dtype=dtype, bias=False, buffers=())
+    inputs = make_inputs(case, sizes=SIZES)
+    ran = run_experts("mlp", case, inputs, precision=recipe)
+    arguments = (inputs.x, inputs.scale, (inputs.w1, inputs.w2), inputs.d_y, SIZES.splits)
+
+    def rounded(values):
+        return torch.from_numpy(values).to(dtype).float().numpy()
+
+    want = oracle.mlp(NUMBERS[recipe], *arguments, round_to=rounded)
+    for name, numbers in want.items():
+        got = rows_of_groups(ran.tensors[name], name)
+        assert relative_error(got, numbers) < (SAME_NUMBERS if dtype == torch.float32 else 6e-3), name
+
+
+def rows_of_groups(tensor: torch.Tensor, name: str, sizes: Sizes = SIZES) -> torch.Tensor:
+    if name in ("y", "d_x"):
+        return used(tensor, sizes)
+    return used_values(tensor, sizes) if name == "d_scale" else tensor
+
+
+@every_recipe
+def test_errors_are_those_of_the_format(recipe):
+    """Biases included: against the experts in float64, without any rounding."""
+    case = Case(dtype=torch.bfloat16, buffers=())
+    inputs = make_inputs(case, sizes=SMALL)
+    ran = run_experts("mlp", case, inputs, precision=recipe)
+    most = TWO_LAYERS[recipe.row_format.element]
+    for name, exact in mlp_oracle(inputs, case).items():
+        error = relative_error(rows_of_groups(ran.tensors[name], name, SMALL), exact)
+        assert error < most, name
+        # FC2's bias is added to what has been multiplied: its gradient has not seen a quantised number.
+        assert error > (0.02 if name != "d_fc2.bias" else 0.0), name
+
+
+# -- the caller's buffers, and everything else that a layer may be asked for -------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_fused_experts_are_three_modules(recipe, path):
+    for activation, dtype, bias, ffn in (
+        (None, torch.bfloat16, False, 128),  # quantised in one kernel with the activation, by blocks of 128 too
+        (None, torch.bfloat16, False, 96),
+        (ScaledClampedSwiGLU(interleave=2), torch.float16, True, 96),
+        (ScaledSReLU(), torch.float32, True, 96),
+    ):
+        sizes = replace(SMALL, ffn=ffn)
+        case = Case(dtype=dtype, bias=bias, is_nd=bias)
+        width = ffn if isinstance(activation, ScaledSReLU) else None
+        inputs = make_inputs(case, sizes=sizes, width=width)
+        options = {"activation": activation, "precision": recipe}
+        separate = run_experts("modules", replace(case, buffers=()), inputs, **options)
+        buffers = Buffers.of(case, inputs, out_features=sizes.hidden)
+        fused = run_experts(path, case, inputs, buffers, **options)
+        assert_same_results(fused, separate, sizes)
+        assert_buffers_used(fused, buffers, sizes)
+
+
+def test_layers_of_two_precisions_are_not_fused():
+    case = Case(dtype=torch.bfloat16, bias=False)
+    inputs = make_inputs(case, sizes=SMALL)
+    layers = make_linear(case, inputs.w1, inputs.b1, precision=MXFP8()), make_linear(case, inputs.w2, inputs.b2)
+    activation = ScaledSwiGLU()
+    found = Sequential(layers[0], activation, layers[1])(inputs.x, inputs.splits, inputs.scale, inputs.splits)
+    a = activation(layers[0](inputs.x, inputs.splits), inputs.scale)
+    assert_same_bits(used(found, SMALL), used(layers[1](a, inputs.splits), SMALL))
+
+
+CASES = [  # every pair of two options
+    Case(dtype, is_nd=bias != delayed, bias=bias, buffers=buffers, main_grad=main_grad, delayed=delayed)
+    for (dtype, buffers), bias, main_grad, delayed in product(
+        zip(DTYPES, BUFFERS, strict=True), (False, True), (False, True), (False, True)
+    )
+]
+
+
+@every_recipe
+def test_buffers_of_the_caller(recipe):
+    """As test_matrix in test_grouped_linear.py: with buffers the same bits as without, tails as they were."""
+    want = {}
+    for case in CASES:
+        inputs = make_inputs(case, sizes=TINY, width=32, out_features=32)
+        buffers = Buffers.of(case, inputs, out_features=32)
+        ran = run_linear(case, inputs, buffers, precision=recipe)
+        assert_buffers_used(ran, buffers, TINY)
+        plain = case.dtype, case.is_nd, case.bias, case.main_grad
+        if plain not in want:
+            internal = replace(case, buffers=(), delayed=False)
+            want[plain] = run_linear(internal, inputs, precision=recipe)
+            for name in ("y", "d_x"):
+                tail = want[plain].tensors[name].flatten(0, -2)[TINY.num_used :]
+                assert not tail.any(), "a tail allocated here is zero"
+        assert_same_results(ran, want[plain], TINY)
+        dtypes = {name: tensor.dtype for name, tensor in ran.tensors.items()}
+        assert dtypes.pop("d_fc.weight") == (torch.float32 if case.main_grad else case.dtype)
+        assert set(dtypes.values()) == {case.dtype}
+        exact = linear_oracle(inputs, replace(case, bias=False))["d_x"]
+        assert relative_error(used(ran.tensors["d_x"], TINY), exact) < 1.5 * ONE_PRODUCT[recipe.row_format.element]
+
+
+@every_recipe
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
+    case = Case(dtype=torch.bfloat16, main_grad=main_grad)
+    inputs = make_inputs(case, sizes=SMALL, width=OUT, out_features=OUT)
+    layer = make_linear(case, inputs.w1, inputs.b1, precision=recipe, weights="discrete")
+    for parameter in layer.weight_parameters() if scattered else ():
+        parameter.data = parameter.data.clone()
+        if main_grad:
+            parameter.main_grad = parameter.main_grad.clone()
+    ran = run(lambda x, _: layer(x, inputs.splits), {"fc": layer}, inputs, case)
+    want = run_linear(replace(case, buffers=()), inputs, precision=recipe)
+    assert_same_results(ran, want, SMALL)
+    if main_grad:  # what has no rows has kept what it had
+        assert (layer.weight1.main_grad == MAIN_GRAD_START).all()
+        again = run(lambda x, _: layer(x, inputs.splits, is_first_microbatch=True), {"fc": layer}, inputs, case)
+        assert not layer.weight1.main_grad.any()
+        start = ran.tensors["d_fc.weight"] - MAIN_GRAD_START
+        assert relative_error(again.tensors["d_fc.weight"], start) < 1e-5
+
+
+@every_recipe
+@pytest.mark.parametrize("splits", [(0, 0, 0, 0), (28, 0, 0, 0), (0, 0, 0, 28), (1, 1, 1, 1)], ids=str)
+def test_groups_of_any_size(recipe, splits):
+    case = Case(dtype=torch.bfloat16, bias=False, buffers=())
+    sizes = replace(SMALL, splits=splits)
+    inputs = make_inputs(case, sizes=sizes)
+    ran = run_experts("mlp", case, inputs, precision=recipe)
+    most = TWO_LAYERS[recipe.row_format.element]
+    if not sizes.num_used:
+        assert not any(tensor.any() for tensor in ran.tensors.values())
+        return
+    for name, exact in mlp_oracle(inputs, case).items():
+        if name != "d_scale" or sizes.num_used > 4:  # of few numbers, which may be small by chance
+            assert relative_error(rows_of_groups(ran.tensors[name], name, sizes), exact) < 1.25 * most, name
+    for name in ("d_fc1.weight", "d_fc2.weight"):
+        assert [bool(part.any()) for part in ran.tensors[name]] == [count > 0 for count in splits]
+
+
+@every_recipe
+def test_no_rows(recipe):
+    mlp = GroupedMLP(2, 32, 32, precision=recipe)
+    rows = torch.empty(0, 32, requires_grad=True)
+    y = mlp(rows, [0, 0], torch.empty(0))
+    y.sum().backward()
+    assert y.shape == rows.grad.shape == (0, 32)
+    assert not mlp.fc1.weight.grad.any()
+    assert not mlp.fc2.weight.grad.any()
+
+
+@every_recipe
+def test_rows_of_one_group_do_not_reach_another(recipe):
+    """A row of NaN, and a group that changes: the others have the bits that they had."""
+    case = Case(dtype=torch.bfloat16, bias=False, buffers=())
+    inputs = make_inputs(case, sizes=SMALL)
+    want = run_experts("mlp", case, inputs, precision=recipe)
+    inputs.x[3] = torch.nan  # of group 0, which has 9 rows
+    ran = run_experts("mlp", case, inputs, precision=recipe)
+    assert_same_bits(ran.tensors["y"][9:24], want.tensors["y"][9:24])
+    assert_same_bits(ran.tensors["d_x"][9:24], want.tensors["d_x"][9:24])
+    assert ran.tensors["y"][3].isnan().all()
+    for name in ("d_fc1.weight", "d_fc2.weight"):
+        assert_same_bits(ran.tensors[name][1:], want.tensors[name][1:], name)
+        assert ran.tensors[name][0].isnan().any()
+    if not isinstance(recipe, NVFP4):  # whose groups have a scale, and seeds
+        assert_same_bits(ran.tensors["y"][:3], want.tensors["y"][:3])
+
+
+@every_recipe
+def test_without_gradients(recipe):
+    case = Case(dtype=torch.bfloat16, buffers=())
+    inputs = make_inputs(case, sizes=SMALL)
+    mlp = GroupedMLP(4, SMALL.hidden, SMALL.ffn, bias=True, precision=recipe, dtype=case.dtype)
+    want = mlp(inputs.x, inputs.splits, inputs.scale)
+    assert want.requires_grad
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_same_bits(used(mlp(inputs.x, inputs.splits, inputs.scale), SMALL), used(want.detach(), SMALL))
+    mlp.requires_grad_(False)
+    x = inputs.x.clone().requires_grad_()
+    mlp(x, inputs.splits, inputs.scale).backward(inputs.d_y)
+    mlp.requires_grad_(True)
+    y = x.detach().clone().requires_grad_()
+    mlp(y, inputs.splits, inputs.scale).backward(inputs.d_y)
+    assert_same_bits(used(x.grad, SMALL), used(y.grad, SMALL))
+
+
+@every_recipe
+def test_parameters_and_state_dicts_are_those_of_any_layer(recipe):
+    plain, quantised = (GroupedMLP(2, 64, 32, bias=True, precision=p) for p in (None, recipe))
+    assert quantised.precision == quantised.fc1.precision == quantised.fc2.precision == recipe
+    assert plain.state_dict().keys() == quantised.state_dict().keys()
+    quantised.load_state_dict(plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        assert_same_bits(quantised.state_dict()[name], tensor, name)
+    assert str(recipe) in repr(quantised)
+    copied = copy.deepcopy(quantised)
+    assert copied.precision == recipe
+
+
+def test_weights_must_not_change_before_backward():
+    layer = GroupedLinear(2, 64, 32, precision=Float8Block(), delay_wgrad=True)
+    x = torch.randn(4, 64, requires_grad=True)
+    y = layer(x, [2, 2])
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    y = layer(rows := x * 1, [2, 2])
+    y.sum().backward()
+    rows.detach().mul_(2)
+    with pytest.raises(StaleRows):
+        layer.backward_dw()
+
+
+# -- stochastic rounding ----------------------------------------------------------------------------------------------
+
+
+def test_seeds_come_from_the_gradients_of_the_group_alone():
+    generator = torch.Generator().manual_seed(1)
+    for dtype in DTYPES:
+        rows = torch.randn((40, 32), generator=generator).to(dtype)
+        bounds = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
+        seeds = gradient_seeds(NVFP4(), rows, bounds, None)
+        assert (seeds.dtype, seeds.shape) == (torch.int64, (3,))
+        assert seeds[1] == 0
+        assert len(set(seeds.tolist())) == 3
+        other = rows.clone()
+        other[30:] = torch.nan  # a tail
+        other[:9] *= 1.5  # another group
+        again = gradient_seeds(NVFP4(), other, bounds, None)
+        assert (again == seeds).tolist() == [False, True, True]
+        index = torch.randint(40, (35,), generator=generator, dtype=torch.int32)
+        picked = rows[index.long()]
+        assert torch.equal(gradient_seeds(NVFP4(), rows, bounds, index), gradient_seeds(NVFP4(), picked, bounds, None))
+        moved = torch.cat([rows[9:30], rows[:9]])
+        bounds = torch.tensor([0, 21, 30], dtype=torch.int32)
+        assert gradient_seeds(NVFP4(), moved, bounds, None).tolist() == [int(seeds[2]), int(seeds[0])]
+    for recipe in (Float8Block(), NVFP4(stochastic_gradients=False)):
+        assert gradient_seeds(recipe, rows, bounds, None) is None
+
+
+def test_stochastic_gradients_are_right_in_the_mean():
+    """The mean over gradients that hardly differ comes near the exact one; rounded to nearest, it stays where it is.
+
+    Of n independent errors, the mean has the root of 1 / n of one.
+    """
+    case = Case(dtype=torch.float32, bias=False, buffers=())
+    inputs = make_inputs(case, sizes=SMALL, width=OUT, out_features=OUT)
+    errors, num_steps = {}, 16
+    for stochastic in (False, True):
+        recipe = NVFP4(stochastic_gradients=stochastic, hadamard_signs=None)
+        layer = make_linear(case, inputs.w1, inputs.b1, precision=recipe)
+        layer.requires_grad_(False)
+        weight = recipe.quantize_weight(inputs.w1).dequantize()  # so that errors are those of gradients
+        mean = 0.0
+        for step in range(num_steps):
+            x = inputs.x.clone().requires_grad_()
+            y = layer(x, inputs.splits)
+            (d_x,) = torch.autograd.grad(y, x, inputs.d_y * (1 + 1e-6 * step))
+            mean = mean + used(d_x, SMALL) / num_steps
+        groups = torch.repeat_interleave(torch.arange(4), torch.tensor(SMALL.splits))
+        wanted = torch.einsum("no,noc->nc", used(inputs.d_y, SMALL), weight[groups])
+        errors[stochastic] = relative_error(mean, wanted)
+    assert errors[False] > 0.08
+    assert errors[True] < 0.05

@@ -1,0 +1,100 @@
+"""Annotations: what a user's type checker sees of an installed symmoe, and what `make lint` leaves unchecked here.
+
+That the package itself passes mypy --strict is for `make lint` to say.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mypy", reason="checks types: pip install 'symmoe[dev]'")
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = Path(__file__).with_name("typed_user.py")
+
+
+def test_a_user_sees_annotations(tmp_path: Path) -> None:
+    python, installed = _environment_with_symmoe(tmp_path)
+    program = shutil.copy(PROGRAM, tmp_path)
+    status, printed = _mypy(tmp_path, python, program)
+    assert (status, printed) == (0, "Success: no issues found in 1 source file\n")
+    (installed / "py.typed").unlink()
+    status, printed = _mypy(tmp_path, python, program)
+    assert status == 1
+    assert "missing library stubs or py.typed marker" in printed
+    num_asserted = PROGRAM.read_text(encoding="utf-8").count("assert_type(")
+    # Of None and of classes that mypy does not know, it says nothing.
+    assert printed.count("[assert-type]") >= num_asserted // 2
+
+
+def test_a_user_who_is_wrong_is_told(tmp_path: Path) -> None:
+    python, _ = _environment_with_symmoe(tmp_path)
+    program = tmp_path / "wrong.py"
+    program.write_text(
+        "import torch\n"
+        "import symmoe\n"
+        "symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, order='ranks')\n"
+        "def f(heap: symmoe.SymmetricHeap, x: torch.Tensor, plan: symmoe.Plan) -> torch.Tensor:\n"
+        "    y: torch.Tensor = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)(x)\n"
+        "    rows, row_probs = symmoe.dispatch_tokens(x, plan)\n"
+        "    return y + rows + row_probs\n"
+        "symmoe.no_such_name\n"
+    )
+    status, printed = _mypy(tmp_path, python, program)
+    assert status == 1
+    wrong = [(int(line), code) for line, code in re.findall(r"wrong\.py:(\d+): error: .* \[([\w-]+)\]", printed)]
+    assert wrong == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
+
+
+def test_the_program_runs() -> None:
+    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "[5, 16] [5, 16]\n[64, 16] [5, 16]\n"), done.stderr
+
+
+def test_only_kernels_and_subclasses_are_excused() -> None:
+    """Modules with looser rules are there, and have what the rules are loosened for."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read pyproject.toml")
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["overrides"]
+    for override in overrides:
+        ours = [name for name in override["module"] if name.startswith("symmoe")]
+        if "ignore_missing_imports" in override:
+            assert not ours
+            continue
+        assert ours == sorted(override["module"])
+        for name in ours:
+            source = (ROOT / name.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+            assert re.search(r"@(triton|gluon)\.jit|@torch\.compiler\.disable|^class \w+\(\w+\):", source, re.M), name
+    assert not any("ignore_errors" in override for override in overrides)
+
+
+def _environment_with_symmoe(folder: Path) -> tuple[Path, Path]:
+    """Python of an environment that has symmoe installed, and all else from where these tests have it; and symmoe."""
+    environment = folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    packages = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)}))
+    installed = packages / "symmoe"
+    shutil.copytree(ROOT / "symmoe", installed, ignore=shutil.ignore_patterns("__pycache__"))
+    (packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return environment / "bin" / "python", installed
+
+
+def _mypy(folder: Path, python: Path, program: Path | str) -> tuple[int, str]:
+    """Status and output of mypy --strict on a user's program."""
+    command = [sys.executable, "-m", "mypy", "--strict", "--untyped-calls-exclude=torch", "--python-executable", python]
+    done = subprocess.run(
+        [*command, "--cache-dir", folder / "cache", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout
