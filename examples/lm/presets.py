@@ -88,6 +88,23 @@ PRESETS = {
         device="cuda",
         autocast=True,
     ),
+    # Some ten million parameters and a minute on one GPU: to compare ways to train.
+    "gpu-small": Preset(
+        moe=MoEConfig(hidden=512, ffn=256, num_experts=16, top_k=4, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        layers=6,
+        heads=8,
+        context=512,
+        sequences=64,
+        steps=600,
+        learning_rate=3e-3,
+        warmup_steps=60,
+        eval_every=100,
+        save_every=600,
+        eval_sequences=128,
+        sample_bytes=300,
+        device="cuda",
+        autocast=True,
+    ),
     # For tests: seconds, and too small to learn much.
     "tiny": Preset(
         moe=MoEConfig(hidden=32, ffn=64, num_experts=4, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
