@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from symmoe.bench.records import machine
+from symmoe.dispatch.wire import WireFormat, wire_problem
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import TILE, max_tiles
@@ -53,6 +54,9 @@ def variants(shape: str) -> dict[str, tuple[Callable[[], object], torch.Tensor]]
         result[f"{name} columns"] = partial(recipe.quantize_columns, rows, row_start), rows
         result[f"{name} weight"] = partial(recipe.quantize_weight, weight), weight
         result[f"{name} weight^T"] = partial(recipe.quantize_weight_transposed, weight), weight
+        result[f"{name} weight pair"] = partial(recipe.quantize_weight_pair, weight), weight
+        if wire_problem(recipe) is None:
+            result[f"{name} to the wire"] = partial(WireFormat(recipe, hidden).encode, rows), rows
         if recipe.stochastic_gradients:
             stochastic = partial(recipe.quantize_columns, rows, row_start, seeds=seeds)
             result[f"{name} columns, stochastic"] = stochastic, rows
@@ -66,9 +70,15 @@ def check(name: str, found: Quantized, wanted: torch.Tensor) -> None:
         sys.exit(f"{name}: wrong by {error:.3f} of the whole")
 
 
-def moved_bytes(result: Quantized | torch.Tensor, source: torch.Tensor) -> int:
+def quantized_parts(result: object) -> tuple[Quantized, ...]:
+    """What has been quantised; nothing of copies, and of rows on the wire, whose bytes the tests compare."""
+    return result if isinstance(result, tuple) else (result,) if isinstance(result, Quantized) else ()
+
+
+def moved_bytes(result: object, source: torch.Tensor) -> int:
     """Bytes that have to be read or written."""
-    outputs = [result] if isinstance(result, torch.Tensor) else [result.data, result.scale]
+    outputs = [tensor for part in quantized_parts(result) for tensor in (part.data, part.scale)]
+    outputs += [result] if isinstance(result, torch.Tensor) else []
     return sum(tensor.numel() * tensor.element_size() for tensor in (source, *outputs))
 
 
@@ -159,8 +169,8 @@ def measure(shape: str) -> dict[str, dict[str, float]]:
     for name, (step, source) in timed.items():
         result = step()
         num_bytes[name] = moved_bytes(result, source)
-        if name != "copy":
-            check(f"{shape}, {name}", result, source)
+        for part in quantized_parts(result):
+            check(f"{shape}, {name}", part, source)
         del result
     medians = times_us({name: step for name, (step, _) in timed.items()})
     del timed

@@ -26,12 +26,13 @@ import torch
 from lm import checkpoint, report
 from lm.data import Corpus, byte_frequency_bits, heldout_batch, load_corpus, train_batch
 from lm.model import LanguageModel, ModelOutput, generate, heap_bytes, init_parameters
-from lm.presets import PRECISIONS, PRESETS, Preset
+from lm.presets import PRESETS, Preset
 from lm.ranks import Ranks, open_ranks
 from torch.nn import functional as F
 
 import symmoe
 from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
+from symmoe.precision import PRECISIONS
 
 PROMPT = b"def "
 

@@ -18,9 +18,11 @@ from symmoe import __version__
 from symmoe.bench.command import add_command as add_bench
 from symmoe.doctor.command import add_command as add_doctor
 from symmoe.errors import ArgumentError
+from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.memory import MemoryPlan, plan_memory
 from symmoe.plot.command import add_command as add_plot
+from symmoe.precision.names import PRECISIONS
 from symmoe.timeline.command import add_command as add_trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--capacity-factor", type=float, default=1.2, help="static capacity, in T * K rows (default 1.2)")
     plan.add_argument("--stash", choices=("all", "rows", "hidden", "none"), default="all", help="see MoEConfig")
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
+    plan.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: numbers of --dtype)")
+    plan.add_argument(
+        "--quantized-wire",
+        choices=control.QUANTIZED_WIRES,
+        default="none",
+        help="what travels to experts as numbers of --precision: tokens, gradients (default none)",
+    )
     plan.set_defaults(run=_plan)
     add_bench(commands)
     add_doctor(commands)
@@ -72,7 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.capacity_factor) and args.capacity_factor > 0):
         raise ArgumentError(f"capacity-factor ({args.capacity_factor}) must be finite and greater than 0")
-    exact = MoEConfig(hidden=args.hidden, ffn=args.ffn, num_experts=args.experts, top_k=args.top_k, stash=args.stash)
+    exact = MoEConfig(
+        hidden=args.hidden,
+        ffn=args.ffn,
+        num_experts=args.experts,
+        top_k=args.top_k,
+        stash=args.stash,
+        precision=None if args.precision is None else PRECISIONS[args.precision],
+        quantized_wire=args.quantized_wire,
+    )
     capacity = math.ceil(args.capacity_factor * args.tokens * args.top_k)
     static = dataclasses.replace(exact, capacity=capacity)
     numbers = {

@@ -108,6 +108,46 @@ def quantize_weights(kernels, weight: torch.Tensor, name: str) -> dict[str, torc
     return result
 
 
+def quantize_weight_pairs(kernels, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """The same in one call."""
+    block_format = weight_format(name)
+    result, amax = {}, None
+    if block_format.has_global_scale:
+        row_start = torch.arange(weight.shape[0] + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
+        result["amax"] = amax = filled((weight.shape[0],), torch.float32, weight.device)
+        kernels.group_amax(weight.flatten(0, 1), row_start, amax)
+    for prefix, lines in (("", weight), ("transposed_", weight.mT)):
+        num_groups, num_lines, width = lines.shape
+        scale_lines = -(-num_lines // block_format.block_lines)
+        shapes = (num_lines, block_format.data_width(width)), (scale_lines, block_format.num_blocks(width))
+        data = filled((num_groups, *shapes[0]), block_format.data_dtype, weight.device)
+        scale = filled((num_groups, *shapes[1]), block_format.scale_dtype, weight.device)
+        result |= {prefix + "data": data, prefix + "scale": scale}
+    buffers = (result[prefix + name] for prefix in ("", "transposed_") for name in ("data", "scale"))
+    kernels.quantize_weight_pairs(weight, *buffers, block_format, amax=amax)
+    return result
+
+
+def encode_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
+    """Rows as kernels put them on the wire, and two more, where nothing may be written."""
+    block_format, (num_rows, width) = FORMATS[name], rows.shape
+    row_bytes = width + block_format.num_blocks(width) * block_format.scale_dtype.itemsize
+    wire = filled((num_rows + 2, -(-row_bytes // 16) * 16), torch.uint8, rows.device)
+    kernels.encode_rows(rows, wire[:num_rows], block_format)
+    return wire
+
+
+def joined_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
+    """What encode_rows must give: data and scales of quantize_rows side by side, and zeros."""
+    block_format, (num_rows, width) = FORMATS[name], rows.shape
+    data = filled((num_rows, width), block_format.data_dtype, rows.device)
+    scale = filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, rows.device)
+    kernels.quantize_rows(rows, bounds((num_rows,)).to(rows.device), data, scale, block_format)
+    row = torch.cat([data.view(torch.uint8), scale.view(torch.uint8)], dim=1)
+    row = torch.nn.functional.pad(row, (0, -row.shape[1] % 16))
+    return torch.cat([row, torch.full_like(row[:1], FILL).expand(2, -1)])
+
+
 def weight_format(name: str) -> BlockFormat:
     """The format of weights that goes with one of FORMATS."""
     return replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))

@@ -14,9 +14,12 @@ from quantize_cases import (
     as_bytes,
     bounds,
     differences,
+    encode_rows,
     filled,
     hard_rows,
+    joined_rows,
     quantize_all,
+    quantize_weight_pairs,
     quantize_weights,
 )
 
@@ -32,6 +35,7 @@ class gpu:
 
     group_amax, quantize_rows = quantize.group_amax, quantize.quantize_rows
     quantize_columns, quantize_weights = quantize.quantize_columns, quantize.quantize_weights
+    quantize_weight_pairs, encode_rows = quantize.quantize_weight_pairs, wire.encode_rows
 
 
 @triton.jit
@@ -79,6 +83,24 @@ def check_casts():
     assert torch.equal(values, expected.float())
 
 
+def check_powers_of_two():
+    """Blocks whose largest number is about 448 times a power of two, where scales change, and the smallest ones."""
+    at = (torch.arange(1, 255) << 23) + 0x600000
+    bits = torch.cat([at - 1, at, at + 1, torch.arange(-1, 3), torch.tensor([0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF])])
+    rows = torch.zeros(len(bits), 32)
+    rows[:, 7] = bits.clamp(min=0).int().view(torch.float32)
+    for name, width in (("mxfp8", 32), ("float8_block_powers", 32)):
+        scales = []
+        for kernels in (twin, gpu):
+            row_format = FORMATS[name]
+            data, scale = torch.empty(len(bits), width, dtype=row_format.data_dtype), torch.empty(len(bits), 1)
+            scale = scale.to(row_format.scale_dtype)
+            kernels.quantize_rows(rows, bounds((len(bits),)), data, scale, row_format)
+            scales.append({"data": data, "scale": scale})
+        assert differences(*scales) == [], name
+    assert len(as_bytes(scales[1]["scale"]).view(torch.int32).unique()) > 240
+
+
 def check_tiles(row_start, num_rows, num_blocks):
     scale = torch.randint(1, 255, (num_rows, num_blocks)).to(torch.uint8)
     results = []
@@ -117,6 +139,18 @@ def check_rows_of_an_index(rows, row_start, name):
     assert differences(*results[:2]) == differences(*results[1:]) == [], name
 
 
+def check_sent(name):
+    """Rows put on the wire in one launch, with padding and without, and tiles that end within a block."""
+    for dtype, shape in ((torch.float32, (19, 272)), (torch.bfloat16, (33, 1056)), (torch.bfloat16, (1, 128))):
+        rows = hard_rows(*shape, dtype)
+        if dtype == torch.bfloat16:
+            rows = without_subnormals(rows)
+        sent = encode_rows(gpu, rows, name)
+        assert torch.equal(sent, encode_rows(twin, rows, name)), (name, shape)
+        assert torch.equal(sent, joined_rows(twin, rows, name)), (name, shape)
+    assert encode_rows(gpu, torch.empty(0, 64), name).shape[0] == 2
+
+
 def check_wire(row_start, name):
     """Rows of random bytes, of all codes: taken apart and decoded as the twin does it."""
     width, row_format, num_rows = 1088, FORMATS[name], int(row_start[-1]) + 3
@@ -141,6 +175,10 @@ def check_wire(row_start, name):
     assert torch.equal(found[1][0][: num_rows - 3], rows[index.long()][: num_rows - 3, :width])
 
 
+def without_subnormals(rows):
+    return rows.where(rows.abs() >= torch.finfo(rows.dtype).smallest_normal, 0.0).where(rows == rows, torch.nan)
+
+
 # With random words, the transform and an index, and without.
 HARD = {("nvfp4", torch.bfloat16): (True,), ("nvfp4", torch.float32): (True, False), ("mxfp8", torch.float32): (True,)}
 HARD["float8_rowwise", torch.float32] = (True,)
@@ -150,12 +188,13 @@ def main():
     check_casts()
     quantize.e4m3_code, quantize.e4m3_value = e4m3_code, e4m3_value
     wire.e4m3_number = e4m3_number
+    check_powers_of_two()
     splits = (0, 37, 128, 1, 5)
     row_start, num_rows = bounds(splits), sum(splits) + 3
     for dtype in (torch.bfloat16, torch.float32):
         rows = hard_rows(num_rows, 288 if dtype == torch.bfloat16 else 96, dtype)
         if dtype == torch.bfloat16:
-            rows = rows.where(rows.abs() >= torch.finfo(dtype).smallest_normal, 0.0).where(rows == rows, torch.nan)
+            rows = without_subnormals(rows)
         for name in FORMATS:
             for hard in HARD.get((name, dtype), (False,)):
                 left, right = (quantize_all(kernels, rows, row_start, name, hard=hard) for kernels in (twin, gpu))
@@ -166,12 +205,16 @@ def main():
         print(name, "of an index: ok")
         if FORMATS[name].element == "e4m3":
             check_wire(row_start, name)
+            check_sent(name)
             print(name, "on the wire: ok")
     for shape in ((2, 160, 96), (1, 16, 288)):
         weight = hard_rows(shape[0] * shape[1], shape[2], torch.float32).view(shape)
         for name in FORMATS:
             left, right = (quantize_weights(kernels, weight, name) for kernels in (twin, gpu))
             assert differences(left, right) == [], (name, shape, differences(left, right))
+            pairs = [quantize_weight_pairs(kernels, weight, name) for kernels in (twin, gpu)]
+            for pair in pairs:
+                assert differences(left, pair) == [], (name, shape, differences(left, pair))
             print(name, shape, ": ok")
     for num_blocks in (1, 4, 6):
         check_tiles(row_start, num_rows, num_blocks)

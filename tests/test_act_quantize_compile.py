@@ -27,7 +27,7 @@ from symmoe.kernels.gpu import act_quantized, gemm_act  # noqa: E402
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
 N, G = 65536, 32
-MAX_SPILLED = {"mxfp8": 128}  # bytes, of a strip: it has four times the blocks
+MAX_SPILLED = {"mxfp8": 64}  # bytes, of a strip: it has four times the blocks
 CASES = [  # activation, FFN width, format
     ("swiglu", 2048, "float8_block"),
     ("swiglu", 2048, "mxfp8"),
@@ -122,7 +122,8 @@ def launch_dact(name, ffn, block_format, dtype=BF16):
 def check(ptx, spilled, block_format):
     assert spilled <= MAX_SPILLED.get(block_format, 0)
     assert set(re.findall(r"\S+\.ftz\S*", ptx)) <= {"ex2.approx.ftz.f32"}  # of the sigmoid
-    assert "div.rn.f32" in ptx
+    if FORMATS[block_format].scale == "fp32":  # powers of two need no division
+        assert "div.rn.f32" in ptx
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
     widths = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)]

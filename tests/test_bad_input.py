@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from worker import Findings, free_bytes, open_heap
 
 from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import ArgumentError, ConfigMismatch
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
 
 T, K, H = 6, 2, 16
 NUM_BYTES = 1 << 20
@@ -494,6 +496,80 @@ def check_scores(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
+RECIPES = (None, Float8Block(), Float8Block(power_of_two=True), Float8Rowwise(), MXFP8(), NVFP4(hadamard_signs=5))
+# Every recipe beside every other one, and every choice of what travels.
+NUMBERS = [(recipe, "none") for recipe in RECIPES]
+NUMBERS += [(recipe, wire) for recipe in (Float8Block(), MXFP8()) for wire in ("forward", "backward", "both")]
+SHOWN = {
+    None: "none",
+    Float8Block(): "float8-block",
+    Float8Block(power_of_two=True): r"float8-block with options 0x[0-9a-f]+",
+    Float8Rowwise(): "float8-rowwise",
+    MXFP8(): "mxfp8",
+    NVFP4(hadamard_signs=5): r"nvfp4 with options 0x[0-9a-f]+",
+}
+
+
+def check_numbers(rank: int, num_ranks: int, capacity: int | None) -> list[str]:
+    """Layers that disagree on what experts multiply, or on what travels as that: some have rows of the same bytes."""
+    findings = Findings()
+    hidden, num_experts = 64, 2 * num_ranks
+    torch.manual_seed(rank)
+    x, dy = torch.randn(T, hidden), torch.randn(T, hidden)
+    with open_heap("cpu", num_bytes=4 << 20, timeout_s=5.0) as heap:
+
+        def step(recipe: Recipe | None, wire: str) -> list[torch.Tensor]:
+            """y, dx and the weights' gradients."""
+            torch.manual_seed(7)
+            config = MoEConfig(
+                hidden=hidden,
+                ffn=32,
+                num_experts=num_experts,
+                top_k=K,
+                capacity=capacity,
+                precision=recipe,
+                quantized_wire=wire,
+            )
+            layer, leaf = MoELayer(config, heap), x.clone().requires_grad_()
+            y, _ = layer(leaf)
+            y.backward(dy)
+            return [y.detach(), leaf.grad, layer.experts.fc1.weight.grad, layer.experts.fc2.weight.grad]
+
+        wanted = [step(*numbers) for numbers in NUMBERS]
+        pairs = [(a, b) for a in range(len(NUMBERS)) for b in range(len(NUMBERS)) if a != b]
+        for turn, (usual, other) in enumerate(pairs):
+            culprit = turn % num_ranks
+            zero, mine = ((usual, other)[rank_ == culprit] for rank_ in (0, rank))
+            findings.where = f"{NUMBERS[other]} on rank {culprit}, else {NUMBERS[usual]}, seen by {rank} of {num_ranks}"
+            first = culprit or 1
+            its = other if first == culprit else usual
+            field = 0 if NUMBERS[zero][0] != NUMBERS[its][0] else 1
+            shown = [SHOWN[NUMBERS[i][0]] if field == 0 else repr(NUMBERS[i][1]) for i in (zero, its)]
+            name = ("precision", "quantized_wire")[field]
+            pattern = f"{name} differs: rank 0 has {shown[0]}, rank {first} has {shown[1]}"
+            try:
+                step(*NUMBERS[mine])
+            except ConfigMismatch as error:
+                findings.check(re.fullmatch(pattern, str(error)) is not None, f"{error}; wanted {pattern}")
+            else:
+                findings.check(False, "nothing was raised")
+            findings.equal("leased bytes after the error", heap.leased_bytes, 0)
+            for got, want in zip(step(*NUMBERS[usual]), wanted[usual], strict=True):
+                findings.equal("the next correct call", got, want)
+        # What ranks compare makes a difference. Scales that are powers of two are exact in normal numbers, however many
+        # share one and however often they are rounded: Float8Block has them once here, MXFP8 four times.
+        different = {tuple(map(float, (w[0].double().sum(), w[2].double().sum(), w[3].double().sum()))) for w in wanted}
+        findings.equal("different results", len(different), len(NUMBERS) - 4)
+        for name, change in (("precision", {"precision": "mxfp8"}), ("quantized_wire", {"quantized_wire": "rows"})):
+            findings.where = f"wrong {name} on the last rank, seen by {rank} of {num_ranks}"
+            stage = Stage("make_plan", heap)
+            found = stage.call({**stage.good, **(change if rank == num_ranks - 1 else {})})
+            findings.equal("error", found[0], "ArgumentError")
+            findings.check(f"{name} ('{change[name]}') must be" in found[1], found[1])
+            findings.check(round_trip(heap, rank), "the next correct call is wrong")
+    return findings.texts
+
+
 def check_other_heaps(rank: int, num_ranks: int) -> list[str]:
     """Memory of another heap: refused as a buffer that peers reach into, copied like any other memory as input."""
     findings = Findings()
@@ -681,6 +757,11 @@ def test_wrong_arguments(cluster, stage: str, num_ranks: int):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_disagree(cluster, num_ranks: int):
     assert flat(cluster(num_ranks).run(check_mismatches)) == []
+
+
+@pytest.mark.parametrize("capacity", [None, 4 * T * K])
+def test_ranks_that_multiply_or_send_other_numbers(cluster, capacity: int | None):
+    assert flat(cluster(2).run(check_numbers, capacity)) == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

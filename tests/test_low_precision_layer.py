@@ -21,6 +21,7 @@ from worker import Findings, open_heap, poison
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
 from symmoe.dispatch.wire import WireFormat
 from symmoe.errors import ArgumentError, HeapExhausted
+from symmoe.kernels import twin
 from symmoe.kernels.parts import Part
 from symmoe.moe.experts import ExpertRows
 from symmoe.moe.fused import expert_parallel_mlp
@@ -290,10 +291,69 @@ def test_a_row_on_the_wire(recipe, hidden):
             got, want = (getattr(q, name).view(torch.uint8) for q in (found, quantized))
             assert torch.equal(got[:9], want[picked][:9]), name  # the others belong to no group
         assert found.row_start is bounds
+    parts = quantized.data.view(torch.uint8), quantized.scale.view(torch.uint8)
+    padding = torch.zeros(20, wire.row_bytes - recipe.row_bytes(hidden), dtype=torch.uint8)
+    assert torch.equal(sent.view(torch.uint8), torch.cat([*parts, padding], dim=1))
     want = quantized.dequantize()
     assert torch.equal(wire.decode(sent, torch.float32).nan_to_num(7), want.nan_to_num(7))
     assert wire.decode(sent, torch.bfloat16).dtype == torch.bfloat16
     assert wire.encode(x[:0]).shape == (0, wire.row_words)
+    assert not wire.encode(x.clone().requires_grad_()).requires_grad
+    for wrong in (x[0], x.double(), x[:, :16], x[:, ::2], torch.cat([x, x], dim=1)):
+        with pytest.raises(ArgumentError, match=rf"it must be contiguous \[T, {hidden}\]"):
+            wire.encode(wrong)
+
+
+def count_calls(monkeypatch, *names: str) -> dict[str, int]:
+    """How often the kernels of these names are called from now on."""
+    counts = dict.fromkeys(names, 0)
+
+    def counting(name: str):
+        call = getattr(twin, name)
+
+        def counted(*args, **options):
+            counts[name] += 1
+            return call(*args, **options)
+
+        return counted
+
+    for name in names:
+        monkeypatch.setattr(twin, name, counting(name))
+    return counts
+
+
+@every_recipe
+def test_a_weight_is_quantised_once(monkeypatch, recipe):
+    """For both directions in one call if the rows have a gradient, else for forward alone; none in backward."""
+    counts = count_calls(monkeypatch, "quantize_weights", "quantize_weight_pairs", "group_amax")
+    linear, mlp = GroupedLinear(2, 64, 32, precision=recipe), GroupedMLP(2, 64, 32, precision=recipe)
+    splits = torch.tensor([3, 5], dtype=torch.int32)
+
+    def forward(module, trains_rows: bool) -> torch.Tensor:
+        counts.update(dict.fromkeys(counts, 0))
+        x = torch.randn(8, 64, requires_grad=trains_rows)
+        return module(x, splits) if module is linear else module(x, splits, torch.ones(8))
+
+    has_amax = recipe.weight_format.has_global_scale
+    for module, num_weights in ((linear, 1), (mlp, 2)):
+        y = forward(module, True)
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (0, num_weights)
+        num_amax = counts["group_amax"]
+        assert num_amax == 2 * num_weights * has_amax  # of the rows, and of the weight
+        counts.update(dict.fromkeys(counts, 0))
+        y.sum().backward()
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (0, 0)
+        forward(module, False)  # FC2's input gradient is asked for all the same
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (1, num_weights - 1)
+        with torch.no_grad():
+            forward(module, False)
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, 0)
+
+
+def test_rows_are_put_on_the_wire_in_one_call(monkeypatch):
+    counts = count_calls(monkeypatch, "quantize_rows", "encode_rows")
+    WireFormat(MXFP8(), 64).encode(torch.randn(5, 64))
+    assert counts == {"quantize_rows": 0, "encode_rows": 1}
 
 
 def check_bytes(rank: int, num_ranks: int) -> list[str]:

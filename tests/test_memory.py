@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, cli, plan_memory
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 from symmoe.moe.fused import _ExpertParallelMLP
+from symmoe.precision import PRECISIONS
 
 H, I, E, K, T = 16, 24, 8, 3, 37
 
@@ -99,9 +100,34 @@ def test_the_command(capsys: pytest.CaptureFixture[str]):
     assert "131072" in out  # the worst case's rows
 
 
+@pytest.mark.parametrize("wire", ["none", "forward", "both"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_command_knows_recipes(name: str, wire: str, capsys: pytest.CaptureFixture[str]):
+    if wire != "none" and name == "nvfp4":
+        pytest.skip("does not travel quantised")
+    shown = []
+    for extra in ((), ("--precision", name, "--quantized-wire", wire)):
+        assert cli.main([*ARGUMENTS, "--capacity-factor", "1", *extra]) == 0
+        shown.append(capsys.readouterr().out)
+    full = MoEConfig(hidden=2048, ffn=768, num_experts=128, top_k=8, capacity=65536)
+    config = replace(full, precision=PRECISIONS[name], quantized_wire=wire)
+    for out, other, this, that in ((*shown, full, config), (*shown[::-1], config, full)):
+        plan, wrong = (plan_memory(c, num_ranks=2, num_tokens=8192) for c in (this, that))
+        for field in ("activation_bytes", "lease_bytes_per_call"):
+            text = cli._size(getattr(plan, field))
+            assert text in out
+            if field == "activation_bytes" or wire != "none":
+                assert getattr(plan, field) != getattr(wrong, field)
+        assert cli._size(plan.activation_bytes) not in other
+
+
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
+        (["--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["--quantized-wire", "both"], "quantized_wire ('both'): precision (None) must be a recipe of E4M3 numbers"),
+        (["--precision", "nvfp4", "--quantized-wire", "forward"], "must be a recipe of E4M3 numbers"),
+        (["--precision", "mxfp8", "--hidden", "2064"], "hidden (2064) must be a multiple of 32 for MXFP8()"),
         (["--ranks", "3"], "num_experts (128) must be divisible by num_ranks (3)"),
         (["--capacity-factor", "0"], "capacity-factor (0.0) must be"),
         (["--top-k", "200"], "top_k (200) must be at most num_experts (128)"),

@@ -12,19 +12,22 @@ import torch
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import twin
+from symmoe.kernels import control, twin
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.precision import (
     MXFP8,
     NVFP4,
+    PRECISIONS,
     Float8Block,
     Float8Rowwise,
+    Recipe,
     draw_signs,
     hadamard,
     inverse_hadamard,
     swizzle_scales,
     unswizzle_scales,
 )
+from symmoe.precision.names import precision_word
 
 RECIPES = [
     Float8Block(),
@@ -201,6 +204,47 @@ def test_buffers_of_the_caller(recipe):
     assert (as_bytes(found.data[int(row_start[-1]) :]) == FILL).all()
 
 
+@every_recipe
+@pytest.mark.parametrize("shape", [(2, O, C), (0, O, C), (1, 32, 32)], ids=str)
+def test_both_operands_of_a_weight(recipe, shape):
+    """In one call, what two calls give."""
+    weight = normal(*shape)
+    pair = recipe.quantize_weight_pair(weight)
+    alone = recipe.quantize_weight(weight), recipe.quantize_weight_transposed(weight)
+    for found, wanted in zip(pair, alone, strict=True):
+        for name in ("data", "scale"):
+            left, right = getattr(found, name), getattr(wanted, name)
+            assert (left.shape, left.dtype) == (right.shape, right.dtype)
+            assert torch.equal(as_bytes(left), as_bytes(right)), name
+        assert (found.layout, found.num_rows) == (wanted.layout, wanted.num_rows)
+        if found.global_scale is not None:
+            assert torch.equal(found.global_scale, wanted.global_scale)
+
+
+class Coarse(Recipe):
+    """A recipe of a user, whose text holds an address."""
+
+    row_format = weight_format = MXFP8().row_format
+
+
+def test_ranks_can_compare_recipes():
+    """By a number of 31 bits: equal for equal recipes, different for all others."""
+    assert tuple(PRECISIONS) == control.PRECISIONS[:-1]
+    assert precision_word(None) == -1
+    for index, recipe in enumerate(PRECISIONS.values()):
+        assert recipe == type(recipe)()  # names stand for no options
+        assert precision_word(type(recipe)()) == index
+    others = [Float8Block(power_of_two=True), NVFP4(hadamard_signs=None), NVFP4(stochastic_gradients=False)]
+    others += [NVFP4(hadamard_signs=signs) for signs in range(0, 1 << 16, 97)]
+    words = [precision_word(recipe) for recipe in (*PRECISIONS.values(), *others, Coarse())]
+    assert len(set(words)) == len(words)
+    assert all(0 <= word < 1 << 31 for word in words)
+    assert precision_word(Coarse()) == words[-1]
+    program = "from symmoe.precision.names import *; print(precision_word(NVFP4(hadamard_signs=None)))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(found) == precision_word(NVFP4(hadamard_signs=None))  # of another process
+
+
 def recipe_buffers(recipe, rows):
     sample = recipe.quantize(rows)
     return filled(sample.data.shape, sample.data.dtype), filled(sample.scale.shape, sample.scale.dtype)
@@ -226,6 +270,8 @@ def test_arguments():
         for wrong in (rows, normal(2, 33, 96), normal(2, 96, 64).mT, normal(2, 32, 32).double()):
             with pytest.raises(ArgumentError, match="weight"):
                 recipe.quantize_weight(wrong)
+            with pytest.raises(ArgumentError, match="weight"):
+                recipe.quantize_weight_pair(wrong)
     with pytest.raises(ArgumentError, match=r"seeds are given; MXFP8\(\) rounds to nearest"):
         MXFP8().quantize(rows, row_start, seeds=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ArgumentError, match=r"seeds are given"):
@@ -255,7 +301,8 @@ def test_autograd(recipe):
     """Results have no gradient; what autograd has saved of a buffer is refused once it has been filled again."""
     rows, weight = normal(64, C).requires_grad_(), torch.nn.Parameter(normal(2, O, C))
     results = [recipe.quantize(rows), recipe.quantize_columns(rows), recipe.quantize_weight(weight)]
-    for quantized in [*results, recipe.quantize_weight_transposed(weight)]:
+    results += [recipe.quantize_weight_transposed(weight), *recipe.quantize_weight_pair(weight)]
+    for quantized in results:
         assert not quantized.scale.requires_grad
         assert not quantized.dequantize().requires_grad
     quantized = recipe.quantize(rows)

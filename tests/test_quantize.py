@@ -21,9 +21,11 @@ from quantize_cases import (
     as_bytes,
     bounds,
     differences,
+    encode_rows,
     filled,
     hard_rows,
     quantize_all,
+    quantize_weight_pairs,
     quantize_weights,
     weight_format,
 )
@@ -119,10 +121,28 @@ def test_weights(name, shape):
     if block_format.has_global_scale:
         expected["amax"] = torch.from_numpy(np.array(amaxes).view(np.uint8))
     assert differences(found, expected) == []
+    assert differences(quantize_weight_pairs(twin, weight, name), expected) == []
     if block_format.block_lines > 1 and block_format.element == "e4m3":
         for key in ("data", "scale"):
             turned = found["transposed_" + key].mT.flatten()
             assert torch.equal(as_bytes(found[key].flatten()), as_bytes(turned)), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [160, 256])  # with padding and without
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].element == "e4m3"])
+def test_rows_on_the_wire(name, width, dtype):
+    rows = hard_rows(20, width, dtype)
+    data, scale = reference.quantize_lines(rows.float().numpy(), amax=None, **fields(FORMATS[name]))
+    found = encode_rows(twin, rows, name)
+    sizes = [data.shape[1], scale.shape[1], found.shape[1] - data.shape[1] - scale.shape[1]]
+    assert 0 <= sizes[2] < 16
+    assert found.shape[1] % 16 == 0
+    parts = found[:20].split(sizes, dim=1)
+    assert torch.equal(parts[0], torch.from_numpy(data))
+    assert torch.equal(parts[1], torch.from_numpy(scale))
+    assert not parts[2].any()
+    assert (found[20:] == FILL).all()
 
 
 MUTANTS = {

@@ -15,7 +15,13 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from quantize_cases import bounds, quantize_all, quantize_weights  # noqa: E402
+from quantize_cases import (  # noqa: E402
+    bounds,
+    encode_rows,
+    quantize_all,
+    quantize_weight_pairs,
+    quantize_weights,
+)
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -108,7 +114,7 @@ def check(ptx, spilled, block_format, store_bits):
     assert spilled == 0
     assert ".ftz" not in ptx
     assert not re.search(r"(div\.(full|approx)|rcp\.approx|ex2|lg2)", ptx)
-    assert "div.rn.f32" in ptx
+    assert ("div.rn.f32" in ptx) == (block_format.scale in ("fp32", "e4m3"))
     if "e4m3" in (block_format.element, block_format.scale):
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     widths = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)]
@@ -144,6 +150,38 @@ def test_weights(compile_launch, name, transposed):
     scale = meta(G, num_lines // block_format.block_lines, num_scales, dtype=block_format.scale_dtype)
     amax = meta(G, dtype=torch.float32) if block_format.has_global_scale else None
     quantize.quantize_weights(weight, data, scale, block_format, amax=amax)
+    ptx, _, spilled = compile_launch()
+    check(ptx, spilled, block_format, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].block is not None])
+def test_weight_pairs(compile_launch, name, dtype):
+    """One launch, which loads every number once; those of lines take two of quantize_weights."""
+    block_format = replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
+    weight, buffers = meta(G, 4096, C, dtype=dtype), []
+    for _, num_lines, width in (weight.shape, weight.mT.shape):
+        scale_lines = num_lines // block_format.block_lines
+        buffers.append(meta(G, num_lines, block_format.data_width(width), dtype=block_format.data_dtype))
+        buffers.append(meta(G, scale_lines, block_format.num_blocks(width), dtype=block_format.scale_dtype))
+    amax = meta(G, dtype=torch.float32) if block_format.has_global_scale else None
+    quantize.quantize_weight_pairs(weight, *buffers, block_format, amax=amax)
+    ptx, _, spilled = compile_launch()
+    check(ptx, spilled, block_format, 32)
+    loads = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)
+    loaded_bits = sum(int(vector or 1) * int(bits) for vector, bits in loads)
+    tile, threads = (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
+    assert loaded_bits == tile * 8 * dtype.itemsize // threads + (32 if amax is not None else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [C, 2880])
+@pytest.mark.parametrize("name", ["float8_block", "float8_rowwise", "mxfp8"])
+def test_rows_put_on_the_wire(compile_launch, name, width, dtype):
+    block_format = FORMATS[name]
+    scale_bytes = block_format.num_blocks(width) * block_format.scale_dtype.itemsize
+    sent = meta(N, -(-(width + scale_bytes) // 16) * 16, dtype=torch.uint8)
+    wire.encode_rows(meta(N, width, dtype=dtype), sent, block_format)
     ptx, _, spilled = compile_launch()
     check(ptx, spilled, block_format, 32)
 
@@ -213,6 +251,9 @@ def test_steps_do_not_compile_again(monkeypatch):
         for name in ("mxfp8", "float8_rowwise", "nvfp4"):
             quantize_all(quantize, rows, row_start, name)
         quantize_weights(quantize, torch.zeros(1, 32, 32), "mxfp8")
+        quantize_weight_pairs(quantize, torch.zeros(1, 32, 32), "mxfp8")
+        for name in ("mxfp8", "float8_rowwise"):
+            encode_rows(wire, rows, name)
         quantize.group_amax(rows, row_start, torch.zeros(2), signs=signs)
         scale, swizzled = torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(9, 1, 512, dtype=torch.uint8)
         scale_tiles.swizzle_group_scales(scale, row_start, swizzled)

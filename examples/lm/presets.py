@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from symmoe import MoEConfig
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +36,6 @@ class Preset:
         """This preset with other fields of its MoEConfig."""
         return dataclasses.replace(self, moe=dataclasses.replace(self.moe, **changes))
 
-
-PRECISIONS = {
-    "float8-block": Float8Block(),
-    "float8-rowwise": Float8Rowwise(),
-    "mxfp8": MXFP8(),
-    "nvfp4": NVFP4(),
-}
 
 PRESETS = {
     # Two processes of one thread each, under three minutes.

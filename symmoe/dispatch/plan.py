@@ -12,6 +12,8 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError, StalePlan
 from symmoe.kernels import control
+from symmoe.precision.names import precision_word
+from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.heap import SymmetricHeap
 
 MAX_TOP_K = 32
@@ -128,6 +130,8 @@ def make_plan(
     max_tokens: int | None = None,
     hidden: int | None = None,
     dtype: torch.dtype | None = None,
+    precision: Recipe | None = None,
+    quantized_wire: str = "none",
 ) -> Plan:
     """Plans one layer call. Collective over the heap's group.
 
@@ -145,6 +149,7 @@ def make_plan(
         max_tokens: static capacity only: the largest T of any rank, which bounds the packed rows. None: this
             rank's T, which then must be the same on all ranks.
         hidden, dtype: of the rows the plan will carry. Given here, ranks that disagree raise in this call.
+        precision, quantized_wire: likewise, of the experts and of what travels as their numbers (MoEConfig).
 
     Returns:
         the plan.
@@ -152,14 +157,14 @@ def make_plan(
     Raises:
         ArgumentError: an argument is wrong on some rank; raised on every rank.
         ExpertIdError: an id is out of range on some rank; raised on every rank.
-        ConfigMismatch: ranks disagree on K, E, capacity, overflow, max_tokens, hidden or dtype; on every rank.
+        ConfigMismatch: ranks disagree on K, E, capacity, overflow, max_tokens, hidden, dtype, precision or
+            quantized_wire; on every rank.
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
     heap.check()
-    heap.fail_for(
-        _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype), control.PHASE_PLAN
-    )
+    problem = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
+    heap.fail_for(problem or _find_number_problem(precision, quantized_wire), control.PHASE_PLAN)
     topk_idx = topk_idx.detach().contiguous()
     num_tokens, top_k = topk_idx.shape
     num_ranks, device = heap.num_ranks, heap.device
@@ -176,7 +181,9 @@ def make_plan(
 
     block_counts = int32(num_blocks, num_experts + num_ranks + 2)
     block_starts = int32(num_blocks, num_experts)
-    header = _header(num_tokens, top_k, num_experts, limit, token_limit, overflow, hidden, dtype)
+    header = _header(
+        num_tokens, top_k, num_experts, limit, token_limit, overflow, hidden, dtype, precision, quantized_wire
+    )
     with heap.one_call():
         ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
         ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
@@ -317,6 +324,15 @@ def _find_problem(
     return None
 
 
+def _find_number_problem(precision: Recipe | None, quantized_wire: str) -> ArgumentError | None:
+    """Likewise, in what rows are multiplied and travel as."""
+    if precision is not None and not isinstance(precision, Recipe):
+        return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
+    if quantized_wire not in control.QUANTIZED_WIRES:
+        return ArgumentError(f"quantized_wire ({quantized_wire!r}) must be one of {control.QUANTIZED_WIRES}")
+    return None
+
+
 def _header(
     num_tokens: int,
     top_k: int,
@@ -326,6 +342,8 @@ def _header(
     overflow: str,
     hidden: int | None,
     dtype: torch.dtype | None,
+    precision: Recipe | None,
+    quantized_wire: str,
 ) -> tuple[int, ...]:
     words = [0] * control.HEADER_WORDS
     words[control.HEAD_NUM_TOKENS] = num_tokens
@@ -336,4 +354,6 @@ def _header(
     words[control.HEAD_OVERFLOW] = _OVERFLOW[overflow]
     words[control.HEAD_HIDDEN] = -1 if hidden is None else hidden
     words[control.HEAD_DTYPE] = -1 if dtype is None else control.DTYPES.index(dtype)
+    words[control.HEAD_PRECISION] = precision_word(precision)
+    words[control.HEAD_QUANTIZED_WIRE] = control.QUANTIZED_WIRES.index(quantized_wire)
     return tuple(words)

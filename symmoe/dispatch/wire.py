@@ -15,7 +15,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.precision.quantized import Quantized
-from symmoe.precision.recipes import Recipe
+from symmoe.precision.recipes import DTYPES, Recipe
 
 # Of rows that travel: 16-bit words, which the kernels for few programs take too. No arithmetic is done with them.
 WORD = torch.bfloat16
@@ -38,14 +38,20 @@ class WireFormat:
         """WORDs of a row on the wire."""
         return self.row_bytes // WORD.itemsize
 
+    @torch.no_grad()
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """WORD [T, row_words] of x [T, H]."""
-        quantized = self.recipe.quantize(x)
-        rows = torch.zeros((x.shape[0], self.row_bytes), dtype=torch.uint8, device=x.device)
-        end = self.recipe.row_bytes(self.hidden)
-        rows[:, : self.hidden] = quantized.data.view(torch.uint8)
-        rows[:, self.hidden : end] = quantized.scale.view(torch.uint8)
-        return rows.view(WORD)
+        """WORD [T, row_words] of x [T, H], in one launch: what Recipe.quantize makes of x, and zeros.
+
+        Raises:
+            ArgumentError: x is not contiguous bf16, fp16 or fp32 of H features.
+        """
+        if x.dim() != 2 or x.dtype not in DTYPES or not x.is_contiguous() or x.shape[1] != self.hidden:
+            raise ArgumentError(
+                f"x is {x.dtype} {list(x.shape)}; it must be contiguous [T, {self.hidden}] of one of {DTYPES}"
+            )
+        sent = torch.empty((x.shape[0], self.row_bytes), dtype=torch.uint8, device=x.device)
+        kernels.for_device(x.device).encode_rows(x, sent, self.recipe.row_format)
+        return sent.view(WORD)
 
     def quantized(
         self, received: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None

@@ -66,7 +66,9 @@ HEADER_WORDS = 16
     HEAD_BAD_SLOTS,  # how many ids are out of range
     HEAD_BAD_ID,  # the first such id,
     HEAD_BAD_SLOT,  # and its slot t * K + k
-) = range(11)
+    HEAD_PRECISION,
+    HEAD_QUANTIZED_WIRE,
+) = range(13)
 # Header fields on which all ranks must agree, by the name a user knows them by.
 AGREED_FIELDS = {
     HEAD_TOP_K: "top_k",
@@ -76,6 +78,8 @@ AGREED_FIELDS = {
     HEAD_OVERFLOW: "overflow",
     HEAD_HIDDEN: "hidden",
     HEAD_DTYPE: "dtype",
+    HEAD_PRECISION: "precision",
+    HEAD_QUANTIZED_WIRE: "quantized_wire",
 }
 
 # Kernels move rows in accesses of this size: buffers are aligned to it, and on GPUs rows are a multiple of it long.
@@ -83,6 +87,14 @@ ACCESS_BYTES = 16
 
 # the dtypes of rows; the header holds the index
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# The recipes of experts; the header holds the index in its low bits and above them a number for the recipe's options, 0
+# for none (precision/names.py). The last one is whatever has no name here.
+PRECISIONS = ("float8-block", "float8-rowwise", "mxfp8", "nvfp4", "another recipe")
+PRECISION_BITS = 8
+
+# what travels as a recipe's numbers; the header holds the index
+QUANTIZED_WIRES = ("none", "forward", "backward", "both")
 
 # the orders of combine's sums; a call holds the index
 ORDERS = ("rank", "slot")

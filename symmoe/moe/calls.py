@@ -26,7 +26,8 @@ class Call:
         chosen_idx: the same before a capacity factor has dropped any, where that is known.
         expert_load: int32 [E], slots of each expert over the EP group, before a static capacity drops any.
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
-        row_bytes: of a token on the wire.
+        row_bytes: of a token.
+        sent_row_bytes: of a token on its way to an expert.
         is_training: whether the layer is in training mode.
         num_over_capacity: int32 [1], slots of this rank dropped by symmoe's capacity factor; None without one.
         aux_loss: scalar; None where losses are the trainer's own.
@@ -37,6 +38,7 @@ class Call:
     expert_load: torch.Tensor
     num_dropped: torch.Tensor
     row_bytes: int
+    sent_row_bytes: int
     is_training: bool
     num_over_capacity: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None

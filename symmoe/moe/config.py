@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from symmoe.dispatch.wire import wire_problem
+from symmoe.dispatch.wire import WireFormat, wire_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.overlap import received_layout
@@ -25,7 +25,7 @@ _CHOICES = {
     "stash": ("all", "rows", "hidden", "none"),
     "layout": ("auto", *control.LAYOUTS),
     "schedule": control.SCHEDULES,
-    "quantized_wire": ("none", "forward", "backward", "both"),
+    "quantized_wire": control.QUANTIZED_WIRES,
     "aux_loss": ("micro_batch", "sequence", "global"),
     "drop_policy": ("probs", "position"),
 }
@@ -111,6 +111,12 @@ class MoEConfig:
     def received_layout(self) -> str:
         """The layout, chosen."""
         return received_layout(self.layout, self.ffn, self.precision)
+
+    def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
+        """Of a token, or of the gradient of its result, on its way to an expert; item_bytes: of the tokens' dtype."""
+        if self.precision is None or self.quantized_wire not in (direction, "both"):
+            return self.hidden * item_bytes
+        return WireFormat(self.precision, self.hidden).row_bytes
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups"):

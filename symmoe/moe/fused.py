@@ -20,7 +20,6 @@ from symmoe.combine.collect import PHASE as COLLECT
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.wire import WireFormat, wire_problem
-from symmoe.errors import raise_for
 from symmoe.kernels.operands import given
 from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden
@@ -88,7 +87,8 @@ def expert_parallel_mlp(
         [T, H].
 
     Raises:
-        ArgumentError: rows are to travel quantised, and the experts' precision is not one of E4M3 numbers.
+        ArgumentError: rows are to travel quantised, and the experts' precision is not one of E4M3 numbers; on every
+            rank.
     """
     layout = received_layout(layout, experts.ffn, experts.precision)
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
@@ -101,7 +101,7 @@ def expert_parallel_mlp(
         stash=STASHES[stash],
         layout=layout,
         schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout),
-        wire=_wire(experts, quantized_wire),
+        wire=_wire(experts, plan, quantized_wire),
         trains=torch.is_grad_enabled(),
     )
     adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
@@ -109,10 +109,10 @@ def expert_parallel_mlp(
     return y
 
 
-def _wire(experts: GroupedMLP, quantized_wire: str) -> Wire:
+def _wire(experts: GroupedMLP, plan: Plan, quantized_wire: str) -> Wire:
     recipe = experts.precision
     if quantized_wire != "none":
-        raise_for(wire_problem(recipe))
+        plan.heap.fail_for(wire_problem(recipe), SEND)
     if quantized_wire == "none" or recipe is None:
         return FULL
     wire = WireFormat(recipe, experts.hidden)
@@ -185,8 +185,10 @@ class _Call:
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
         tensors: Sequence[torch.Tensor],
+        *,
+        keeps_h: bool,
     ) -> tuple[ExpertRows, ExpertWeights]:
-        """Inputs as the kernels take them."""
+        """Inputs as the kernels take them. keeps_h: whether backward will use what the first layer leaves for it."""
         experts = self.experts
         bias_scale = None if b2 is None else row_probs
         weights = expert_weights(
@@ -195,7 +197,7 @@ class _Call:
             experts.fc2,
             (b1, b2),
             tensors,
-            trains=(self.trains, self.trains),
+            trains=(keeps_h, keeps_h),
             wire=self.wire,
         )
         row_index = row_to_packed_row if self.layout == "packed" else None
@@ -226,11 +228,12 @@ class _ExpertParallelMLP(Function):
         heap, x = plan.heap, kernel_rows(x)
         sent = _on_wire(x, call.wire.rows)
         received = call.receive(sent, name=RECEIVED)
-        with schedule.dispatch(sent, plan, received.tensor, probs.contiguous()) as arrival:
-            row_probs = given("row_probs", arrival.row_probs)
-            rows, experts = call.operands(received.tensor, arrival.row_to_packed_row, row_probs, b1, b2, tensors)
-            computed, a = experts.first_layer(rows, num_rows=call.num_rows, parts=arrival.parts)
         keeps, stash = any(ctx.needs_input_grad), call.stash
+        with schedule.dispatch(sent, plan, received.tensor, probs.contiguous()) as arrival:
+            row_probs, index = given("row_probs", arrival.row_probs), arrival.row_to_packed_row
+            keeps_h = keeps and call.trains and stash.keeps_h
+            rows, experts = call.operands(received.tensor, index, row_probs, b1, b2, tensors, keeps_h=keeps_h)
+            computed, a = experts.first_layer(rows, num_rows=call.num_rows, parts=arrival.parts)
         if keeps:
             # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
             kept: tuple[torch.Tensor | None, ...] = (None, received.tensor) if stash.keeps_rows else (x, None)
@@ -262,7 +265,7 @@ class _ExpertParallelMLP(Function):
             sent = _on_wire(x, call.wire.rows)
             received = call.receive(sent, name=RECEIVED).tensor
             arrived = schedule.dispatch_rows(sent, plan, received)  # who goes where is in the plan
-        rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tensors)
+        rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tensors, keeps_h=True)
         with nullcontext() if arrived is None else arrived as parts:
             if computed.h is None:
                 computed, _ = experts.first_layer(rows, num_rows=call.num_rows, parts=parts)

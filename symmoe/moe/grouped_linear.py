@@ -25,7 +25,7 @@ from symmoe.moe.adjacent import addresses, lay_side_by_side
 from symmoe.moe.arguments import gradient_buffer, kernel_rows, result_buffers_problem, rows_problem, scale_problem
 from symmoe.moe.gradients import mark_expert
 from symmoe.moe.low_rank import low_rank
-from symmoe.moe.products import NOTHING, products_of
+from symmoe.moe.products import NOTHING, products_of, weight_gradient
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
@@ -360,7 +360,7 @@ class _GroupedLinear(Function):
         bias_scale = None if bias_scale is None else bias_scale.contiguous()
         shape = (*x.shape[:-1], linear.out_features)
         y = x.new_empty(shape) if call.out is None else call.out
-        products = products_of(linear.precision, weights)
+        products = products_of(linear.precision, weights, trains_rows=call.trains_x)
         products.forward(
             x.view(-1, linear.in_features),
             call.row_start,
@@ -374,8 +374,7 @@ class _GroupedLinear(Function):
             t = low.new_rows(math.prod(x.shape[:-1]))
             low.down(x.view(-1, linear.in_features), call.row_start, t)
             low.add_up(t, call.row_start, y.view(-1, linear.out_features))
-        kept = products.kept() if call.trains_x else NOTHING
-        ctx.save_for_backward(x, bias, bias_scale, t, *kept, *tensors)
+        ctx.save_for_backward(x, bias, bias_scale, t, *products.kept(), *tensors)
         # Not save_for_backward: what the gradient's buffer holds until then is nobody's business. Held here, it is
         # also what keeps autograd from taking the buffer itself for the `.grad` of a leaf.
         ctx.call = call
@@ -421,7 +420,7 @@ class _GroupedLinear(Function):
 
         def wgrad(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
             inputs.check()
-            products.weight_gradient(d_y, rows, call.row_start, out, accumulate)
+            weight_gradient(linear.precision, d_y, rows, call.row_start, out, accumulate=accumulate)
 
         d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=call.overwrite_main_grad)
         return None, d_x, d_bias, d_scale, *d_weights, *d_adapters

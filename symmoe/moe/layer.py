@@ -247,6 +247,7 @@ class MoELayer(nn.Module):
             expert_load=metrics.expert_load,
             num_dropped=metrics.num_dropped,
             row_bytes=self.config.hidden * dtype.itemsize,
+            sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
             is_training=self.training,
             num_over_capacity=routed.num_over_capacity,
             aux_loss=metrics.aux_loss,

@@ -39,9 +39,10 @@ class LowPrecision:
         """Of forward, from [G, O, C]."""
         return operand(self.recipe.quantize_weight(weight))
 
-    def transposed_weight(self, weight: torch.Tensor) -> Operand:
-        """Of dgrad, from [G, O, C]."""
-        return operand(self.recipe.quantize_weight_transposed(weight))
+    def weight_pair(self, weight: torch.Tensor) -> tuple[Operand, Operand]:
+        """Of forward and of dgrad, from [G, O, C], which is read once for both where the recipe allows it."""
+        weight_operand, transposed = map(operand, self.recipe.quantize_weight_pair(weight))
+        return weight_operand, transposed
 
     def gradient_rows(
         self, d_rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None

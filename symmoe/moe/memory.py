@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 
-from symmoe.dispatch.wire import WireFormat
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.activation import Activation
@@ -172,13 +171,10 @@ class _Calls:
     def _received_bytes(self) -> int:
         return self._arriving_bytes("forward")
 
-    def _arriving_bytes(self, direction: str) -> int:
+    def _arriving_bytes(self, direction: Literal["forward", "backward"]) -> int:
         """Of the buffer that rows arrive in."""
-        config = self.config
-        row_bytes = config.hidden * self.itemsize
-        if config.precision is not None and config.quantized_wire in (direction, "both"):
-            row_bytes = WireFormat(config.precision, config.hidden).row_bytes
-        return row_bytes * (self.packed_rows if config.received_layout == "packed" else self.rows)
+        num_rows = self.packed_rows if self.config.received_layout == "packed" else self.rows
+        return self.config.sent_row_bytes(direction, self.itemsize) * num_rows
 
     def forward(self) -> list[Step]:
         """Dispatch, experts, combine."""

@@ -38,7 +38,7 @@ class LayerRecord:
         num_dropped: slots of the EP group dropped by a static capacity.
         num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
         dispatch_bytes, combine_bytes: of token rows that this rank sends to, and reads from, other ranks in forward.
-            Backward moves as many again. Slots that a static capacity drops are counted in.
+            Backward moves as many rows again. Slots that a static capacity drops are counted in.
         heap_high_water_bytes: the most bytes ever leased of the heap.
         forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
             dispatch to combine, else the router is counted too (and in Megatron shared experts).
@@ -162,7 +162,7 @@ class _Watch:
         other[_DROPPED].add_(call.num_dropped[0])
         if call.num_over_capacity is not None:
             other[_OVER_CAPACITY].add_(call.num_over_capacity[0])
-        other[_DISPATCH].add_(sent, alpha=call.row_bytes)
+        other[_DISPATCH].add_(sent, alpha=call.sent_row_bytes)
         other[_COMBINE].add_(read, alpha=call.row_bytes)
 
 

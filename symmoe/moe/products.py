@@ -14,8 +14,9 @@ from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
 from symmoe.kernels.table import TensorTable
+from symmoe.moe import low_precision
 from symmoe.moe.adjacent import check_uniform, packed_view
-from symmoe.moe.low_precision import LowPrecision, packed_weight, product, weight_gradient
+from symmoe.moe.low_precision import LowPrecision, packed_weight, product
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 from symmoe.moe.weight_grad import packed_shape
 from symmoe.precision.operands import Operand, multiply
@@ -26,7 +27,7 @@ NOTHING: Kept = (None, None, None)
 
 
 class Products(Protocol):
-    """What GroupedLinear wants."""
+    """Those with the weights of one layer."""
 
     def forward(
         self,
@@ -41,27 +42,22 @@ class Products(Protocol):
         """out [N, O] = rows @ weight^T + bias * bias_scale."""
 
     def kept(self) -> Kept:
-        """What backward has use for, beside the weights: tensors to save for :func:`products_of`."""
+        """What forward has made for backward, beside the weights: tensors to save for :func:`products_of`."""
 
     def input_gradient(
         self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
     ) -> None:
         """d_rows [N, C] = d_out @ weight."""
 
-    def weight_gradient(
-        self,
-        d_out: torch.Tensor,
-        rows: torch.Tensor,
-        row_start: torch.Tensor,
-        out: torch.Tensor | TensorTable,
-        accumulate: bool,
-    ) -> None:
-        """out [G, O, C] (+)= d_out_g^T rows_g."""
 
+def products_of(
+    recipe: Recipe | None, weights: Sequence[torch.Tensor], kept: Kept = NOTHING, *, trains_rows: bool = False
+) -> Products:
+    """Of weights in the working dtype, packed [G, O, C] or G single ones.
 
-def products_of(recipe: Recipe | None, weights: Sequence[torch.Tensor], kept: Kept = NOTHING) -> Products:
-    """Of weights in the working dtype, packed [G, O, C] or G single ones. kept: in backward, what forward has kept."""
-    return WorkingPrecision(weights) if recipe is None else Quantizing(recipe, weights, kept)
+    kept: in backward, what forward has kept. trains_rows: in forward, whether backward will ask for their gradient.
+    """
+    return WorkingPrecision(weights) if recipe is None else Quantizing(recipe, weights, kept, trains_rows)
 
 
 class WorkingPrecision:
@@ -94,23 +90,13 @@ class WorkingPrecision:
         """See Products."""
         self._ops.grouped_gemm_dgrad(d_out, kernel_weight(self._weights), row_start, d_rows, zero_tail=zero_tail)
 
-    def weight_gradient(
-        self,
-        d_out: torch.Tensor,
-        rows: torch.Tensor,
-        row_start: torch.Tensor,
-        out: torch.Tensor | TensorTable,
-        accumulate: bool,
-    ) -> None:
-        """See Products."""
-        self._ops.grouped_gemm_wgrad(d_out, rows, row_start, out, accumulate=accumulate)
-
 
 class Quantizing:
     """Products of quantised numbers (moe/low_precision.py)."""
 
-    def __init__(self, recipe: Recipe, weights: Sequence[torch.Tensor], kept: Kept) -> None:
+    def __init__(self, recipe: Recipe, weights: Sequence[torch.Tensor], kept: Kept, trains_rows: bool) -> None:
         self._numbers, self._weights, self._kept = LowPrecision(recipe), weights, kept
+        self._trains_rows = trains_rows
 
     def forward(
         self,
@@ -123,12 +109,16 @@ class Quantizing:
         zero_tail: bool,
     ) -> None:
         """See Products."""
-        left, right = self._numbers.rows(rows, row_start), self._numbers.weight(packed_weight(self._weights))
+        left, weight = self._numbers.rows(rows, row_start), packed_weight(self._weights)
+        if self._trains_rows:
+            right, self._kept = self._numbers.weight_pair(weight)
+        else:
+            right = self._numbers.weight(weight)
         product(left, right, row_start, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
 
     def kept(self) -> Kept:
-        """The transposed weight, quantised."""
-        return self._numbers.transposed_weight(packed_weight(self._weights))
+        """The transposed weight, quantised; nothing where the rows are not trained."""
+        return self._kept
 
     def input_gradient(
         self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
@@ -139,17 +129,24 @@ class Quantizing:
         weight = Operand(given("data", data), given("scale", scale), global_scale)
         multiply(lines, weight, row_start, d_rows, zero_tail=zero_tail)
 
-    def weight_gradient(
-        self,
-        d_out: torch.Tensor,
-        rows: torch.Tensor,
-        row_start: torch.Tensor,
-        out: torch.Tensor | TensorTable,
-        accumulate: bool,
-    ) -> None:
-        """See Products; `out` is packed."""
-        left, right = self._numbers.gradient_columns(d_out, row_start), self._numbers.columns(rows, row_start)
-        weight_gradient(left, right, row_start, out, accumulate=accumulate)
+
+def weight_gradient(
+    recipe: Recipe | None,
+    d_out: torch.Tensor,
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor | TensorTable,
+    *,
+    accumulate: bool,
+) -> None:
+    """out [G, O, C] (+)= d_out_g^T rows_g; `out` is packed where there is a recipe. Needs no weights: what is left for
+    later keeps none of them."""
+    if recipe is None:
+        kernels.for_device(rows.device).grouped_gemm_wgrad(d_out, rows, row_start, out, accumulate=accumulate)
+        return
+    numbers = LowPrecision(recipe)
+    left, right = numbers.gradient_columns(d_out, row_start), numbers.columns(rows, row_start)
+    low_precision.weight_gradient(left, right, row_start, out, accumulate=accumulate)
 
 
 def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable:

@@ -68,13 +68,12 @@ class QuantizedWeights(ExpertWeights):
             rows = numbers.rows(x.rows, x.row_start, x.row_index)
         else:
             rows = operand(self.wire.rows.quantized(x.rows, x.row_start, x.row_index))
-        w1, w2 = numbers.weight(self.w1), numbers.weight(self.w2)
-        a = first_layer(numbers, rows, w1, x.row_start, h, x.scale, self.activation, self.b1)
-        transposed = (
-            numbers.transposed_weight(weight) if is_needed else None
+        (w1, transposed1), (w2, transposed2) = (
+            numbers.weight_pair(weight) if is_needed else (numbers.weight(weight), None)
             for weight, is_needed in zip((self.w1, self.w2), self.needs_transposed, strict=True)
         )
-        return Hidden.with_weights(h, *transposed), (a, w2)
+        a = first_layer(numbers, rows, w1, x.row_start, h, x.scale, self.activation, self.b1)
+        return Hidden.with_weights(h, transposed1, transposed2), (a, w2)
 
     def second_layer(
         self,
@@ -117,7 +116,8 @@ class QuantizedBackward(ExpertsBackward):
     def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         _wait_for(parts)
         x, weights, h = self._x, self._weights, hidden.h
-        self._numbers, self._hidden = LowPrecision(weights.recipe), hidden
+        self._numbers, self._dtype = LowPrecision(weights.recipe), h.dtype
+        self._transposed1 = None if hidden.w1_data is None else hidden.transposed1
         if weights.wire.gradients is None:
             d_out = self._numbers.gradient_rows(self._received_gradients(), x.row_start, x.row_index)
         else:
@@ -131,22 +131,24 @@ class QuantizedBackward(ExpertsBackward):
     def _output_gradients(self) -> torch.Tensor:
         wire = self._weights.wire.gradients
         received = self._received_gradients()
-        return received if wire is None else wire.decode(received, self._hidden.h.dtype)
+        return received if wire is None else wire.decode(received, self._dtype)
 
     def _received_gradients(self) -> torch.Tensor:
         """Without a tail that h does not have, where row i is at i."""
-        return self._d_out if self._x.row_index is not None else self._d_out[: self._hidden.h.shape[0]]
+        return self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
         """See ExpertsBackward."""
-        dh, d_rows = self._gradients.rows(), d_rows[: self._hidden.h.shape[0]]
-        multiply(dh, self._hidden.transposed1, self._x.row_start, d_rows, zero_tail=zero_tail)
+        assert self._transposed1 is not None  # forward has known of this
+        dh, d_rows = self._gradients.rows(), d_rows[: self._x.scale.shape[0]]
+        multiply(dh, self._transposed1, self._x.row_start, d_rows, zero_tail=zero_tail)
+        self._transposed1 = None  # weight gradients have no use for it, and may be left for much later
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """See ExpertsBackward; `out` is packed."""
         self._inputs.check()
         x, wire = self._x, self._weights.wire.rows
-        rows = x.rows if wire is None else wire.decode(x.rows, self._hidden.h.dtype)
+        rows = x.rows if wire is None else wire.decode(x.rows, self._dtype)
         right = self._numbers.columns(rows, x.row_start, x.row_index)
         weight_gradient(self._gradients.columns(), right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
 

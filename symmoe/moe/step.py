@@ -23,6 +23,8 @@ def plan_step(config: MoEConfig, heap: SymmetricHeap, topk_idx: torch.Tensor, dt
         max_tokens=config.max_tokens,
         hidden=config.hidden,
         dtype=dtype,
+        precision=config.precision,
+        quantized_wire=config.quantized_wire,
     )
 
 

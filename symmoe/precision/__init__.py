@@ -1,5 +1,6 @@
 """Low-precision formats for the GEMMs of the experts: recipes, quantised tensors, scale layouts (docs/precision.md)."""
 
+from symmoe.precision.names import PRECISIONS
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
 from symmoe.precision.scale_tiles import swizzle_scales, unswizzle_scales
@@ -8,6 +9,7 @@ from symmoe.precision.transform import draw_signs, hadamard, inverse_hadamard
 __all__ = [
     "MXFP8",
     "NVFP4",
+    "PRECISIONS",
     "Float8Block",
     "Float8Rowwise",
     "Quantized",

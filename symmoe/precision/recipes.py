@@ -182,37 +182,60 @@ class Recipe(ABC):
         Raises:
             ArgumentError: an argument is not like that.
         """
-        return self._quantize_weight(weight, weight, "weight", out)
+        return self._quantize_weight(weight, "weight", out)
 
     def quantize_weight_transposed(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
         """Weights for dgrad: data [G, C, O]. Arguments as in quantize_weight.
 
         Where weights have square blocks these are the same numbers, so that both products see the same weight.
         """
-        return self._quantize_weight(weight, weight.mT, "weight_transposed", out)
+        return self._quantize_weight(weight, "weight_transposed", out)
 
     @torch.no_grad()
-    def _quantize_weight(
-        self, weight: torch.Tensor, lines: torch.Tensor, layout: Layout, out: Buffers | None
-    ) -> Quantized:
+    def quantize_weight_pair(self, weight: torch.Tensor) -> tuple[Quantized, Quantized]:
+        """quantize_weight and quantize_weight_transposed, of which the second costs a write more: the weight is read
+        once, but for scales of whole lines. Arguments as in quantize_weight."""
+        amax = self._weight_amax(weight)
+        pair = (
+            self._empty_weight(weight, "weight", None, amax),
+            self._empty_weight(weight, "weight_transposed", None, amax),
+        )
+        if weight.numel():
+            buffers = (buffer for quantized in pair for buffer in (quantized.data, quantized.scale))
+            kernels.for_device(weight.device).quantize_weight_pairs(weight, *buffers, self.weight_format, amax=amax)
+        return pair
+
+    @torch.no_grad()
+    def _quantize_weight(self, weight: torch.Tensor, layout: Layout, out: Buffers | None) -> Quantized:
+        amax = self._weight_amax(weight)
+        quantized = self._empty_weight(weight, layout, out, amax)
+        if weight.numel():
+            lines, buffers = weight if layout == "weight" else weight.mT, (quantized.data, quantized.scale)
+            kernels.for_device(weight.device).quantize_weights(lines, *buffers, self.weight_format, amax=amax)
+        return quantized
+
+    def _weight_amax(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The largest finite |x| of each weight, if the format has a global scale; ArgumentError if it is no weight."""
         if weight.dim() != 3 or weight.dtype not in DTYPES or not weight.is_contiguous():
             raise ArgumentError(
                 f"weight is {weight.dtype} {list(weight.shape)}; it must be contiguous [G, O, C] of one of {DTYPES}"
             )
         for name, width in zip(("O", "C"), weight.shape[1:], strict=True):
             self._check_width(f"{name} of weight", width)
-        num_groups, num_lines, width = lines.shape
+        if not self.weight_format.has_global_scale:
+            return None
+        matrix_start = torch.arange(weight.shape[0] + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
+        return _amax(self.weight_format, weight.flatten(0, 1), matrix_start)
+
+    def _empty_weight(
+        self, weight: torch.Tensor, layout: Layout, out: Buffers | None, amax: torch.Tensor | None
+    ) -> Quantized:
+        """The result in a layout, without numbers; in the caller's buffers if there are."""
+        num_groups, num_lines, width = (weight if layout == "weight" else weight.mT).shape
         weight_format = self.weight_format
-        scale_lines = -(-num_lines // weight_format.block_lines)
-        shapes = (num_groups, num_lines), (num_groups, scale_lines)
-        widths = weight_format.data_width(width), weight_format.num_blocks(width)
-        data, scale = _buffers(out, weight_format, (*shapes[0], widths[0]), (*shapes[1], widths[1]), weight)
-        amax = None
-        if weight_format.has_global_scale:
-            matrix_start = torch.arange(num_groups + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
-            amax = _amax(weight_format, weight.flatten(0, 1), matrix_start)
-        if weight.numel():
-            kernels.for_device(weight.device).quantize_weights(lines, data, scale, weight_format, amax=amax)
+        data_shape = num_groups, num_lines, weight_format.data_width(width)
+        scale_shape = num_groups, -(-num_lines // weight_format.block_lines), weight_format.num_blocks(width)
+        data, scale = _buffers(out, weight_format, data_shape, scale_shape, weight)
         return Quantized(
             data=data, scale=scale, block_format=weight_format, layout=layout, num_rows=num_lines, amax=amax
         )

@@ -85,4 +85,9 @@ def _shown(word: int, value: int) -> str:
         return str(control.DTYPES[value]) if value >= 0 else "none"
     if word == control.HEAD_OVERFLOW:
         return "'drop'" if value == control.OVERFLOW_DROP else "'raise'"
+    if word == control.HEAD_QUANTIZED_WIRE:
+        return repr(control.QUANTIZED_WIRES[value])
+    if word == control.HEAD_PRECISION and value >= 0:
+        name, options = control.PRECISIONS[value & (1 << control.PRECISION_BITS) - 1], value >> control.PRECISION_BITS
+        return f"{name} with options {options:#x}" if options else name
     return "none" if value < 0 else str(value)

@@ -8,7 +8,19 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from quantize_cases import FORMATS, SPLITS, TAIL, bounds, differences, hard_rows, quantize_all, quantize_weights
+from quantize_cases import (
+    FORMATS,
+    SPLITS,
+    TAIL,
+    bounds,
+    differences,
+    encode_rows,
+    hard_rows,
+    joined_rows,
+    quantize_all,
+    quantize_weight_pairs,
+    quantize_weights,
+)
 
 from symmoe.kernels import gpu, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, swizzle_scales, unswizzle_scales
@@ -32,7 +44,17 @@ def test_rows_and_columns(name, dtype, width, hard):
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights(name, shape):
     weight = hard_rows(shape[0] * shape[1], shape[2], torch.bfloat16).view(shape)
-    assert differences(quantize_weights(gpu, weight.cuda(), name), quantize_weights(twin, weight, name)) == []
+    wanted = quantize_weights(twin, weight, name)
+    assert differences(quantize_weights(gpu, weight.cuda(), name), wanted) == []
+    assert differences(quantize_weight_pairs(gpu, weight.cuda(), name), wanted) == []
+
+
+@pytest.mark.parametrize("width", [160, 2880, 7168])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].element == "e4m3"])
+def test_rows_put_on_the_wire(name, dtype, width):
+    rows = hard_rows(ROWS, width, dtype)
+    assert torch.equal(encode_rows(gpu, rows.cuda(), name).cpu(), joined_rows(twin, rows, name))
 
 
 def test_every_bf16_number():
@@ -99,6 +121,7 @@ def test_nothing_waits_for_the_device():
                 recipe.quantize_columns(rows, row_start),
                 recipe.quantize_weight(weight),
                 recipe.quantize_weight_transposed(weight),
+                *recipe.quantize_weight_pair(weight),
             ):
                 quantized.dequantize()
 

@@ -76,12 +76,14 @@ class SymmMoELayer(MoELayer):
 
     def _tell(self, rows: torch.Tensor) -> None:
         plan, topk_idx = begun(self.token_dispatcher.plan), begun(self.token_dispatcher.topk_idx)
+        row_bytes = rows.shape[1] * rows.element_size()
         call = Call(
             topk_idx=topk_idx,
             chosen_idx=topk_idx,
             expert_load=plan.expert_load,
             num_dropped=plan.num_dropped,
-            row_bytes=rows.shape[1] * rows.element_size(),
+            row_bytes=row_bytes,
+            sent_row_bytes=row_bytes,
             is_training=self.training,
         )
         self.calls.tell(call)

@@ -121,6 +121,7 @@ class ExpertParallelExperts(nn.Module):
                 expert_load=expert_load,
                 num_dropped=num_dropped,
                 row_bytes=self.config.hidden * dtype.itemsize,
+                sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
                 is_training=self.training,
             )
             self.calls.tell(call)

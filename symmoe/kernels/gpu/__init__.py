@@ -9,7 +9,13 @@ from symmoe.kernels.gpu.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_ge
 from symmoe.kernels.gpu.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
 from symmoe.kernels.gpu.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts, split_by_source
 from symmoe.kernels.gpu.pointers import copy_host_to_device, read_addresses, swizzle_scales
-from symmoe.kernels.gpu.quantize import group_amax, quantize_columns, quantize_rows, quantize_weights
+from symmoe.kernels.gpu.quantize import (
+    group_amax,
+    quantize_columns,
+    quantize_rows,
+    quantize_weight_pairs,
+    quantize_weights,
+)
 from symmoe.kernels.gpu.route import select_experts
 from symmoe.kernels.gpu.scale_tiles import swizzle_group_scales, unswizzle_group_scales
 from symmoe.kernels.gpu.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
@@ -26,7 +32,7 @@ from symmoe.kernels.gpu.tokens import (
     push_rows,
     push_slots,
 )
-from symmoe.kernels.gpu.wire import decode_rows, unpack_rows
+from symmoe.kernels.gpu.wire import decode_rows, encode_rows, unpack_rows
 
 __all__ = [
     "act_quantize",
@@ -38,6 +44,7 @@ __all__ = [
     "dact_quantize",
     "dact_workspace_numel",
     "decode_rows",
+    "encode_rows",
     "fan_out",
     "gather_values",
     "group_amax",
@@ -63,6 +70,7 @@ __all__ = [
     "push_slots",
     "quantize_columns",
     "quantize_rows",
+    "quantize_weight_pairs",
     "quantize_weights",
     "read_addresses",
     "scaled_activation",

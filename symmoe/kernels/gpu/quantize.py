@@ -27,12 +27,14 @@ MIN_BLOCK_SCALE = tl.constexpr(formats.MIN_BLOCK_SCALE)
 MIN_GLOBAL_SCALE = tl.constexpr(formats.MIN_GLOBAL_SCALE)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MANTISSA_BITS = tl.constexpr(0x7FFFFF)
+E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = tl.constexpr(8), tl.constexpr(0x600000)  # of 448 in fp32
 RANDOM_UNIT = tl.constexpr(2.0**-24)  # of the 24 bits of a word that are used
 
 # Lines and elements of a program's tile.
 ROW_TILE = (16, 256)
 COLUMN_TILE = (64, formats.TILE)  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
 WEIGHT_TILE = (128, 128)
+PAIR_COLUMNS = 256  # where blocks are not square; a tile then has one block of lines, so few threads share a scale
 LINE_TILE = (16, 512)
 ROW_WARPS = 4
 NUM_WARPS = 8
@@ -70,22 +72,27 @@ def global_scale_of(amax, group):
 def block_scales(bits, global_scale, SCALE: tl.constexpr):
     """The scales of blocks as they are stored, and what their elements are multiplied by, from the largest bits."""
     is_finite = bits < INFINITY_BITS
-    amax = tl.where(is_finite, bits, 0).to(tl.float32, bitcast=True)
+    finite_bits = tl.where(is_finite, bits, 0)
+    amax = finite_bits.to(tl.float32, bitcast=True)
     if SCALE == "e4m3":
         relative = tl.div_rn(tl.div_rn(amax, E2M1_MAX), global_scale)
         code = e4m3_code(tl.minimum(tl.maximum(relative, MIN_BLOCK_SCALE), E4M3_MAX))
-        scale = e4m3_value(code) * global_scale
+        multiplier = tl.div_rn(1.0, e4m3_value(code) * global_scale)
         stored = tl.where(is_finite, code, E4M3_NAN).to(tl.uint8)
-    else:
+    elif SCALE == "fp32":
         scale = tl.maximum(tl.div_rn(amax, E4M3_MAX), MIN_SCALE)
-        if SCALE != "fp32":
-            scale_bits = (scale.to(tl.int32, bitcast=True) + MANTISSA_BITS) & ~MANTISSA_BITS
-            scale = scale_bits.to(tl.float32, bitcast=True)
+        multiplier = tl.div_rn(1.0, scale)
+        stored = tl.where(is_finite, scale, float("nan"))
+    else:
+        # Without a division: 448 is 1.75 * 2^8, so amax = m * 2^a needs 2^(a - 8), or one more if m > 1.75; then the
+        # quotient is above the power of two by more than half of the last place, so rounding it does not hide that.
+        exponent = tl.maximum(((finite_bits + (MANTISSA_BITS - E4M3_MAX_MANTISSA)) >> 23) - E4M3_MAX_EXPONENT, 1)
+        multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # normal: no scale is above 2^120
         if SCALE == "e8m0":
-            stored = tl.where(is_finite, scale.to(tl.int32, bitcast=True) >> 23, E8M0_NAN).to(tl.uint8)
+            stored = tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
         else:
-            stored = tl.where(is_finite, scale, float("nan"))
-    return stored, tl.div_rn(1.0, scale)
+            stored = tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+    return stored, multiplier
 
 
 @triton.jit
@@ -121,16 +128,31 @@ def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit
-def encode(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
-    """Data of numbers x: bytes of the shape of x, or of half its width; the others are of its shape, words or None."""
+def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
+    """A byte for every number x; the others are of its shape, words or None."""
     scaled = tl.where(is_finite, x, 0.0) * multiplier
     if ELEMENT == "e4m3":
-        code = tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
+        codes = tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
     else:
-        half: tl.constexpr = x.shape[1] // 2
-        first, second = tl.split(e2m1_code(scaled, words).reshape(x.shape[0], half, 2))
-        code = first | (second << 4)
-    return code
+        codes = e2m1_code(scaled, words)
+    return codes
+
+
+@triton.jit
+def pack(codes, ELEMENT: tl.constexpr):
+    """Codes as they are stored: of their shape, or of half its width."""
+    packed = codes
+    if ELEMENT == "e2m1":
+        half: tl.constexpr = codes.shape[1] // 2
+        first, second = tl.split(codes.reshape(codes.shape[0], half, 2))
+        packed = first | (second << 4)
+    return packed
+
+
+@triton.jit
+def encode(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
+    """Data of numbers x: bytes of the shape of x, or of half its width; the others are of its shape, words or None."""
+    return pack(element_codes(x, is_finite, multiplier, words, ELEMENT), ELEMENT)
 
 
 @triton.jit
@@ -143,17 +165,26 @@ def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def quantize_tile(
+def tile_codes(
     x, global_scale, words, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr
 ):
-    """Data [LINES, WIDTH or WIDTH / 2] and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK] of x [LINES, WIDTH]."""
+    """Codes of x [LINES, WIDTH], a byte each, and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK]."""
     lines: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
     bits = magnitude_bits(x).reshape(lines // BLOCK_LINES, BLOCK_LINES, width // BLOCK, BLOCK)
     bits = tl.max(tl.max(bits, axis=3), axis=1)
     stored, multiplier = block_scales(bits, global_scale, SCALE)
     is_finite = spread(bits, lines, width) < INFINITY_BITS
-    return encode(x, is_finite, spread(multiplier, lines, width), words, ELEMENT), stored
+    return element_codes(x, is_finite, spread(multiplier, lines, width), words, ELEMENT), stored
+
+
+@triton.jit
+def quantize_tile(
+    x, global_scale, words, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr
+):
+    """Data [LINES, WIDTH or WIDTH / 2] and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK] of x [LINES, WIDTH]."""
+    codes, stored = tile_codes(x, global_scale, words, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
+    return pack(codes, ELEMENT), stored
 
 
 @triton.jit
@@ -162,6 +193,33 @@ def store_tile(out, tile, line, in_lines, tile_column, width):
     column = tile_column * tile.shape[1] + tl.arange(0, tile.shape[1])
     pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(pointers, tile, mask=in_lines[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def store_weight_tile(
+    data,
+    scale,
+    codes,
+    scales,
+    at,  # group, tile of lines, tile of columns
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    NUM_LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Stores what tile_codes has made of a tile of one of several matrices NUM_LINES x WIDTH."""
+    group, tile_line, tile_column = at
+    packed = pack(codes, ELEMENT)
+    width: tl.constexpr = WIDTH * packed.shape[1] // codes.shape[1]
+    line = tile_line * codes.shape[0] + tl.arange(0, codes.shape[0])
+    data += group.to(tl.int64) * (NUM_LINES * width)
+    store_tile(data, packed, line, line < NUM_LINES, tile_column, width)
+    scale_lines: tl.constexpr = (NUM_LINES + BLOCK_LINES - 1) // BLOCK_LINES
+    scale_width: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    scale_line = tile_line * scales.shape[0] + tl.arange(0, scales.shape[0])
+    scale += group.to(tl.int64) * (scale_lines * scale_width)
+    store_tile(scale, scales, scale_line, scale_line < scale_lines, tile_column, scale_width)
 
 
 @triton.jit
@@ -259,7 +317,6 @@ def quantize_weights_kernel(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_LINES: tl.constexpr,
-    PER_BYTE: tl.constexpr,
     NUM_LINES: tl.constexpr,
     WIDTH: tl.constexpr,
     LINE_STRIDE: tl.constexpr,
@@ -273,14 +330,57 @@ def quantize_weights_kernel(
     matrix = weight + group.to(tl.int64) * (NUM_LINES * WIDTH)
     pointers = matrix + line.to(tl.int64)[:, None] * LINE_STRIDE + column.to(tl.int64)[None, :] * ELEMENT_STRIDE
     x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-    codes, scales = quantize_tile(x, global_scale_of(amax, group), None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
-    data += group.to(tl.int64) * (NUM_LINES * (WIDTH // PER_BYTE))
-    store_tile(data, codes, line, line < NUM_LINES, tile_column, WIDTH // PER_BYTE)
-    scale_lines: tl.constexpr = (NUM_LINES + BLOCK_LINES - 1) // BLOCK_LINES
-    scale_width: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    scale_line = tl.program_id(0) * (LINES // BLOCK_LINES) + tl.arange(0, LINES // BLOCK_LINES)
-    scale += group.to(tl.int64) * (scale_lines * scale_width)
-    store_tile(scale, scales, scale_line, scale_line < scale_lines, tile_column, scale_width)
+    codes, scales = tile_codes(x, global_scale_of(amax, group), None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
+    at = group, tl.program_id(0), tile_column
+    store_weight_tile(data, scale, codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["scale", "transposed_scale", "amax"])
+def quantize_weight_pairs_kernel(
+    weight,
+    data,  # bytes
+    scale,
+    transposed_data,  # bytes
+    transposed_scale,
+    amax,  # fp32[G] or None
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    NUM_LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of columns, tiles of lines, groups): neighbours read neighbouring columns of the same lines."""
+    tile_column, tile_line, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    line, column = tile_line * LINES + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    matrix = weight + group.to(tl.int64) * (NUM_LINES * WIDTH)
+    pointers = matrix + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    global_scale = global_scale_of(amax, group)
+    codes, scales = tile_codes(x, global_scale, None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
+    if BLOCK == BLOCK_LINES:  # square blocks have the same numbers either way
+        column_codes, column_scales = codes, scales
+    else:
+        column_codes, column_scales = tile_codes(x, global_scale, None, ELEMENT, SCALE, BLOCK_LINES, BLOCK)
+    at = group, tile_line, tile_column
+    store_weight_tile(data, scale, codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
+    # Turned as bytes: a quarter of what the numbers would move through shared memory.
+    column_codes, column_scales, at = tl.trans(column_codes), tl.trans(column_scales), (group, tile_column, tile_line)
+    store_weight_tile(
+        transposed_data,
+        transposed_scale,
+        column_codes,
+        column_scales,
+        at,
+        ELEMENT,
+        BLOCK,
+        BLOCK_LINES,
+        WIDTH,
+        NUM_LINES,
+    )
 
 
 @fast_launch
@@ -504,6 +604,39 @@ def quantize_weights(
     )
 
 
+def quantize_weight_pairs(
+    weight: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    transposed_data: torch.Tensor,
+    transposed_scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Both operands that G contiguous matrices [G, M, K] are: what quantize_weights makes of `weight` (data, scale) and
+    of `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is packed."""
+    if block_format.block is None:
+        # A tile does not know the scales of its lines and columns: the numbers would be read twice here as well.
+        quantize_weights(weight, data, scale, block_format)
+        quantize_weights(weight.mT, transposed_data, transposed_scale, block_format)
+        return
+    num_groups, num_lines, width = weight.shape
+    constants = _pair_constants(block_format, num_lines, width)
+    tile_lines, tile_columns = constants.named["LINES"], constants.named["COLUMNS"]
+    launch(
+        quantize_weight_pairs_kernel,
+        (ceil_div(width, tile_columns), ceil_div(num_lines, tile_lines), num_groups),
+        constants,
+        weight,
+        _bytes(data),
+        _bytes(scale),
+        _bytes(transposed_data),
+        _bytes(transposed_scale),
+        amax,
+    )
+
+
 def group_amax(
     rows: torch.Tensor,
     row_start: torch.Tensor,
@@ -565,23 +698,34 @@ def _column_constants(block_format: BlockFormat, num_groups: int, width: int, tr
     return Constants({"HADAMARD": transforms, **_format(block_format), **_groups(num_groups), **tile})
 
 
+def _weights(block_format: BlockFormat, num_lines: int, width: int) -> dict[str, object]:
+    return {
+        "ELEMENT": block_format.element,
+        "SCALE": block_format.scale,
+        "BLOCK": block_format.block,
+        "BLOCK_LINES": block_format.block_lines,
+        "NUM_LINES": num_lines,
+        "WIDTH": width,
+    }
+
+
 @functools.cache
 def _weight_constants(
     block_format: BlockFormat, num_lines: int, width: int, line_stride: int, element_stride: int
 ) -> Constants:
-    return Constants(
-        {
-            **_format(block_format),
-            "BLOCK_LINES": block_format.block_lines,
-            "NUM_LINES": num_lines,
-            "WIDTH": width,
-            "LINE_STRIDE": line_stride,
-            "ELEMENT_STRIDE": element_stride,
-            "LINES": WEIGHT_TILE[0],
-            "COLUMNS": WEIGHT_TILE[1],
-            "num_warps": NUM_WARPS,
-        }
-    )
+    strides = {"LINE_STRIDE": line_stride, "ELEMENT_STRIDE": element_stride}
+    tile = {"LINES": WEIGHT_TILE[0], "COLUMNS": WEIGHT_TILE[1], "num_warps": NUM_WARPS}
+    return Constants({**_weights(block_format, num_lines, width), **strides, **tile})
+
+
+@functools.cache
+def _pair_constants(block_format: BlockFormat, num_lines: int, width: int) -> Constants:
+    (lines, columns), num_warps = WEIGHT_TILE, NUM_WARPS
+    if block_format.block != block_format.block_lines:
+        assert block_format.block is not None
+        lines, columns, num_warps = block_format.block, PAIR_COLUMNS, ROW_WARPS
+    tile = {"LINES": lines, "COLUMNS": columns, "num_warps": num_warps}
+    return Constants({**_weights(block_format, num_lines, width), **tile})
 
 
 @functools.cache

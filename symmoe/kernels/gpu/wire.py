@@ -1,4 +1,4 @@
-"""Rows that have travelled as bytes, taken apart (Triton). Contract as in the twin.
+"""Rows that travel as bytes, made and taken apart (Triton). Contract as in the twin.
 
 Bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """
@@ -12,11 +12,105 @@ import triton.language as tl
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
+from symmoe.kernels.gpu.quantize import (
+    INFINITY_BITS,
+    LINE_TILE,
+    ROW_TILE,
+    ROW_WARPS,
+    block_scales,
+    encode,
+    magnitude_bits,
+    quantize_tile,
+)
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 DECODED_LINES, DECODED_COLUMNS = 16, 256  # features
 NUM_WARPS = 4
 E8M0_NAN = tl.constexpr(255)
+
+
+@triton.jit
+def load_tile(rows, row, column, num_rows, WIDTH: tl.constexpr):
+    """fp32 of columns of rows; zeros past either."""
+    pointers = rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    return tl.load(pointers, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_items(wire, tile, row, item, num_rows, end, ROW_ITEMS: tl.constexpr):
+    """Stores items of rows of the wire, those before `end`; ROW_ITEMS of the tile's dtype would fill a row."""
+    pointers = wire + row.to(tl.int64)[:, None] * ROW_ITEMS + item[None, :]
+    tl.store(pointers, tile, mask=(row < num_rows)[:, None] & (item < end)[None, :])
+
+
+@triton.jit
+def store_padding(scales, row, num_rows, FIRST: tl.constexpr, ROW_ITEMS: tl.constexpr):
+    """Zeros in the items of rows from FIRST on, fewer than 16."""
+    if FIRST < ROW_ITEMS:
+        zeros = tl.zeros((row.shape[0], 16), scales.dtype.element_ty)
+        store_items(scales, zeros, row, FIRST + tl.arange(0, 16), num_rows, ROW_ITEMS, ROW_ITEMS)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def encode_rows_kernel(
+    rows,
+    wire,  # bytes
+    scales,  # the wire as fp32, or as bytes
+    num_rows,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
+    FIRST_SCALE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of rows, tiles of columns)."""
+    row, tile_column = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.program_id(1)
+    column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    x = load_tile(rows, row, column, num_rows, WIDTH)
+    codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
+    store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
+    block = FIRST_SCALE + tile_column * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
+    end: tl.constexpr = FIRST_SCALE + (WIDTH + BLOCK - 1) // BLOCK
+    store_items(scales, stored, row, block, num_rows, end, SCALE_ITEMS)
+    if tile_column == 0:
+        store_padding(scales, row, num_rows, end, SCALE_ITEMS)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def encode_lines_kernel(
+    rows,
+    wire,  # bytes
+    scales,  # the wire as fp32
+    num_rows,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SCALE_ITEMS: tl.constexpr,
+    FIRST_SCALE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The same with one scale for a row. Grid (tiles of rows)."""
+    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    bits = tl.zeros((LINES, COLUMNS), tl.int32)
+    for first_column in tl.range(0, WIDTH, COLUMNS):
+        x = load_tile(rows, row, first_column + tl.arange(0, COLUMNS), num_rows, WIDTH)
+        bits = tl.maximum(bits, magnitude_bits(x))
+    row_bits = tl.max(bits, axis=1)
+    stored, multiplier = block_scales(row_bits, 1.0, SCALE)
+    tl.store(scales + row.to(tl.int64) * SCALE_ITEMS + FIRST_SCALE, stored, mask=row < num_rows)
+    store_padding(scales, row, num_rows, FIRST_SCALE + 1, SCALE_ITEMS)
+    is_finite = (row_bits < INFINITY_BITS)[:, None]
+    for first_column in tl.range(0, WIDTH, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        x = load_tile(rows, row, column, num_rows, WIDTH)
+        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
+        store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
 
 
 @fast_launch
@@ -97,6 +191,20 @@ def decode_rows_kernel(
     tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
 
 
+def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
+    """wire uint8 [T, W] = what quantize_rows makes of rows [T, C] bf16, fp16 or fp32, and zeros."""
+    num_rows, width = rows.shape
+    if num_rows == 0:
+        return
+    constants = _encode_constants(block_format, wire.shape[1], width)
+    args = rows, wire, _scales_of(wire, block_format), num_rows
+    if block_format.block is None:
+        launch(encode_lines_kernel, (ceil_div(num_rows, LINE_TILE[0]),), constants, *args)
+        return
+    lines, columns = ROW_TILE
+    launch(encode_rows_kernel, (ceil_div(num_rows, lines), ceil_div(width, columns)), constants, *args)
+
+
 def unpack_rows(
     wire: torch.Tensor,
     row_start: torch.Tensor,
@@ -123,9 +231,35 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     num_rows, width = out.shape
     if num_rows == 0:
         return
-    scales = wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
     grid = (ceil_div(num_rows, DECODED_LINES), ceil_div(width, DECODED_COLUMNS))
-    launch(decode_rows_kernel, grid, _decode_constants(block_format, wire.shape[1], width), wire, scales, out, num_rows)
+    constants = _decode_constants(block_format, wire.shape[1], width)
+    launch(decode_rows_kernel, grid, constants, wire, _scales_of(wire, block_format), out, num_rows)
+
+
+def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+    """The wire as items of scales."""
+    return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
+
+
+@functools.cache
+def _encode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
+    named = {"SCALE": block_format.scale, **_places(block_format, row_bytes, width)}
+    if block_format.block is None:
+        lines, columns = LINE_TILE
+        return Constants({**named, "LINES": lines, "COLUMNS": columns, "num_warps": NUM_WARPS})
+    lines, columns = ROW_TILE
+    tile = {"LINES": lines, "COLUMNS": columns, "num_warps": ROW_WARPS}
+    return Constants({**named, "BLOCK": block_format.block, **tile})
+
+
+def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, int]:
+    item_bytes = block_format.scale_dtype.itemsize
+    return {
+        "ROW_BYTES": row_bytes,
+        "SCALE_ITEMS": row_bytes // item_bytes,
+        "FIRST_SCALE": width // item_bytes,
+        "WIDTH": width,
+    }
 
 
 @functools.cache
@@ -146,15 +280,11 @@ def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: 
 
 @functools.cache
 def _decode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    item_bytes = block_format.scale_dtype.itemsize
     return Constants(
         {
             "SCALE": block_format.scale,
             "BLOCK": block_format.block or width,
-            "ROW_BYTES": row_bytes,
-            "SCALE_ITEMS": row_bytes // item_bytes,
-            "FIRST_SCALE": width // item_bytes,
-            "WIDTH": width,
+            **_places(block_format, row_bytes, width),
             "LINES": DECODED_LINES,
             "COLUMNS": DECODED_COLUMNS,
             "num_warps": NUM_WARPS,

@@ -40,9 +40,7 @@ def quantize_rows(
     for g, span in groups(row_start):
         seed = None if seeds is None else int(seeds[g])
         global_scale = None if amax is None else global_scale_of(amax[g])
-        codes, scales = _quantize_lines(
-            take_rows(rows, row_index, span).float(), block_format, global_scale, seed
-        )
+        codes, scales = _quantize_lines(take_rows(rows, row_index, span).float(), block_format, global_scale, seed)
         _bytes(data)[span] = _pack(codes[:, :width], block_format)
         _bytes(scale)[span] = scales
 
@@ -99,6 +97,22 @@ def quantize_weights(
         codes, scales = _quantize_lines(matrix, block_format, global_scale, None)
         _bytes(data)[g] = _pack(codes[: matrix.shape[0], :num_columns], block_format)
         _bytes(scale)[g] = scales
+
+
+def quantize_weight_pairs(
+    weight: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    transposed_data: torch.Tensor,
+    transposed_scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Both operands that G contiguous matrices [G, M, K] are: what quantize_weights makes of `weight` (data, scale) and
+    of `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is packed."""
+    quantize_weights(weight, data, scale, block_format, amax=amax)
+    quantize_weights(weight.mT, transposed_data, transposed_scale, block_format, amax=amax)
 
 
 def group_amax(

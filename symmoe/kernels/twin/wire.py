@@ -1,6 +1,6 @@
-"""Rows that have travelled as bytes, taken apart: the definition, in PyTorch. Which bytes: dispatch/wire.py.
+"""Rows that travel as bytes, made and taken apart: the definition, in PyTorch. Which bytes: dispatch/wire.py.
 
-A row of `wire` uint8 [P, W] is E4M3 data of C features, their compact scales, and padding.
+A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
 """
 
 from __future__ import annotations
@@ -8,6 +8,17 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.twin.quantize import quantize_rows
+
+
+def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
+    """wire uint8 [T, W] = what quantize_rows makes of rows [T, C] bf16, fp16 or fp32, and zeros."""
+    num_rows, width = rows.shape
+    data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
+    scale = rows.new_empty((num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype)
+    quantize_rows(rows, torch.tensor([0, num_rows], dtype=torch.int32), data, scale, block_format)
+    end = width + scale.shape[1] * scale.element_size()
+    wire[:, :width], wire[:, width:end], wire[:, end:] = data.view(torch.uint8), scale.view(torch.uint8), 0
 
 
 def unpack_rows(

@@ -1,0 +1,238 @@
+"""Low precision where things go wrong or are put off: tokens of NaN, padding, drops, delayed gradients, other ranks."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import test_nan_isolation
+import torch
+from test_layer import flat, tokens_of
+from test_low_precision import RECIPES
+from test_no_host_reads import NoReads
+from worker import Findings, open_heap, poison
+
+from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
+from symmoe.errors import ArgumentError
+from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.metrics import MetricsLogger
+from symmoe.precision import NVFP4, Float8Block, Float8Rowwise, Quantized
+from symmoe.precision.operands import gradient_seeds, operand
+from symmoe.precision.recipes import Recipe
+
+
+def wires(recipe: Recipe) -> tuple[str, ...]:
+    return ("none", "both") if recipe.row_format.element == "e4m3" else ("none",)
+
+
+# -- tokens of NaN and Inf --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["NaN", "Inf"])
+@pytest.mark.parametrize("recipe", [*RECIPES, NVFP4(stochastic_gradients=False)], ids=str)
+def test_bad_tokens_stay_alone(cluster, recipe, what):
+    """As in test_nan_isolation.py, also where a token shares blocks of columns, and a group's scale, with others."""
+    for wire in wires(recipe):
+        assert flat(cluster(2).run(test_nan_isolation.check_recipe, what, recipe, wire)) == []
+
+
+# -- padding, duplicates, drops ---------------------------------------------------------------------------------------
+
+EXPERTS, H, I, K, T = 8, 64, 32, 3, 24
+
+
+def check_odd_routing(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> list[str]:
+    """Tokens without experts, experts that stand in a token twice, and drops: as the same rows without them."""
+    findings = Findings()
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(-1, EXPERTS, (T, K), generator=generator)
+    ids[3], ids[5], ids[7] = -1, torch.tensor([2, 2, 2]), torch.tensor([6, 1, 6])
+    probs = torch.rand((T, K), generator=generator) + 0.5
+    x, dy = (tokens_of(rank, T, H, salt=salt).bfloat16() for salt in (1, 2))
+    with open_heap("cpu") as heap:
+        torch.manual_seed(rank)
+        experts = GroupedMLP(EXPERTS // num_ranks, H, I, precision=recipe, dtype=torch.bfloat16)
+
+        def run(ids: torch.Tensor, **options) -> dict[str, torch.Tensor]:
+            poison(heap)
+            limits = {"capacity": 30, "overflow": "drop"} if options.pop("drops", False) else {}
+            plan = make_plan(ids, num_experts=EXPERTS, heap=heap, **limits)
+            leaves = x.clone().requires_grad_(), probs.clone().requires_grad_()
+            y = expert_parallel_mlp(*leaves, experts, plan, order="slot", quantized_wire=wire, **options)
+            weights = experts.fc1.weight, experts.fc2.weight
+            found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
+            return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | {
+                "kept": plan.slot_to_row >= 0,
+                "dropped": plan.num_dropped.item(),
+            }
+
+        whole = run(ids)
+        findings.check(not whole["y"][3].any() and not whole["dx"][3].any(), "a token of no expert gets something")
+        findings.check(bool(whole["y"].isfinite().all()), "y is not finite")
+        for options in ({"layout": "expert-major"}, {"stash": "none"}, {"schedule": "serial"}):
+            findings.where = f"rank {rank}, {recipe}, {wire}, {options}"
+            again = run(ids, **options)
+            for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+                findings.check(torch.equal(again[name], whole[name]), f"{name} has other bits")
+        for options in ({}, {"layout": "expert-major", "stash": "none"}):
+            findings.where = f"rank {rank}, {recipe}, {wire}, drops, {options}"
+            dropped = run(ids, drops=True, **options)
+            findings.check(dropped["dropped"] > 0, "nothing was dropped")
+            same = run(torch.where(dropped["kept"], ids, -1))
+            for name in ("y", "dx", "dprobs", "dw1", "dw2"):
+                findings.check(torch.equal(dropped[name], same[name]), f"{name} has other bits than without the slots")
+            findings.check(not torch.equal(dropped["y"], whole["y"]), "the drops change nothing")
+    return findings.texts
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_padding_duplicates_and_drops(cluster, recipe):
+    for wire in wires(recipe):
+        assert flat(cluster(2).run(check_odd_routing, recipe, wire)) == []
+
+
+# -- what is kept, and for how long -----------------------------------------------------------------------------------
+
+
+def transposed_weights_alive(*shapes: tuple[int, ...]) -> int:
+    gc.collect()
+    tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+    return sum(tensor.dtype == torch.float8_e4m3fn and tuple(tensor.shape) in shapes for tensor in tensors)
+
+
+def test_delayed_weight_gradients_keep_no_weights():
+    """Until backward_dw, which comes much later in some schedules, the operands of dgrad are gone."""
+    linear = GroupedLinear(3, 48, 80, precision=Float8Block(), delay_wgrad=True)
+    mlp = GroupedMLP(3, 48, 80, precision=Float8Block(), delay_wgrad=True)
+    for module, arguments, shapes in (
+        (linear, (), [(3, 48, 80)]),
+        (mlp, (torch.ones(6),), [(3, 48, 160), (3, 80, 48)]),
+    ):
+        x = torch.randn(6, 48, requires_grad=True)
+        y = module(x, [1, 2, 3], *arguments)
+        node = y.grad_fn
+        kept = [tensor for tensor in node.saved_tensors if tensor is not None and tuple(tensor.shape) in shapes]
+        assert transposed_weights_alive(*shapes) == len(kept) == len(shapes)  # the count finds them
+        del kept, node
+        y.sum().backward()
+        assert x.grad.any()
+        del y
+        assert transposed_weights_alive(*shapes) == 0
+        module.backward_dw()
+        assert all(parameter.grad.any() for name, parameter in module.named_parameters() if "weight" in name)
+
+
+def test_delayed_weight_gradients_keep_no_cast_weights():
+    """With a recipe or without: autocast's copies of the weights are gone after backward."""
+    for precision in (None, Float8Block()):
+        linear = GroupedLinear(3, 48, 80, precision=precision, delay_wgrad=True)
+        x = torch.randn(6, 48, requires_grad=True)
+
+        def cast_weights() -> int:
+            gc.collect()
+            tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+            return sum(t.dtype == torch.bfloat16 and tuple(t.shape) == (3, 80, 48) for t in tensors)
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = linear(x, [1, 2, 3])
+        kept = [tensor for tensor in y.grad_fn.saved_tensors if tensor is not None]
+        assert cast_weights() == 1
+        del kept
+        y.sum().backward()
+        del y
+        assert cast_weights() == 0
+        linear.backward_dw()
+        assert linear.weight.grad.any()
+
+
+@pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])
+def test_weights_are_quantised_for_dgrad_where_they_are_kept(monkeypatch, stash):
+    """A forward pass that keeps no h quantises for its own products alone; nor does one without gradients."""
+    transposed: list[tuple[int, ...]] = []
+    original = Quantized.__init__
+
+    def note(self, **fields) -> None:
+        original(self, **fields)
+        if fields["layout"] == "weight_transposed":
+            transposed.append(tuple(fields["data"].shape))
+
+    monkeypatch.setattr(Quantized, "__init__", note)
+    both = [(4, 64, 64), (4, 32, 64)]
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        config = MoEConfig(hidden=64, ffn=32, num_experts=4, top_k=2, precision=Float8Block(), stash=stash)
+        layer = MoELayer(config, heap)
+        with torch.no_grad():
+            layer(torch.randn(5, 64))
+        assert transposed == []
+        y, _ = layer(torch.randn(5, 64, requires_grad=True))
+        assert transposed == (both if stash in ("all", "hidden") else [])
+        y.sum().backward()
+        assert transposed == both
+        transposed.clear()
+        layer.requires_grad_(False)
+        layer(torch.randn(5, 64))
+        assert transposed == []
+
+
+def test_what_torch_computes_of_operands_is_not_read():
+    """Of seeds, and of scales that are laid out without a kernel. Kernels read nothing on GPUs (tests/gpu)."""
+    rows, bounds = torch.randn(40, 64).bfloat16(), torch.tensor([0, 9, 9, 30], dtype=torch.int32)
+    columns, index = Float8Rowwise().quantize_columns(rows, bounds), torch.arange(39, -1, -1, dtype=torch.int32)
+    numbers = NVFP4().quantize(rows, bounds)
+    with NoReads() as mode:
+        seeds = gradient_seeds(NVFP4(), rows, bounds, index)
+        scale = operand(columns).scale
+        global_scale = numbers.global_scale
+    assert mode.found == []
+    assert seeds.shape == global_scale.shape == (3,)
+    assert torch.equal(scale[:, :2], columns.scale[:, [0, 2]])  # of a group without tokens there is no tile
+
+
+# -- other ranks ------------------------------------------------------------------------------------------------------
+
+
+def call_without_recipe(rank: int, num_ranks: int) -> tuple[str, str]:
+    """Rank 1 alone wants rows quantised, by experts that have no recipe for it."""
+    with open_heap("cpu") as heap:
+        experts = GroupedMLP(2, 64, 32)
+        plan = make_plan(torch.zeros((4, 1), dtype=torch.int64), num_experts=2 * num_ranks, heap=heap)
+        wire = "both" if rank == 1 else "none"
+        try:
+            expert_parallel_mlp(torch.ones(4, 64), torch.ones(4, 1), experts, plan, quantized_wire=wire)
+        except ArgumentError as error:
+            return type(error).__name__, str(error)
+    return "none", ""
+
+
+def test_a_wire_without_a_recipe_raises_on_every_rank(cluster):
+    for name, text in cluster(2).run(call_without_recipe):
+        assert name == "ArgumentError"
+        assert "precision (None) must be a recipe of E4M3 numbers" in text
+
+
+# -- what is counted --------------------------------------------------------------------------------------------------
+
+
+def count_bytes(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> tuple[int, int]:
+    with open_heap("cpu") as heap:
+        config = MoEConfig(
+            hidden=256, ffn=32, num_experts=2 * num_ranks, top_k=2, precision=recipe, quantized_wire=wire
+        )
+        torch.manual_seed(1)
+        layer = MoELayer(config, heap, dtype=torch.bfloat16)
+        logger = MetricsLogger(layer)
+        layer(tokens_of(rank, 20, 256).bfloat16())
+        (record,) = logger.step(0)
+        logger.close()
+        return record.dispatch_bytes, record.combine_bytes
+
+
+@pytest.mark.parametrize("recipe", [Float8Block(), NVFP4()], ids=str)
+def test_metrics_count_the_bytes_that_travel(cluster, recipe):
+    """256 numbers are 512 bytes as bf16, and 256 with 2 scales of 4 bytes, and padding, on the wire."""
+    plain = cluster(2).run(count_bytes, recipe, "none")
+    assert all(sent == read > 0 for sent, read in plain)
+    if recipe.row_format.element == "e4m3":
+        for wire, row_bytes in (("forward", 272), ("both", 272), ("backward", 512)):
+            found = cluster(2).run(count_bytes, recipe, wire)
+            assert found == [(sent // 512 * row_bytes, read) for sent, read in plain]
