@@ -44,6 +44,18 @@ def packed_view(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided(shape, (num_rows * num_columns, num_columns, 1))
 
 
+def in_one_piece(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """[G, O, C]: the one packed weight, or a view of G discrete ones that lie like one; None if they do not.
+
+    Raises:
+        ArgumentError: as in :func:`check_uniform`.
+    """
+    if weights[0].dim() == 3:
+        return weights[0]
+    check_uniform(weights)
+    return packed_view(weights)
+
+
 def check_uniform(weights: Sequence[torch.Tensor]) -> None:
     """
     Raises:

@@ -18,7 +18,7 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels.table import TensorTable
-from symmoe.moe.adjacent import check_uniform, packed_view
+from symmoe.moe.adjacent import in_one_piece
 from symmoe.precision.operands import Operand, gradient_seeds, multiply, multiply_columns, operand
 from symmoe.precision.recipes import Recipe
 
@@ -115,9 +115,5 @@ def product(
 
 def packed_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """[G, O, C]: a packed weight as it is, discrete ones too if they lie like one, else a copy of them."""
-    first = weights[0]
-    if first.dim() == 3:
-        return first.contiguous()
-    check_uniform(weights)
-    packed = packed_view(weights)
-    return torch.stack(tuple(weights)) if packed is None else packed
+    packed = in_one_piece(weights)
+    return torch.stack(tuple(weights)) if packed is None else packed.contiguous()

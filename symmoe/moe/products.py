@@ -15,7 +15,7 @@ from symmoe.kernels import control
 from symmoe.kernels.operands import given
 from symmoe.kernels.table import TensorTable
 from symmoe.moe import low_precision
-from symmoe.moe.adjacent import check_uniform, packed_view
+from symmoe.moe.adjacent import in_one_piece
 from symmoe.moe.low_precision import LowPrecision, packed_weight, product
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 from symmoe.moe.weight_grad import packed_shape
@@ -154,12 +154,9 @@ def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable
 
     Found out anew in forward and in backward: trainers may move weights in between.
     """
-    first = weights[0]
-    if first.dim() == 3:
-        return first
-    check_uniform(weights)
-    packed = packed_view(weights)
+    packed = in_one_piece(weights)
     if packed is not None:
         return packed
+    first = weights[0]
     pointers = copy_data_ptrs_to_device(weights, first.device, alignment=control.ACCESS_BYTES, contiguous=True)
     return TensorTable(pointers, packed_shape(weights), first.dtype)
