@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from symmoe.bench.cases import Case
 from symmoe.bench.layer import VARIANTS, Choice
 from symmoe.bench.problem import DTYPE
-from symmoe.moe.config import MoEConfig
 from symmoe.moe.memory import plan_memory
 
 _SPARE_BYTES = 64 << 20  # alignment and fragments
 _ROW_BUFFERS = 5  # of the public parts' step (four), and of combine beside four buffers of its two copies
 
 
-def heap_bytes(
-    case: Case, num_ranks: int, num_rows: int, suites: Sequence[Mapping[str, Choice]] = (VARIANTS,)
-) -> int:
+def heap_bytes(case: Case, num_ranks: int, num_rows: int, suites: Sequence[Mapping[str, Choice]] = (VARIANTS,)) -> int:
     """What the suites lease at one time on the busiest rank: every captured step keeps its own, beside one eager step.
 
     Args:
@@ -26,13 +22,10 @@ def heap_bytes(
     """
     shape = case.shape
     rows = int(1.2 * max(num_rows, case.num_slots)) + 1
-    config = MoEConfig(
-        hidden=shape.hidden, ffn=shape.ffn, num_experts=shape.num_experts, top_k=shape.top_k, capacity=rows
-    )
 
     def step_bytes(choice: Choice) -> int:
-        chosen = dataclasses.replace(config, **choice.fields)
-        return plan_memory(chosen, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE).heap_bytes
+        config = choice.config(shape, rows)
+        return plan_memory(config, num_ranks=num_ranks, num_tokens=case.num_tokens, dtype=DTYPE).heap_bytes
 
     # A graph's leases on one stream do not take over what was freed on another.
     captured = max(2 * sum(step_bytes(choice) for choice in suite.values() if choice.captured) for suite in suites)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from symmoe.bench.cases import Shape
 from symmoe.bench.experts_alone import experts_alone
 from symmoe.bench.problem import DTYPE, Problem
 from symmoe.bench.records import Record, gbs, median_ms, tflops
@@ -20,12 +21,12 @@ from symmoe.bench.reference import MAX_ERROR, Reference
 from symmoe.bench.run import Run, case_record
 from symmoe.bench.steps import Forward, Inputs, captured_step, eager_step
 from symmoe.bench.stock import STOCK, stock_layer, torch_experts
-from symmoe.bench.timing import DIRECTIONS, Variant, clock_for
+from symmoe.bench.timing import DIRECTIONS, Direction, Variant, clock_for
 from symmoe.bench.traffic import combine_bytes, dispatch_bytes, wire_bytes
 from symmoe.combine.tokens import combine_tokens
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.tokens import dispatch_tokens
-from symmoe.dispatch.wire import WireFormat
+from symmoe.moe.config import MoEConfig
 from symmoe.moe.fused import expert_parallel_mlp
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.precision.recipes import Float8Block, Float8Rowwise, Recipe
@@ -52,10 +53,17 @@ class Choice:
     precision: Recipe | None = None
     max_error: float = MAX_ERROR
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Of the MoEConfig that does the same."""
-        return {**self.options, "precision": self.precision}
+    def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
+        """Of the layer that does the same."""
+        return MoEConfig(
+            hidden=shape.hidden,
+            ffn=shape.ffn,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            capacity=capacity,
+            precision=self.precision,
+            **self.options,
+        )
 
 
 SERIAL = {"schedule": "serial"}
@@ -124,18 +132,18 @@ def _bench(
     memory = {v.name: _peak_memory(run, v) for v in ours if not v.reuses_marks}
     records = []
     for name, taken in times.items():
-        moved = _wire_bytes(problem, run, choices.get(name, Choice()))
         for column, direction in enumerate(DIRECTIONS):
             flops = (1 + column) * problem.case.forward_flops
             figures: Record = {"tflops": tflops(flops, taken[:, column]), "error": errors[name]}
             if name not in (CEILING, STOCK):
+                moved = _wire_bytes(problem, run, choices.get(name, Choice()), direction)
                 figures |= {
                     "ceiling_tflops": tflops(flops, times[CEILING][:, column]),
                     "stock_tflops": tflops(flops, times[STOCK][:, column]),
                     "stock_ms": median_ms(times[STOCK][:, column]),
                     "yardstick": "ceiling_tflops",
-                    "wire_bytes": moved[column],
-                    "wire_gbs": gbs(moved[column], taken[:, column]),
+                    "wire_bytes": moved,
+                    "wire_gbs": gbs(moved, taken[:, column]),
                     **memory.get(name, {}),
                 }
             records.append(case_record(problem, suite, name, direction, taken[:, column], **figures))
@@ -193,19 +201,12 @@ def _public_parts(problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
     return forward
 
 
-def _wire_bytes(problem: Problem, run: Run, choice: Choice) -> tuple[int, int]:
-    """Of a forward and of a backward pass: rows that leave a rank in dispatch and come in combine."""
-    plan, hidden = run.plan(problem), problem.case.shape.hidden
-    row_bytes, wire = hidden * DTYPE.itemsize, choice.options.get("quantized_wire", "none")
-    combined = wire_bytes(combine_bytes(plan, "rank", row_bytes), run.ranks)
-
-    def moved(direction: str) -> int:
-        sent_bytes = row_bytes
-        if choice.precision is not None and wire in (direction, "both"):
-            sent_bytes = WireFormat(choice.precision, hidden).row_bytes
-        return wire_bytes(dispatch_bytes(plan, sent_bytes), run.ranks) + combined
-
-    return moved("forward"), moved("backward")
+def _wire_bytes(problem: Problem, run: Run, choice: Choice, direction: Direction) -> int:
+    """Of one pass: rows that leave a rank in dispatch and come in combine. Collective."""
+    plan, row_bytes = run.plan(problem), problem.case.shape.hidden * DTYPE.itemsize
+    sent_bytes = choice.config(problem.case.shape).sent_row_bytes(direction, DTYPE.itemsize)
+    moved = (dispatch_bytes(plan, sent_bytes), combine_bytes(plan, "rank", row_bytes))
+    return sum(wire_bytes(each, run.ranks) for each in moved)
 
 
 def _peak_memory(run: Run, variant: Variant) -> dict[str, int | None]:

@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ import torch
 from symmoe.bench.ranks import Ranks
 from symmoe.errors import WrongResult
 
-DIRECTIONS = ("forward", "backward")
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 WARM_UP = 3
 BLOCK = 10
 
