@@ -98,6 +98,7 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
     assert dispatch["copy_gbs"] == pytest.approx(copy["wire_bytes"] / copy["ms_median"] / 1e6, rel=1e-4)
     assert 24 * row_bytes == rank <= slot <= 2 * 24 * row_bytes
     assert both_ways == dispatch["wire_bytes"] + rank
+    assert by_name["variants", "order=slot", "forward"]["wire_bytes"] == dispatch["wire_bytes"] + slot
     # E4M3, and the scale of one block: 20 bytes, in whole 16.
     quantized = [by_name["precision", "float8-block, wire", d]["wire_bytes"] for d in ("forward", "backward")]
     assert quantized == [24 * 32 + rank] * 2

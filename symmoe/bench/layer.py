@@ -204,8 +204,9 @@ def _public_parts(problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
 def _wire_bytes(problem: Problem, run: Run, choice: Choice, direction: Direction) -> int:
     """Of one pass: rows that leave a rank in dispatch and come in combine. Collective."""
     plan, row_bytes = run.plan(problem), problem.case.shape.hidden * DTYPE.itemsize
-    sent_bytes = choice.config(problem.case.shape).sent_row_bytes(direction, DTYPE.itemsize)
-    moved = (dispatch_bytes(plan, sent_bytes), combine_bytes(plan, "rank", row_bytes))
+    config = choice.config(problem.case.shape)
+    sent_bytes = config.sent_row_bytes(direction, DTYPE.itemsize)
+    moved = (dispatch_bytes(plan, sent_bytes), combine_bytes(plan, config.order, row_bytes))
     return sum(wire_bytes(each, run.ranks) for each in moved)
 
 
