@@ -21,8 +21,8 @@ device=${DEVICE:-cuda}
 export NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
 
 # Two lanes of about the same time.
-first_lane="gradients soak stalls litmus faults"
-second_lane="routings determinism fuzz lifecycle"
+first_lane="gradients soak stalls litmus fuzz lifecycle"
+second_lane="routings determinism faults"
 wanted=${SUITES:-$first_lane $second_lane}
 # Jobs side by side in a suite, and seconds after which it takes no more results.
 declare -A jobs=([lifecycle]=2 [faults]=8)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from reliability import command, faults, litmus, mutations
+from reliability import command, faults, lifecycle, litmus, mutations
 from reliability.launch import JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
 from reliability.suite import Outcome, Run, execute, side_by_side
@@ -95,6 +95,20 @@ def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
 def test_cases_are_shared_among_jobs(launcher: Launcher):
     run = Run(tuple(range(5)), 2, num_jobs=2)
     assert sorted(outcome.case for outcome in litmus.run_cases(run, launcher)) == [0, 1, 2, 3, 4]
+
+
+def test_heaps_that_keep_memory_are_told_from_jobs_that_come_and_go():
+    free, heap, job = 140 << 30, 2 << 20, 600 << 20
+    taken = [job if number % 3 else 0 for number in range(50)]
+    assert lifecycle.lost_bytes([free - others for others in taken]) == 0
+    kept = [free - others - heap * number for number, others in enumerate(taken)]
+    assert lifecycle.lost_bytes(kept) > lifecycle.LOST_BYTES
+    assert lifecycle.lost_bytes(kept[:2]) == 0  # too few to tell
+
+
+def test_some_cases_again():
+    assert command.case_numbers("17") == (17,)
+    assert command.case_numbers("17-20") == (17, 18, 19, 20)
 
 
 def test_an_exception_of_one_work_ends_all():

@@ -35,6 +35,12 @@ def suite_of(name: str) -> Suite:
     return import_module(f"reliability.{SUITES[name][0]}").SUITE
 
 
+def case_numbers(text: str) -> tuple[int, ...]:
+    """Those of "17", or of "17-20", both ends included."""
+    first, _, last = text.partition("-")
+    return tuple(range(int(first), int(last or first) + 1))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one suite; the exit code is 0 if every case has passed."""
     shown = "\n".join(f"  {name:12} {what}" for name, (_, what) in SUITES.items())
@@ -48,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, help="processes of the EP group (default: the suite's, mostly 2)")
     parser.add_argument("--cases", type=int, help="how many, from case 0 (default: all that the suite promises)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="this one alone")
+    parser.add_argument("--case", type=case_numbers, help="this one alone, or those from A to B as A-B")
     parser.add_argument("--jobs", type=int, default=1, help="groups of ranks that share the cases, side by side")
     parser.add_argument("--seconds", type=float, default=math.inf, help="take no more results after that time")
     parser.add_argument("--json", type=Path, help="write the record to this file")
@@ -56,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     suite = suite_of(options.suite)
     full = suite.num_cases if options.device == "cpu" else suite.num_gpu_cases or suite.num_cases
     count = full if options.cases is None else options.cases
-    numbers = tuple(range(count)) if options.case is None else (options.case,)
+    numbers = tuple(range(count)) if options.case is None else options.case
     run = Run(numbers, options.ranks or suite.num_ranks, options.device, options.seed, options.jobs)
     command = shlex.join(["python", "-m", "tests.reliability", *(sys.argv[1:] if arguments is None else arguments)])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # who stops a suite still gets the record

@@ -7,16 +7,19 @@ code other than 0. Then no process may be left, /dev/shm and the memory of the G
 has to work at once.
 
 Starting a job takes seconds on GPUs, so several cases may run side by side; then what is left is looked at, and the new
-job started, after all of them. Nobody else may take memory of the same GPUs meanwhile.
+job started, after all of them. Nobody else may take memory of the same GPUs meanwhile. Victims that raise take turns:
+ranks that end keep a GPU from all others for a second, which is as long as the others' errors may take.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import random
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -145,8 +148,13 @@ class Step:
             self._at("between")  # rows are there, experts come next
 
 
-def take_part(rank: int, num_ranks: int, fault: Fault, device: str) -> Iterator[dict[str, Any]]:
-    """Yields when the fault happens (the victim) or what was raised and when (the others), and then lets it through."""
+def take_part(
+    rank: int, num_ranks: int, fault: Fault, device: str, turns: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields when the fault happens (the victim) or what was raised and when (the others), and then lets it through.
+
+    turns: a file that the victim locks before the steps that matter, until its process ends.
+    """
     is_victim, turn, struck = rank == fault.victim, 0, False
 
     def strike(phase: str) -> None:
@@ -175,6 +183,8 @@ def take_part(rank: int, num_ranks: int, fault: Fault, device: str) -> Iterator[
         # As a user writes it: an exception leaves the heap on its way out.
         with SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=COMPILE_S) as heap:
             Step(heap, fault, lambda phase: None).run(0)
+            if turns is not None and is_victim:
+                fcntl.flock(os.open(turns, os.O_RDWR), fcntl.LOCK_EX)
             dist.barrier()  # kernels are compiled, from here on waits may be short
             heap.timeout_s = TIMEOUT_S
             step = Step(heap, fault, strike)
@@ -210,18 +220,19 @@ def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
     for first in range(0, len(run.numbers), run.num_jobs):
         numbers = run.numbers[first : first + run.num_jobs]
         shm_before, used_before = shared_memory(), gpu_mib(run)
-        outcomes = list(side_by_side([partial(run_case, number, run, launcher) for number in numbers]))
+        with tempfile.NamedTemporaryFile() as turns:
+            outcomes = list(side_by_side([partial(run_case, number, run, launcher, turns.name) for number in numbers]))
         problems = what_is_left(run, shm_before, used_before) + new_job_problems(launcher, run)
         problems = [f"after cases {list(numbers)}: {text}" for text in problems]
         yield from outcomes[:-1]
         yield replace(outcomes[-1], problems=outcomes[-1].problems + problems)
 
 
-def run_case(number: int, run: Run, launcher: Launcher) -> Iterator[Outcome]:
+def run_case(number: int, run: Run, launcher: Launcher, turns: str) -> Iterator[Outcome]:
     fault, start = fault_of(number, run), time.perf_counter()
     try:
         with launcher.start(run.num_ranks, run.device) as job:
-            problems, facts = watch(job, fault, run)
+            problems, facts = watch(job, fault, run, more=(turns if fault.kind == "raise" else None,))
     except JobFailure as failure:
         yield Outcome(number, float("nan"), [f"{fault}: {failure}"])
         return
