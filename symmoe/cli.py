@@ -21,6 +21,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.memory import MemoryPlan, plan_memory
+from symmoe.moe.precision_choice import AUTO, FLOAT8, Expectation, expect, in_full
 from symmoe.plot.command import add_command as add_plot
 from symmoe.precision.names import PRECISIONS
 from symmoe.timeline.command import add_command as add_trace
@@ -58,7 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--capacity-factor", type=float, default=1.2, help="static capacity, in T * K rows (default 1.2)")
     plan.add_argument("--stash", choices=("all", "rows", "hidden", "none"), default="all", help="see MoEConfig")
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
-    plan.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: numbers of --dtype)")
+    plan.add_argument(
+        "--precision",
+        choices=(*PRECISIONS, AUTO),
+        help=f"what experts multiply (default: numbers of --dtype); {AUTO}: float8-block where it is expected to be "
+        "faster on an H200, with the times that are expected",
+    )
     plan.add_argument(
         "--quantized-wire",
         choices=control.QUANTIZED_WIRES,
@@ -87,9 +93,13 @@ def _plan(args: argparse.Namespace) -> int:
         num_experts=args.experts,
         top_k=args.top_k,
         stash=args.stash,
-        precision=None if args.precision is None else PRECISIONS[args.precision],
+        precision=FLOAT8 if args.precision == AUTO else PRECISIONS.get(args.precision),
         quantized_wire=args.quantized_wire,
     )
+    expectation = None
+    if args.precision == AUTO:
+        expectation = expect(exact, num_ranks=args.ranks, num_tokens=args.tokens)
+        exact = exact if expectation.pays else in_full(exact)
     capacity = math.ceil(args.capacity_factor * args.tokens * args.top_k)
     static = dataclasses.replace(exact, capacity=capacity)
     numbers = {
@@ -105,6 +115,8 @@ def _plan(args: argparse.Namespace) -> int:
         "exact, worst": plan_memory(exact, **numbers, routing="worst"),
     }
     print(_table(plans))
+    if expectation is not None:
+        print(f"\n{_times(expectation)}")
     return 0
 
 
@@ -114,6 +126,24 @@ def _table(plans: dict[str, MemoryPlan]) -> str:
         values = [getattr(plan, field) for plan in plans.values()]
         shown = [_size(value) if field.endswith(("bytes", "_call")) else f"{value}" for value in values]
         lines.append(f"{label:38}" + "".join(f"{text:>20}" for text in shown))
+    return "\n".join(lines)
+
+
+def _times(expectation: Expectation) -> str:
+    columns = [{(k.direction, k.name): k.seconds for k in step} for step in (expectation.quantized, expectation.full)]
+    rows = [*dict.fromkeys(key for column in columns for key in column)]
+    rows.sort(key=lambda row: row[0] != "forward")  # stable: kernels stay in the order of their step
+    lines = [f"{'expected on an H200, microseconds':38}{'float8-block':>20}{'bf16':>20}"]
+    for row in rows:
+        if any(column.get(row) for column in columns):
+            shown = (f"{column[row] * 1e6:.1f}" if column.get(row) else "" for column in columns)
+            lines.append(f"{row[0]:10}{row[1]:28}" + "".join(f"{text:>20}" for text in shown))
+    lines.append(f"{'sum':38}{expectation.quantized_s * 1e6:>20.1f}{expectation.full_s * 1e6:>20.1f}")
+    taken = "float8-block" if expectation.pays else "bf16"
+    lines.append(
+        f"{AUTO} takes {taken}: float8-block is {expectation.full_s / expectation.quantized_s:.2f} times as fast, "
+        f"and {1 / (1 - expectation.least_gain):.2f} is the least"
+    )
     return "\n".join(lines)
 
 

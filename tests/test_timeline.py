@@ -29,7 +29,8 @@ from symmoe.timeline.events import Event, Timeline
 from symmoe.timeline.kineto import gpu_events
 from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, PHASES
 from symmoe.timeline.recording import _mark_start, timeline_of
-from symmoe.timeline.report import chrome_trace, table
+from symmoe.timeline.replays import capture_step, directed, record_replays
+from symmoe.timeline.report import chrome_trace, lanes_of, table
 from symmoe.timeline.step import trace_layer
 
 KERNELS = Path(kernels.__file__).parent / "gpu"
@@ -238,6 +239,131 @@ def test_what_was_launched_before_the_start_is_left_out():
     assert [e.phase for e in gpu_events({"traceEvents": items})] == ["wait", "fan-out", "plan"]
     everything = [item for item in items if item["name"] != "symmoe/start"]
     assert len(gpu_events({"traceEvents": everything})) == 6
+
+
+# -- replays ----------------------------------------------------------------------------------------------------------
+
+SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: phase, direction, lane
+    ((0, 1, "other", SPIN), None),
+    ((1, 5, "route", "select_experts_kernel"), ("route", "forward", "compute")),
+    ((5, 20, "push", "hopper_push_kernel"), ("push", "forward", "communication")),
+    ((8, 12, "wait", "wait_for_signal_kernel"), ("wait", "forward", "communication 2")),
+    ((9, 30, "FC1", "hopper_act_kernel"), ("FC1", "forward", "compute")),
+    ((30, 40, "GEMM", "hopper_gemm_kernel"), ("FC2", "forward", "compute")),
+    ((40, 50, "pull", "hopper_pull_kernel"), ("pull", "forward", "communication")),
+    ((50, 51, "other", SPIN), None),
+    ((51, 60, "push", "hopper_push_kernel"), ("push", "backward", "communication")),
+    ((60, 80, "GEMM", "hopper_gemm_kernel"), ("FC1 dgrad", "backward", "compute")),
+    ((70, 90, "wgrad", "hopper_wgrad_kernel"), ("wgrad", "backward", "compute 2")),
+)
+
+
+def replayed(turns: int, spoil: str = "") -> tuple[list[Event], list[tuple[str, str, str, float]]]:
+    """(what a profiler sees of replays, on streams as they come, what is right: phase, direction, lane, begin)."""
+    seen, right = [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")], [("wait", "", "communication", -9.0)]
+    for turn in range(turns):
+        for place, ((begin, end, phase, name), known) in enumerate(REPLAY):
+            if name == SPIN and spoil == "no marks":
+                continue
+            seen.append(event(phase, 100 * turn + begin, 100 * turn + end, name=name, lane=f"stream {place % 5}"))
+            if known is not None:
+                right.append((*known, 100.0 * turn + begin))
+    return seen, right
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_phase(turns: int):
+    seen, right = replayed(turns)
+    made = directed(Timeline(ranks=(tuple(seen),) * 2, clock_error_us=(0.0, 1.0), device="made up"))
+    for events in made.ranks:
+        assert [(e.phase, e.direction, e.lane, e.begin_us) for e in events] == right
+    assert lanes_of(made, 0) == ["compute", "compute 2", "communication", "communication 2"]
+    for lane in lanes_of(made, 1):  # Perfetto and pictures show no two at a time
+        mine = [e for e in made.ranks[1] if e.lane == lane]
+        assert all(a.end_us <= b.begin_us for a, b in pairwise(mine))
+    assert made.clock_error_us == (0.0, 1.0)
+    assert problems_of(chrome_trace(made)) == []
+
+
+def test_without_marks_nobody_knows_the_pass():
+    """Or the test above would say little."""
+    seen, right = replayed(2, "no marks")
+    made = directed(Timeline(ranks=(tuple(seen),), clock_error_us=(0.0,), device="made up"))
+    assert {e.direction for e in made.ranks[0]} == {""}
+    assert [e.phase for e in made.ranks[0]].count("GEMM") == 4
+    assert len(made.ranks[0]) == len(right)
+
+
+def test_the_head_start_is_no_mark():
+    """What a profiler writes of a start, where the stream sleeps, and of two replays, as a timeline."""
+    ranks = []
+    for ahead in (0.0, 500.0):  # the clock of the second rank
+        items = [annotation("symmoe/start", 10, 11, thread=1), launch(12, 1, thread=1), kernel(SPIN, 20 + ahead, 1)]
+        for turn in range(16):
+            items += [
+                annotation("symmoe/forward/barrier", 30 + turn, 30.5 + turn, thread=1),
+                launch(30.2 + turn, 2 + turn, thread=1),
+                kernel("barrier_kernel", 100 + 10 * turn + ahead, 2 + turn),
+            ]
+        for turn in range(2):
+            items.append(launch(50 + turn, 20 + turn, thread=1, category="cuda_runtime"))
+            names = [SPIN, "hopper_gemm_kernel", SPIN, "hopper_gemm_kernel", "hopper_wgrad_kernel"]
+            begin = 300 + 100 * turn + ahead
+            items += [kernel(name, begin + 10 * place, 20 + turn) for place, name in enumerate(names)]
+        ranks.append(gpu_events({"traceEvents": items}))
+    made = directed(timeline_of(ranks, "made up", 16))
+    of_replay = [("FC2", "forward"), ("FC1 dgrad", "backward"), ("wgrad", "backward")]
+    for events in made.ranks:
+        assert [(e.phase, e.direction) for e in events] == of_replay * 2
+        assert events[0].begin_us == pytest.approx(310 - (100 + 10 * 15 + 4))
+
+
+def test_a_captured_step_is_marked_where_each_pass_begins(monkeypatch: pytest.MonkeyPatch):
+    done: list[object] = []
+
+    @contextmanager
+    def capturing(graph: object) -> Iterator[None]:
+        done.append("capture")
+        yield
+        done.append("end")
+
+    for name, fake in (
+        ("synchronize", lambda: done.append("wait")),
+        ("CUDAGraph", lambda: "the graph"),
+        ("graph", capturing),
+        ("_sleep", lambda cycles: done.append("mark")),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graph = capture_step(lambda: (done.append("forward"), 7)[1], lambda outputs: done.append(("backward", outputs)))
+    assert graph == "the graph"
+    assert done == ["wait", "capture", "mark", "forward", "mark", ("backward", 7), "end"]
+
+
+def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)
+        with record_replays(tmp_path / "replays.json", heap) as recording:
+            recording.start()
+            layer(torch.randn(8, 16))[0]
+        lanes = {e.lane for e in recording.timeline.ranks[0]}
+    assert lanes == {"compute", "communication"}
+    items = json.loads((tmp_path / "replays.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = {item["args"]["name"] for item in items if item["name"] == "thread_name"}
+    assert names == lanes | {"exposed communication"}
+    assert (tmp_path / "replays.txt").read_text(encoding="utf-8").startswith("cpu, 1 ranks")
+
+
+def test_kernels_of_a_replay_belong_to_the_launch_of_their_graph():
+    """All of them carry its correlation: what was replayed before the start is left out."""
+    items = [
+        launch(10, 1, thread=1, category="cuda_runtime"),
+        annotation("symmoe/start", 40, 41, thread=1),
+        launch(50, 2, thread=1, category="cuda_runtime"),
+        *(kernel(name, begin, 1) for name, begin in (("push_rows_kernel", 45), ("pull_sums_kernel", 60))),
+        *(kernel(name, begin, 2) for name, begin in (("barrier_kernel", 39), ("fan_out_kernel", 70))),
+    ]
+    assert [(e.phase, e.direction) for e in gpu_events({"traceEvents": items})] == [("wait", ""), ("fan-out", "")]
 
 
 def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
@@ -479,7 +605,35 @@ def test_long_timelines_are_in_milliseconds(monkeypatch: pytest.MonkeyPatch, tmp
     assert axis.get_xlabel().startswith("ms from")
     assert axis.get_xlim() == (0, 20)
     assert axis.get_title(loc="left") == "made up, 20.0 ms; communication exposed on each rank: at most 15.0 ms"
-    assert [text.get_text() for text in axis.texts] == ["FC1"] * 9
+    assert [text.get_text() for text in axis.texts] == ["push", "FC1"] * 9 + ["forward"]
+
+
+def test_the_picture_says_where_the_passes_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    step = (
+        event("other", 0, 5),
+        event("push", 10, 30, "forward"),
+        event("FC1", 20, 50, "forward"),
+        event("other", 50, 52),  # between the passes, of nobody knows which
+        event("FC2", 60, 90, "forward"),
+        event("wgrad", 100, 200, "backward"),
+    )
+    later = tuple(event(e.phase, e.begin_us + 200, e.end_us + 200, e.direction) for e in step)
+    made = Timeline(ranks=(step + later,) * 2, clock_error_us=(0.0, 0.0), device="made up")
+    (axis,) = drawn(made, monkeypatch, tmp_path).axes
+    names = [(text.get_text(), text.xy[0]) for text in axis.texts if text.get_text() in ("forward", "backward")]
+    assert names == [("forward", 10), ("backward", 100), ("forward", 210), ("backward", 300)]
+    assert "other" not in {text.get_text() for text in axis.texts}
+
+
+def test_names_of_short_passes_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    passes = tuple(event("FC1", 10 * i, 10 * i + 9, "backward" if i % 2 else "forward") for i in range(100))
+    figure = drawn(Timeline(ranks=(passes,), clock_error_us=(0.0,), device="made up"), monkeypatch, tmp_path)
+    (axis,) = figure.axes
+    boxes = [text.get_window_extent() for text in axis.texts if text.get_text() in ("forward", "backward")]
+    assert 5 <= len(boxes) < 100
+    assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
 
 
 # -- what can go wrong ------------------------------------------------------------------------------------------------
@@ -585,8 +739,9 @@ def test_the_command_traces_on_several_ranks_and_on_one(
     assert tables[0] == (tmp_path / "two.txt").read_text(encoding="utf-8").rstrip()
     assert tables[1] == ""
     sizes = ["--hidden", "32", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "16"]
-    assert cli.main(["trace", *sizes, "--out", str(tmp_path / "one.json")]) == 0
-    assert "1 ranks" in capsys.readouterr().out
+    for options in ([], ["--eager"]):  # the same on CPUs
+        assert cli.main(["trace", *sizes, *options, "--out", str(tmp_path / "one.json")]) == 0
+        assert "1 ranks" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{n}.{e}" for n in ("one", "two") for e in ("json", "png", "txt")
     }

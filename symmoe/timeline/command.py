@@ -12,6 +12,8 @@ Records training steps of one MoELayer, router to gradients, on the ranks that t
 
   torchrun --nproc-per-node=2 -m symmoe trace --preset qwen3-30b --out step.json
 
+On GPUs the step is a CUDA graph: under a profiler the host is slower than the GPU, and an eager step would show it.
+
 Writes step.json (open it in ui.perfetto.dev), step.png and step.txt. docs/timeline.md says how to read them.
 """
 
@@ -29,6 +31,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig")
     parser.add_argument("--capacity-factor", type=float, default=1.25, help="static capacity, in T * K rows (1.25)")
     parser.add_argument("--steps", type=int, default=1, help="that are recorded (1)")
+    parser.add_argument("--eager", action="store_true", help="the step as the host launches it; always so on CPUs")
     parser.add_argument("--out", default="step.json", metavar="FILE.json", help="the trace (%(default)s)")
     parser.set_defaults(run=_run)
 
@@ -49,6 +52,7 @@ def _run(args: argparse.Namespace) -> int:
         capacity=int(args.capacity_factor * args.tokens * shapes[0].top_k) or 1,
         num_steps=args.steps,
         path=args.out,
+        launch="eager" if args.eager else "graph",
     )
     if report:
         print(report, flush=True)

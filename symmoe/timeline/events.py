@@ -9,6 +9,7 @@ from symmoe.timeline.phases import BY_NAME, PHASES, Phase
 
 Span = tuple[float, float]  # microseconds: begin, end
 DIRECTIONS = ("forward", "backward", "")
+COMPUTE, COMMUNICATION = "compute", "communication"  # lanes of replays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,9 +17,9 @@ class Event:
     """One operator on a host, or one kernel on a GPU.
 
     Attributes:
-        lane: where it ran: "host" or "stream 7".
+        lane: where it ran: "host" or "stream 7"; of a replay, "compute" or "communication".
         phase: its phase's name.
-        direction: "forward", "backward", or "" where nobody knows (kernels of a CUDA graph, or of others).
+        direction: "forward", "backward", or "" where nobody knows (kernels of others).
         name: of the operator or the kernel.
         begin_us, end_us: microseconds on the rank's clock, or, in a :class:`Timeline`, from its start.
     """

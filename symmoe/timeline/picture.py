@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import groupby
 from typing import Any
 
-from symmoe.picture import BLACK, BLUE, picture
+from symmoe.picture import BLACK, BLUE, GREEN, VERMILION, picture
 from symmoe.timeline.events import Span, Timeline, length, spans_of
-from symmoe.timeline.phases import PHASES
+from symmoe.timeline.phases import OTHER, PHASES
 from symmoe.timeline.report import lanes_of
 
 _LANE_INCHES = 0.34
-_FRAME_INCHES = 1.75  # title, axis, legend
+_FRAME_INCHES = 1.9  # title, names of passes, axis, legend
 _BAR = 0.8  # of a lane
 _EDGE_POINTS = 0.5
-_CHARACTER_SHARE = 0.012  # of the whole, that a character of a bar's name takes
+_CHARACTER_SHARE = 0.0095  # of the whole, that a character of a bar's name takes
+_DARK = (BLACK, BLUE, GREEN, VERMILION)  # phases whose names are white
 _EXPOSED_BAR = 0.5
+_TITLE_POINTS = 16  # above the lanes, with the names of the passes between
 _LISTED_RANKS = 8  # in the title
 _MOST_COLUMNS = 4  # of the legend
 # No colour of a phase.
@@ -47,7 +50,8 @@ def draw(timeline: Timeline, path: str) -> None:
         whole, *shown = (f"{value / unit_us:.{digits}f}" for value in (timeline.end_us, *exposed))
         each = ", ".join(shown) if len(shown) <= _LISTED_RANKS else f"at most {max(exposed) / unit_us:.{digits}f}"
         about = f"{timeline.device}, {whole} {unit}; communication exposed on each rank: {each} {unit}"
-        axis.set_title(about, loc="left")
+        axis.set_title(about, loc="left", pad=_TITLE_POINTS)
+        _draw_directions(axis, timeline, unit_us)
         _legend(figure, timeline)
 
 
@@ -58,14 +62,27 @@ def _draw_lane(axis: Any, place: int, timeline: Timeline, rank: int, lane: str, 
         edge = _EDGE_POINTS if phase.is_gemm else 0.0  # neighbours have one colour
         look = {"facecolor": phase.color, "edgecolor": "white", "linewidth": edge}
         _bars(axis, place, [(e.begin_us, e.end_us) for e in mine], unit_us, _BAR, **look)
-        for begin, end in spans_of(mine) if phase.is_gemm else ():
+        for begin, end in () if phase is OTHER else spans_of(mine):
             room = _CHARACTER_SHARE * len(phase.name) * timeline.end_us
             widest = max((e for e in mine if begin <= e.begin_us <= end), key=lambda e: e.end_us - e.begin_us)
             if widest.end_us - widest.begin_us >= room:  # rather than on an edge between two
                 begin, end = widest.begin_us, widest.end_us
             if end - begin >= room:
-                color = "white" if phase.color == BLUE else "black"
+                color = "white" if phase.color in _DARK else "black"
                 axis.text((begin + end) / 2 / unit_us, place, phase.name, ha="center", va="center", color=color, size=7)
+
+
+def _draw_directions(axis: Any, timeline: Timeline, unit_us: float) -> None:
+    """Where rank 0's passes begin: lines through all lanes, and their names above, where there is room."""
+    known = [event for event in timeline.ranks[0] if event.direction]
+    place = {"textcoords": "offset points", "xycoords": ("data", "axes fraction"), "annotation_clip": False}
+    free_us = 0.0
+    for direction, events in groupby(known, key=lambda event: event.direction):
+        begin_us = next(events).begin_us
+        axis.axvline(begin_us / unit_us, color="#666666", linewidth=0.8, linestyle=":", zorder=0)
+        if begin_us >= free_us:
+            axis.annotate(direction, (begin_us / unit_us, 1.0), (2, 3), ha="left", color="#444444", size=8, **place)
+            free_us = begin_us + _CHARACTER_SHARE * (len(direction) + 1) * timeline.end_us
 
 
 def _bars(axis: Any, place: int, spans: list[Span], unit_us: float, height: float, **look: Any) -> None:
@@ -83,7 +100,7 @@ def _legend(figure: Any, timeline: Timeline) -> None:
         if phase.name in seen:
             names[phase.color].append(phase.name)
     patches = [Patch(color=color, label=", ".join(phases)) for color, phases in names.items()]
-    patches.append(Patch(**_EXPOSED, label="exposed: communication, no GEMM beside it"))
+    patches.append(Patch(**_EXPOSED, label="exposed: communication, and no GEMM runs beside it"))
     for columns in range(_MOST_COLUMNS, 0, -1):
         legend = figure.legend(handles=patches, loc="outside lower left", ncols=columns)
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from symmoe.timeline.events import Timeline, length
+from symmoe.timeline.events import COMPUTE, Timeline, length
 
 EXPOSED_LANE = "exposed communication"
 
@@ -32,7 +32,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 def lanes_of(timeline: Timeline, rank: int) -> list[str]:
     """A rank's lanes; streams by number."""
-    return sorted({event.lane for event in timeline.ranks[rank]}, key=lambda lane: (len(lane), lane))
+    return sorted({event.lane for event in timeline.ranks[rank]}, key=_lane_order)
 
 
 def table(timeline: Timeline) -> str:
@@ -55,6 +55,11 @@ def table(timeline: Timeline) -> str:
         lines.append(f"{text:45} " + "".join(f" {value:11.1f}" for value in values))
     lines.append("launches: of all ranks; busy: their mean; exposed does not add up where phases run beside each other")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _lane_order(lane: str) -> tuple[int, str, int]:
+    kind, _, number = lane.partition(" ")
+    return kind != COMPUTE, kind, int(number or 1)
 
 
 def _label(rank: int, thread: int, what: str, **value: str | int) -> dict[str, Any]:

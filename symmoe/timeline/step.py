@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 from symmoe.bench.cases import Case, Shape, check_case
@@ -11,20 +14,54 @@ from symmoe.moe.config import MoEConfig, Schedule
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.memory import plan_memory
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.timeline.events import Timeline
 from symmoe.timeline.recording import record
+from symmoe.timeline.replays import capture_step, record_replays
 from symmoe.timeline.report import table
+
+Launch = Literal["graph", "eager"]
 
 _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
 _HEAP_TIMEOUT_S = 120.0  # a rank may compile kernels while the others wait in a barrier
+_REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over what was freed on other streams
 
 
-def trace_layer(shape: Shape, *, num_tokens: int, schedule: Schedule, capacity: int, num_steps: int, path: str) -> str:
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Router to gradients, which do not accumulate: that would take time that a step does not need."""
+
+    layer: MoELayer
+    x: torch.Tensor
+    dy: torch.Tensor
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        y, metrics = self.layer(self.x)
+        return y, metrics.aux_loss
+
+    def backward(self, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        torch.autograd.grad(outputs, (self.x, *self.layer.parameters()), (self.dy, torch.ones_like(outputs[1])))
+
+    def run(self) -> None:
+        self.backward(self.forward())
+
+
+def trace_layer(
+    shape: Shape,
+    *,
+    num_tokens: int,
+    schedule: Schedule,
+    capacity: int,
+    num_steps: int,
+    path: str,
+    launch: Launch = "graph",
+) -> str:
     """Records steps of a layer with random weights, tokens and routing, bf16. Collective.
 
     Args:
         capacity: rows, static; more are dropped.
         path: of the trace, see :func:`symmoe.timeline.record`.
+        launch: "graph" records replays of a captured step, on GPUs; on CPUs both are eager.
 
     Returns:
         the table on rank 0; "" elsewhere.
@@ -42,23 +79,42 @@ def trace_layer(shape: Shape, *, num_tokens: int, schedule: Schedule, capacity: 
             aux_loss_coef=1e-2,
         )
         plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)
-        with SymmetricHeap(num_bytes=plan.heap_bytes, timeout_s=_HEAP_TIMEOUT_S) as heap:
+        replays = launch == "graph" and ranks.device.type == "cuda"
+        heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
+        with SymmetricHeap(num_bytes=heap_bytes, timeout_s=_HEAP_TIMEOUT_S) as heap:
             torch.manual_seed(0)  # the router is the same on all ranks
             layer = MoELayer(config, heap, dtype=DTYPE)
             torch.manual_seed(1 + heap.rank)
             x = torch.randn(num_tokens, shape.hidden, dtype=DTYPE, device=heap.device, requires_grad=True)
-            dy = torch.randn_like(x)
+            step = _Step(layer, x, torch.randn_like(x))
             for _ in range(_WARM_UP_STEPS):
-                _step(layer, x, dy)
-            with record(path, heap) as recording:
-                for _ in range(_PROFILED_STEPS):
-                    _step(layer, x, dy)
-                recording.start()
-                for _ in range(num_steps):
-                    _step(layer, x, dy)
-            return table(recording.timeline) if recording.timeline is not None and heap.rank == 0 else ""
+                step.run()
+            timeline = (_record_replays if replays else _record_eager)(step, path, heap, num_steps)
+            return table(timeline) if heap.rank == 0 else ""
 
 
-def _step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor) -> None:
-    y, metrics = layer(x)
-    torch.autograd.backward((y, metrics.aux_loss), (dy, torch.ones_like(metrics.aux_loss)))
+def _record_eager(step: _Step, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
+    with record(path, heap) as recording:
+        for _ in range(_PROFILED_STEPS):
+            step.run()
+        recording.start()
+        for _ in range(num_steps):
+            step.run()
+    assert recording.timeline is not None
+    return recording.timeline
+
+
+def _record_replays(step: _Step, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
+    graph = capture_step(step.forward, step.backward)
+    try:
+        with record_replays(path, heap) as recording:
+            for _ in range(_PROFILED_STEPS):
+                graph.replay()
+            recording.start()
+            for _ in range(num_steps):
+                graph.replay()
+    finally:
+        del graph
+        heap.release_graphs()
+    assert recording.timeline is not None
+    return recording.timeline

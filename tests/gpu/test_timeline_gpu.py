@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from cluster import Cluster
 from step_trace import training_step
 from test_step_gpu import TOKENS, config_for, layer_for
@@ -14,11 +16,13 @@ from worker import open_heap
 
 from symmoe import timeline
 from symmoe.timeline.events import Timeline
+from symmoe.timeline.replays import capture_step, record_replays
 
 pytestmark = pytest.mark.gpu
 
 FORWARD = ("plan", "push", "FC1", "FC2", "pre-reduce", "pull")
 LATE_US = 1000  # the start of a profiler makes hosts several times as late
+APART_US = 200  # that ranks may begin a pass of a replay, where no host is in the way
 BACKWARD = ("push", "FC2 dgrad", "FC1 dgrad", "wgrad", "pre-reduce", "pull")
 
 
@@ -49,9 +53,7 @@ def test_kernels_of_a_step_have_phases_and_directions(schedule: str, cluster: Ca
                 assert [begins[place] for place in order] == sorted(begins[place] for place in order)
         assert len({e.lane for e in events}) >= (1 if schedule == "serial" else 2)
     assert max(made.clock_error_us) < 100
-    for direction in ("forward", "backward"):
-        starts = [min(e.begin_us for e in events if e.direction == direction) for events in made.ranks]
-        assert max(starts) - min(starts) < LATE_US
+    assert apart_us(made, "forward") < LATE_US  # backward, a host may be late by as much as the profiler makes it
     if schedule == "serial":  # one stream: nothing hides anything
         for times in made.phases():
             if times.phase in ("push", "pull"):
@@ -60,3 +62,77 @@ def test_kernels_of_a_step_have_phases_and_directions(schedule: str, cluster: Ca
     assert [sum(e.name == "select_experts_kernel" for e in events) for events in made.ranks] == [1, 1]
     trace = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
     assert sum(item["name"] == "FC1" for item in trace["traceEvents"]) >= 2
+
+
+def apart_us(made: Timeline, direction: str) -> float:
+    """How far apart the ranks begin their first pass in a direction."""
+    starts = [min(e.begin_us for e in events if e.direction == direction) for events in made.ranks]
+    return max(starts) - min(starts)
+
+
+NUM_REPLAYS = 2
+
+
+def replayed(rank: int, num_ranks: int, path: str, schedule: str) -> tuple[Timeline, float]:
+    """The timeline, and the milliseconds of as many replays without a profiler."""
+    with open_heap("cuda", num_bytes=256 << 20) as heap:
+        torch.use_deterministic_algorithms(False)
+        layer = layer_for(heap, config_for(num_ranks, schedule=schedule))
+        x = torch.randn(TOKENS, layer.config.hidden, device=heap.device, dtype=torch.bfloat16, requires_grad=True)
+        inputs, dy = (x, *layer.parameters()), torch.randn_like(x)
+
+        def forward() -> tuple[torch.Tensor, torch.Tensor]:
+            y, metrics = layer(x)
+            return y, metrics.aux_loss
+
+        def backward(outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+            torch.autograd.grad(outputs, inputs, (dy, torch.ones_like(outputs[1])))
+
+        for _ in range(2):
+            backward(forward())
+        graph = capture_step(forward, backward)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for event in events:  # the first turn warms up
+            heap.synchronize()
+            torch.cuda._sleep(1_000_000)
+            event.record()
+            for _ in range(NUM_REPLAYS):
+                graph.replay()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        heap.synchronize()
+        with record_replays(path, heap) as recording:
+            graph.replay()
+            recording.start()
+            for _ in range(NUM_REPLAYS):
+                graph.replay()
+        del graph
+        heap.release_graphs()
+        return recording.timeline, events[-1].elapsed_time(end)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+def test_kernels_of_replays_have_phases_and_directions(schedule: str, cluster: Callable[..., Cluster], tmp_path: Path):
+    (made, ms), (other, _) = cluster(2, "cuda").run(replayed, str(tmp_path / "step.json"), schedule)
+    assert made == other
+    for events in made.ranks:
+        passes = [direction for direction, _ in groupby(e.direction for e in events if e.direction)]
+        assert passes == ["forward", "backward"] * NUM_REPLAYS
+        assert {e.direction for e in events if e.phase != "other"} == {"forward", "backward"}
+        found = {(e.phase, e.direction) for e in events}
+        assert {(phase, "forward") for phase in FORWARD} | {(phase, "backward") for phase in BACKWARD} <= found
+        assert not {phase for phase, _ in found} & {"GEMM"}
+        assert {("FC2", "backward"), ("FC1 dgrad", "forward"), ("wgrad", "forward")}.isdisjoint(found)
+        assert [e.name for e in events].count("select_experts_kernel") == NUM_REPLAYS
+        assert not any("spin" in e.name for e in events)
+        lanes = {e.lane for e in events}
+        assert {"compute", "communication"} <= lanes
+        assert len(lanes) <= 5
+        for lane in lanes:
+            mine = [e for e in events if e.lane == lane]
+            assert all(a.end_us <= b.begin_us for a, b in pairwise(mine))
+    assert max(made.clock_error_us) < 100
+    for direction in ("forward", "backward"):
+        assert apart_us(made, direction) < APART_US
+    # A profiler waits between kernels, but not like a host that launches them.
+    assert made.end_us < 3 * 1e3 * ms + LATE_US

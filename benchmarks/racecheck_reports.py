@@ -1,0 +1,132 @@
+"""Tells racecheck's reports of how Triton hands out roles from reports of anything else.
+
+    python benchmarks/racecheck_reports.py racecheck.log      # prints both numbers; 1 if there are others, 2 if unknown
+
+In a kernel with `gl.warp_specialize` the first warps tell the others what to do through shared memory, a byte per warp.
+B is `BAR.SYNC 1` without a number of threads: it holds up every warp of the program until all have come.
+
+    first warps:  write roles             B  B  their role  B  write "leave"              B
+    other warps:                          B  read  B  role  B                             B  read, leave
+
+So a B lies between each read and both writes, and nothing races: tests/test_racecheck_reports.py looks for just these
+instructions in every kernel below. racecheck reports the reads against the writes all the same; why it does not count
+B, it does not say. It gives a source line for each access, and to the compiler the bytes have these lines:
+
+* reads: the `def` of the kernel;
+* writes: that, the `def` of the function that calls warp_specialize, if it is another, or the kernel's last statement,
+  where it returns.
+
+A report of a listed kernel with these lines and no others is one of the dispatch. Everything else is not, among it
+what racecheck has counted but not printed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+_HOPPER = "symmoe/kernels/gpu/hopper/"
+# Kernels with warp_specialize, and the functions that call it for them: (file, name).
+_RUN = (_HOPPER + "pipeline.py", "run")
+KERNELS = {
+    "hopper_gemm_kernel": (_HOPPER + "gemm.py", _RUN),
+    "hopper_act_kernel": (_HOPPER + "act.py", _RUN),
+    "hopper_dact_kernel": (_HOPPER + "act.py", _RUN),
+    "hopper_wgrad_kernel": (_HOPPER + "wgrad.py", None),
+    "hopper_push_kernel": (_HOPPER + "rows.py", None),
+    "hopper_pre_reduce_kernel": (_HOPPER + "rows.py", None),
+    "hopper_pull_kernel": (_HOPPER + "rows.py", None),
+    "planted_dispatch_kernel": ("benchmarks/planted_races.py", None),
+    "planted_race_kernel": ("benchmarks/planted_races.py", None),
+}
+_FIRST = re.compile(r"Race reported between (.*)")
+_NEXT = re.compile(r"=========\s+and (.*)")
+_ACCESS = re.compile(r"(Read|Write) access at (\w+)(?:\(.*\))?\+0x[0-9a-f]+ in (\S+):(\d+)")
+_SUMMARY = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines (file name, number) that the accesses of a kernel's dispatch have."""
+
+    reads: frozenset[tuple[str, int]]
+    writes: frozenset[tuple[str, int]]
+
+
+def dispatch_lines(kernel: str) -> Lines:
+    """Of a listed kernel, as its source is now."""
+    file, helper = KERNELS[kernel]
+    function = _function(file, kernel)
+    name, start = Path(file).name, function.lineno
+    writes = {(name, start), (name, function.body[-1].lineno)}
+    if helper is not None:
+        writes.add((Path(helper[0]).name, _function(*helper).lineno))
+    return Lines(frozenset({(name, start)}), frozenset(writes))
+
+
+def _function(file: str, name: str) -> ast.FunctionDef:
+    for node in ast.walk(ast.parse((_ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    raise LookupError(f"{file} has no function {name}")
+
+
+def reports_of(log: str) -> Iterator[list[str]]:
+    """The accesses of each report, as racecheck words them."""
+    report: list[str] = []
+    for line in log.splitlines():
+        if (first := _FIRST.search(line)) is not None:
+            if report:
+                yield report
+            report = [first[1]]
+        elif report and (further := _NEXT.search(line)) is not None:
+            report.append(further[1])
+        elif report:
+            yield report
+            report = []
+    if report:
+        yield report
+
+
+def is_dispatch(accesses: list[str]) -> bool:
+    """Whether a report is of a listed kernel's dispatch and nothing else."""
+    kinds = set()
+    for access in accesses:
+        parsed = _ACCESS.match(access)
+        if parsed is None or parsed[2] not in KERNELS:
+            return False
+        kind, kernel, place = parsed[1], parsed[2], (parsed[3], int(parsed[4]))
+        lines = dispatch_lines(kernel)
+        if place not in (lines.reads if kind == "Read" else lines.writes):
+            return False
+        kinds.add(kind)
+    return kinds == {"Read", "Write"}
+
+
+def count(log: str) -> tuple[int, int] | None:
+    """(reports of the dispatch, others) in a log of racecheck; None if it has not come to its end."""
+    summaries = _SUMMARY.findall(log)
+    if not summaries:
+        return None
+    reports = list(reports_of(log))
+    dispatch = sum(map(is_dispatch, reports))
+    return dispatch, max(len(reports), sum(map(int, summaries[-1]))) - dispatch
+
+
+def main(path: str) -> int:
+    """Returns the exit status."""
+    found = count(Path(path).read_text(encoding="utf-8", errors="replace"))
+    if found is None:
+        print("no summary of racecheck")
+        return 2
+    print(f"{found[0]} reports of warp_specialize's dispatch, {found[1]} others")
+    return 1 if found[1] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
