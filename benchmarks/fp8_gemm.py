@@ -6,7 +6,9 @@ For every product and weight gradient of a layer's experts, of three shapes:
 
     hopper      the kernel that symmoe launches; wgrads in bf16
     in order    the same, with warpgroups that take turns
+    4 stages    (wgrads) with one more stage of operands, and less memory to store results from
     add fp32    (wgrads) added to an fp32 gradient
+    load fp32   (wgrads) the same, loaded, added and stored by the threads instead of by TMA
     g8          with 8 tiles of M that share a column of tiles; only by --ways
     triton      the general kernel; only by --ways
     and act     (fc1) with SwiGLU, whose result is quantised, in one kernel
@@ -44,6 +46,8 @@ MAX_ERROR = 1e-2  # of bf16 results, relative to the largest value
 E4M3, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 SLOW_OR_RARE = ("g8", "triton")  # not by default, to end in time
 VARIANTS = {"hopper": {}, "in order": {"in_order": True}, "g8": {"group_m": 8}}
+WGRAD_VARIANTS = {**VARIANTS, "4 stages": {"stages": 4, "batch": 1}}
+ADDING = {"add fp32": {}, "load fp32": {"adds_by_tma": False}}
 
 
 @dataclass
@@ -158,7 +162,7 @@ def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, boun
     for first, n, end in zip(firsts, lengths.tolist(), [*firsts[1:], P], strict=True):
         for data in (dout, rows):
             data.view(torch.uint8)[:, first + n : end] = 0
-    dout_scale, rows_scale = numbers.scale(O, P // BLOCK), numbers.scale(C, P // BLOCK)
+    dout_scale, rows_scale = numbers.scale(P // BLOCK, O).t(), numbers.scale(P // BLOCK, C).t()
     operands = (dout, dout_scale, rows, rows_scale, row_start)
     out = torch.empty(G, O, C, dtype=BF16, device=numbers.device)
     main_grad = torch.zeros(G, O, C, dtype=FP32, device=numbers.device)
@@ -182,10 +186,13 @@ def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, boun
         from symmoe.kernels.gpu import fp8, gemm
         from symmoe.kernels.gpu.hopper import launchers
 
-        for way, options in VARIANTS.items():
+        for way, options in WGRAD_VARIANTS.items():
             op.ways[way] = lambda options=options: launchers.launch_fp8_wgrad(*operands, out, **options)
         op.ways["triton"] = lambda: fp8.grouped_gemm_wgrad_fp8(*operands, out, config=fp8.CONFIG)
-        op.ways["add fp32"] = lambda: launchers.launch_fp8_wgrad(*operands, main_grad, accumulate=True)
+        for way, options in ADDING.items():
+            op.ways[way] = lambda options=options: launchers.launch_fp8_wgrad(
+                *operands, main_grad, accumulate=True, **options
+            )
     for way in op.ways:
         result = main_grad if way.endswith("fp32") else out
         op.checked[way] = lambda g, result=result: result[g]

@@ -1,10 +1,14 @@
 """For the development of the quantising kernels: how fast they are beside a copy of the same rows, on one GPU.
 
-    python benchmarks/quantize.py [--json quantize.json]
+    python benchmarks/quantize.py [--only "copy,Float8Block columns"] [--json quantize.json]
 
 GB/s count what has to be read once and what is written: rows, data and scales; for the copy, rows twice. NVFP4's times
 include the search for the largest number of every group. Results are dequantised and compared with the rows first.
 Times are medians of CUDA events around single calls, of all variants in turn; the tensors are larger than the L2 cache.
+
+`gathered`: rows picked by an index from fewer, as experts share the tokens that a rank has received. `of the wire`:
+columns of such rows that have travelled quantised, in one kernel, and `decoded`: in two, whose bits must be the same.
+What is gathered counts once. In brackets: other shapes of the kernel for Hopper (hopper/columns.py).
 
 Then SwiGLU and its gradient with both operands of their GEMMs, in blocks of 128: `fused`, and `apart`, the activation
 and then the quantisers. Their GB/s count the same bytes, those that have to be moved if it is fused.
@@ -16,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +28,8 @@ from symmoe.bench.records import machine
 from symmoe.dispatch.wire import WireFormat, wire_problem
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.formats import TILE
+from symmoe.kernels.gpu import hopper
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Quantized
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
@@ -32,12 +38,27 @@ SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "deepseek-like": (32, 7168, 2048, 65536),
 }
 RECIPES = (Float8Block(), Float8Rowwise(), MXFP8(), NVFP4())
+DISTINCT_ROWS = 16384  # of gathered ones: what two ranks of 8192 tokens have
+COLUMN_OPTIONS = {
+    "two programs": {"registers": 128},
+    "16 warps": {"num_warps": 16, "registers": 64},
+    "64 features": {"features": 64, "registers": 64, "panel": 8},
+    "whole rows": {"panel": 1 << 10},
+}
 MAX_ERROR = {"e4m3": 0.04, "e2m1": 0.16}  # of the root of the sum of squares
 WARM_UP, REPS = 3, 20
 
 
-def variants(shape: str) -> dict[str, tuple[Callable[[], object], torch.Tensor]]:
-    """What is timed, by name, and what it reads."""
+class Variant(NamedTuple):
+    """What is timed, what it reads, and what it quantises if that is not the same."""
+
+    step: Callable[[], object]
+    source: torch.Tensor
+    rows: torch.Tensor | None = None
+
+
+def variants(shape: str) -> dict[str, Variant]:
+    """By name."""
     num_groups, hidden, ffn, num_rows = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(0)
     rows = torch.randn(num_rows, hidden, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -47,20 +68,77 @@ def variants(shape: str) -> dict[str, tuple[Callable[[], object], torch.Tensor]]
     row_start[1:] = (share.cumsum(0) / share.sum() * num_rows).round()
     seeds = torch.arange(num_groups, device="cuda")
     copy = torch.empty_like(rows)
-    result = {"copy": (lambda: copy.copy_(rows), rows)}
+    result = {"copy": Variant(lambda: copy.copy_(rows), rows)}
     for recipe in RECIPES:
         name = type(recipe).__name__
-        result[f"{name} rows"] = partial(recipe.quantize, rows, row_start), rows
-        result[f"{name} columns"] = partial(recipe.quantize_columns, rows, row_start), rows
-        result[f"{name} weight"] = partial(recipe.quantize_weight, weight), weight
-        result[f"{name} weight^T"] = partial(recipe.quantize_weight_transposed, weight), weight
-        result[f"{name} weight pair"] = partial(recipe.quantize_weight_pair, weight), weight
+        result[f"{name} rows"] = Variant(partial(recipe.quantize, rows, row_start), rows)
+        result[f"{name} columns"] = Variant(partial(recipe.quantize_columns, rows, row_start), rows)
+        result[f"{name} weight"] = Variant(partial(recipe.quantize_weight, weight), weight)
+        result[f"{name} weight^T"] = Variant(partial(recipe.quantize_weight_transposed, weight), weight)
+        result[f"{name} weight pair"] = Variant(partial(recipe.quantize_weight_pair, weight), weight)
         if wire_problem(recipe) is None:
-            result[f"{name} to the wire"] = partial(WireFormat(recipe, hidden).encode, rows), rows
+            result[f"{name} to the wire"] = Variant(partial(WireFormat(recipe, hidden).encode, rows), rows)
         if recipe.stochastic_gradients:
             stochastic = partial(recipe.quantize_columns, rows, row_start, seeds=seeds)
-            result[f"{name} columns, stochastic"] = stochastic, rows
+            result[f"{name} columns, stochastic"] = Variant(stochastic, rows)
+    return result | column_variants(rows, row_start)
+
+
+def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Variant]:
+    """Columns in blocks of 128: of gathered rows, of rows on the wire, and with other options."""
+    recipe, hidden = Float8Block(), rows.shape[1]
+    wire = WireFormat(recipe, hidden)
+    few, index = rows[:DISTINCT_ROWS], gathered_index(row_start, rows.shape[0])
+    sent, dtype = wire.encode(few), rows.dtype
+    picked, decoded = few[index], wire.decode(sent, dtype)[index]
+
+    def in_two_steps() -> Quantized:
+        return recipe.quantize_columns(wire.decode(sent, dtype), row_start, row_index=index)
+
+    one, two = wire.columns(sent, row_start, dtype, index), in_two_steps()
+    num_tiles = int(((row_start.diff() + TILE - 1) // TILE).sum())
+    for left, right, length in ((one.data, two.data, TILE * num_tiles), (one.scale, two.scale, num_tiles)):
+        if not torch.equal(bits(left)[:, :length], bits(right)[:, :length]):
+            sys.exit("columns of the wire have other bits than those of the decoded rows")
+    gathered = partial(recipe.quantize_columns, few, row_start, row_index=index)
+    of_the_wire = partial(wire.columns, sent, row_start, dtype, index)
+    result = {
+        "Float8Block columns, gathered": Variant(gathered, few, picked),
+        "Float8Block columns, of the wire": Variant(of_the_wire, sent, decoded),
+        "Float8Block columns, decoded": Variant(in_two_steps, sent, decoded),
+    }
+    if hopper.kernels(rows.device, dtype, hidden) is None:
+        return result
+    from symmoe.kernels.gpu.hopper.columns import launch_quantize_columns, launch_requantize_columns
+
+    words = sent.view(torch.uint8)
+
+    def launched(source: torch.Tensor, function: Callable[..., None], *args: object, **options: object) -> Quantized:
+        columns = recipe.empty_columns(rows.shape[0], hidden, row_start)
+        function(source, row_start, columns.data, columns.scale, recipe.row_format, *args, **options)
+        return columns
+
+    for name, options in COLUMN_OPTIONS.items():
+        plain = partial(launched, rows, launch_quantize_columns, **options)
+        gathered = partial(launched, few, launch_quantize_columns, row_index=index, **options)
+        travelled = partial(launched, words, launch_requantize_columns, dtype, row_index=index, **options)
+        result[f"Float8Block columns [{name}]"] = Variant(plain, rows)
+        result[f"Float8Block columns, gathered [{name}]"] = Variant(gathered, few, picked)
+        result[f"Float8Block columns, of the wire [{name}]"] = Variant(travelled, sent, decoded)
     return result
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers as integers, wherever they lie."""
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int32)
+
+
+def gathered_index(row_start: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """int32[N]: random rows of DISTINCT_ROWS, ascending in every group, as routing has them."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    index = torch.randint(DISTINCT_ROWS, (num_rows,), device="cuda", generator=generator)
+    group = torch.searchsorted(row_start[1:].contiguous(), torch.arange(num_rows, device="cuda").int(), right=True)
+    return ((group * DISTINCT_ROWS + index).sort().values % DISTINCT_ROWS).int()
 
 
 def check(name: str, found: Quantized, wanted: torch.Tensor) -> None:
@@ -96,12 +174,11 @@ def activation_variants(shape: str) -> tuple[dict[str, Callable[[], None]], dict
     row_scale = torch.rand(num_rows, device="cuda", generator=generator)
     a, dh, dscale = torch.empty_like(da), torch.empty_like(h), torch.empty_like(row_scale)
     workspace = torch.empty(dact_quantize_workspace_numel(num_rows, ffn, activation), device="cuda")
-    tokens = TILE * max_tiles(num_rows, num_groups)
     formats = recipe.row_format
 
-    def buffers(lines: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = torch.zeros(lines, formats.num_blocks(length), device="cuda")
-        return torch.zeros(lines, length, device="cuda", dtype=torch.uint8).view(formats.data_dtype), scale
+    def buffers(empty: Callable[..., Quantized], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = empty(num_rows, width, row_start)
+        return made.data, made.scale
 
     def act_apart() -> None:
         gpu.scaled_activation(h, row_scale, a, activation)
@@ -124,10 +201,10 @@ def activation_variants(shape: str) -> tuple[dict[str, Callable[[], None]], dict
         gpu.dact_quantize(da, h, row_scale, row_start, dscale, workspace, activation, formats, **dh_operands)
 
     operands = {
-        "rows": buffers(num_rows, ffn),
-        "columns": buffers(ffn, tokens),
-        "dh rows": buffers(num_rows, 2 * ffn),
-        "dh columns": buffers(2 * ffn, tokens),
+        "rows": buffers(recipe.empty_rows, ffn),
+        "columns": buffers(recipe.empty_columns, ffn),
+        "dh rows": buffers(recipe.empty_rows, 2 * ffn),
+        "dh columns": buffers(recipe.empty_columns, 2 * ffn),
     }
     for fused, apart in ((act_fused, act_apart), (dact_fused, dact_apart)):
         results = []
@@ -136,7 +213,7 @@ def activation_variants(shape: str) -> tuple[dict[str, Callable[[], None]], dict
                 data.view(torch.uint8).zero_()
                 scale.zero_()
             step()
-            results.append([t.view(torch.uint8).clone() for pair in operands.values() for t in pair])
+            results.append([bits(t).clone() for pair in operands.values() for t in pair])
         if not all(map(torch.equal, *results)):
             sys.exit(f"{shape}: {fused.__name__} has other bits than {apart.__name__}")
         del results
@@ -163,34 +240,41 @@ def times_us(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def measure(shape: str) -> dict[str, dict[str, float]]:
-    """{variant: {us, gbs}} of one shape."""
-    timed, num_bytes = variants(shape), {}
-    for name, (step, source) in timed.items():
+def measure(shape: str, wanted: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """{variant: {us, gbs}} of one shape; of variants whose names have one of the wanted texts."""
+
+    def is_wanted(name: str) -> bool:
+        return not wanted or any(text in name for text in wanted)
+
+    timed = {name: variant for name, variant in variants(shape).items() if is_wanted(name)}
+    num_bytes = {}
+    for name, (step, source, rows) in timed.items():
         result = step()
         num_bytes[name] = moved_bytes(result, source)
         for part in quantized_parts(result):
-            check(f"{shape}, {name}", part, source)
+            check(f"{shape}, {name}", part, source if rows is None else rows)
         del result
-    medians = times_us({name: step for name, (step, _) in timed.items()})
+    medians = times_us({name: variant.step for name, variant in timed.items()})
     del timed
-    steps, activation_bytes = activation_variants(shape)
-    medians |= times_us(steps)
-    num_bytes |= activation_bytes
+    if any(map(is_wanted, ("act fused", "act apart", "dact fused", "dact apart"))):
+        steps, activation_bytes = activation_variants(shape)
+        medians |= times_us({name: step for name, step in steps.items() if is_wanted(name)})
+        num_bytes |= activation_bytes
     return {name: {"us": us, "gbs": num_bytes[name] / us / 1e3} for name, us in medians.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of these, with commas between")
+    parser.add_argument("--only", help="variants whose names have one of these texts, with commas between")
     parser.add_argument("--json", help="where to write the figures")
     options = parser.parse_args()
     figures = {}
     for shape in options.shapes.split(","):
-        figures[shape] = measure(shape)
+        figures[shape] = measure(shape, tuple(options.only.split(",")) if options.only else ())
         print(shape)
         for name, figure in figures[shape].items():
-            print(f"  {name:28} {figure['us']:8.0f} us {figure['gbs']:6.0f} GB/s")
+            print(f"  {name:48} {figure['us']:8.0f} us {figure['gbs']:6.0f} GB/s")
     if options.json:
         with open(options.json, "w") as file:
             env = machine(torch.device("cuda")) | {"command": " ".join(sys.argv)}

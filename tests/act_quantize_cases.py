@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from quantize_cases import FORMATS, bounds, filled
+from quantize_cases import FORMATS, bounds, filled, filled_column_scale
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
@@ -59,9 +59,11 @@ class Problem:
         lines, length = self.h.shape[0], width
         if columns:
             lines, length = width, TILE * max_tiles(self.h.shape[0], len(self.splits))
-        shapes = (lines, length), (lines, block_format.num_blocks(length))
-        dtypes = block_format.data_dtype, block_format.scale_dtype
-        return tuple(filled(*each, self.device) for each in zip(shapes, dtypes, strict=True))
+        data = filled((lines, length), block_format.data_dtype, self.device)
+        scale_shape = lines, block_format.num_blocks(length)
+        if columns:
+            return data, filled_column_scale(scale_shape, block_format, self.device)
+        return data, filled(scale_shape, block_format.scale_dtype, self.device)
 
     def blank_dscale(self):
         return torch.full((self.h.shape[0],), torch.nan, device=self.device)

@@ -62,7 +62,14 @@ def check_parts_of_products():
 def check_gradients(splits, widths):
     p = WgradProblem(splits, widths, Numbers(exact=True))
     expected = p.expected()
-    cases = [(BF16, False, {}), (FP32, False, {"in_order": True}), (FP32, True, {"stages": 2}), (FP16, True, {})]
+    cases = [
+        (BF16, False, {}),
+        (FP32, False, {"in_order": True}),
+        (FP32, True, {"stages": 2}),
+        (FP32, True, {"adds_by_tma": False, "batch": 1}),
+        (FP16, True, {}),
+        (BF16, False, {"stages": 4, "batch": 1}),
+    ]
     for number, (dtype, accumulate, options) in enumerate(cases):
         start = torch.full(p.shape, 3.0 if accumulate else torch.nan, dtype=dtype)
         empty = torch.tensor(splits) == 0
@@ -78,7 +85,7 @@ def check_gradients(splits, widths):
 
 
 def check_that_mistakes_are_noticed():
-    """A ring that is said to be free too early; scales of another block."""
+    """A ring that is said to be free too early; scales of another block, or feature."""
     p = Problem((130,), (256, 1024), Numbers(exact=True))
     expected = p.expected().to(BF16)
 
@@ -99,6 +106,16 @@ def check_that_mistakes_are_noticed():
     finally:
         fp8.product = product
     assert not was_right
+    q = WgradProblem((130,), (256, 256), Numbers(exact=True))
+    expected = q.expected()
+    for name in ("dout_scale", "rows_scale"):
+        right = getattr(q, name)
+        for scale, is_right in ((right, True), (right.t().roll(1, 1).t(), False), (right.t().roll(1, 0).t(), False)):
+            setattr(q, name, scale)
+            out = torch.empty(q.shape)
+            fp8_wgrad.launch_fp8_wgrad(*q.operands, out, num_sms=1)
+            assert torch.equal(out.double(), expected) == is_right, name
+        setattr(q, name, right)
 
 
 def frees_early(product):

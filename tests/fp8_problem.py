@@ -113,7 +113,10 @@ def dequantised_rows(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class WgradProblem:
-    """Features by tokens [O, P], [C, P]: groups begin at multiples of BLOCK; after the last one everything is NaN."""
+    """Features by tokens [O, P], [C, P]: groups begin at multiples of BLOCK; after the last one everything is NaN.
+
+    Scales are block-major.
+    """
 
     splits: tuple[int, ...]
     widths: tuple[int, int]  # O, C
@@ -128,9 +131,8 @@ class WgradProblem:
         self.spans = [slice(first, first + size) for first, size in zip(firsts, self.splits, strict=False)]
         self.num_tokens = firsts[-1] + self.tail_blocks * BLOCK
         self.dout, self.rows = (self.numbers.data(width, self.num_tokens) for width in self.widths)
-        self.dout_scale, self.rows_scale = (
-            self.numbers.scale(width, self.num_tokens // BLOCK) for width in self.widths
-        )
+        num_blocks = self.num_tokens // BLOCK
+        self.dout_scale, self.rows_scale = (self.numbers.scale(num_blocks, width).t() for width in self.widths)
         is_filler = torch.ones(self.num_tokens, dtype=torch.bool, device=device)
         for span in self.spans:
             is_filler[span] = False

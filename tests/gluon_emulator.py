@@ -90,7 +90,7 @@ class Kernel:
         return self.function(*args, **kwargs)
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, **constants):
+        def launch(*args, num_warps, maxnreg=None, **constants):
             (MACHINE.num_programs,) = grid
             for program in range(MACHINE.num_programs):
                 MACHINE.program = program
@@ -315,15 +315,28 @@ def tma_store(desc, first, shared):
     pending.append(read)
 
 
+def tma_add(desc, first, shared):
+    """Adds when the role waits for it, as a store would have happened; the sums are rounded once."""
+
+    def read():
+        offset, inside = desc.places(first)
+        desc.memory[offset[inside]] += shared.data.reshape(offset.shape)[inside]
+
+    assert desc.dtype == torch.float32
+    pending = MACHINE.role.__dict__.setdefault("pending", [])
+    pending.append(read)
+
+
 def tma_store_wait(number):
-    assert number == 0
-    for read in MACHINE.role.__dict__.pop("pending", []):
-        read()
+    pending = MACHINE.role.__dict__.setdefault("pending", [])
+    while len(pending) > number:
+        pending.pop(0)()
 
 
-def async_copy(shared, pointer):
-    """cp.async: what a role waits for by async_arrive."""
-    values = load(pointer)
+def async_copy(shared, pointer, mask=None):
+    """cp.async: what a role waits for by async_arrive, or async_wait. Zeros where it is masked."""
+    values = load(pointer, mask)
+    shared.data.view(torch.uint8).fill_(NAN_BYTE)
     pending = MACHINE.role.__dict__.setdefault("copies", [])
     pending.append((shared, values))
 
@@ -341,6 +354,19 @@ def async_arrive(barrier, increment_count):
 
     for shared, values in copies:
         copy_later(shared, lambda values=values: values, landed)
+
+
+def async_commit():
+    """Makes a group of a role's copies since the last one."""
+    MACHINE.role.__dict__.setdefault("groups", []).append(MACHINE.role.__dict__.pop("copies", []))
+
+
+def async_wait(number=0):
+    """Until all but so many of a role's groups have landed."""
+    groups = MACHINE.role.__dict__["groups"]
+    while len(groups) > number:
+        for shared, values in groups.pop(0):
+            shared.data.copy_(values)
 
 
 def barrier_init(barrier, count):
@@ -373,7 +399,8 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
 def where(condition, a, b):
     if isinstance(condition, bool):
         return a if condition else b
-    return torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b)).to(torch.int32)
+    result = torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b))
+    return result if result.is_floating_point() else result.to(torch.int32)
 
 
 def extreme(function):
@@ -392,7 +419,14 @@ def static_assert(condition):
     assert condition
 
 
-LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
+LAYOUTS = (
+    "BlockedLayout",
+    "DistributedLinearLayout",
+    "SliceLayout",
+    "SwizzledSharedLayout",
+    "NVMMASharedLayout",
+    "NVMMADistributedLayout",
+)
 
 
 def layout_of(*args, **kwargs):
@@ -414,9 +448,11 @@ def language() -> types.ModuleType:
         "maximum": extreme(torch.maximum),
         "sum": lambda x, axis: x.sum(axis, dtype=x.dtype),
         "max": lambda x, axis: x.amax(axis),
+        "abs": torch.abs,
+        "reduce": lambda x, axis, function: x.amax(axis),  # with NaN where there is one
         "associative_scan": lambda x, axis, function: x.cumsum(axis, dtype=x.dtype),
         "split": lambda x: (x[..., 0], x[..., 1]),
-        "convert_layout": lambda x, layout, assert_trivial: x,
+        "convert_layout": lambda x, layout, assert_trivial=False: x,
         "allocate_shared_memory": allocate_shared_memory,
         "warp_specialize": lambda roles, warps, registers: MACHINE.run_roles(roles),
         "program_id": lambda axis: scalar(MACHINE.program),
@@ -448,16 +484,23 @@ def install() -> None:
         "async_copy_shared_to_global": tma_store,
         "store_wait": tma_store_wait,
     }
+    async_copies = {
+        "async_copy_global_to_shared": async_copy,
+        "mbarrier_arrive": async_arrive,
+        "commit_group": async_commit,
+        "wait_group": async_wait,
+    }
     hopper = {
         "mbarrier": module("mbarrier", {**barriers, "MBarrierLayout": lambda: "barriers"}),
         "tma": module("tma", copies),
-        "async_copy": module(
-            "async_copy", {"async_copy_global_to_shared": async_copy, "mbarrier_arrive": async_arrive}
-        ),
+        "async_copy": module("async_copy", async_copies),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": warpgroup_mma,
         "warpgroup_mma_wait": lambda number, deps: deps[0],
     }
+    add = "symmoe.kernels.gpu.hopper.tma_add"  # made of the compiler's own parts
+    sys.modules[add] = types.ModuleType(add)
+    sys.modules[add].add_shared_to_global = tma_add
     gluon = module("", {"jit": jit, "language": language()})
     gluon.__path__ = []
     triton.experimental.gluon = gluon

@@ -83,7 +83,7 @@ def quantize_all(
     kernels.quantize_rows(rows, row_start, data, scale, block_format, **options)
     result |= {"data": data, "scale": scale}
     data = filled((width, block_format.data_width(padded)), block_format.data_dtype, rows.device)
-    scale = filled((width, num_scales), block_format.scale_dtype, rows.device)
+    scale = filled_column_scale((width, num_scales), block_format, rows.device)
     kernels.quantize_columns(source, row_start, data, scale, block_format, row_index=index, **column_options)
     return result | {"column_data": data, "column_scale": scale}
 
@@ -148,6 +148,44 @@ def joined_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
     return torch.cat([row, torch.full_like(row[:1], FILL).expand(2, -1)])
 
 
+def requantize_columns(
+    kernels,
+    wire: torch.Tensor,
+    row_start: torch.Tensor,
+    width: int,
+    name: str,
+    dtype: torch.dtype,
+    row_index: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Columns that kernels make of rows of the wire."""
+    block_format, num_rows = FORMATS[name], (wire if row_index is None else row_index).shape[0]
+    padded = TILE * max_tiles(num_rows, row_start.shape[0] - 1)
+    data = filled((width, padded), block_format.data_dtype, wire.device)
+    scale = filled_column_scale((width, padded // block_format.block), block_format, wire.device)
+    kernels.requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
+    return {"data": data, "scale": scale}
+
+
+def decoded_columns(
+    kernels,
+    wire: torch.Tensor,
+    row_start: torch.Tensor,
+    width: int,
+    name: str,
+    dtype: torch.dtype,
+    row_index: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """The same in two steps, by way of the decoded rows."""
+    block_format, num_rows = FORMATS[name], (wire if row_index is None else row_index).shape[0]
+    padded = TILE * max_tiles(num_rows, row_start.shape[0] - 1)
+    data = filled((width, padded), block_format.data_dtype, wire.device)
+    scale = filled_column_scale((width, padded // block_format.block), block_format, wire.device)
+    decoded = torch.empty(wire.shape[0], width, dtype=dtype, device=wire.device)
+    kernels.decode_rows(wire, decoded, block_format)
+    kernels.quantize_columns(decoded, row_start, data, scale, block_format, row_index=row_index)
+    return {"data": data, "scale": scale}
+
+
 def weight_format(name: str) -> BlockFormat:
     """The format of weights that goes with one of FORMATS."""
     return replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
@@ -160,9 +198,18 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     return tensor
 
 
+def filled_column_scale(
+    shape: tuple[int, int], block_format: BlockFormat, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Scales of columns, FILL in all bytes: fp32 block-major."""
+    if block_format.scale_dtype == torch.float32:
+        return filled(shape[::-1], torch.float32, device).t()
+    return filled(shape, block_format.scale_dtype, device)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes on the CPU."""
-    return tensor.cpu().contiguous().view(torch.uint8)
+    return tensor.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

@@ -234,8 +234,12 @@ def test_bad_columns():
     for narrow in (data[:, :-1], data[:, :-TILE]):
         with pytest.raises(ArgumentError, match=f"at least {least}, got {narrow.shape[1]}"):
             twin.act_quantize(**act_arguments(columns=(narrow, scale)))
-    wider = torch.zeros(256, least + TILE, dtype=data.dtype), torch.zeros(256, least // TILE + 1)
+    wider = torch.zeros(256, least + TILE, dtype=data.dtype), torch.zeros(least // TILE + 1, 256).t()
     twin.act_quantize(**act_arguments(columns=wider))
+    with pytest.raises(ArgumentError, match=r"scales of columns \[256, \d+\] must have strides \[1, 256\]"):
+        twin.act_quantize(**act_arguments(columns=(data, scale.contiguous())))
+    with pytest.raises(ArgumentError, match=r"scales of columns must be torch\.float32 \[256, \d+\], got"):
+        twin.act_quantize(**act_arguments(columns=(data, scale[:, 1:])))
 
 
 def test_bad_gradients():

@@ -93,7 +93,7 @@ def test_what_is_launched(monkeypatch):
     fp8_act.grouped_gemm_fp8_act(*arguments, Activation(limit=7.0), num_sms=5)
     taken[0] = False
     fp8_act.grouped_gemm_fp8_act(*arguments, Activation(), num_sms=5)
-    assert launches[1::2] == ["act_quantize_kernel"] * 2
+    assert launches[1::2] == ["act_quantize_rows_kernel"] * 2
     assert launches[2] == "grouped_gemm_fp8_kernel"
     with pytest.raises(ArgumentError, match="scale must be"):
         fp8_act.grouped_gemm_fp8_act(*arguments[:-1], meta(999, 4, dtype=FP32), Activation())

@@ -22,7 +22,6 @@ SHAPES = {  # G, O, C, N of a product
 }
 MAX_SPILLED = 8  # bytes: of a tile, not of its stages
 ODD_SPILLED = 128  # bytes, where tiles have to be masked
-IN_ORDER_SPILLED = 256  # bytes, of a weight gradient whose warpgroups take turns
 PRODUCTS = "m64n128k32.f32.e4m3.e4m3"
 STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
 
@@ -55,7 +54,7 @@ def wgrad_operands(shape, dtype=BF16):
     scales = num_blocks(N + (BLOCK - 1) * G)
     tokens = scales * BLOCK
     dout, rows = meta(O, tokens, dtype=E4M3), meta(C, tokens, dtype=E4M3)
-    scale = [meta(width, scales, dtype=FP32) for width in (O, C)]
+    scale = [meta(scales, width, dtype=FP32).t() for width in (O, C)]
     return dout, scale[0], rows, scale[1], meta(G + 1, dtype=torch.int32), meta(G, O, C, dtype=dtype)
 
 
@@ -64,6 +63,18 @@ def check_products(ptx):
     assert re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) [^;]*;", ptx) == [PRODUCTS] * STAGE_PRODUCTS
     adds = re.findall(r"\}, %rd\d+, %rd\d+, (\S+), 1, 1;", ptx)
     assert [add == "0" for add in adds] == [True, False, False, False] * 4
+
+
+def check_column_scales(ptx):
+    """They come by TMA with the operands; threads read 32 of a column and 4 of a row for both partial sums of a stage,
+    while the first one is on its way."""
+    assert ptx.count("cp.async.bulk.tensor.2d.shared") == 4
+    assert "cp.async.ca" not in ptx
+    first = ptx[ptx.index("wgmma.mma_async") :]
+    under_way = first[: first.index("wgmma.wait_group.sync.aligned 0;")]
+    rest = first[len(under_way) : first.index("fma.rn.f32", len(under_way))]
+    assert (under_way.count("ld.shared.v2.b32"), under_way.count("ld.shared.b32")) == (16, 4)
+    assert "ld.shared" not in rest
 
 
 @pytest.mark.parametrize(
@@ -105,18 +116,41 @@ def test_weight_gradients(launched, tmp_path, shape, dtype, accumulate):
     ptx, spilled = compiled(launched, tmp_path)
     assert spilled <= MAX_SPILLED
     check_products(ptx)
-    assert len(re.findall(r"cp\.async\.ca\.shared\.global .*0x4", ptx)) == (128 + 256) // 32
-    assert ptx.count("cp.async.mbarrier.arrive.noinc") == 1
-    stores = 0 if accumulate else 8 if dtype == BF16 else 16
-    assert ptx.count("cp.async.bulk.tensor.3d.global") == stores
+    check_column_scales(ptx)
+    stores = 0 if accumulate and dtype != FP32 else 16
+    kind = "cp.reduce.async" if accumulate else "cp.async"  # of fp32; others would be rounded twice
+    assert re.findall(r"\S+\.bulk\.tensor\.3d\.global\S*", ptx) == stores * [
+        f"{kind}.bulk.tensor.3d.global.shared::cta.{'add.' if accumulate else ''}bulk_group"
+    ]
     assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
 
 
 def test_weight_gradients_in_order(launched, tmp_path):
     launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132, in_order=True)
     ptx, spilled = compiled(launched, tmp_path)
-    assert spilled <= IN_ORDER_SPILLED
+    assert spilled <= MAX_SPILLED
     check_products(ptx)
+    check_column_scales(ptx)
+    assert ptx.count("wgmma.wait_group.sync.aligned 1;") == 2 * 2  # halves of a stage, warpgroups
+    adds = [int(add) for add in re.findall(r"add\.s32 \s*%r\d+, %r\d+, (64|\d{5,});", ptx)]
+    assert 64 in adds  # bytes: the second half of a row of 128
+
+
+def test_weight_gradients_with_another_stage(launched, tmp_path):
+    launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132, stages=4, batch=1)
+    ptx, spilled = compiled(launched, tmp_path)
+    assert spilled <= MAX_SPILLED
+    check_products(ptx)
+    check_column_scales(ptx)
+    assert len(re.findall(r"cp\.async\.bulk\.wait_group\.read\s+1;", ptx)) == 16  # before every part
+
+
+def test_weight_gradients_added_by_loads(launched, tmp_path):
+    operands = wgrad_operands(SHAPES["deepseek-like FC1"], FP32)
+    launchers.launch_fp8_wgrad(*operands, num_sms=132, accumulate=True, adds_by_tma=False)
+    ptx, spilled = compiled(launched, tmp_path)
+    assert spilled <= MAX_SPILLED
+    assert "bulk.tensor.3d.global" not in ptx
 
 
 @pytest.mark.parametrize("of_lines", [False, True])

@@ -13,7 +13,7 @@ from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.gpu import act_quantized, gemm_act
 from symmoe.kernels.gpu import fp8 as gpu_fp8
-from symmoe.kernels.gpu.hopper import fp8, fp8_act, fp8_wgrad
+from symmoe.kernels.gpu.hopper import dact_quantize, fp8, fp8_act, fp8_wgrad
 
 E4M3 = torch.float8_e4m3fn
 
@@ -33,7 +33,7 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
             launch(*operands, bounds, out, zero_tail=True, num_sms=8)
             launch(*operands, ranges, out, columns=(256, 512), num_sms=8)
         dout, columns = empty(O, tokens, dtype=E4M3), empty(C, tokens, dtype=E4M3)
-        dout_scale, columns_scale = empty(O, tokens // BLOCK), empty(C, tokens // BLOCK)
+        dout_scale, columns_scale = empty(tokens // BLOCK, O).t(), empty(tokens // BLOCK, C).t()
         for launch in (fp8_wgrad.launch_fp8_wgrad, gpu_fp8.grouped_gemm_wgrad_fp8):
             for accumulate in (False, True):
                 out = empty(G, O, C)
@@ -50,7 +50,7 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
 
 def test_launches_with_activations_are_understood(fake_driver, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, fp8_act, act_quantized, gemm_act)
+    jits = fake_jits(monkeypatch, fp8_act, act_quantized, dact_quantize, gemm_act)
 
     def step(num_rows, G=4, C=144, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
@@ -61,17 +61,26 @@ def test_launches_with_activations_are_understood(fake_driver, monkeypatch):  # 
         data, scale = empty(num_rows, I, dtype=E4M3), empty(num_rows, num_blocks(I))
         operands, activation = (rows, row_scale, weight, weight_scale, bounds), Activation()
         fp8_act.launch_fp8_act(*operands, factor, h, data, scale, activation, num_sms=8)
-        columns = empty(I, tokens, dtype=E4M3), empty(I, num_blocks(tokens))
+        columns = empty(I, tokens, dtype=E4M3), empty(num_blocks(tokens), I).t()
         arguments = (h, factor, bounds, activation, FLOAT8_BLOCK)
         act_quantized.act_quantize(*arguments, rows=(data, scale), columns=columns)
         act_quantized.act_quantize(*arguments, rows=(data, scale))
         workspace = empty(dact_quantize_workspace_numel(num_rows, I, activation))
         act_quantized.dact_quantize(da, *arguments[:3], factor, workspace, *arguments[3:], a_columns=columns)
+        dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
+        dh_columns = empty(2 * I, tokens, dtype=E4M3), empty(num_blocks(tokens), 2 * I).t()
+        operands = (dh_rows, dh_columns, columns)
+        dact_quantize.launch_dact_quantize(da, *arguments[:3], workspace, *arguments[3:], *operands, num_sms=8)
 
     step(64)
     before = {name: len(jit.calls) for name, jit in jits.items()}
-    assert {"hopper_fp8_act_kernel", "act_quantize_kernel", "dact_quantize_kernel"} <= {
-        n for n, c in before.items() if c
+    launched = {name for name, calls in before.items() if calls}
+    assert launched >= {
+        "hopper_fp8_act_kernel",
+        "hopper_dact_quantize_kernel",
+        "act_quantize_rows_kernel",
+        "act_quantize_columns_kernel",
+        "dact_quantize_kernel",
     }
     for num_rows in (1, 64, 65, 4096):
         step(num_rows)
@@ -84,8 +93,8 @@ def test_nothing_is_launched_without_rows(fake_driver, monkeypatch):  # noqa: F8
     weight, weight_scale = torch.empty(2, 64, 48, dtype=E4M3), torch.empty(2, 1, 1)
     rows, scale = torch.empty(0, 48, dtype=E4M3), torch.empty(0, 1)
     gpu_fp8.grouped_gemm_fp8(rows, scale, weight, weight_scale, bounds, torch.empty(0, 64))
-    dout, dout_scale = torch.empty(64, 0, dtype=E4M3), torch.empty(64, 0)
-    columns, columns_scale = torch.empty(48, 0, dtype=E4M3), torch.empty(48, 0)
+    dout, dout_scale = torch.empty(64, 0, dtype=E4M3), torch.empty(0, 64).t()
+    columns, columns_scale = torch.empty(48, 0, dtype=E4M3), torch.empty(0, 48).t()
     for accumulate in (True, False):
         out = torch.ones(2, 64, 48)
         gpu_fp8.grouped_gemm_wgrad_fp8(dout, dout_scale, columns, columns_scale, bounds, out, accumulate=accumulate)

@@ -128,7 +128,7 @@ def test_weight_gradients_are_as_near_as_the_dtype_of_the_result_allows(dtype, t
     out = torch.full(p.shape, torch.nan, dtype=dtype)
     grouped_gemm_wgrad_fp8(*p.operands, out)
     assert relative_error(out, p.expected()) <= tolerance
-    p.rows_scale = p.rows_scale.roll(1, 0)
+    p.rows_scale = p.rows_scale.t().roll(1, 1).t()
     grouped_gemm_wgrad_fp8(*p.operands, out)
     assert relative_error(out, WgradProblem(SPLITS[0], WIDTHS[1], Numbers(exact=False)).expected()) > 0.05
 
@@ -181,9 +181,47 @@ def test_widths_that_rows_of_16_bytes_do_not_fill():
     p = Problem((3,), (64, 48), numbers)
     with pytest.raises(ArgumentError, match=r"out must be \[8, 64\], got \[8, 32\]"):
         grouped_gemm_fp8(*p.operands, p.blank(BF16)[:, :32])
-    data, scale = torch.zeros(64, 120, dtype=E4M3), torch.ones(64, 1)
+    data, scale = torch.zeros(64, 120, dtype=E4M3), torch.ones(1, 64).t()
     with pytest.raises(ArgumentError, match="tokens of dout and rows must be a multiple of 128, got 120"):
         grouped_gemm_wgrad_fp8(data, scale, data, scale, torch.tensor([0, 3]), torch.zeros(1, 64, 64))
+
+
+@pytest.mark.parametrize("name", ["dout_scale", "rows_scale"])
+def test_scales_of_columns_lie_block_major(name):
+    p = WgradProblem(SPLITS[0], WIDTHS[1], Numbers(exact=False))
+    scale = getattr(p, name)
+    width, num_blocks = scale.shape
+    out = torch.full(p.shape, torch.nan)
+    setattr(p, name, scale.contiguous())
+    with pytest.raises(ArgumentError, match=rf"{name} .* strides \[1, {width}\], got \[{num_blocks}, 1\]"):
+        grouped_gemm_wgrad_fp8(*p.operands, out)
+    setattr(p, name, torch.cat([scale.t(), scale.t()], 1)[:, :width].t())
+    with pytest.raises(ArgumentError, match=rf"{name} .* strides \[1, {width}\], got \[1, {2 * width}\]"):
+        grouped_gemm_wgrad_fp8(*p.operands, out)
+    setattr(p, name, scale[:, :-1])
+    with pytest.raises(ArgumentError, match=rf"{name} must be \[{width}, {num_blocks}\], got"):
+        grouped_gemm_wgrad_fp8(*p.operands, out)
+    setattr(p, name, scale.double())
+    with pytest.raises(ArgumentError, match=f"{name} must be of torch.float32, got torch.float64"):
+        grouped_gemm_wgrad_fp8(*p.operands, out)
+    assert out.isnan().all()
+    setattr(p, name, scale)
+    grouped_gemm_wgrad_fp8(*p.operands, out)
+    assert relative_error(out, p.expected()) <= 2e-6
+
+
+def test_the_scales_of_a_single_block_may_be_both():
+    p = WgradProblem((9,), (64, 48), Numbers(exact=True), tail_blocks=0)
+    p.dout_scale, p.rows_scale = p.dout_scale.contiguous(), p.rows_scale.contiguous()
+    out = torch.empty(p.shape)
+    grouped_gemm_wgrad_fp8(*p.operands, out)
+    assert torch.equal(out.double(), p.expected())
+
+
+def test_scales_of_columns_have_rows_of_16_bytes():
+    p = WgradProblem((9,), (62, 48), Numbers(exact=True))
+    with pytest.raises(ArgumentError, match="features of dout must be a multiple of 4, got 62"):
+        grouped_gemm_wgrad_fp8(*p.operands, torch.zeros(p.shape))
 
 
 def test_ranges_where_bounds_are_needed():

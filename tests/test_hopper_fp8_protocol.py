@@ -1,7 +1,8 @@
 """The roles and barriers of the E4M3 kernels for Hopper (hopper/fp8.py, hopper/fp8_wgrad.py), played in random order.
 
 As in test_hopper_protocol.py: nobody waits for ever, every wait ends for what it is meant for, and nothing is
-overwritten while it is read. Besides: warpgroups that take turns multiply alternately. Wrong protocols are noticed.
+overwritten while it is read. Besides: warpgroups that take turns multiply alternately, and those of a weight gradient
+have no more than half of their products on their way together. Wrong protocols are noticed.
 """
 
 import random
@@ -9,22 +10,26 @@ import random
 import pytest
 from test_hopper_protocol import Barrier
 
-LANES = 3  # of the loading warp; more would only take longer
+COPIES = {"product": 2, "gradient": 4}  # of a stage: two operands, and the scales of either
 
 
 class Program:
     """Shared memory of one program; `landing` holds copies that have not finished."""
 
-    def __init__(self, lengths, stages, *, lanes=0, in_order=False, turns=(0, 1), frees_early=False):
-        """lengths: stages that each tile takes. lanes: that copy scales. turns, frees_early: to get it wrong."""
-        self.lengths, self.stages, self.lanes, self.in_order = lengths, stages, lanes, in_order
-        self.turns, self.frees_early = turns, frees_early
-        self.full = [Barrier(2 + lanes) for _ in range(stages)]  # the bytes of TMA count as one arrival
+    def __init__(
+        self, lengths, stages, kind, *, in_order=False, turns=(0, 1), frees_early=False, scales_late=False, forgets=0
+    ):
+        """lengths: stages that each tile takes. The last four: to get it wrong."""
+        self.lengths, self.stages, self.kind, self.in_order = lengths, stages, kind, in_order
+        self.turns, self.frees_early, self.scales_late = turns, frees_early, scales_late
+        copies = COPIES[kind]
+        self.full = [Barrier(1 + copies - forgets) for _ in range(stages)]  # a copy's bytes count as one arrival
         self.empty = [Barrier(2) for _ in range(stages)]
         self.turn = [Barrier(1), Barrier(1)]
-        self.places = [[None] * (1 + lanes) for _ in range(stages)]  # operands, and what each lane copies
+        self.places = [[None] * copies for _ in range(stages)]
         self.readers = [0] * stages
         self.landing, self.issued, self.done = [], [], []
+        self.first_halves = 0  # warpgroups with more than half of their products on their way
         self.roles = {"load": self.load(), "multiply 0": self.multiply(0), "multiply 1": self.multiply(1)}
 
     def next_stage(self, stage, phase):
@@ -37,7 +42,7 @@ class Program:
                 yield self.empty[stage], phase
                 assert self.readers[stage] == 0
                 self.full[stage].arrive()
-                for place in range(1 + self.lanes):
+                for place in range(COPIES[self.kind]):
                     self.places[stage][place] = None
                     self.landing.append((stage, place, (tile, k)))
                 stage, phase = self.next_stage(stage, phase)
@@ -48,30 +53,45 @@ class Program:
         self.places[stage][place] = what
         self.full[stage].arrive()
 
+    def holds(self, stage, what):
+        return self.places[stage] == [what] * COPIES[self.kind]
+
     def multiply(self, warpgroup):
         stage, phase = 0, 0
         for tile, length in enumerate(self.lengths):
             for k in range(length):
                 yield self.full[stage], phase
-                assert self.places[stage] == [(tile, k)] * (1 + self.lanes)
+                assert self.holds(stage, (tile, k))
                 self.readers[stage] += 1
                 for half in range(2):
-                    if self.in_order:
-                        yield self.turn[warpgroup], self.turns[half] ^ (1 - warpgroup)
-                    self.issued.append(warpgroup)
-                    if self.in_order:
-                        self.turn[1 - warpgroup].arrive()
+                    yield from self.begin_products(warpgroup, half)
                     if half == 0 and self.frees_early:
                         self.empty[stage].arrive()
                     yield None
-                    assert self.places[stage] == [(tile, k)] * (1 + self.lanes)
+                    assert self.holds(stage, (tile, k))
                 self.readers[stage] -= 1
                 if not self.frees_early:
                     self.empty[stage].arrive()
+                if self.scales_late:
+                    yield None
+                    assert self.holds(stage, (tile, k))
                 stage, phase = self.next_stage(stage, phase)
             for _ in range(5):
                 yield None
             self.done.append((tile, warpgroup))
+
+    def begin_products(self, warpgroup, half):
+        """Those of one partial sum, in its turn. A product passes the turn on at once, a gradient with half of them."""
+        if self.in_order:
+            yield self.turn[warpgroup], self.turns[half] ^ (1 - warpgroup)
+        self.issued.append(warpgroup)
+        if self.in_order and self.kind == "gradient":
+            self.first_halves += 1
+            assert self.first_halves == 1
+            yield None
+            self.first_halves -= 1
+        if self.in_order:
+            self.turn[1 - warpgroup].arrive()
 
     def play(self, choice):
         """Runs the roles, in an order that favours some of them, until all are done."""
@@ -96,22 +116,27 @@ class Program:
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["", "in order"])
-@pytest.mark.parametrize("lanes", [0, LANES], ids=["product", "gradient"])
-def test_no_order_of_the_warps_hangs_or_mixes_up_tiles(lanes, in_order):
+@pytest.mark.parametrize("kind", COPIES)
+def test_no_order_of_the_warps_hangs_or_mixes_up_tiles(kind, in_order):
     choice = random.Random(0)
     for number in range(300):
         longest, tiles = choice.choice([1, 2, 3, 7]), choice.choice([0, 1, 2, 5])
-        shortest = 0 if lanes else longest  # a group may have no tokens; all rows have the same features
+        shortest = 0 if kind == "gradient" else longest  # a group may have no tokens; all rows have the same features
         lengths = [choice.randint(shortest, longest) for _ in range(tiles)]
-        program = Program(lengths, 2 + number % 3, lanes=lanes, in_order=in_order)
+        program = Program(lengths, 2 + number % 3, kind, in_order=in_order)
         program.play(choice)
         program.check()
 
 
-@pytest.mark.parametrize("wrong", [{"turns": (0, 0), "in_order": True}, {"frees_early": True}], ids=["turns", "frees"])
-def test_wrong_protocols_are_noticed(wrong):
+@pytest.mark.parametrize(
+    "wrong",
+    [{"turns": (0, 0), "in_order": True}, {"frees_early": True}, {"scales_late": True}, {"forgets": 1}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+@pytest.mark.parametrize("kind", COPIES)
+def test_wrong_protocols_are_noticed(kind, wrong):
     def is_noticed(seed):
-        program = Program([4, 4, 4], 3, lanes=LANES, **wrong)
+        program = Program([4, 4, 4], 3, kind, **wrong)
         try:
             program.play(random.Random(seed))
             program.check()

@@ -304,6 +304,24 @@ def test_a_row_on_the_wire(recipe, hidden):
             wire.encode(wrong)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", WIRE_RECIPES, ids=str)
+def test_columns_of_a_row_on_the_wire(recipe, dtype):
+    """What the recipe makes of decoded rows, bit for bit."""
+    wire, x = WireFormat(recipe, 160), torch.randn(20, 160).bfloat16()
+    x[3], x[4, 5] = 0, torch.nan
+    sent, bounds = wire.encode(x), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    for row_index in (None, torch.randint(20, (11,), dtype=torch.int32)):
+        found = wire.columns(sent, bounds, dtype, row_index)
+        wanted = recipe.quantize_columns(wire.decode(sent, dtype), bounds, row_index=row_index)
+        other = wire.columns(sent.flip(0), bounds, dtype, row_index)
+        assert (found.layout, found.num_rows, found.row_start) == ("columns", wanted.num_rows, bounds)
+        for got, want in ((found.data, wanted.data), (found.scale, wanted.scale)):
+            assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+        assert torch.equal(found.dequantize().nan_to_num(7), wanted.dequantize().nan_to_num(7))
+        assert not torch.equal(found.dequantize().nan_to_num(7), other.dequantize().nan_to_num(7))
+
+
 def count_calls(monkeypatch, *names: str) -> dict[str, int]:
     """How often the kernels of these names are called from now on."""
     counts = dict.fromkeys(names, 0)

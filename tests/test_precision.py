@@ -190,7 +190,10 @@ def test_buffers_of_the_caller(recipe):
         (recipe.quantize_weight_transposed, (weight,)),
     ):
         wanted = method(*args)
-        out = filled(wanted.data.shape, wanted.data.dtype), filled(wanted.scale.shape, wanted.scale.dtype)
+        is_turned = wanted.layout == "columns" and wanted.scale.dtype == torch.float32
+        assert wanted.scale.stride() == ((1, C) if is_turned else torch.empty(wanted.scale.shape).stride())
+        scale = filled(wanted.scale.shape[:: -1 if is_turned else 1], wanted.scale.dtype)
+        out = filled(wanted.data.shape, wanted.data.dtype), scale.t() if is_turned else scale
         found = method(*args, out=out)
         assert found.data is out[0]
         assert found.scale is out[1]
@@ -199,6 +202,9 @@ def test_buffers_of_the_caller(recipe):
             wrong = list(out)
             wrong[position] = filled((*out[position].shape[:-1], out[position].shape[-1] + 1), out[position].dtype)
             with pytest.raises(ArgumentError, match=r"of out is .* it must be"):
+                method(*args, out=tuple(wrong))
+            wrong[position] = wrong[position][..., :-1]
+            with pytest.raises(ArgumentError, match=r"of out .*must (be contiguous|have strides)"):
                 method(*args, out=tuple(wrong))
     found = recipe.quantize(rows, row_start, out=recipe_buffers(recipe, rows))
     assert (as_bytes(found.data[int(row_start[-1]) :]) == FILL).all()

@@ -27,9 +27,11 @@ from quantize_cases import (
     quantize_all,
     quantize_weight_pairs,
     quantize_weights,
+    requantize_columns,
     weight_format,
 )
 
+from symmoe.errors import ArgumentError
 from symmoe.kernels import formats, twin
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.twin import philox, quantize
@@ -143,6 +145,53 @@ def test_rows_on_the_wire(name, width, dtype):
     assert torch.equal(parts[1], torch.from_numpy(scale))
     assert not parts[2].any()
     assert (found[20:] == FILL).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n].element == "e4m3" and FORMATS[n].block])
+def test_columns_of_rows_on_the_wire(name, dtype):
+    """Bytes and scales are multiplied and rounded by numpy, then quantised by the reference."""
+    block_format, width, splits = FORMATS[name], 272, (0, 37, 128, 1, 161)
+    wire = encode_rows(twin, hard_rows(50, width, dtype), name)
+    generator = torch.Generator().manual_seed(2)
+    index = torch.randint(50, (sum(splits) + 3,), dtype=torch.int32, generator=generator)
+    index[-3:] = -5  # of the tail, which is not read
+    row_start, padded = bounds(splits), TILE * max_tiles(len(index), len(splits))
+    codes = wire[:50, :width].numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    size, num_blocks = block_format.scale_dtype.itemsize, block_format.num_blocks(width)
+    scales = wire[:50, width : width + num_blocks * size].contiguous().numpy()
+    scales = scales.view(ml_dtypes.float8_e8m0fnu if size == 1 else np.float32).astype(np.float32)
+    product = codes * scales.repeat(block_format.block, axis=1)[:, :width]
+    decoded = torch.from_numpy(product).to(dtype).float().numpy()
+    num_scales = padded // block_format.block
+    expected = {
+        "data": np.full((width, padded), FILL, np.uint8),
+        "scale": np.full((width, num_scales * size), FILL, np.uint8),
+    }
+    token = 0
+    for start, end in itertools.pairwise(row_start.tolist()):
+        lines = reference.padded_columns(decoded[index[start:end].numpy()], None)
+        data, scale = reference.quantize_lines(lines, amax=None, **fields(block_format))
+        expected["data"][:, token : token + data.shape[1]] = data
+        first = size * token // block_format.block
+        expected["scale"][:, first : first + scale.reshape(width, -1).shape[1]] = scale.reshape(width, -1)
+        token += lines.shape[1]
+    expected = {key: torch.from_numpy(value) for key, value in expected.items()}
+    found = requantize_columns(twin, wire, row_start, width, name, dtype, index)
+    assert differences(found, expected) == []
+    picked = wire[index.clamp(min=0).long()]
+    assert differences(requantize_columns(twin, picked, row_start, width, name, dtype), expected) == []
+    assert 0 < float((expected["data"][:, :token] == formats.E4M3_NAN).float().mean()) < 0.9  # both kinds of blocks
+    found = requantize_columns(twin, wire.roll(1, 0), row_start, width, name, dtype, index)
+    assert differences(found, expected) != []
+
+
+def test_columns_whose_scales_lie_otherwise_are_refused():
+    rows, row_start = hard_rows(4, 32, torch.bfloat16), bounds((4,))
+    data = filled((32, 256), torch.float8_e4m3fn)
+    for name, scale in (("float8_block", torch.zeros(32, 2)), ("mxfp8", torch.zeros(8, 32, dtype=torch.uint8).t())):
+        with pytest.raises(ArgumentError, match=r"scale \[32, .\] must have strides"):
+            twin.quantize_columns(rows, row_start, data, scale, FORMATS[name])
 
 
 MUTANTS = {

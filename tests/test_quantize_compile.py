@@ -21,6 +21,7 @@ from quantize_cases import (  # noqa: E402
     quantize_all,
     quantize_weight_pairs,
     quantize_weights,
+    requantize_columns,
 )
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -88,6 +89,12 @@ def meta(*shape, dtype):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def column_scale(num_features, num_scales, block_format):
+    if block_format.scale_dtype == torch.float32:
+        return meta(num_scales, num_features, dtype=torch.float32).t()
+    return meta(num_features, num_scales, dtype=block_format.scale_dtype)
+
+
 def launch_rows(block_format, dtype, *, indexed=False):
     data = meta(N, block_format.data_width(C), dtype=block_format.data_dtype)
     scale = meta(N, block_format.num_blocks(C), dtype=block_format.scale_dtype)
@@ -102,7 +109,7 @@ def launch_columns(block_format, dtype, *, indexed=False):
     width = TILE * max_tiles(N, G)
     num_scales = G if block_format.block is None else width // block_format.block
     data = meta(C, block_format.data_width(width), dtype=block_format.data_dtype)
-    scale = meta(C, num_scales, dtype=block_format.scale_dtype)
+    scale = column_scale(C, num_scales, block_format)
     options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64), "signs": 0x1234}
     options = options if block_format.has_global_scale else {}
     options |= {"row_index": meta(N, dtype=torch.int32)} if indexed else {}
@@ -237,6 +244,22 @@ def test_rows_of_the_wire(compile_launch, name):
         assert re.search(r"st\.global\S*\.v4\.b32", ptx)
 
 
+@pytest.mark.parametrize("name", ["float8_block", "mxfp8"])
+def test_columns_of_rows_of_the_wire(compile_launch, name):
+    block_format, width = FORMATS[name], TILE * max_tiles(N, G)
+    scale_bytes = block_format.num_blocks(C) * block_format.scale_dtype.itemsize
+    rows, row_start = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(G + 1, dtype=torch.int32)
+    data = meta(C, width, dtype=torch.uint8)
+    scale = column_scale(C, width // block_format.block, block_format)
+    for index in (None, meta(N, dtype=torch.int32)):
+        wire.requantize_columns(rows, row_start, data, scale, block_format, torch.bfloat16, row_index=index)
+        ptx, _, spilled = compile_launch()
+        assert spilled == 0
+        assert ".ftz" not in ptx
+        assert "cvt.rn.f16x2.e4m3x2" in ptx
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
 def test_steps_do_not_compile_again(monkeypatch):
     """The number of rows is not part of the compiled code: a rank that compiles lets its peers wait."""
     monkeypatch.setattr(driver, "_active", HopperDriver())
@@ -261,6 +284,7 @@ def test_steps_do_not_compile_again(monkeypatch):
         sent, data, scale = (torch.zeros(num_rows, width, dtype=torch.uint8) for width in (48, 32, 1))
         wire.unpack_rows(sent, row_start, data, scale)
         wire.decode_rows(sent, torch.empty(num_rows, 32), FORMATS["mxfp8"])
+        requantize_columns(wire, sent, row_start, 32, "mxfp8", torch.bfloat16)
 
     step(16, 1)
     before = [kernel.num_variants for kernel in warmed]

@@ -64,6 +64,24 @@ class WireFormat:
         ops.unpack_rows(received.view(torch.uint8), row_start, data, scale, row_index=row_index)
         return rows
 
+    def columns(
+        self,
+        received: torch.Tensor,
+        row_start: torch.Tensor,
+        dtype: torch.dtype,
+        row_index: torch.Tensor | None = None,
+    ) -> Quantized:
+        """As Recipe.quantize_columns makes it of the rows that decode gives, in one launch if the recipe has blocks."""
+        if self.recipe.row_format.block is None:
+            return self.recipe.quantize_columns(self.decode(received, dtype), row_start, row_index=row_index)
+        num_rows = (received if row_index is None else row_index).shape[0]
+        columns = self.recipe.empty_columns(num_rows, self.hidden, row_start)
+        ops, row_format = kernels.for_device(received.device), self.recipe.row_format
+        ops.requantize_columns(
+            received.view(torch.uint8), row_start, columns.data, columns.scale, row_format, dtype, row_index=row_index
+        )
+        return columns
+
     def decode(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """About the rows [P, H] that have been sent. Bytes that were never received give any numbers."""
         out = torch.empty((received.shape[0], self.hidden), dtype=dtype, device=received.device)

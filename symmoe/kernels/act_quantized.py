@@ -1,6 +1,7 @@
 """What the activations that quantise their result have in common on all devices: what they take, and what fits.
 
-Buffers are a pair (data, scale), as quantize_rows or quantize_columns fill it (twin/quantize.py).
+Buffers are a pair (data, scale), as quantize_rows or quantize_columns fill it (twin/quantize.py): scales of columns
+that are fp32 lie block-major in memory (kernels/operands.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.fp8 import check_fp8_gemm
-from symmoe.kernels.operands import check_operand
+from symmoe.kernels.operands import check_column_scale, check_operand
 from symmoe.kernels.parts import refuse_ranges
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
@@ -160,5 +161,9 @@ def _check_columns(name: str, operand: Buffers | None, sizes: Sizes, width: int,
             f"data of {name} must be as wide as a multiple of {TILE} tokens, at least {least}, got {tokens}"
         )
     check_operand(f"data of {name}", data, (width, tokens), (block_format.data_dtype,))
-    blocks = block_format.num_blocks(tokens)
-    check_operand(f"scales of {name}", scale, (width, blocks), (block_format.scale_dtype,))
+    wanted = width, block_format.num_blocks(tokens)
+    if scale.shape != wanted or scale.dtype != block_format.scale_dtype:
+        raise ArgumentError(
+            f"scales of {name} must be {block_format.scale_dtype} {list(wanted)}, got {scale.dtype} {list(scale.shape)}"
+        )
+    check_column_scale(f"scales of {name}", scale)

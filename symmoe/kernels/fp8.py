@@ -2,13 +2,14 @@
 
 A number is q * scale: q in E4M3 (torch.float8_e4m3fn), and a scale in fp32 for BLOCK numbers along what is contracted.
 B(n) = ceil(n / BLOCK) scales belong to n numbers. Or a line has one scale for all that is contracted, in both operands.
+Scales of columns [features, blocks of tokens] lie block-major: those of one block side by side, strides (1, features).
 """
 
 from __future__ import annotations
 
 import torch
 
-from symmoe.kernels.operands import check_multiple, check_operand
+from symmoe.kernels.operands import check_column_scale, check_multiple, check_numbers, check_operand
 
 BLOCK = 128
 ALIGNMENT = 16  # bytes: where rows of operands and results begin
@@ -42,11 +43,14 @@ def check_fp8_wgrad(
     out_rows, num_tokens = dout.shape
     columns = rows.shape[0]
     check_operand("dout", dout, (out_rows, num_tokens), DATA)
-    check_operand("dout_scale", dout_scale, (out_rows, num_blocks(num_tokens)), SCALE)
+    check_numbers("dout_scale", dout_scale, (out_rows, num_blocks(num_tokens)), SCALE)
+    check_column_scale("dout_scale", dout_scale)
     check_operand("rows", rows, (columns, num_tokens), DATA)
-    check_operand("rows_scale", rows_scale, (columns, num_blocks(num_tokens)), SCALE)
+    check_numbers("rows_scale", rows_scale, (columns, num_blocks(num_tokens)), SCALE)
+    check_column_scale("rows_scale", rows_scale)
     check_operand("out", out, (out.shape[0], out_rows, columns), OUT)
     check_multiple("tokens of dout and rows", num_tokens, BLOCK)
+    check_multiple("features of dout", out_rows, ALIGNMENT // dout_scale.element_size())
     check_multiple("features of rows", columns, ALIGNMENT // out.element_size())
 
 

@@ -9,12 +9,32 @@ from symmoe.errors import ArgumentError
 
 def check_operand(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     """ArgumentError unless the tensor is contiguous, of this shape and of one of these dtypes."""
+    check_numbers(name, tensor, shape, dtypes)
+    check_contiguous(name, tensor)
+
+
+def check_numbers(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    """ArgumentError unless the tensor is of this shape and of one of these dtypes, however it lies in memory."""
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
         raise ArgumentError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """ArgumentError unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+
+
+def check_column_scale(name: str, scale: torch.Tensor) -> None:
+    """ArgumentError unless scales of columns [C features, blocks] lie as kernels have them: bytes contiguous; fp32
+    block-major, with strides (1, C), so that those of neighbouring features and the same tokens are neighbours."""
+    num_features, num_blocks = scale.shape
+    wanted = (1, num_features) if scale.dtype == torch.float32 else (num_blocks, 1)
+    strides = zip(scale.shape, scale.stride(), wanted, strict=True)
+    if scale.numel() and any(size > 1 and stride != want for size, stride, want in strides):
+        raise ArgumentError(f"{name} {list(scale.shape)} must have strides {list(wanted)}, got {list(scale.stride())}")
 
 
 def given(name: str, tensor: torch.Tensor | None) -> torch.Tensor:

@@ -46,11 +46,11 @@ def operand(quantized: Quantized) -> Operand:
 
 
 def _spread(columns: Quantized) -> torch.Tensor:
-    """Scales [C, G] of whole groups as scales [C, P / TILE] of their tiles."""
+    """Scales [C, G] of whole groups as scales [C, P / TILE] of their tiles, block-major as they are."""
     end = ((given("row_start", columns.row_start).diff() + (TILE - 1)) // TILE).cumsum(0)
     tile = torch.arange(columns.data.shape[1] // TILE, device=end.device)
     group = torch.searchsorted(end, tile, right=True).clamp(max=end.shape[0] - 1)  # that of no tile does not matter
-    return columns.scale.index_select(1, group)
+    return columns.scale.t().index_select(0, group).t()
 
 
 def multiply(

@@ -34,7 +34,8 @@ class Quantized:
 
     Attributes:
         data: float8_e4m3fn; or uint8 with two E2M1 numbers in a byte, half as wide.
-        scale: dtype and blocks as `block_format` says; compact and row-major.
+        scale: dtype and blocks as `block_format` says; compact and row-major, but for fp32 scales of columns, which are
+            block-major, of strides (1, C): a GEMM wants those of neighbouring features and the same tokens at a time.
         block_format: elements, scales and blocks.
         layout: which of the above.
         num_rows: N; O or C for weights.

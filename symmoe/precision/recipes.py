@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
+from symmoe.kernels.operands import check_column_scale, check_contiguous
 from symmoe.precision.quantized import Layout, Quantized
 from symmoe.precision.scale_tiles import row_start_problem
 from symmoe.precision.transform import check_signs
@@ -29,8 +31,8 @@ class Recipe(ABC):
         dgrad    gradient rows   x weight_transposed   contracted: features out
         wgrad    gradient columns x columns            contracted: a group's tokens
 
-    Every method takes `out=(data, scale)`, contiguous buffers that it fills instead of new tensors. Results have no
-    gradient.
+    Every method takes `out=(data, scale)`, buffers that it fills instead of new tensors: contiguous, but for fp32
+    scales of columns, which are block-major (:class:`Quantized`). Results have no gradient.
 
     Attributes:
         feature_multiple: what the number of features must be a multiple of: a line of data then has whole 16 bytes.
@@ -81,11 +83,11 @@ class Recipe(ABC):
 
     def empty_columns(self, num_rows: int, features: int, row_start: torch.Tensor) -> Quantized:
         """The same of quantize_columns. Not with a global scale, nor with a scale for a whole group."""
-        row_format, padded = self.row_format, TILE * max_tiles(num_rows, row_start.shape[0] - 1)
+        data, scale = self._column_buffers(num_rows, features, row_start, None)
         return Quantized(
-            data=row_start.new_empty((features, row_format.data_width(padded)), dtype=row_format.data_dtype),
-            scale=row_start.new_empty((features, row_format.num_blocks(padded)), dtype=row_format.scale_dtype),
-            block_format=row_format,
+            data=data,
+            scale=scale,
+            block_format=self.row_format,
             layout="columns",
             num_rows=num_rows,
             row_start=row_start,
@@ -153,10 +155,8 @@ class Recipe(ABC):
         """
         row_start = self._row_start(rows, row_start, seeds, row_index)
         num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
-        num_groups, row_format, signs = row_start.shape[0] - 1, self.row_format, self.column_signs
-        padded = TILE * max_tiles(num_rows, num_groups)
-        num_scales = num_groups if row_format.block is None else row_format.num_blocks(padded)
-        data, scale = _buffers(out, row_format, (width, row_format.data_width(padded)), (width, num_scales), rows)
+        row_format, signs = self.row_format, self.column_signs
+        data, scale = self._column_buffers(num_rows, width, row_start, out)
         options = {"row_index": row_index, "signs": signs}
         amax = _amax(row_format, rows, row_start, **options)
         ops = kernels.for_device(rows.device)
@@ -171,6 +171,19 @@ class Recipe(ABC):
             row_start=row_start,
             signs=signs,
         )
+
+    def _column_buffers(
+        self, num_rows: int, features: int, row_start: torch.Tensor, out: Buffers | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Data and scale of columns, their scales as they lie in memory; the caller's if there are."""
+        row_format, num_groups = self.row_format, row_start.shape[0] - 1
+        padded = TILE * max_tiles(num_rows, num_groups)
+        num_scales = num_groups if row_format.block is None else row_format.num_blocks(padded)
+        data_shape, scale_shape = (features, row_format.data_width(padded)), (features, num_scales)
+        if out is None and row_format.scale_dtype == torch.float32:
+            data, scale = _buffers(None, row_format, data_shape, scale_shape[::-1], row_start)
+            return data, scale.t()
+        return _buffers(out, row_format, data_shape, scale_shape, row_start, check_column_scale)
 
     def quantize_weight(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
         """Weights for the forward product.
@@ -389,18 +402,21 @@ def _buffers(
     data_shape: tuple[int, ...],
     scale_shape: tuple[int, ...],
     source: torch.Tensor,
+    check_scale: Callable[[str, torch.Tensor], None] = check_contiguous,
 ) -> Buffers:
-    """The caller's buffers for data and scale, checked, or new ones."""
+    """The caller's buffers for data and scale, checked, or new ones. check_scale: of how the caller's scale lies."""
     wanted = {"data": (data_shape, block_format.data_dtype), "scale": (scale_shape, block_format.scale_dtype)}
     if out is None:
         data, scale = (torch.empty(shape, dtype=dtype, device=source.device) for shape, dtype in wanted.values())
         return data, scale
-    for (name, (shape, dtype)), buffer in zip(wanted.items(), out, strict=True):
-        fits = buffer.shape == shape and buffer.dtype == dtype and buffer.device == source.device
-        if not fits or not buffer.is_contiguous():
+    checks = check_contiguous, check_scale
+    for (name, (shape, dtype)), buffer, check in zip(wanted.items(), out, checks, strict=True):
+        if buffer.shape != shape or buffer.dtype != dtype or buffer.device != source.device:
             raise ArgumentError(
                 f"{name} of out is {buffer.dtype} {list(buffer.shape)} on {buffer.device}; it must be {dtype} "
-                f"{list(shape)} on {source.device}, contiguous"
+                f"{list(shape)} on {source.device}"
             )
+        check(f"{name} of out", buffer)
+    for buffer in out:
         wrote_into(buffer)
     return out

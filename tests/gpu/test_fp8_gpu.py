@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
 WIDTHS = [(512, 1024), (1040, 720), (712, 1040), (264, 48)]  # O, C: whole tiles and blocks; parts of them
 VARIANTS = [{}, {"in_order": True}, {"group_m": 2}]
+NARROW = {"stages": 4, "batch": 1}  # more stages, and less memory for results: of two bytes
 BF16_ERROR = 2**-8  # half a unit in the last place of the largest value is 2^-9
 # Of sums in fp32: WGMMA adds E4M3 products with 14 bits or so, of the largest of them.
 FP32_ERROR = 2e-3
@@ -151,10 +152,12 @@ def test_weight_gradients_of_whole_numbers_are_exact(widths, dtype):
     for splits in SPLITS:
         p = problem(WgradProblem, splits, widths, exact=True)
         expected = p.expected()
-        for options, num_sms in itertools.product(VARIANTS, (None, 7, 1)):
+        variants = VARIANTS if dtype == FP32 else [*VARIANTS, NARROW]
+        for options, num_sms in itertools.product(variants, (None, 7, 1)):
             assert torch.equal(gradient(p, dtype, num_sms=num_sms, **options), expected.to(dtype))
-        added = gradient(p, dtype, accumulate=True, start=3.0)
-        assert torch.equal(added, (3.0 + expected).to(dtype))
+        for options in (*VARIANTS, {"adds_by_tma": False}):
+            added = gradient(p, dtype, accumulate=True, start=3.0, **options)
+            assert torch.equal(added, (3.0 + expected).to(dtype))
         out = torch.full(p.shape, torch.nan, dtype=dtype, device="cuda")
         fp8.grouped_gemm_wgrad_fp8(*p.operands, out, config=fp8.CONFIG)
         assert torch.equal(out, expected.to(dtype))
@@ -167,9 +170,12 @@ def test_weight_gradients_are_near_float64(widths):
         expected = p.expected()
         assert relative_error(gradient(p), expected) <= FP32_ERROR
         assert relative_error(gradient(p, BF16), expected) <= BF16_ERROR
-        assert torch.equal(gradient(p, in_order=True), gradient(p))
+        for accumulate in (False, True):
+            start = 1.0 if accumulate else torch.nan
+            same = [gradient(p, accumulate=accumulate, start=start, **options) for options in VARIANTS]
+            assert all(torch.equal(each, same[0]) for each in same)
         if sum(splits):
-            p.rows_scale = p.rows_scale.roll(1, 0)
+            p.rows_scale = p.rows_scale.t().roll(1, 1).t()
             assert relative_error(gradient(p), expected) > 0.05
 
 

@@ -12,14 +12,19 @@ from quantize_cases import (
     FORMATS,
     SPLITS,
     TAIL,
+    as_bytes,
     bounds,
+    decoded_columns,
     differences,
     encode_rows,
+    filled,
+    filled_column_scale,
     hard_rows,
     joined_rows,
     quantize_all,
     quantize_weight_pairs,
     quantize_weights,
+    requantize_columns,
 )
 
 from symmoe.kernels import gpu, twin
@@ -55,6 +60,33 @@ def test_weights(name, shape):
 def test_rows_put_on_the_wire(name, dtype, width):
     rows = hard_rows(ROWS, width, dtype)
     assert torch.equal(encode_rows(gpu, rows.cuda(), name).cpu(), joined_rows(twin, rows, name))
+
+
+@pytest.mark.parametrize("width", [272, 2880, 7168])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n].element == "e4m3" and FORMATS[n].block])
+def test_columns_of_rows_on_the_wire(name, dtype, width):
+    sent = encode_rows(twin, hard_rows(90, width, dtype), name)[:90]
+    index = torch.randint(90, (ROWS,), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    for wire, row_index in ((sent, index), (sent[index.long()], None)):
+        expected = requantize_columns(twin, wire, bounds(), width, name, dtype, row_index)
+        on_gpu = (wire.cuda(), bounds().cuda(), width, name, dtype, None if row_index is None else row_index.cuda())
+        assert differences(requantize_columns(gpu, *on_gpu), expected) == []
+        assert differences(decoded_columns(gpu, *on_gpu), expected) == []
+
+
+@pytest.mark.parametrize("options", [{"registers": 128}, {"num_warps": 16, "registers": 64}, {"features": 64}], ids=str)
+def test_columns_do_not_depend_on_how_threads_hold_them(options):
+    columns = pytest.importorskip("symmoe.kernels.gpu.hopper.columns")
+    rows, block_format = hard_rows(ROWS, 2880, torch.bfloat16), FORMATS["float8_block"]
+    expected, found = (
+        (filled((2880, 1024), torch.float8_e4m3fn, device), filled_column_scale((2880, 8), block_format, device))
+        for device in ("cpu", "cuda")
+    )
+    twin.quantize_columns(rows, bounds(), *expected, block_format)
+    columns.launch_quantize_columns(rows.cuda(), bounds().cuda(), *found, block_format, **options)
+    for left, right in zip(found, expected, strict=True):
+        assert torch.equal(as_bytes(left), as_bytes(right))
 
 
 def test_every_bf16_number():

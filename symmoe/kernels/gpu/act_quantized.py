@@ -1,8 +1,10 @@
 """The activation of an expert and its gradient with quantised results (Triton). Contract as in the twin.
 
-A program has TILE tokens of a group by FEATURES of the result, and goes through them twice: in strips of features,
-which have whole blocks of columns, and in strips of rows, which have whole blocks of rows. The second time h is in L2.
-(In one tile for both, what waits to be quantised fills the registers: there is one program to an SM, or it spills.)
+Rows of the activation know nothing of groups: a program has a few of them by FEATURES of the result. Where columns are
+made, it has TILE tokens of a group. A gradient's program goes through them twice: in strips of features, which have
+whole blocks of columns, and in strips of rows, which have whole blocks of rows. The second time h is in L2. (In one
+tile for both, what waits to be quantised fills the registers.) On Hopper a kernel that passes them through shared
+memory computes each number once: hopper/dact_quantize.py.
 
 The arithmetic is that of activation.py and quantize.py, the same functions on the same rounded numbers. No function
 synchronises, allocates device memory or reads row_start.
@@ -20,13 +22,13 @@ from symmoe.kernels import formats
 from symmoe.kernels.act_quantized import (
     FEATURES,
     Buffers,
-    Sizes,
     check_act_quantize,
     check_dact_quantize,
     dact_features,
 )
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import BlockFormat, max_tiles
+from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.activation import (
     act_slopes,
     act_value,
@@ -39,14 +41,16 @@ from symmoe.kernels.gpu.gemm import locate_tile, row_tile_prefix, tile_mask
 from symmoe.kernels.gpu.gemm_act import sum_dact_partials
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
-from symmoe.kernels.gpu.quantize import quantize_tile
+from symmoe.kernels.gpu.quantize import INFINITY_BITS, block_scales, column_scale, e4m3_code, magnitude_bits
 
 TILE = tl.constexpr(formats.TILE)
 # A strip of columns costs about 500 instructions for its maxima and for turning it, whatever its width.
 STRIP, DACT_STRIP = 64, 32  # features of a strip of columns, of the result and of its gradient
-ROWS = 32  # of a strip of rows
+ROWS = 32  # of a strip of rows, and of a program that makes rows alone
+ROW_WARPS = 4  # of such a program: few, so that many programs are between their loads and their stores
 NUM_WARPS = 8
-REGISTERS = 128  # per thread: two programs to an SM
+REGISTERS = 128  # per thread of those: two programs to an SM
+_PROGRAM = {"num_warps": NUM_WARPS, "maxnreg": REGISTERS}
 
 
 @triton.jit
@@ -58,27 +62,59 @@ def store_part(out, part, line, in_lines, first, end, width):
 
 
 @triton.jit
+def quantize_lines(x, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / BLOCK]: quantize_tile of quantize.py.
+
+    A block that is not finite is multiplied by NaN: so its codes are NaN without looking at every one.
+    """
+    LINES: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    blocks = x.reshape(LINES, WIDTH // BLOCK, BLOCK)
+    bits = tl.max(magnitude_bits(blocks), axis=2)
+    stored, multiplier = block_scales(bits, 1.0, SCALE)
+    multiplier = tl.where(bits < INFINITY_BITS, multiplier, float("nan"))
+    return e4m3_code(blocks * multiplier[:, :, None]).reshape(LINES, WIDTH), stored
+
+
+@triton.jit
 def store_rows(
     x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Quantises x [rows, C], features first..END of rows of WIDTH, with scales along features; nothing without data."""
     if data is not None:
-        codes, scales = quantize_tile(x.to(tl.float32), 1.0, None, "e4m3", SCALE, BLOCK, 1)
+        codes, scales = quantize_lines(x.to(tl.float32), SCALE, BLOCK)
         store_part(data, codes, row, row < end, first, END, WIDTH)
         NUM_BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
         store_part(scale, scales, row, row < end, first // BLOCK, (END + BLOCK - 1) // BLOCK, NUM_BLOCKS)
 
 
 @triton.jit
-def store_columns(x, first, END: tl.constexpr, tile, num_tiles, data, scale, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantises the columns of x [TILE, C], features first..END, with scales along tokens; nothing without data."""
+def store_columns(
+    x,
+    first,
+    END: tl.constexpr,
+    tile,
+    num_tiles,
+    data,
+    scale,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
+    data. Scales of four bytes lie by blocks, those of one byte by features."""
     if data is not None:
-        codes, scales = quantize_tile(tl.trans(x).to(tl.float32), 1.0, None, "e4m3", SCALE, BLOCK, 1)
+        codes, scales = quantize_lines(tl.trans(x).to(tl.float32), SCALE, BLOCK)
         feature = first + tl.arange(0, x.shape[1])
         tokens = num_tiles * TILE
         store_part(data, codes, feature, feature < END, tile * TILE, tokens, tokens)
-        blocks = num_tiles * (TILE // BLOCK)
-        store_part(scale, scales, feature, feature < END, tile * (TILE // BLOCK), blocks, blocks)
+        if scale.dtype.element_ty == tl.float32:
+            block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+            pointers = scale + block.to(tl.int64)[None, :] * WIDTH + feature[:, None]
+            tl.store(pointers, scales, mask=(feature < END)[:, None])
+        else:
+            blocks = num_tiles * (TILE // BLOCK)
+            store_part(scale, scales, feature, feature < END, tile * (TILE // BLOCK), blocks, blocks)
 
 
 @triton.jit
@@ -130,17 +166,38 @@ def dact_part(
 
 
 @fast_launch
-@triton.jit(
-    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scale", "row_start", "scale", "column_scale"]
-)
-def act_quantize_kernel(
+@triton.jit(do_not_specialize_on_alignment=["row_scale", "row_start", "scale"])
+def act_quantize_rows_kernel(
     h,  # [N, W]
     row_scale,  # fp32[N]
     row_start,
-    data,  # bytes [N, I], or None
+    data,  # bytes [N, I]
     scale,
-    column_data,  # bytes [I, num_tiles * TILE], or None
-    column_scale,
+    FIELDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    FFN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid (tiles of features, tiles of rows): neighbours read the same rows."""
+    ACTIVATION: tl.constexpr = activation_of(FIELDS)
+    end = tl.load(row_start + NUM_GROUPS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) * FEATURES
+    a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
+    store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scale", "row_start", "scale"])
+def act_quantize_columns_kernel(
+    h,  # [N, W]
+    row_scale,  # fp32[N]
+    row_start,
+    data,  # bytes [I, num_tiles * TILE]
+    scale,
     num_tiles,
     FIELDS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -150,7 +207,6 @@ def act_quantize_kernel(
     FFN: tl.constexpr,
     FEATURES: tl.constexpr,
     STRIP: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features)."""
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
@@ -158,18 +214,11 @@ def act_quantize_kernel(
     prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
     if tile < num_used:
         _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
-        first_feature = tl.program_id(1) * FEATURES
-        if column_data is not None:
-            token = first_row + tl.arange(0, TILE)
-            for i in tl.range(0, FEATURES, STRIP):
-                first = first_feature + i
-                a = act_part(h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-                store_columns(a, first, FFN, tile, num_tiles, column_data, column_scale, SCALE, BLOCK)
-        if data is not None:
-            for i in tl.range(0, TILE, ROWS):
-                row = first_row + i + tl.arange(0, ROWS)
-                a = act_part(h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)
-                store_rows(a, row, end, first_feature, FFN, data, scale, FFN, SCALE, BLOCK)
+        token = first_row + tl.arange(0, TILE)
+        for i in tl.range(0, FEATURES, STRIP):
+            first = tl.program_id(1) * FEATURES + i
+            a = act_part(h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
+            store_columns(a, first, FFN, tile, num_tiles, data, scale, FFN, SCALE, BLOCK)
 
 
 @fast_launch
@@ -215,15 +264,17 @@ def dact_quantize_kernel(
             for i in tl.range(0, FEATURES, STRIP):
                 first = first_feature + i
                 a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
-                store_columns(a, first, FFN, tile, num_a_tiles, a_column_data, a_column_scale, SCALE, BLOCK)
+                store_columns(a, first, FFN, tile, num_a_tiles, a_column_data, a_column_scale, FFN, SCALE, BLOCK)
                 if not ACTIVATION.is_gated:
-                    store_columns(dgate, first, FFN, tile, num_tiles, column_data, column_scale, SCALE, BLOCK)
+                    store_columns(dgate, first, FFN, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
                 elif ACTIVATION.interleave is None:
-                    store_columns(dgate, first, FFN, tile, num_tiles, column_data, column_scale, SCALE, BLOCK)
-                    store_columns(dup, FFN + first, WIDTH, tile, num_tiles, column_data, column_scale, SCALE, BLOCK)
+                    store_columns(dgate, first, FFN, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
+                    store_columns(
+                        dup, FFN + first, WIDTH, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK
+                    )
                 else:
                     dh = join_blocks(dgate, dup, TILE, STRIP, ACTIVATION.interleave)
-                    store_columns(dh, 2 * first, WIDTH, tile, num_tiles, column_data, column_scale, SCALE, BLOCK)
+                    store_columns(dh, 2 * first, WIDTH, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
             _, dgate, dup, part = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)
@@ -252,24 +303,23 @@ def act_quantize(
 
     h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start int32[G+1]: the groups' bounds; rows past the last one are not
     read. rows: data [N, I] and its scales along features; columns: data [I, P], P a multiple of TILE and at least
-    TILE * max_tiles(N, G), and its scales along a group's tokens. What is None is not made; one must be given.
-    block_format: E4M3, blocks of 32 or 128. ArgumentError if an argument is not like that.
+    TILE * max_tiles(N, G), and its scales along a group's tokens, block-major if they are fp32 (kernels/operands.py).
+    What is None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if an argument
+    is not like that.
     """
     sizes = check_act_quantize(h, row_scale, row_start, activation, block_format, rows, columns)
-    constants = _constants(sizes.ffn, sizes.num_groups, activation, block_format, FEATURES, STRIP)
+    problem = sizes.ffn, sizes.num_groups, activation, block_format
+    row_constants, column_constants = _row_constants(*problem), _column_constants(*problem)
     if sizes.num_rows == 0:
         return
-    launch(
-        act_quantize_kernel,
-        _grid(sizes, constants),
-        constants,
-        h,
-        row_scale,
-        row_start,
-        *_bytes(rows),
-        *_bytes(columns),
-        _num_tiles(columns),
-    )
+    tiles_of_features = ceil_div(sizes.ffn, FEATURES)
+    if rows is not None:
+        grid = tiles_of_features, ceil_div(sizes.num_rows, ROWS)
+        launch(act_quantize_rows_kernel, grid, row_constants, h, row_scale, row_start, *_row_bytes(rows))
+    if columns is not None:
+        grid = max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features
+        operands = *_column_bytes(columns), _num_tiles(columns)
+        launch(act_quantize_columns_kernel, grid, column_constants, h, row_scale, row_start, *operands)
 
 
 def dact_quantize(
@@ -297,40 +347,49 @@ def dact_quantize(
     sizes = check_dact_quantize(
         da, h, row_scale, row_start, dscale, workspace, activation, block_format, rows, columns, a_columns
     )
-    features, strip = dact_features(activation), max(DACT_STRIP, activation.interleave or 0)
-    constants = _constants(sizes.ffn, sizes.num_groups, activation, block_format, features, strip)
+    constants = _dact_constants(sizes.ffn, sizes.num_groups, activation, block_format)
     if sizes.num_rows == 0:
         return
-    grid = _grid(sizes, constants)
-    launch(
-        dact_quantize_kernel,
-        grid,
-        constants,
-        da,
-        h,
-        row_scale,
-        row_start,
-        workspace,
-        *_bytes(rows),
-        *_bytes(columns),
-        *_bytes(a_columns),
-        sizes.num_rows,
-        _num_tiles(columns),
-        _num_tiles(a_columns),
-    )
-    sum_dact_partials(workspace, row_start, dscale, grid[1])
+    tiles_of_features = ceil_div(sizes.ffn, dact_features(activation))
+    special = hopper.kernels(h.device, h.dtype, sizes.hidden)
+    all_operands = rows is not None and columns is not None and a_columns is not None
+    if special is not None and all_operands and special.takes_dact_quantize(da, h, activation, block_format):
+        operands = rows, columns, a_columns
+        special.launch_dact_quantize(da, h, row_scale, row_start, workspace, activation, block_format, *operands)
+    else:
+        launch(
+            dact_quantize_kernel,
+            (max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features),
+            constants,
+            da,
+            h,
+            row_scale,
+            row_start,
+            workspace,
+            *_row_bytes(rows),
+            *_column_bytes(columns),
+            *_column_bytes(a_columns),
+            sizes.num_rows,
+            _num_tiles(columns),
+            _num_tiles(a_columns),
+        )
+    sum_dact_partials(workspace, row_start, dscale, tiles_of_features)
 
 
-def _grid(sizes: Sizes, constants: Constants) -> tuple[int, int]:
-    return max_tiles(sizes.num_rows, sizes.num_groups), ceil_div(sizes.ffn, constants.named["FEATURES"])
-
-
-def _bytes(operand: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Data and scales, those of one byte as uint8, which the kernels store."""
-    if operand is None:
+    if rows is None:
         return None, None
-    data, scale = operand
+    data, scale = rows
     return data.view(torch.uint8), scale.view(torch.uint8) if scale.element_size() == 1 else scale
+
+
+def _column_bytes(columns: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The same; scales in the order in which they lie."""
+    if columns is None:
+        return None, None
+    data, scale = columns
+    return data.view(torch.uint8), column_scale(scale)
 
 
 def _num_tiles(columns: Buffers | None) -> int:
@@ -339,26 +398,33 @@ def _num_tiles(columns: Buffers | None) -> int:
 
 
 @functools.cache
-def _constants(
-    ffn: int,
-    num_groups: int,
-    activation: Activation,
-    block_format: BlockFormat,
-    features: int,
-    strip: int,
-) -> Constants:
-    return Constants(
-        {
-            "FIELDS": activation_fields(activation, ffn),
-            "SCALE": block_format.scale,
-            "BLOCK": block_format.block,
-            "NUM_GROUPS": num_groups,
-            "GROUP_LANES": next_power_of_2(num_groups),
-            "FFN": ffn,
-            "FEATURES": features,
-            "STRIP": strip,
-            "ROWS": ROWS,
-            "num_warps": NUM_WARPS,
-            "maxnreg": REGISTERS,
-        }
-    )
+def _row_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
+    tile = {"FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
+    return Constants({**_common(ffn, num_groups, activation, block_format), **tile})
+
+
+@functools.cache
+def _column_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
+    tile = {"GROUP_LANES": next_power_of_2(num_groups), "FEATURES": FEATURES, "STRIP": STRIP}
+    return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
+
+
+@functools.cache
+def _dact_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
+    tile = {
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "FEATURES": dact_features(activation),
+        "STRIP": max(DACT_STRIP, activation.interleave or 0),
+        "ROWS": ROWS,
+    }
+    return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
+
+
+def _common(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> dict[str, object]:
+    return {
+        "FIELDS": activation_fields(activation, ffn),
+        "SCALE": block_format.scale,
+        "BLOCK": block_format.block,
+        "NUM_GROUPS": num_groups,
+        "FFN": ffn,
+    }

@@ -100,15 +100,14 @@ def grouped_gemm_fp8_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_start"])
+@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_start"])
 def grouped_gemm_wgrad_fp8_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK]
-    dout_scale,  # [O, num_blocks]
+    dout_scale,  # [O, num_blocks], block-major
     rows_desc,  # [C, P], block [BLOCK_N, BLOCK]
-    rows_scale,  # [C, num_blocks]
+    rows_scale,  # [C, num_blocks], block-major
     row_start,
     out,  # [G, O, C]
-    num_blocks,
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -131,14 +130,13 @@ def grouped_gemm_wgrad_fp8_kernel(
         end_block = tl.max(tl.where(lane <= group, prefix, 0), axis=0)
         row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        dout_scales = dout_scale + row.to(tl.int64) * num_blocks
-        rows_scales = rows_scale + column.to(tl.int64) * num_blocks
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for b in tl.range(first_block, end_block):
             left = dout_desc.load([m_tile * BLOCK_M, b * BLOCK])
             right = rows_desc.load([n_tile * BLOCK_N, b * BLOCK])
-            by_row = tl.load(dout_scales + b, mask=row < OUT_ROWS, other=0.0)
-            by_column = tl.load(rows_scales + b, mask=column < OUT_WIDTH, other=0.0)
+            # No memory holds so many numbers that their scales could not be counted in 32 bits.
+            by_row = tl.load(dout_scale + b * OUT_ROWS + row, mask=row < OUT_ROWS, other=0.0)
+            by_column = tl.load(rows_scale + b * OUT_WIDTH + column, mask=column < OUT_WIDTH, other=0.0)
             acc += (tl.dot(left, right.T) * by_column[None, :]) * by_row[:, None]
         if not ACCUMULATE or first_block < end_block:  # a group without tokens is not even read
             out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
@@ -215,15 +213,15 @@ def grouped_gemm_wgrad_fp8(
 
     dout E4M3 [O, P], rows E4M3 [C, P], as quantize_columns makes them: the tokens between a group's last and the next
     multiple of BLOCK are zeros, those past the last group may be anything. dout_scale fp32 [O, P / BLOCK], rows_scale
-    fp32 [C, P / BLOCK]: a scale for BLOCK tokens of a feature. out [G, O, C] in bf16, fp16 or fp32, its rows multiples
-    of 16 bytes. accumulate: the sum is added to out[g] in fp32; no tokens leave it alone. row_start: the groups'
-    bounds. num_sms: as in grouped_gemm. ArgumentError if an operand is anything else.
+    fp32 [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major (strides (1, O) and (1, C)). O is a multiple
+    of 4. out [G, O, C] in bf16, fp16 or fp32, its rows multiples of 16 bytes. accumulate: the sum is added to out[g] in
+    fp32; no tokens leave it alone. row_start: the groups' bounds. num_sms: as in grouped_gemm.
+    ArgumentError if an operand is anything else.
     """
     fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
     refuse_ranges(row_start, "a weight gradient")
     num_groups, out_rows, out_width = out.shape
-    num_blocks = dout_scale.shape[1]
-    if num_blocks == 0:
+    if dout_scale.shape[1] == 0:
         if not accumulate:
             out.zero_()
         return
@@ -246,7 +244,6 @@ def grouped_gemm_wgrad_fp8(
         rows_scale,
         row_start,
         out,
-        num_blocks,
     )
 
 

@@ -13,10 +13,12 @@ import triton.language as tl
 
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.gemm import locate_tile, max_row_tiles, row_tile_prefix
 from symmoe.kernels.gpu.hadamard import hadamard
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
+from symmoe.kernels.operands import check_column_scale
 
 TILE = tl.constexpr(formats.TILE)
 E4M3_MAX, E2M1_MAX = tl.constexpr(formats.E4M3_MAX), tl.constexpr(formats.E2M1_MAX)
@@ -231,6 +233,17 @@ def load_columns(rows, row_index, first_row, end, feature, WIDTH: tl.constexpr):
     return tl.load(pointers, mask=(row < end)[None, :] & (feature < WIDTH)[:, None], other=0.0).to(tl.float32)
 
 
+@triton.jit
+def store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH: tl.constexpr):
+    """Stores the scales of a tile of tokens: bytes by features, fp32 by blocks."""
+    if scale.dtype.element_ty == tl.float32:
+        block = tile * scales.shape[1] + tl.arange(0, scales.shape[1])
+        pointers = scale + block.to(tl.int64)[None, :] * WIDTH + feature[:, None]
+        tl.store(pointers, scales, mask=(feature < WIDTH)[:, None])
+    else:
+        store_tile(scale, scales, feature, feature < WIDTH, tile, num_tiles * scales.shape[1])
+
+
 @fast_launch
 @triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"])
 def quantize_rows_kernel(
@@ -303,7 +316,7 @@ def quantize_columns_kernel(
         words = random_words(seeds, group, feature, first_row - tl.load(row_start + group), LINES, TILE)
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * (TILE // PER_BYTE))
-        store_tile(scale, scales, feature, feature < WIDTH, tile, num_tiles * (TILE // BLOCK))
+        store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH)
 
 
 @fast_launch
@@ -435,7 +448,7 @@ def quantize_column_lines_kernel(
     row_index,  # int32[N] or None
     row_start,
     data,  # bytes
-    scale,  # fp32[C, G]
+    scale,  # fp32[G, C]
     num_tiles,
     SCALE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -452,7 +465,7 @@ def quantize_column_lines_kernel(
         bits = tl.maximum(bits, magnitude_bits(load_columns(rows, row_index, first_row, end, feature, WIDTH)))
     line_bits = tl.max(bits, axis=1)
     stored, multiplier = block_scales(line_bits, 1.0, SCALE)
-    tl.store(scale + feature * NUM_GROUPS + group, stored, mask=feature < WIDTH)
+    tl.store(scale + group * WIDTH + feature, stored, mask=feature < WIDTH)
     is_finite = (line_bits < INFINITY_BITS)[:, None]
     prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
     tile = tl.max(tl.where(tl.arange(0, GROUP_LANES) < group, prefix, 0), axis=0)
@@ -544,9 +557,11 @@ def quantize_columns(
     """Scales along the tokens of every feature of every group; data transposed.
 
     rows [N, C], or any number of rows with row_index int32[N]; data [C, P or P / 2]; scale [C, P / block], or [C, G]
-    where a feature of a group is one block; amax and seeds as in quantize_rows, with positions (token in the group,
-    feature). signs: 16 neighbouring tokens are transformed first (twin/hadamard.py).
+    where a feature of a group is one block; block-major if it is fp32 (kernels/operands.py). amax and seeds as in
+    quantize_rows, with positions (token in the group, feature). signs: 16 neighbouring tokens are transformed first
+    (twin/hadamard.py). ArgumentError if fp32 scales lie otherwise.
     """
+    check_column_scale("scale", scale)
     width, num_groups = rows.shape[1], row_start.shape[0] - 1
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     constants = _column_constants(block_format, num_groups, width, signs is not None)
@@ -555,7 +570,11 @@ def quantize_columns(
     blocks = ceil_div(width, COLUMN_TILE[0])
     if block_format.block is None:
         kernel, grid = quantize_column_lines_kernel, (blocks, num_groups)
-        launch(kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale, num_tiles)
+        launch(kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale.t(), num_tiles)
+        return
+    special = hopper.kernels(rows.device, rows.dtype, width)
+    if special is not None and special.takes_columns(block_format) and signs is None:
+        special.launch_quantize_columns(rows, row_start, data, scale, block_format, row_index=row_index)
         return
     launch(
         quantize_columns_kernel,
@@ -565,7 +584,7 @@ def quantize_columns(
         row_index,
         row_start,
         _bytes(data),
-        _bytes(scale),
+        column_scale(scale),
         amax,
         seeds,
         signs or 0,
@@ -664,6 +683,11 @@ def group_amax(
         amax.view(torch.int32),
         signs or 0,
     )
+
+
+def column_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of columns in the order in which they lie, as kernels store them."""
+    return scale.t() if scale.dtype == torch.float32 else scale.view(torch.uint8)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

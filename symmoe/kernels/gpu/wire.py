@@ -9,19 +9,29 @@ import torch
 import triton
 import triton.language as tl
 
+from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.gpu import hopper
+from symmoe.kernels.gpu.gemm import TRITON_DTYPES, locate_tile, row_tile_prefix
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 from symmoe.kernels.gpu.quantize import (
+    COLUMN_TILE,
     INFINITY_BITS,
     LINE_TILE,
     ROW_TILE,
     ROW_WARPS,
+    TILE,
     block_scales,
+    column_scale,
     encode,
     magnitude_bits,
     quantize_tile,
+    store_column_scales,
+    store_tile,
 )
+from symmoe.kernels.gpu.quantize import NUM_WARPS as COLUMN_WARPS
+from symmoe.kernels.operands import check_column_scale
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 DECODED_LINES, DECODED_COLUMNS = 16, 256  # features
@@ -191,6 +201,48 @@ def decode_rows_kernel(
     tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
 
 
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["wire_scales", "row_index", "row_start", "scale"]
+)
+def requantize_columns_kernel(
+    wire,  # bytes
+    wire_scales,  # the wire as fp32, or as bytes
+    row_index,  # int32[N] or None
+    row_start,
+    data,  # bytes
+    scale,
+    num_tiles,
+    DTYPE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,  # features of a row, and tokens of a column, that share a scale
+    ROW_BYTES: tl.constexpr,
+    SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
+    FIRST_SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Grid (num_tiles tiles of tokens, tiles of features)."""
+    tile = tl.program_id(0)
+    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    if tile < num_used:
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
+        row = first_row + tl.arange(0, TILE)
+        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        source = source.to(tl.int64)[None, :]
+        mask = (row < end)[None, :] & (feature < WIDTH)[:, None]
+        code = tl.load(wire + source * ROW_BYTES + feature[:, None], mask=mask, other=0)
+        block = FIRST_SCALE + feature // BLOCK
+        row_scale = tl.load(wire_scales + source * SCALE_ITEMS + block[:, None], mask=mask, other=0)
+        x = (e4m3_number(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
+        codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
+        store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
+        store_column_scales(scale, stored, feature, tile, num_tiles, WIDTH)
+
+
 def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
     """wire uint8 [T, W] = what quantize_rows makes of rows [T, C] bf16, fp16 or fp32, and zeros."""
     num_rows, width = rows.shape
@@ -234,6 +286,43 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     grid = (ceil_div(num_rows, DECODED_LINES), ceil_div(width, DECODED_COLUMNS))
     constants = _decode_constants(block_format, wire.shape[1], width)
     launch(decode_rows_kernel, grid, constants, wire, _scales_of(wire, block_format), out, num_rows)
+
+
+def requantize_columns(
+    wire: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    dtype: torch.dtype,
+    *,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """What quantize_columns makes of decode_rows' result of `dtype` (bf16, fp16 or fp32), without that result.
+
+    wire uint8 [P, W], or any number of rows with row_index int32[N]; data [C, P] and scale [C, P / block] as in
+    quantize_columns. block_format, of the rows and of the columns: E4M3 in blocks. Rows of no group are not read.
+    """
+    check_column_scale("scale", scale)
+    width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
+    if num_tiles == 0:
+        return
+    special = hopper.kernels(wire.device, dtype, width)
+    if special is not None and special.takes_columns(block_format):
+        special.launch_requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
+        return
+    launch(
+        requantize_columns_kernel,
+        (num_tiles, ceil_div(width, COLUMN_TILE[0])),
+        _requantize_constants(block_format, wire.shape[1], width, row_start.shape[0] - 1, dtype),
+        wire,
+        _scales_of(wire, block_format),
+        row_index,
+        row_start,
+        data.view(torch.uint8),
+        column_scale(scale),
+        num_tiles,
+    )
 
 
 def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
@@ -288,5 +377,23 @@ def _decode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> 
             "LINES": DECODED_LINES,
             "COLUMNS": DECODED_COLUMNS,
             "num_warps": NUM_WARPS,
+        }
+    )
+
+
+@functools.cache
+def _requantize_constants(
+    block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
+) -> Constants:
+    return Constants(
+        {
+            "DTYPE": TRITON_DTYPES[dtype],
+            "SCALE": block_format.scale,
+            "BLOCK": block_format.block,
+            **_places(block_format, row_bytes, width),
+            "NUM_GROUPS": num_groups,
+            "GROUP_LANES": next_power_of_2(num_groups),
+            "LINES": COLUMN_TILE[0],
+            "num_warps": COLUMN_WARPS,
         }
     )

@@ -32,7 +32,7 @@ from symmoe.kernels.twin.tokens import (
     push_rows,
     push_slots,
 )
-from symmoe.kernels.twin.wire import decode_rows, encode_rows, unpack_rows
+from symmoe.kernels.twin.wire import decode_rows, encode_rows, requantize_columns, unpack_rows
 
 __all__ = [
     "act_quantize",
@@ -73,6 +73,7 @@ __all__ = [
     "quantize_weight_pairs",
     "quantize_weights",
     "read_addresses",
+    "requantize_columns",
     "scaled_activation",
     "scaled_activation_grad",
     "select_experts",

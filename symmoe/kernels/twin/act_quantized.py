@@ -33,8 +33,9 @@ def act_quantize(
 
     h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start int32[G+1]: the groups' bounds; rows past the last one are not
     read. rows: data [N, I] and its scales along features; columns: data [I, P], P a multiple of TILE and at least
-    TILE * max_tiles(N, G), and its scales along a group's tokens. What is None is not made; one must be given.
-    block_format: E4M3, blocks of 32 or 128. ArgumentError if an argument is not like that.
+    TILE * max_tiles(N, G), and its scales along a group's tokens, block-major if they are fp32 (kernels/operands.py).
+    What is None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if an argument
+    is not like that.
     """
     check_act_quantize(h, row_scale, row_start, activation, block_format, rows, columns)
     end = int(row_start[-1])

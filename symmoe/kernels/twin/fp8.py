@@ -78,9 +78,10 @@ def grouped_gemm_wgrad_fp8(
 
     dout E4M3 [O, P], rows E4M3 [C, P], as quantize_columns makes them: the tokens between a group's last and the next
     multiple of BLOCK are zeros, those past the last group may be anything. dout_scale fp32 [O, P / BLOCK], rows_scale
-    fp32 [C, P / BLOCK]: a scale for BLOCK tokens of a feature. out [G, O, C] in bf16, fp16 or fp32, its rows multiples
-    of 16 bytes. accumulate: the sum is added to out[g] in fp32; no tokens leave it alone. row_start: the groups'
-    bounds. num_sms: the kernels'. ArgumentError if an operand is anything else.
+    fp32 [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major (strides (1, O) and (1, C)). O is a multiple
+    of 4. out [G, O, C] in bf16, fp16 or fp32, its rows multiples of 16 bytes. accumulate: the sum is added to out[g] in
+    fp32; no tokens leave it alone. row_start: the groups' bounds. num_sms: the kernels'.
+    ArgumentError if an operand is anything else.
     """
     check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
     refuse_ranges(row_start, "a weight gradient")

@@ -13,7 +13,7 @@ import torch
 
 from symmoe.kernels import formats
 from symmoe.kernels.formats import TILE, BlockFormat
-from symmoe.kernels.operands import given
+from symmoe.kernels.operands import check_column_scale, given
 from symmoe.kernels.twin.gemm import groups, take_rows
 from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
@@ -60,9 +60,11 @@ def quantize_columns(
     """Scales along the tokens of every feature of every group; data transposed.
 
     rows [N, C], or any number of rows with row_index int32[N]; data [C, P or P / 2]; scale [C, P / block], or [C, G]
-    where a feature of a group is one block; amax and seeds as in quantize_rows, with positions (token in the group,
-    feature). signs: 16 neighbouring tokens are transformed first (twin/hadamard.py).
+    where a feature of a group is one block; block-major if it is fp32 (kernels/operands.py). amax and seeds as in
+    quantize_rows, with positions (token in the group, feature). signs: 16 neighbouring tokens are transformed first
+    (twin/hadamard.py). ArgumentError if fp32 scales lie otherwise.
     """
+    check_column_scale("scale", scale)
     first = 0
     for g, span in groups(row_start):
         if span.start == span.stop:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.twin.quantize import quantize_rows
+from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
 
 def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
@@ -49,3 +49,25 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     scale = wire[:, width : width + scale_bytes].contiguous().view(block_format.scale_dtype).float()
     spread = scale.repeat_interleave(block_format.block or width, dim=1)[:, :width]
     out.copy_(data * spread.view(num_rows, width))
+
+
+def requantize_columns(
+    wire: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    dtype: torch.dtype,
+    *,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """What quantize_columns makes of decode_rows' result of `dtype` (bf16, fp16 or fp32), without that result.
+
+    wire uint8 [P, W], or any number of rows with row_index int32[N]; data [C, P] and scale [C, P / block] as in
+    quantize_columns. block_format, of the rows and of the columns: E4M3 in blocks. Rows of no group are not read.
+    """
+    end = int(row_start[-1])
+    rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
+    decoded = torch.empty((end, data.shape[0]), dtype=dtype, device=wire.device)
+    decode_rows(rows, decoded, block_format)
+    quantize_columns(decoded, row_start, data, scale, block_format)

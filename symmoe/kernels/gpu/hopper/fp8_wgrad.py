@@ -5,12 +5,18 @@ rows and weights, and both have a scale for a feature and 128 tokens:
 
     sum of the tile += partial sum * scale of the column * scale of the row
 
-A stage brings these scales as well, by cp.async: 384 numbers, each from another row, which no TMA can gather. The lanes
-of the loading warp arrive at full[s] one by one, when their copies have landed.
+Scales are read from shared memory, which also feeds the tensor core: at full speed its operands take three quarters of
+the cycles. A thread has two rows of a partial sum, but 32 of its columns. So a warpgroup has all 128 rows of a tile and
+one half of its columns, and reads the columns' scales once for the upper and the lower partial sum; it does so while
+the upper one is on its way. They fit into the registers beside one partial sum and the sums, and no more does.
 
-    barrier    arrivals          says                          who waits
-    full[s]    1 + bytes + 32    stage s holds operands        the multiplying warpgroups
-    empty[s]   2                 stage s has been multiplied   load
+The scales of 128 tokens lie side by side: TMA brings them with the operands, and counts their bytes at full[s].
+
+    barrier    arrivals     says                              who waits
+    full[s]    1 + bytes    stage s holds all of it           the multiplying warpgroups
+    empty[s]   2            stage s has been multiplied       load
+    turn[w]    1            half of the other's products are  multiply w, before each of its own, if `in_order`
+                            done, so that w's may queue up
 
 A group's tokens begin at the next multiple of 128 after the group before; how many stages it has, which may be none, is
 known only to the device.
@@ -23,30 +29,52 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from symmoe.kernels.gpu.compiled import Describe
 from symmoe.kernels.gpu.gemm import device_num_sms
-from symmoe.kernels.gpu.hopper.fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS, partial_sum
+from symmoe.kernels.gpu.hopper.fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
 from symmoe.kernels.gpu.hopper.gemm import NUM_WARPS, describe
 from symmoe.kernels.gpu.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
+from symmoe.kernels.gpu.hopper.tma_add import add_shared_to_global
 from symmoe.kernels.gpu.hopper.wgrad import WgradPipeline, locate_tile
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 
-LANES = gl.constexpr(32)
-PART = gl.constexpr(32)  # columns of a tile that are added to out at a time
+PART = gl.constexpr(32)  # columns of sums that leave the registers at a time
+PARTS = gl.constexpr(8)  # of a warpgroup's sums in a tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8WgradPipeline(WgradPipeline):
-    """The constants of one kernel. accumulate: sums are added to out. in_order: as in Fp8Pipeline."""
+    """The constants of one kernel. accumulate: sums are added to out.
 
+    in_order: the warpgroups take turns. adds_by_tma: what is added to an fp32 out is added where it lies. batch: parts
+    that a warpgroup stores together; there is memory for two batches.
+    """
+
+    multiply_registers: int = 240
+    load_registers: int = 24
     accumulate: bool = False
     in_order: bool = False
+    adds_by_tma: bool = True
+    batch: int
 
     @property
     def group_lanes(self) -> int:
         """Lanes of a vector over the groups."""
         return max(32, 1 << (self.num_groups - 1).bit_length())
+
+    @property
+    def wgmma_groups(self) -> int:
+        """In how many parts the tensor core gets the products of a partial sum."""
+        return 2 if self.in_order else 1
 
 
 @gluon.jit
@@ -66,64 +94,84 @@ def num_steps(start, end):
 
 
 @gluon.jit
-def scale_pointers(table, num_blocks, first, block, NUMBER: gl.constexpr, ROWS: gl.constexpr):
-    """Pointers [NUMBER] to the scales, of one block, of rows first.. of a matrix of ROWS rows."""
-    row = first + gl.arange(0, NUMBER, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    row = gl.minimum(row, ROWS - 1)  # nothing is stored of what would lie past the last
-    return table + row.to(gl.int64) * num_blocks + block
-
-
-@gluon.jit
-def load(operands, scales, row_start, ring, PIPE: gl.constexpr):
+def load(operands, row_start, ring, PIPE: gl.constexpr):
     """The role, of one warp. What lies past the last feature comes as zeros."""
-    dout_desc, rows_desc = operands
-    dout_scale, rows_scale, num_blocks = scales
+    dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
     a, b, a_scale, b_scale, full, empty, _turn = ring
-    num_bytes: gl.constexpr = dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
+    operand_bytes: gl.constexpr = dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
+    scale_bytes: gl.constexpr = dout_scale_desc.block_type.nbytes + rows_scale_desc.block_type.nbytes
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
         group, start, end, m, n = locate_tile(tile, row_start, PIPE)
         block = first_block(row_start, group, PIPE)
-        dout_scales = scale_pointers(dout_scale, num_blocks, m, block, BLOCK_M, PIPE.out_rows)
-        rows_scales = scale_pointers(rows_scale, num_blocks, n, block, BLOCK_N, PIPE.columns)
         for k in range(num_steps(start, end)):
             mbarrier.wait(empty.index(stage), phase)
             barrier = full.index(stage)
-            mbarrier.expect(barrier, num_bytes)
+            mbarrier.expect(barrier, operand_bytes + scale_bytes)
             token = (block + k) * BLOCK_K
             tma.async_copy_global_to_shared(rows_desc, [n, token], barrier, b.index(stage))
             tma.async_copy_global_to_shared(dout_desc, [m, token], barrier, a.index(stage))
-            async_copy.async_copy_global_to_shared(a_scale.index(stage), dout_scales + k)
-            async_copy.async_copy_global_to_shared(b_scale.index(stage), rows_scales + k)
-            async_copy.mbarrier_arrive(barrier, increment_count=False)
+            tma.async_copy_global_to_shared(rows_scale_desc, [block + k, n], barrier, b_scale.index(stage))
+            tma.async_copy_global_to_shared(dout_scale_desc, [block + k, m], barrier, a_scale.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
 
 
 @gluon.jit
-def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """Both halves of the scaled sums of a warpgroup's rows of a tile, fp32, and the ring's next stage and parity.
+def begin_partial_sum(a, b, turn, TURN: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Asks for a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T. TURN: parity of the number of those before it."""
+    zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    if PIPE.in_order:
+        K: gl.constexpr = BLOCK_K // 2
+        mbarrier.wait(turn.index(WARPGROUP), TURN ^ (1 - WARPGROUP))
+        first = b.slice(0, K, dim=1).permute([1, 0])
+        second = b.slice(K, K, dim=1).permute([1, 0])
+        products = warpgroup_mma(a.slice(0, K, dim=1), first, zeros, use_acc=False, is_async=True)
+        products = warpgroup_mma(a.slice(K, K, dim=1), second, products, is_async=True)
+    else:
+        products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    # NOTE: of so many nothing is waited for. But ptxas would put the loads that follow between the products.
+    return warpgroup_mma_wait(PIPE.wgmma_groups, deps=(products,))
 
-    NOTE: in any other order of the factors, ptxas keeps more products than there are registers.
+
+@gluon.jit
+def end_partial_sum(products, turn, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Waits for a partial sum."""
+    if PIPE.in_order:
+        products = warpgroup_mma_wait(1, deps=(products,))
+        mbarrier.arrive(turn.index(1 - WARPGROUP))
+    return warpgroup_mma_wait(0, deps=(products,))
+
+
+@gluon.jit
+def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Scaled sums of the upper and the lower CHUNK rows of a tile, in a warpgroup's half of its columns, fp32.
+
+    Also the ring's next stage and parity.
     """
     a_ring, b_ring, a_scale, b_scale, full, empty, turn = ring
-    left = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
-    right = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    upper = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    lower = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
     for _k in range(num_k):
         mbarrier.wait(full.index(stage), phase)
-        a = a_ring.index(stage).slice(CHUNK * WARPGROUP, CHUNK, dim=0)
-        b = b_ring.index(stage)
-        columns = b_scale.index(stage)
-        partial = partial_sum(a, b.slice(0, HALF, dim=0), turn, 0, WARPGROUP, PIPE)
-        row_scale = a_scale.index(stage).slice(CHUNK * WARPGROUP, CHUNK).load(gl.SliceLayout(1, SUMS))
-        column_scale = columns.slice(0, HALF).load(gl.SliceLayout(0, SUMS))
-        left += (partial * column_scale[None, :]) * row_scale[:, None]
-        partial = partial_sum(a, b.slice(HALF, HALF, dim=0), turn, 1, WARPGROUP, PIPE)
-        column_scale = columns.slice(HALF, HALF).load(gl.SliceLayout(0, SUMS))
-        right += (partial * column_scale[None, :]) * row_scale[:, None]
+        a = a_ring.index(stage)
+        b = b_ring.index(stage).slice(HALF * WARPGROUP, HALF, dim=0)
+        partial = begin_partial_sum(a.slice(0, CHUNK, dim=0), b, turn, 0, WARPGROUP, PIPE)
+        row_scales = a_scale.index(stage).permute([1, 0])
+        upper_scale = row_scales.slice(0, CHUNK, dim=0).load(SUMS)
+        lower_scale = row_scales.slice(CHUNK, CHUNK, dim=0).load(SUMS)
+        column_scale = b_scale.index(stage).slice(HALF * WARPGROUP, HALF, dim=1).load(SUMS)
+        partial = end_partial_sum(partial, turn, WARPGROUP, PIPE)
+        upper += (partial * column_scale) * upper_scale
+        # NOTE: nothing is left to wait for. But LLVM would put this sum behind the next products, and both partial sums
+        # do not fit into the registers.
+        upper = warpgroup_mma_wait(0, deps=(upper,))
+        partial = begin_partial_sum(a.slice(CHUNK, CHUNK, dim=0), b, turn, 1, WARPGROUP, PIPE)
+        partial = end_partial_sum(partial, turn, WARPGROUP, PIPE)
         mbarrier.arrive(empty.index(stage))
+        lower += (partial * column_scale) * lower_scale
         stage, phase = next_stage(stage, phase, PIPE)
-    return left, right, stage, phase
+    return upper, lower, stage, phase
 
 
 @gluon.jit
@@ -134,18 +182,23 @@ def quarters(x):
 
 
 @gluon.jit
-def store_parts(parts, chunks, out_desc, group, m, n, WARPGROUP: gl.constexpr):
-    """Rounds four parts of a warpgroup's rows of a tile and stores them by TMA, from column n on."""
-    WIDTH: gl.constexpr = out_desc.block_shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    tma.store_wait(0)
-    for i in gl.static_range(4):
-        part = gl.convert_layout(parts[i], layout, assert_trivial=True).to(out_desc.dtype)
-        chunks.index(4 * WARPGROUP + i).reshape([CHUNK, WIDTH]).store(part)
+def store_batch(parts, chunks, out_desc, group, m, n, FIRST: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Rounds parts FIRST.. of a warpgroup's sums, those of the upper rows first, and stores or adds them by TMA."""
+    BATCH: gl.constexpr = PIPE.batch
+    PLACE: gl.constexpr = 2 * BATCH * WARPGROUP + FIRST % (2 * BATCH)
+    ACROSS: gl.constexpr = HALF // PART
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    tma.store_wait(BATCH)
+    for i in gl.static_range(BATCH):
+        part = gl.convert_layout(parts[FIRST + i], layout, assert_trivial=True).to(out_desc.dtype)
+        chunks.index(PLACE + i).reshape([CHUNK, PART]).store(part)
     fence_async_shared()
-    for i in gl.static_range(4):
-        place = [group, m + CHUNK * WARPGROUP, n + WIDTH * i]
-        tma.async_copy_shared_to_global(out_desc, place, chunks.index(4 * WARPGROUP + i))
+    for i in gl.static_range(BATCH):
+        place = [group, m + CHUNK * ((FIRST + i) // ACROSS), n + PART * ((FIRST + i) % ACROSS)]
+        if PIPE.accumulate:
+            add_shared_to_global(out_desc, place, chunks.index(PLACE + i))
+        else:
+            tma.async_copy_shared_to_global(out_desc, place, chunks.index(PLACE + i))
 
 
 @gluon.jit
@@ -162,20 +215,17 @@ def add_part(part, out, m, n, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(left, right, chunks, out_desc, out, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    if PIPE.accumulate:
+def store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """The end of a tile. n: a warpgroup's first column."""
+    parts = quarters(upper) + quarters(lower)
+    if PIPE.accumulate and (out_desc.dtype != gl.float32 or not PIPE.adds_by_tma):
         out_group = out + group.to(gl.int64) * (PIPE.out_rows * PIPE.columns)
-        left_parts = quarters(left)
-        right_parts = quarters(right)
-        for i in gl.static_range(4):
-            add_part(left_parts[i], out_group, m + CHUNK * WARPGROUP, n + PART * i, PIPE)
-        for i in gl.static_range(4):
-            add_part(right_parts[i], out_group, m + CHUNK * WARPGROUP, n + HALF + PART * i, PIPE)
-    elif out_desc.dtype == gl.float32:
-        store_parts(quarters(left), chunks, out_desc, group, m, n, WARPGROUP)
-        store_parts(quarters(right), chunks, out_desc, group, m, n + HALF, WARPGROUP)
+        for i in gl.static_range(PARTS):
+            add_part(parts[i], out_group, m + CHUNK * (i // (PARTS // 2)), n + PART * (i % (PARTS // 2)), PIPE)
     else:
-        store_parts(halves(left, 1) + halves(right, 1), chunks, out_desc, group, m, n, WARPGROUP)
+        BATCH: gl.constexpr = PIPE.batch
+        for i in gl.static_range(PARTS // BATCH):
+            store_batch(parts, chunks, out_desc, group, m, n, i * BATCH, WARPGROUP, PIPE)
 
 
 @gluon.jit
@@ -184,44 +234,42 @@ def multiply(out_desc, out, row_start, ring, chunks, WARPGROUP: gl.constexpr, PI
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
-        group, start, end, m, n = locate_tile(tile, row_start, PIPE)
-        left, right, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
+        group, start, end, m, first_column = locate_tile(tile, row_start, PIPE)
+        n = first_column + HALF * WARPGROUP
+        upper, lower, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
         if PIPE.accumulate:
             if start < end:  # a group without rows is not even read
-                store_tile(left, right, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
+                store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
         else:
-            store_tile(left, right, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
+            store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
     tma.store_wait(0)
 
 
 @fast_launch
-@gluon.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_start"])
+@gluon.jit(do_not_specialize_on_alignment=["row_start"])
 def hopper_fp8_wgrad_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK_K]
+    dout_scale_desc,  # [blocks of P, O], block [1, BLOCK_M]
     rows_desc,  # [C, P], block [BLOCK_N, BLOCK_K]
-    out_desc,  # [G, O, C], block [1, CHUNK, 128 bytes]
+    rows_scale_desc,  # [blocks of P, C], block [1, BLOCK_N]
+    out_desc,  # [G, O, C], block [1, CHUNK, PART]
     out,
-    dout_scale,  # [O, num_blocks]
-    rows_scale,  # [C, num_blocks]
     row_start,
-    num_blocks,
     PIPE: gl.constexpr,
 ):
     a = gl.allocate_shared_memory(dout_desc.dtype, [PIPE.stages] + dout_desc.block_shape, dout_desc.layout)  # noqa: RUF005
     b = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, BLOCK_M], plain)
-    b_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, BLOCK_N], plain)
-    chunks = gl.allocate_shared_memory(out_desc.dtype, [8] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
-    full = make_barriers(PIPE.stages, 1 + LANES)
+    a_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_M], dout_scale_desc.layout)
+    b_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_N], rows_scale_desc.layout)
+    chunks = gl.allocate_shared_memory(out_desc.dtype, [4 * PIPE.batch, 1, CHUNK, PART], out_desc.layout)
+    full = make_barriers(PIPE.stages, 1)
     ring = (a, b, a_scale, b_scale, full, make_barriers(PIPE.stages, 2), make_barriers(2, 1))
-    scales = (dout_scale, rows_scale, num_blocks)
     fence_async_shared()
     gl.warp_specialize(
         [
             (multiply, (out_desc, out, row_start, ring, chunks, 0, PIPE)),
             (multiply, (out_desc, out, row_start, ring, chunks, 1, PIPE)),
-            (load, ((dout_desc, rows_desc), scales, row_start, ring, PIPE)),
+            (load, ((dout_desc, dout_scale_desc, rows_desc, rows_scale_desc), row_start, ring, PIPE)),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
@@ -240,7 +288,7 @@ def launch_fp8_wgrad(
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """grouped_gemm_wgrad_fp8 of at least one block of tokens. options: of the pipeline."""
+    """grouped_gemm_wgrad_fp8 of at least one block of tokens. options: of the pipeline, for comparisons."""
     pipe, constants = _plan(*out.shape, out.dtype, accumulate, tuple(options.items()))
     num_sms = device_num_sms(out.device) if num_sms is None else num_sms
     grid = (min(pipe.num_tiles, num_sms),)
@@ -249,13 +297,12 @@ def launch_fp8_wgrad(
         grid,
         constants,
         dout,
+        dout_scale.t(),
         rows,
+        rows_scale.t(),
         out,
         out,
-        dout_scale,
-        rows_scale,
         row_start,
-        dout_scale.shape[1],
     )
 
 
@@ -264,11 +311,31 @@ def _plan(
     num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, accumulate: bool, options: tuple[Any, ...]
 ) -> tuple[Fp8WgradPipeline, Constants]:
     pipe = Fp8WgradPipeline(
-        num_groups=num_groups, out_rows=out_rows, columns=columns, accumulate=accumulate, **dict(options)
+        num_groups=num_groups,
+        out_rows=out_rows,
+        columns=columns,
+        accumulate=accumulate,
+        **{"batch": 4 if dtype.itemsize == 2 else 2, **dict(options)},
     )
     descriptors = {
         0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
-        1: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
-        2: describe([1, CHUNK.value, 128 // dtype.itemsize], dtype),
+        1: describe_scales(BLOCK_M.value),
+        2: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
+        3: describe_scales(BLOCK_N.value),
+        4: describe([1, CHUNK.value, PART.value], dtype),
     }
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+
+
+def describe_scales(features: int) -> Describe:
+    """Function from block-major scales [num_blocks, C] to their descriptor, for so many features of one block."""
+    block = [1, features]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+
+    def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
+        num_blocks, width = matrix.shape
+        return TensorDescriptor(
+            matrix, [num_blocks, width], [width, 1], block, layout
+        )  # a single block may have others
+
+    return describe_matrix

@@ -1,0 +1,127 @@
+"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. A script; test_act_quantize_emulator.py starts it.
+
+The arithmetic is Triton's, which the emulator has not. gate * up stands for the activation, and numpy's quantisers for
+those of the kernels: so what is checked is which numbers are computed with, and where results go.
+"""
+
+import gluon_emulator
+import torch
+
+gluon_emulator.install()
+
+import numpy as np  # noqa: E402
+import quantize_reference as reference  # noqa: E402
+from act_quantize_cases import Problem, named  # noqa: E402
+from quantize_cases import FORMATS, as_bytes, differences  # noqa: E402
+
+from symmoe.kernels.act_quantized import FEATURES  # noqa: E402
+from symmoe.kernels.activation import Activation  # noqa: E402
+from symmoe.kernels.formats import TILE  # noqa: E402
+from symmoe.kernels.gpu.hopper import dact_quantize  # noqa: E402
+
+NAMES = "float8_block", "float8_block_powers"
+# Groups without rows, of one, of a tile, of more; more tiles than a band of rows has; none at all.
+CASES = [((0, 140, 0, 1, 128), 256), ((1300, 5), 128), ((0, 0), 128)]
+
+
+def block_scales(bits, global_scale, kind):
+    """Of blocks whose largest |x| has these bits."""
+    assert global_scale == 1.0
+    finite = bits < 0x7F800000
+    scale = (bits.where(finite, 0).view(torch.float32) / 448).clamp(min=2.0**-126)
+    if kind == "power_of_two":
+        scale = torch.from_numpy(np.array([reference.power_of_two_above(s) for s in scale.numpy()], np.float32))
+    return scale.where(finite, torch.nan), 1.0 / scale
+
+
+def install_arithmetic():
+    dact_quantize.act_value = lambda gate, up, activation: gate * up
+    dact_quantize.act_slopes = lambda gate, up, activation: (up, gate)
+    dact_quantize.magnitude_bits = lambda x: x.contiguous().view(torch.int32) & 0x7FFFFFFF
+    dact_quantize.INFINITY_BITS = 0x7F800000
+    dact_quantize.block_scales = block_scales
+    dact_quantize.e4m3_code = lambda x: torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8))
+
+
+def operands_of(p, x, name, kind, *, columns):
+    """What is to be made of x [N, C]: data and scale, with the bytes that nobody writes."""
+    data, scale = p.operand(x.shape[1], name, columns=columns)
+    codes, scales = as_bytes(data), as_bytes(scale)
+    fields = {"element": "e4m3", "kind": kind, "block": TILE, "block_lines": 1, "amax": None}
+    start = first = 0
+    for length in p.splits:
+        rows = x[start : start + length]
+        if length and columns:
+            got, got_scales = reference.quantize_lines(reference.padded_columns(rows, None), **fields)
+            codes[:, first : first + got.shape[1]] = torch.from_numpy(got)
+            place = first // TILE * 4
+            scales[:, place : place + got_scales.shape[1]] = torch.from_numpy(got_scales)
+            first += got.shape[1]
+        elif length:
+            got, got_scales = reference.quantize_lines(rows, **fields)
+            codes[start : start + length] = torch.from_numpy(got)
+            scales[start : start + length] = torch.from_numpy(got_scales)
+        start += length
+    return codes, scales
+
+
+def expected_of(p, name):
+    n, block_format = p.num_rows, FORMATS[name]
+    gate, up = (half.float() for half in p.h[:n].chunk(2, dim=1))
+    da, factor = p.da[:n].float(), p.row_scale[:n, None]
+    ds = da * factor
+    dh = torch.cat([ds * up, ds * gate], dim=1).to(p.dtype).float().numpy()
+    a = ((gate * up) * factor).to(p.dtype).float().numpy()
+    products = (da * (gate * up)).view(n, p.ffn // FEATURES, FEATURES).double()
+    return named(
+        rows=operands_of(p, dh, name, block_format.scale, columns=False),
+        columns=operands_of(p, dh, name, block_format.scale, columns=True),
+        a_columns=operands_of(p, a, name, block_format.scale, columns=True),
+    ), products
+
+
+def results_of(p, name, num_sms):
+    hidden = p.h.shape[1]
+    rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
+    a_columns = p.operand(p.ffn, name, columns=True)
+    workspace = torch.full((p.ffn // FEATURES, len(p.h)), torch.nan)
+    inputs = p.da, p.h, p.row_scale, p.row_start, workspace, p.activation, FORMATS[name]
+    assert dact_quantize.takes_dact_quantize(p.da, p.h, p.activation, FORMATS[name])
+    dact_quantize.launch_dact_quantize(*inputs, rows, columns, a_columns, num_sms=num_sms)
+    assert workspace[:, p.num_rows :].isnan().all()
+    return named(rows=rows, columns=columns, a_columns=a_columns), workspace[:, : p.num_rows].t()
+
+
+def same_sums(found, products):
+    """Whether they are the products' sums, but for what another order of adding makes."""
+    expected = products.sum(dim=2)
+    is_near = (found - expected).abs() <= 1e-6 * products.abs().sum(dim=2)
+    return bool((is_near | (found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+def check(splits, ffn):
+    for name, dtype, num_sms in ((NAMES[0], torch.bfloat16, 2), (NAMES[1], torch.float16, 1)):
+        p = Problem(Activation(), ffn, dtype, splits)
+        (found, sums), (expected, products) = results_of(p, name, num_sms), expected_of(p, name)
+        assert differences(found, expected) == [], (splits, name, differences(found, expected))
+        assert same_sums(sums, products)
+
+
+def check_that_mistakes_are_noticed():
+    p = Problem(Activation(), 128, splits=(130,))
+    expected, products = expected_of(p, NAMES[0])
+    p.h = p.h.roll(128, dims=1)  # gates for ups
+    found, _ = results_of(p, NAMES[0], 2)
+    assert differences(found, expected) == ["rows data", "rows scale", "columns data", "columns scale"]
+    p.da[7] *= 1.02
+    _, sums = results_of(p, NAMES[0], 2)
+    assert not same_sums(sums, products)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    install_arithmetic()
+    for case in CASES:
+        check(*case)
+    check_that_mistakes_are_noticed()
+    print("all is well")

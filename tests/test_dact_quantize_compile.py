@@ -1,0 +1,179 @@
+"""Compiles dact_quantize for Hopper without a GPU, with the arguments of its launcher. See test_fp8_compile.py."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from test_act_quantize_compile import TYPE_NAMES, buffers, meta  # noqa: E402
+from test_gemm_compile import MAX_SHARED  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from symmoe.kernels.act_quantized import FLOAT8_BLOCK, dact_quantize_workspace_numel  # noqa: E402
+from symmoe.kernels.activation import Activation  # noqa: E402
+from symmoe.kernels.formats import BlockFormat  # noqa: E402
+from symmoe.kernels.gpu import act_quantized, gemm_act, hopper  # noqa: E402
+from symmoe.kernels.gpu.hopper import dact_quantize, launchers  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+N, G = 65536, 32
+POWERS = BlockFormat(element="e4m3", scale="power_of_two", block=128)
+LAYOUT, PAIRS, COPY = dact_quantize.LAYOUT, dact_quantize.PAIRS, dact_quantize.COPY
+STRAIGHT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+LIMITED = Activation(alpha=1.702, limit=7.0, offset=1.0)
+CASES = {  # activation, FFN width, dtype, format, most spilled bytes
+    "deepseek-like": (Activation(), 2048, BF16, FLOAT8_BLOCK, 0),
+    "mixtral-8x7b": (Activation(), 14336, BF16, FLOAT8_BLOCK, 0),
+    "powers": (Activation(), 768, BF16, POWERS, 16),
+    "fp16": (Activation(), 768, FP16, FLOAT8_BLOCK, 0),
+    "limited": (LIMITED, 2944, BF16, FLOAT8_BLOCK, 16),
+}
+
+
+def arguments(activation, ffn, dtype=BF16, num_rows=N):
+    """da, h, row_scale, row_start, dscale, workspace of dact_quantize."""
+    workspace = meta(dact_quantize_workspace_numel(num_rows, ffn, activation), dtype=FP32)
+    numbers = meta(num_rows, ffn, dtype=dtype), meta(num_rows, 2 * ffn, dtype=dtype)
+    return *numbers, meta(num_rows, dtype=FP32), meta(G + 1, dtype=torch.int32), meta(num_rows, dtype=FP32), workspace
+
+
+def operands(ffn, name="float8_block"):
+    return {
+        "rows": buffers(2 * ffn, name),
+        "columns": buffers(2 * ffn, name, columns=True),
+        "a_columns": buffers(ffn, name, columns=True),
+    }
+
+
+def compiled(launched, directory):
+    """PTX, SASS, registers and spilled bytes."""
+    ((kernel, constants, *args),) = launched
+    named, signature, constexprs, attributes = dict(constants.named), {}, {}, {}
+    values = [*args, *[None] * (len(kernel.params) - len(args))]
+    for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
+        if parameter.is_constexpr:
+            signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name)
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[i,] = [["tt.divisibility", 16]]
+        else:
+            assert parameter.do_not_specialize, parameter.name
+            signature[parameter.name] = "i32"
+    source = GluonASTSource(kernel, signature, constexprs, attributes)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=named)
+    programs = dact_quantize.PROGRAMS_PER_SM
+    assert programs * (result.metadata.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
+    ptx, cubin = directory / "kernel.ptx", directory / "kernel.cubin"
+    ptx.write_text(result.asm["ptx"])
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    registers, spilled = (int(re.search(what, log)[1]) for what in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
+    assert programs * registers * 32 * dact_quantize.NUM_WARPS <= 65536
+    return result.asm["ptx"], sass, spilled
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """The (kernel, constants, arguments) of launches, which do not happen; nothing comes from a cache."""
+    calls = []
+    monkeypatch.setattr(dact_quantize, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return calls
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_is_computed_once(launched, tmp_path, case):
+    activation, ffn, dtype, block_format, most_spilled = CASES[case]
+    buffers_of = operands(ffn, "float8_block")
+    inputs = arguments(activation, ffn, dtype)
+    launchers.launch_dact_quantize(*inputs[:4], inputs[5], activation, block_format, *buffers_of.values(), num_sms=132)
+    ptx, sass, spilled = compiled(launched, tmp_path)
+    assert spilled <= most_spilled
+    numbers = dact_quantize.TILE.value**2 // (32 * dact_quantize.NUM_WARPS)  # of a thread and a matrix
+    assert ptx.count("ex2.approx.ftz.f32") == numbers
+    assert set(re.findall(r"\S+\.ftz\S*", ptx)) == {"ex2.approx.ftz.f32"}  # of the sigmoid
+    assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 5 * numbers // 2  # dh in both ways, a in one
+    assert ("div.rn.f32" in ptx) == (block_format.scale == "fp32")  # powers of two need no division
+    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10, %r\d+;", ptx)
+    assert (
+        len(copies) == 2 * 3 * numbers // 8
+    )  # of 16 bytes, with zeros past a group's end: the first tile, the next one
+    widths = {int(vector or 1) * int(bits) for vector, bits in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)}
+    assert widths == {32, 64, 128}  # scales and sums, codes of rows, codes of columns
+    if dtype == BF16:
+        assert not re.search(r"\bF2F\b", sass)  # a quarter as fast as conversions in pairs
+    assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
+
+
+def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+    @gluon.jit
+    def kernel(out):
+        shared: gl.constexpr = gl.shared_memory_descriptor_type(gl.bfloat16, [128, 128], LAYOUT, [128, 128])
+        straight: gl.constexpr = gl.shared_memory_descriptor_type(gl.bfloat16, [128, 128], STRAIGHT, [128, 128])
+        gl.static_assert(gl.bank_conflicts(gl.distributed_type(gl.bfloat16, [128, 128], PAIRS), shared) == 0)
+        gl.static_assert(gl.bank_conflicts(gl.distributed_type(gl.bfloat16, [128, 128], COPY), shared) == 0)
+        gl.static_assert(gl.bank_conflicts(gl.distributed_type(gl.bfloat16, [128, 128], PAIRS), straight) > 0)
+
+    source = GluonASTSource(kernel, {"out": "*bf16"}, {}, {})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+
+
+def test_rows_have_no_bank_conflicts():
+    """By hand, as Triton does not count them in a part of a matrix: 8 lanes read 16 bytes each, from all 32 banks."""
+    lanes, registers = dact_quantize.ROWS.value.lane_bases, dact_quantize.ROWS.value.reg_bases
+    vec, per_phase, max_phase = (
+        getattr(dact_quantize.LAYOUT.value, name) for name in ("vec", "per_phase", "max_phase")
+    )
+    assert registers[:3] == [[0, 1], [0, 2], [0, 4]]
+
+    def banks(row, column):
+        piece = column // vec ^ row // per_phase % max_phase
+        byte = 2 * (128 * row + piece * vec + column % vec)
+        return {byte // 4 % 32 + i for i in range(4)}
+
+    for first in range(0, 32, 8):
+        used = set()
+        for lane in range(first, first + 8):
+            row, column = (sum(base[i] for bit, base in enumerate(lanes) if lane >> bit & 1) for i in range(2))
+            used |= banks(row, column)
+        assert len(used) == 32
+
+
+def test_what_is_launched(monkeypatch):
+    """This kernel where it fits and all operands are wanted, and Triton's elsewhere."""
+    names = []
+    for module in (dact_quantize, act_quantized, gemm_act):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_: names.append(kernel.kernel.__name__))
+    monkeypatch.setattr(dact_quantize, "device_num_sms", lambda _: 132)
+    monkeypatch.setattr(hopper, "kernels", lambda *_: launchers)
+
+    def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, **changes):
+        names.clear()
+        name = "float8_block" if block_format.block == 128 else "mxfp8"
+        wanted = {**operands(ffn, name), **changes}
+        act_quantized.dact_quantize(*arguments(activation, ffn), activation, block_format, **wanted)
+        assert names[1] == "sum_dscale_kernel"
+        return names[0]
+
+    special, general = "hopper_dact_quantize_kernel", "dact_quantize_kernel"
+    assert launched_for(Activation(), 256) == special
+    assert launched_for(LIMITED, 256, POWERS) == special
+    assert launched_for(Activation(), 256, rows=None) == general
+    assert launched_for(Activation(), 256, a_columns=None) == general
+    assert launched_for(Activation(interleave=32), 256) == general
+    mxfp8 = BlockFormat(element="e4m3", scale="e8m0", block=32)
+    assert launched_for(Activation(), 256, mxfp8) == general
+    monkeypatch.setattr(hopper, "kernels", lambda *_: None)
+    assert launched_for(Activation(), 256) == general
