@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from symmoe.moe.bias import balance_after, balance_step
     from symmoe.moe.config import MoEConfig
+    from symmoe.moe.constant_weights import constant_weights
     from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
     from symmoe.moe.grouped_linear import GroupedLinear
     from symmoe.moe.grouped_mlp import GroupedMLP
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from symmoe.moe.memory import MemoryPlan, plan_memory
     from symmoe.moe.metrics import LayerRecord, MetricsLogger
     from symmoe.moe.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
+    from symmoe.moe.precision_choice import choose_precision
     from symmoe.moe.replay import balanced_routing, record_routing, replay_routing
     from symmoe.moe.router import Router
     from symmoe.moe.sequential import Sequential
@@ -60,8 +62,10 @@ _HOME = {
     "balance_after": "symmoe.moe.bias",
     "balance_step": "symmoe.moe.bias",
     "balanced_routing": "symmoe.moe.replay",
+    "choose_precision": "symmoe.moe.precision_choice",
     "clip_grad_norm": "symmoe.moe.gradients",
     "combine_tokens": "symmoe.combine.tokens",
+    "constant_weights": "symmoe.moe.constant_weights",
     "copy_data_ptrs_to_device": "symmoe.moe.pointers",
     "copy_host_to_device": "symmoe.moe.pointers",
     "deinterleave_gate_up": "symmoe.moe.activations",
@@ -99,8 +103,10 @@ __all__ = [
     "balance_after",
     "balance_step",
     "balanced_routing",
+    "choose_precision",
     "clip_grad_norm",
     "combine_tokens",
+    "constant_weights",
     "copy_data_ptrs_to_device",
     "copy_host_to_device",
     "deinterleave_gate_up",

@@ -29,7 +29,8 @@ VARIANTS = {
     "variants": EAGER
     | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "public parts"}
     | {"packed", "expert-major", "serial packed", "serial expert-major"},
-    "precision": {"static", "float8-block", "float8-block, wire", "float8-rowwise, wire"},
+    "precision": {"static", "float8-block", "float8-block, wire", "float8-rowwise, wire"}
+    | {"float8-block, wire, constant weights", "float8-auto"},
     "plan": CAPACITIES,
     "dispatch": {f"{layout}{numbers}" for layout in ("packed", "expert-major") for numbers in ("", ", float8-block")},
     "combine": {"order=rank", "order=slot"},
@@ -102,6 +103,10 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
     # E4M3, and the scale of one block: 20 bytes, in whole 16.
     quantized = [by_name["precision", "float8-block, wire", d]["wire_bytes"] for d in ("forward", "backward")]
     assert quantized == [24 * 32 + rank] * 2
+    # No FP8 is expected to be faster on a CPU.
+    taken = {v: by_name["precision", v, "forward"]["precision"] for v in ("float8-auto", "float8-block, wire")}
+    assert taken == {"float8-auto": "bf16", "float8-block, wire": "Float8Block(power_of_two=False)"}
+    assert by_name["precision", "float8-auto", "forward"]["wire_bytes"] == both_ways
 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:

@@ -7,7 +7,8 @@ FLOPs are 6 T H I K forward and twice that backward, of the mean rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from symmoe.combine.tokens import combine_tokens
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.tokens import dispatch_tokens
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.constant_weights import constant_weights
 from symmoe.moe.fused import expert_parallel_mlp
 from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.moe.precision_choice import AUTO, choose_precision
 from symmoe.precision.recipes import Float8Block, Float8Rowwise, Recipe
 
 PartsOf = Callable[[Problem, Run, GroupedMLP], Forward]
@@ -45,6 +48,8 @@ class Choice:
         options: keyword arguments of expert_parallel_mlp, which are fields of MoEConfig too.
         precision: of the experts.
         max_error: relative, of its results.
+        picks_precision: it computes in full where that is expected to be faster.
+        constant_weights: they are quantised once, before what is timed.
     """
 
     static: bool = True
@@ -52,6 +57,19 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
     precision: Recipe | None = None
     max_error: float = MAX_ERROR
+    picks_precision: bool = False
+    constant_weights: bool = False
+
+    def picked(self, problem: Problem) -> Choice:
+        """With its precision chosen, if it picks one."""
+        if not self.picks_precision:
+            return self
+        case = problem.case
+        numbers = {"num_ranks": problem.num_ranks, "num_tokens": case.num_tokens}
+        config = choose_precision(self.config(case.shape), **numbers, device=problem.device)
+        options = {**self.options, "quantized_wire": config.quantized_wire}
+        max_error = MAX_ERROR if config.precision is None else self.max_error
+        return replace(self, precision=config.precision, options=options, max_error=max_error)
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
         """Of the layer that does the same."""
@@ -95,6 +113,10 @@ PRECISION = {
     "float8-block": Choice(precision=Float8Block(), max_error=_E4M3_ERROR),
     "float8-block, wire": Choice(precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR),
     "float8-block, wire, graph": Choice(captured=True, precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR),
+    "float8-block, wire, constant weights": Choice(
+        precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR, constant_weights=True
+    ),
+    AUTO: Choice(precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR, picks_precision=True),
     "float8-rowwise, wire": Choice(precision=Float8Rowwise(), options=_WIRE, max_error=_E4M3_ERROR),
 }
 
@@ -117,12 +139,27 @@ def bench_precision(problem: Problem, run: Run) -> list[Record]:
 def _bench(
     suite: str, problem: Problem, run: Run, choices: Mapping[str, Choice], parts: Mapping[str, PartsOf]
 ) -> list[Record]:
+    choices = {name: choice.picked(problem) for name, choice in choices.items()}
+    with ExitStack() as blocks:
+        return _bench_choices(suite, problem, run, choices, parts, blocks)
+
+
+def _bench_choices(
+    suite: str,
+    problem: Problem,
+    run: Run,
+    choices: Mapping[str, Choice],
+    parts: Mapping[str, PartsOf],
+    blocks: ExitStack,
+) -> list[Record]:
     reference, ours = Reference(problem), []
     for name, choice in choices.items():
         if choice.captured and problem.device.type != "cuda":
             continue  # there are no graphs on CPUs
         make = captured_step if choice.captured else eager_step
         experts = make_experts(problem, choice.precision)
+        if choice.constant_weights:
+            blocks.enter_context(constant_weights(experts))
         forward, inputs = _fused(problem, run, experts, choice), _inputs(problem, experts)
         ours.append(make(name, problem, reference, forward, inputs, choice.max_error))
     for name, of_parts in parts.items():
@@ -136,8 +173,10 @@ def _bench(
             flops = (1 + column) * problem.case.forward_flops
             figures: Record = {"tflops": tflops(flops, taken[:, column]), "error": errors[name]}
             if name not in (CEILING, STOCK):
-                moved = _wire_bytes(problem, run, choices.get(name, Choice()), direction)
+                choice = choices.get(name, Choice())
+                moved = _wire_bytes(problem, run, choice, direction)
                 figures |= {
+                    "precision": "bf16" if choice.precision is None else str(choice.precision),
                     "ceiling_tflops": tflops(flops, times[CEILING][:, column]),
                     "stock_tflops": tflops(flops, times[STOCK][:, column]),
                     "stock_ms": median_ms(times[STOCK][:, column]),

@@ -88,8 +88,9 @@ def expert_parallel_mlp(
 
     Raises:
         ArgumentError: rows are to travel quantised, and the experts' precision is not one of E4M3 numbers; on every
-            rank.
+            rank. Or a weight has changed inside constant_weights, likewise.
     """
+    plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
     layout = received_layout(layout, experts.ffn, experts.precision)
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
     weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())

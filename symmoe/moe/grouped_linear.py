@@ -24,6 +24,7 @@ from symmoe.moe import weight_grad
 from symmoe.moe.adjacent import addresses, lay_side_by_side
 from symmoe.moe.arguments import gradient_buffer, kernel_rows, result_buffers_problem, rows_problem, scale_problem
 from symmoe.moe.gradients import mark_expert
+from symmoe.moe.held_weight import HeldWeight
 from symmoe.moe.low_rank import low_rank
 from symmoe.moe.products import NOTHING, products_of, weight_gradient
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
@@ -94,6 +95,7 @@ class GroupedLinear(nn.Module):
         self.precision_name = str(precision)  # equal where precisions are, for torch.compile to compare
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
         self.is_packed = weights == "packed"
+        self.held_weight: HeldWeight | None = None  # symmoe.constant_weights sets it
         self._init_method = init_method
         self._delayed: deque[Callable[[], None]] = deque()
         self._after_backward_dw: list[Callable[[], object]] = []
@@ -122,6 +124,10 @@ class GroupedLinear(nn.Module):
     def weight_parameters(self) -> tuple[torch.Tensor, ...]:
         """The one packed weight, or the G discrete ones; of a DTensor this rank's part, differentiable."""
         return (local_part(self.weight),) if self.is_packed else self._discrete_weights()
+
+    def held_problem(self) -> ArgumentError | None:
+        """What keeps a forward pass from the weights as symmoe.constant_weights has them, or None."""
+        return None if self.held_weight is None else self.held_weight.problem()
 
     def adapters(self) -> tuple[torch.Tensor, ...]:
         """What a subclass adds to W x: A [G, r, C] and B [G, O, r] of B (A x), differentiable; none here."""
@@ -314,7 +320,7 @@ def linear_problem(
     bias_scale: torch.Tensor | None,
 ) -> Exception | None:
     """What is wrong with the arguments of a forward pass, or None. Looks at no device memory."""
-    error = rows_problem("x", x, linear) or stale_problem("x", x)
+    error = rows_problem("x", x, linear) or stale_problem("x", x) or linear.held_problem()
     if error is None:
         error = splits_problem(splits, num_groups=linear.num_groups, rows=x, num_rows=x.numel() // linear.in_features)
     if error is None and bias_scale is not None:
@@ -360,7 +366,7 @@ class _GroupedLinear(Function):
         bias_scale = None if bias_scale is None else bias_scale.contiguous()
         shape = (*x.shape[:-1], linear.out_features)
         y = x.new_empty(shape) if call.out is None else call.out
-        products = products_of(linear.precision, weights, trains_rows=call.trains_x)
+        products = products_of(linear.precision, weights, trains_rows=call.trains_x, held=linear.held_weight)
         products.forward(
             x.view(-1, linear.in_features),
             call.row_start,

@@ -243,7 +243,7 @@ def expert_weights(
             raise ArgumentError(f"adapters need precision None; {fc1} computes in {fc1.precision}")
         packed1, packed2 = packed_weight(weights1), packed_weight(weights2)
         packed = (packed1, biases[0], packed2, biases[1], activation.activation)
-        return QuantizedWeights(*packed, fc1.precision, trains, wire)
+        return QuantizedWeights(*packed, fc1.precision, trains, wire, (fc1.held_weight, fc2.held_weight))
     w1, w2 = kernel_weights(weights1, weights2)
     weights = (w1, biases[0], w2, biases[1], activation.activation)
     if not adapters:
@@ -279,6 +279,7 @@ def _problem(
     grad_input_out: torch.Tensor | None,
 ) -> Exception | None:
     error = rows_problem("rows", x, fc1) or width_problem(fc2, x) or stale_problem("rows", x)
+    error = error or fc1.held_problem() or fc2.held_problem()
     if error is None:
         num_rows = math.prod(x.shape[:-1])
         error = splits_problem(splits, num_groups=fc1.num_groups, rows=x, num_rows=num_rows)

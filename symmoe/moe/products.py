@@ -16,6 +16,7 @@ from symmoe.kernels.operands import given
 from symmoe.kernels.table import TensorTable
 from symmoe.moe import low_precision
 from symmoe.moe.adjacent import in_one_piece
+from symmoe.moe.held_weight import HeldWeight, weight_operands
 from symmoe.moe.low_precision import LowPrecision, packed_weight, product
 from symmoe.moe.pointers import copy_data_ptrs_to_device
 from symmoe.moe.weight_grad import packed_shape
@@ -51,13 +52,19 @@ class Products(Protocol):
 
 
 def products_of(
-    recipe: Recipe | None, weights: Sequence[torch.Tensor], kept: Kept = NOTHING, *, trains_rows: bool = False
+    recipe: Recipe | None,
+    weights: Sequence[torch.Tensor],
+    kept: Kept = NOTHING,
+    *,
+    trains_rows: bool = False,
+    held: HeldWeight | None = None,
 ) -> Products:
     """Of weights in the working dtype, packed [G, O, C] or G single ones.
 
     kept: in backward, what forward has kept. trains_rows: in forward, whether backward will ask for their gradient.
+    held: in forward, the weight as a recipe has quantised it.
     """
-    return WorkingPrecision(weights) if recipe is None else Quantizing(recipe, weights, kept, trains_rows)
+    return WorkingPrecision(weights) if recipe is None else Quantizing(recipe, weights, kept, trains_rows, held)
 
 
 class WorkingPrecision:
@@ -94,9 +101,16 @@ class WorkingPrecision:
 class Quantizing:
     """Products of quantised numbers (moe/low_precision.py)."""
 
-    def __init__(self, recipe: Recipe, weights: Sequence[torch.Tensor], kept: Kept, trains_rows: bool) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        weights: Sequence[torch.Tensor],
+        kept: Kept,
+        trains_rows: bool,
+        held: HeldWeight | None,
+    ) -> None:
         self._numbers, self._weights, self._kept = LowPrecision(recipe), weights, kept
-        self._trains_rows = trains_rows
+        self._trains_rows, self._held = trains_rows, held
 
     def forward(
         self,
@@ -110,10 +124,8 @@ class Quantizing:
     ) -> None:
         """See Products."""
         left, weight = self._numbers.rows(rows, row_start), packed_weight(self._weights)
-        if self._trains_rows:
-            right, self._kept = self._numbers.weight_pair(weight)
-        else:
-            right = self._numbers.weight(weight)
+        right, transposed = weight_operands(self._numbers, weight, transposed=self._trains_rows, held=self._held)
+        self._kept = NOTHING if transposed is None else transposed
         product(left, right, row_start, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
 
     def kept(self) -> Kept:

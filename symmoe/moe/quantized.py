@@ -23,6 +23,7 @@ from symmoe.dispatch.wire import WireFormat
 from symmoe.kernels.parts import Part
 from symmoe.kernels.table import TensorTable
 from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
+from symmoe.moe.held_weight import HeldWeight, weight_operands
 from symmoe.moe.low_precision import LowPrecision, product, weight_gradient
 from symmoe.moe.quantized_activation import first_layer, hidden_gradients
 from symmoe.precision.operands import multiply, operand
@@ -48,6 +49,7 @@ class QuantizedWeights(ExpertWeights):
         recipe: of all products.
         needs_transposed: whether backward will need W1 for dgrad, and whether it will need W2.
         wire: what rows and gradients arrive as.
+        held: W1 and W2 as operands that several calls share; None: this call makes its own.
     """
 
     w1: torch.Tensor
@@ -55,6 +57,7 @@ class QuantizedWeights(ExpertWeights):
     recipe: Recipe
     needs_transposed: tuple[bool, bool]
     wire: Wire
+    held: tuple[HeldWeight | None, HeldWeight | None] = (None, None)
 
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
@@ -69,8 +72,8 @@ class QuantizedWeights(ExpertWeights):
         else:
             rows = operand(self.wire.rows.quantized(x.rows, x.row_start, x.row_index))
         (w1, transposed1), (w2, transposed2) = (
-            numbers.weight_pair(weight) if is_needed else (numbers.weight(weight), None)
-            for weight, is_needed in zip((self.w1, self.w2), self.needs_transposed, strict=True)
+            weight_operands(numbers, weight, transposed=is_needed, held=held)
+            for weight, is_needed, held in zip((self.w1, self.w2), self.needs_transposed, self.held, strict=True)
         )
         a = first_layer(numbers, rows, w1, x.row_start, h, x.scale, self.activation, self.b1)
         return Hidden.with_weights(h, transposed1, transposed2), (a, w2)
@@ -148,15 +151,20 @@ class QuantizedBackward(ExpertsBackward):
         """See ExpertsBackward; `out` is packed."""
         self._inputs.check()
         x, wire = self._x, self._weights.wire.rows
-        rows = x.rows if wire is None else wire.decode(x.rows, self._dtype)
-        right = self._numbers.columns(rows, x.row_start, x.row_index)
+        if wire is None:
+            right = self._numbers.columns(x.rows, x.row_start, x.row_index)
+        else:
+            right = operand(wire.columns(x.rows, x.row_start, self._dtype, x.row_index))
         weight_gradient(self._gradients.columns(), right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """See ExpertsBackward; `out` is packed."""
         self._inputs.check()
-        x = self._x
-        left = self._numbers.gradient_columns(self._output_gradients(), x.row_start, x.row_index)
+        x, wire = self._x, self._weights.wire.gradients
+        if wire is None:
+            left = self._numbers.gradient_columns(self._received_gradients(), x.row_start, x.row_index)
+        else:
+            left = operand(wire.columns(self._received_gradients(), x.row_start, self._dtype, x.row_index))
         right = self._gradients.activation_columns()
         weight_gradient(left, right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
 

@@ -1,0 +1,423 @@
+"""constant_weights: the bits of calls without it, one quantisation per block, no stale weight, nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from test_layer import flat, tokens_of
+from test_low_precision import every_recipe
+from test_low_precision_layer import Watching, config_for, count_calls
+from torch.utils.checkpoint import checkpoint
+from worker import Findings, open_heap
+
+from symmoe import GroupedLinear, GroupedMLP, MoELayer, ScaledSwiGLU, Sequential, add_lora, constant_weights
+from symmoe.errors import ArgumentError
+from symmoe.moe import held_weight
+from symmoe.precision import MXFP8, Float8Block
+
+SPLITS = torch.tensor([5, 0, 11], dtype=torch.int32)
+KERNELS = ("quantize_weights", "quantize_weight_pairs")
+MICRO_BATCHES = 3
+
+
+def batches(width: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(16, width, generator=generator).to(dtype) for _ in range(MICRO_BATCHES)]
+
+
+def linear(x: torch.Tensor, layer: GroupedLinear) -> torch.Tensor:
+    return layer(x, SPLITS)
+
+
+def experts(x: torch.Tensor, layer: GroupedMLP) -> torch.Tensor:
+    return layer(x, SPLITS, x.detach()[:, 0].float())
+
+
+def three(x: torch.Tensor, layer: Sequential) -> torch.Tensor:
+    return layer(x, SPLITS, x.detach()[:, 0].float(), SPLITS)
+
+
+def recomputed(x: torch.Tensor, layer: GroupedMLP) -> torch.Tensor:
+    return checkpoint(experts, x, layer, use_reentrant=False)
+
+
+def autocast(x: torch.Tensor, layer: GroupedMLP) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return experts(x, layer)
+
+
+def made(kind: str, recipe, **options) -> tuple[torch.nn.Module, Callable, int]:
+    """A module, how it is called, and how many weights it has."""
+    torch.manual_seed(1)
+    options = {"precision": recipe, "dtype": torch.bfloat16, **options}
+    if kind == "linear":
+        return GroupedLinear(3, 64, 96, **options), linear, 1
+    if kind == "three":
+        fc1, fc2 = GroupedLinear(3, 64, 64, **options), GroupedLinear(3, 32, 64, **options)
+        return Sequential(fc1, ScaledSwiGLU(), fc2), three, 2
+    if kind == "autocast":
+        options["dtype"] = torch.float32
+    call = {"mlp": experts, "recomputed": recomputed, "autocast": autocast}[kind]
+    return GroupedMLP(3, 64, 32, **options), call, 2
+
+
+def accumulate(module: torch.nn.Module, call: Callable, block=nullcontext) -> dict[str, torch.Tensor]:
+    """What several micro-batches give, and the gradients that they have added up."""
+    found = {}
+    dtype = next(module.parameters()).dtype
+    with block():
+        for i, x in enumerate(batches(dtype=dtype)):
+            x.requires_grad_()
+            y = call(x, module)
+            y.float().square().sum().backward()
+            found |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
+    found |= {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@every_recipe
+@pytest.mark.parametrize("kind", ["linear", "three", "mlp", "recomputed", "autocast"])
+def test_the_bits_of_calls_without_it(monkeypatch, kind: str, recipe):
+    module, call, num_weights = made(kind, recipe)
+    counts = count_calls(monkeypatch, *KERNELS)
+    want = accumulate(module, call)
+    once = sum(counts.values())
+    # Each weight once per micro-batch; twice where forward runs again.
+    assert once == MICRO_BATCHES * num_weights * (2 if kind == "recomputed" else 1)
+    counts.update(dict.fromkeys(counts, 0))
+    found = accumulate(module, call, lambda: constant_weights(module))
+    assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (0, num_weights)
+    assert_same(found, want)
+    accumulate(module, call)  # outside, each call makes its own again
+    assert sum(counts.values()) == once + num_weights
+
+
+@pytest.mark.parametrize("options", [{"weights": "discrete"}, {"delay_wgrad": True}, {"bias": True}], ids=str)
+def test_ways_to_hold_weights(monkeypatch, options):
+    module, call, num_weights = made("mlp", Float8Block(), **options)
+
+    def run(block) -> dict[str, torch.Tensor]:
+        found = accumulate(module, call, block)
+        if not module.fc1.delay_wgrad:
+            return found
+        for _ in range(MICRO_BATCHES):
+            module.backward_dw()
+        found |= {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+        module.zero_grad()
+        return found
+
+    want = run(nullcontext)
+    counts = count_calls(monkeypatch, *KERNELS)
+    assert_same(run(lambda: constant_weights(module)), want)
+    assert sum(counts.values()) == num_weights
+
+
+def test_calls_without_gradients_make_forward_operands_alone(monkeypatch):
+    module, call, num_weights = made("mlp", Float8Block())
+    counts = count_calls(monkeypatch, *KERNELS)
+    with constant_weights(module):
+        with torch.no_grad():
+            want = [call(x, module) for x in batches()]
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, 0)
+        y = call(batches()[0].requires_grad_(), module)
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, num_weights)
+        with torch.no_grad():
+            again = call(batches()[0], module)
+        assert torch.equal(y, want[0])
+        assert torch.equal(again, want[0])
+        assert (counts["quantize_weights"], counts["quantize_weight_pairs"]) == (num_weights, num_weights)
+
+
+def test_two_dtypes_are_held_side_by_side(monkeypatch):
+    module, _, num_weights = made("autocast", Float8Block())
+    counts = count_calls(monkeypatch, *KERNELS)
+    x = batches(dtype=torch.float32)[0]
+    want = [call(x, module).detach() for call in (experts, autocast)]
+    counts.update(dict.fromkeys(counts, 0))
+    with constant_weights(module):
+        found = [call(x, module).detach() for call in (experts, autocast, experts, autocast)]
+    assert sum(counts.values()) == 2 * num_weights
+    assert all(map(torch.equal, found, want * 2))
+    assert want[0].dtype != want[1].dtype
+
+
+def test_backward_after_the_block_takes_what_forward_has_kept(monkeypatch):
+    module, call, _ = made("mlp", Float8Block())
+    want = accumulate(module, call)
+    counts = count_calls(monkeypatch, *KERNELS)
+    found, ys = {}, []
+    with constant_weights(module):
+        xs = [x.requires_grad_() for x in batches()]
+        ys = [call(x, module) for x in xs]
+    before = sum(counts.values())
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        y.float().square().sum().backward()
+        found |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
+    found |= {name: parameter.grad for name, parameter in module.named_parameters()}
+    assert sum(counts.values()) == before
+    assert_same(found, want)
+
+
+# -- stale weights ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_inside_is_found():
+    """In the next forward pass, which says both versions; after the block all is well."""
+    module, call, _ = made("mlp", Float8Block())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    x = batches()[0]
+    with constant_weights(module):
+        call(x, module).float().square().sum().backward()
+        version = module.fc1.weight._version
+        optimizer.step()
+        text = rf"weight .* is at version {module.fc1.weight._version}, and was at version {version} when"
+        with pytest.raises(ArgumentError, match=text):
+            call(x, module)
+        with pytest.raises(ArgumentError, match=text):
+            call(x, module)
+    fresh = copy.deepcopy(module)
+    assert torch.equal(call(x, module), call(x, fresh))
+
+
+@pytest.mark.parametrize("weights", ["packed", "discrete"])
+@pytest.mark.parametrize("kind", ["linear", "three", "mlp"])
+def test_any_layer_that_was_written_to(kind: str, weights: str):
+    for number in range(1 if kind == "linear" else 2):
+        module, call, _ = made(kind, Float8Block(), weights=weights)
+        layer = [layer for layer in module.modules() if isinstance(layer, GroupedLinear)][number]
+        with constant_weights(module):
+            call(batches()[0], module)
+            with torch.no_grad():
+                layer.weight_parameters()[-1].mul_(2)
+            with pytest.raises(ArgumentError, match="it has been written to inside constant_weights"):
+                call(batches()[0], module)
+
+
+def test_steps_between_blocks_are_seen():
+    module, call, _ = made("mlp", Float8Block())
+    x, results = batches()[0], []
+    for _ in range(2):
+        with constant_weights(module):
+            results.append(call(x, module).detach())
+        with torch.no_grad():
+            module.fc1.weight.mul_(-1)
+    assert not torch.equal(*results)
+    with torch.no_grad():
+        module.fc1.weight.mul_(-1)
+    assert torch.equal(results[1], call(x, module))
+
+
+def test_writes_that_autograd_does_not_see_are_not_found():
+    """As documented: the old numbers, until the block is left."""
+    module, call, _ = made("mlp", Float8Block())
+    x = batches()[0]
+    with constant_weights(module):
+        old = call(x, module)
+        module.fc1.weight.data.copy_(-module.fc1.weight.data)
+        assert torch.equal(call(x, module), old)
+    assert not torch.equal(call(x, module), old)
+
+
+# -- the block --------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_leaves_the_block():
+    module, call, _ = made("mlp", Float8Block())
+    with pytest.raises(ArgumentError, match="rows"), constant_weights(module):
+        call(batches(width=32)[0], module)
+    assert module.fc1.held_weight is module.fc2.held_weight is None
+    with torch.no_grad():
+        module.fc1.weight.mul_(2)
+    call(batches()[0], module)
+
+
+def test_inner_blocks_leave_the_outer_one(monkeypatch):
+    module, call, num_weights = made("mlp", Float8Block())
+    counts = count_calls(monkeypatch, *KERNELS)
+    with constant_weights(module):
+        for _ in range(2):
+            with constant_weights(module.fc1):
+                call(batches()[0], module)
+        call(batches()[0], module)
+    assert sum(counts.values()) == num_weights
+
+
+def test_layers_in_full_precision_are_left_alone():
+    module, call, _ = made("mlp", None)
+    want = accumulate(module, call)
+    assert_same(accumulate(module, call, lambda: constant_weights(module)), want)
+    add_lora(module, rank=8, alpha=8)
+    with constant_weights(module):
+        assert module.fc1.held_weight is None
+        call(batches()[0], module)
+    with (
+        pytest.raises(ArgumentError, match=r"module \(Linear\) has no GroupedLinear"),
+        constant_weights(torch.nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def test_copies_hold_nothing():
+    module, call, _ = made("mlp", Float8Block())
+    x = batches()[0]
+    with constant_weights(module):
+        want = call(x, module)
+        buffer = io.BytesIO()
+        torch.save(module, buffer)
+        buffer.seek(0)
+        copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)
+    for other in copies:
+        assert other.fc1.held_weight is None
+        assert torch.equal(call(x, other), want)
+    assert module.state_dict().keys() == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"} - {"fc1.bias", "fc2.bias"}
+
+
+def live_bytes(dtype: torch.dtype) -> int:
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == dtype]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_bytes_held():
+    """Two bytes of E4M3 for a parameter however many calls wait; nothing after the block and the backward passes."""
+    module, call, _ = made("mlp", Float8Block())
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    before = live_bytes(torch.float8_e4m3fn)
+    with constant_weights(module):
+        ys = [call(x.requires_grad_(), module) for x in batches()]
+        assert live_bytes(torch.float8_e4m3fn) - before == 2 * num_parameters
+    assert live_bytes(torch.float8_e4m3fn) - before == num_parameters  # backward's, which the calls share
+    del ys
+    assert live_bytes(torch.float8_e4m3fn) == before
+
+
+def test_a_call_of_another_graph_is_refused(monkeypatch):
+    """As if streams were capturing: 0 is none."""
+    module, call, _ = made("mlp", Float8Block())
+    capture = 0
+    monkeypatch.setattr(held_weight, "capture_id", lambda device: capture)
+    x = batches()[0]
+    with constant_weights(module):
+        call(x, module)
+        capture = 7
+        with pytest.raises(ArgumentError, match="entered outside of a capture, and this call is inside the capture of"):
+            call(x, module)
+        capture = 0
+        call(x, module)
+    capture = 7
+    with constant_weights(module):
+        call(x, module)
+        capture = 8
+        with pytest.raises(ArgumentError, match="entered inside the capture of CUDA graph 7, and this call is inside"):
+            call(x, module)
+
+
+def test_recomputing_in_another_graph_makes_its_own(monkeypatch):
+    """A backward pass has no error to give that would be in time: it takes no memory of another graph."""
+    module, _, _ = made("linear", Float8Block())
+    capture = 0
+    monkeypatch.setattr(held_weight, "capture_id", lambda device: capture)
+    numbers = held_weight.LowPrecision(Float8Block())
+    with constant_weights(module):
+        held = module.held_weight
+        first = held.operands(numbers, module.weight, transposed=True)
+        assert held.operands(numbers, module.weight, transposed=True)[0].data is first[0].data
+        capture = 7
+        other = held.operands(numbers, module.weight, transposed=True)
+        assert other[0].data is not first[0].data
+        assert torch.equal(other[1].data.view(torch.uint8), first[1].data.view(torch.uint8))
+        capture = 0
+    assert held.operands(numbers, module.weight, transposed=True)[0].data is not first[0].data
+
+
+# -- expert parallelism -----------------------------------------------------------------------------------------------
+
+
+def run_layer(layer: MoELayer, rank: int, block) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """What several micro-batches give, and how often a weight was quantised."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch, block:
+        counts = count_calls(patch, *KERNELS)
+        for i in range(MICRO_BATCHES):
+            x = tokens_of(rank, 20, layer.config.hidden, salt=i).bfloat16().requires_grad_()
+            y, _ = layer(x)
+            y.float().square().sum().backward()
+            found += [y.detach(), x.grad]
+    found += [parameter.grad for parameter in layer.parameters()]
+    layer.zero_grad()
+    return found, counts
+
+
+def check_layer(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
+    """A MoELayer: the same bits with every stash; a weight that one rank writes to raises on all, and all go on."""
+    findings = Findings()
+    with open_heap("cpu") as heap:
+        for stash in ("all", "rows", "hidden", "none"):
+            findings.where = f"rank {rank}, {recipe}, {wire}, {stash}"
+            torch.manual_seed(rank)
+            layer = MoELayer(config_for(num_ranks, stash=stash, precision=recipe, quantized_wire=wire), heap)
+            want, counts = run_layer(layer, rank, nullcontext())
+            found, counts_in_block = run_layer(layer, rank, constant_weights(layer))
+            for number, tensors in enumerate(zip(found, want, strict=True)):
+                findings.check(torch.equal(*tensors), f"tensor {number} has other bits")
+            recomputes = stash in ("rows", "none")
+            findings.equal("without", sum(counts.values()), MICRO_BATCHES * 2 * (1 + recomputes))
+            # Where forward keeps nothing for backward: once in forward, once in backward for both directions.
+            once = {"quantize_weights": 2 * recomputes, "quantize_weight_pairs": 2}
+            findings.equal("quantisations", counts_in_block, once)
+
+        x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
+        with constant_weights(layer):
+            want, _ = layer(x)
+            if rank == num_ranks - 1:
+                with torch.no_grad():
+                    layer.experts.fc2.weight.add_(0)
+            try:
+                layer(x)
+                findings.check(False, "a weight that was written to is not found")
+            except ArgumentError as error:
+                findings.check("inside constant_weights" in str(error), str(error))
+        again, _ = layer(x)
+        findings.check(torch.equal(again, want), "other bits afterwards")
+        del want, again
+        gc.collect()
+        findings.equal("leased bytes", heap.leased_bytes, 0)
+    return findings.texts
+
+
+@pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none")], ids=str)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers(cluster, num_ranks: int, recipe, wire: str):
+    assert flat(cluster(num_ranks).run(check_layer, recipe, wire)) == []
+
+
+def check_dispatch_mode(rank: int, num_ranks: int) -> list[str]:
+    """What looks on sees operators, which quantise for themselves: the same bits."""
+    findings = Findings()
+    with open_heap("cpu") as heap:
+        torch.manual_seed(rank)
+        layer = MoELayer(config_for(num_ranks, precision=Float8Block()), heap)
+        x = tokens_of(rank, 20, layer.config.hidden).bfloat16()
+        want, _ = layer(x)
+        with constant_weights(layer), Watching():
+            found = [layer(x)[0] for _ in range(2)]
+        findings.check(all(torch.equal(y, want) for y in found), "other bits")
+    return findings.texts
+
+
+def test_under_a_dispatch_mode(cluster):
+    assert flat(cluster(1).run(check_dispatch_mode)) == []
