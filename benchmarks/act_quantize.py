@@ -22,15 +22,17 @@ from quantize import SHAPES, times_us
 
 from symmoe.bench.records import machine
 from symmoe.kernels import gpu
-from symmoe.kernels.act_quantized import FEATURES, FLOAT8_BLOCK, Buffers, dact_quantize_workspace_numel
+from symmoe.kernels.act_quantized import FEATURES, Buffers, dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.gpu import act_quantized
+from symmoe.kernels.gpu.gemm import end_of_rows
 from symmoe.kernels.gpu.hopper.dact_quantize import launch_dact_quantize
 from symmoe.kernels.gpu.integers import ceil_div
 from symmoe.kernels.gpu.launch import Constants, launch
+from symmoe.precision import Float8Block
 
-SWIGLU = Activation()
+SWIGLU, FLOAT8_BLOCK = Activation(), Float8Block().row_format
 ROW_PROGRAMS = {"64 rows, 8 warps": (64, 8), "16 rows, 4 warps": (16, 4)}  # beside those of act_quantize
 BANDS = {"bands of a tile": 1, "bands of 32": 32}  # beside dact_quantize's
 
@@ -67,7 +69,8 @@ class Case:
         gpu.act_quantize(self.h, self.row_scale, self.row_start, SWIGLU, FLOAT8_BLOCK, rows=rows)
 
     def act_in_programs_of(self, num_rows: int, num_warps: int, rows: Buffers) -> None:
-        named = act_quantized._row_constants(self.ffn, self.num_groups, SWIGLU, FLOAT8_BLOCK).named
+        end = end_of_rows(self.row_start, self.num_groups)
+        named = act_quantized._row_constants(self.ffn, self.num_groups, SWIGLU, FLOAT8_BLOCK, end).named
         constants = Constants({**named, "ROWS": num_rows, "num_warps": num_warps})
         grid = self.ffn // FEATURES, ceil_div(self.num_rows, num_rows)
         operands = self.h, self.row_scale, self.row_start, rows[0].view(torch.uint8), rows[1]

@@ -5,14 +5,13 @@
 For every product and weight gradient of a layer's experts, of three shapes:
 
     hopper      the kernel that symmoe launches; wgrads in bf16
-    in order    the same, with warpgroups that take turns
-    4 stages    (wgrads) with one more stage of operands, and less memory to store results from
+    in order    (products) the same, with warpgroups that take turns
+    3 stages    (wgrads) with one stage less of operands, and more memory to store results from
     add fp32    (wgrads) added to an fp32 gradient
     load fp32   (wgrads) the same, loaded, added and stored by the threads instead of by TMA
     g8          with 8 tiles of M that share a column of tiles; only by --ways
     triton      the general kernel; only by --ways
-    and act     (fc1) with SwiGLU, whose result is quantised, in one kernel
-    then act    (fc1) the same by the product and act_quantize
+    then act    (fc1) the product and act_quantize: SwiGLU, whose result is quantised
     bf16        symmoe's kernel for bf16 operands of the same sizes
     torch rows  torch._scaled_grouped_mm: the other recipe, a scale for a whole row of either operand; allocates
 
@@ -35,10 +34,10 @@ from gemm import SHAPES, group_spans, medians_in_turn_ms, sample_groups, uneven_
 from triton.errors import TritonError
 
 from symmoe.bench.records import machine
-from symmoe.kernels.act_quantized import FLOAT8_BLOCK
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.twin import fp8 as twin
+from symmoe.precision import Float8Block
 
 TINY = {"tiny": (4, 272, 144, 600)}
 ORDER = ["deepseek-like", "mixtral-8x7b", "qwen3-30b"]
@@ -46,7 +45,11 @@ MAX_ERROR = 1e-2  # of bf16 results, relative to the largest value
 E4M3, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 SLOW_OR_RARE = ("g8", "triton")  # not by default, to end in time
 VARIANTS = {"hopper": {}, "in order": {"in_order": True}, "g8": {"group_m": 8}}
-WGRAD_VARIANTS = {**VARIANTS, "4 stages": {"stages": 4, "batch": 1}}
+WGRAD_VARIANTS = {
+    "hopper": {},
+    "3 stages": {"stages": 3, "batch": 4},
+    "g8": {"group_m": 8},
+}
 ADDING = {"add fp32": {}, "load fp32": {"adds_by_tma": False}}
 
 
@@ -112,7 +115,7 @@ def product(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bound
             op.ways[way] = lambda options=options: launchers.launch_fp8_gemm(*operands, out, **options)
         op.ways["triton"] = lambda: fp8.grouped_gemm_fp8(*operands, out, config=fp8.CONFIG)
         if name == "fc1":
-            op.ways |= activation_ways(operands, out, torch.rand(N, device=numbers.device))
+            op.ways["then act"] = product_then_act(operands, out, torch.rand(N, device=numbers.device))
     op.checked = dict.fromkeys(op.ways, lambda g: out[spans[g]])
     if numbers.device.type == "cuda":
         by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
@@ -127,26 +130,23 @@ def product(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bound
     return op
 
 
-def activation_ways(
+def product_then_act(
     operands: tuple[torch.Tensor, ...], out: torch.Tensor, row_factor: torch.Tensor
-) -> dict[str, Callable[[], None]]:
-    """The product into out with SwiGLU and its quantised result, in one kernel and in two."""
+) -> Callable[[], None]:
+    """The product into out, then SwiGLU, whose result is quantised."""
     from symmoe.kernels.gpu import act_quantize
     from symmoe.kernels.gpu.hopper import launchers
 
-    activation, row_start = Activation(), operands[-1]
+    activation, row_start, row_format = Activation(), operands[-1], Float8Block().row_format
     num_rows, ffn = out.shape[0], out.shape[1] // 2
     data = torch.empty(num_rows, ffn, dtype=E4M3, device=out.device)
     scale = torch.empty(num_rows, num_blocks(ffn), device=out.device)
 
     def then_act() -> None:
         launchers.launch_fp8_gemm(*operands, out)
-        act_quantize(out, row_factor, row_start, activation, FLOAT8_BLOCK, rows=(data, scale))
+        act_quantize(out, row_factor, row_start, activation, row_format, rows=(data, scale))
 
-    return {
-        "and act": lambda: launchers.launch_fp8_act(*operands, row_factor, out, data, scale, activation),
-        "then act": then_act,
-    }
+    return then_act
 
 
 def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bounds: torch.Tensor) -> Op:

@@ -30,21 +30,20 @@ test_files() { # log, workers, pytest's arguments...
     logged "$log" 100 "$python" -m pytest -m gpu -p no:cacheprovider --tb=short -v "${workers[@]}" --maxfail=12 "$@"
 }
 
-for kernel in gemm-triton gemm gemm-order wgrad-triton wgrad wgrad-order; do
+for kernel in gemm-triton gemm gemm-order wgrad-triton wgrad; do
     logged "where-$kernel" 40 "$python" benchmarks/fp8_where.py "$kernel" &
 done
 test_files fp8 6 tests/gpu/test_fp8_gpu.py &
 test_files quantize 2 tests/gpu/test_quantize_gpu.py &
 test_files scaled 2 tests/gpu/test_scaled_gpu.py -k "exact or nan" &
 test_files act_quantize 2 tests/gpu/test_act_quantize_gpu.py &
-test_files fp8_act 1 tests/gpu/test_fp8_act_gpu.py &
 for shape in deepseek-like mixtral-8x7b qwen3-30b; do
     logged "check-$shape" 90 "$python" benchmarks/fp8_gemm.py --check --shapes $shape --seconds 70 &
 done
 logged check-quantize 90 "$python" benchmarks/quantize.py --shapes deepseek-like &
 wait
 for log in "$logs"/where-*.log; do tail -n 4 "$log" | cut -c1-300; done
-for name in fp8 quantize scaled act_quantize fp8_act; do
+for name in fp8 quantize scaled act_quantize; do
     log=$logs/$name.log
     echo "== $name: $(grep -c 'PASSED' "$log") passed, $(grep -c 'FAILED.*%' "$log") failed"
     grep -E '^E  |crashed|^=.* in |exit code' "$log" | cut -c1-170 | head -n 14

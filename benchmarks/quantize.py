@@ -8,7 +8,7 @@ Times are medians of CUDA events around single calls, of all variants in turn; t
 
 `gathered`: rows picked by an index from fewer, as experts share the tokens that a rank has received. `of the wire`:
 columns of such rows that have travelled quantised, in one kernel, and `decoded`: in two, whose bits must be the same.
-What is gathered counts once. In brackets: other shapes of the kernel for Hopper (hopper/columns.py).
+What is gathered counts once. In brackets: other options of the kernels for Hopper (hopper/columns.py, weights.py).
 
 Then SwiGLU and its gradient with both operands of their GEMMs, in blocks of 128: `fused`, and `apart`, the activation
 and then the quantisers. Their GB/s count the same bytes, those that have to be moved if it is fused.
@@ -39,11 +39,9 @@ SHAPES = {  # experts on this rank, hidden size, FFN width, rows
 }
 RECIPES = (Float8Block(), Float8Rowwise(), MXFP8(), NVFP4())
 DISTINCT_ROWS = 16384  # of gathered ones: what two ranks of 8192 tokens have
-COLUMN_OPTIONS = {
-    "two programs": {"registers": 128},
-    "16 warps": {"num_warps": 16, "registers": 64},
-    "64 features": {"features": 64, "registers": 64, "panel": 8},
-    "whole rows": {"panel": 1 << 10},
+HOPPER_OPTIONS = {
+    "one stage": {"stages": 1},
+    "two stages": {"stages": 2},
 }
 MAX_ERROR = {"e4m3": 0.04, "e2m1": 0.16}  # of the root of the sum of squares
 WARM_UP, REPS = 3, 20
@@ -81,7 +79,7 @@ def variants(shape: str) -> dict[str, Variant]:
         if recipe.stochastic_gradients:
             stochastic = partial(recipe.quantize_columns, rows, row_start, seeds=seeds)
             result[f"{name} columns, stochastic"] = Variant(stochastic, rows)
-    return result | column_variants(rows, row_start)
+    return result | column_variants(rows, row_start) | weight_variants(weight)
 
 
 def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Variant]:
@@ -118,7 +116,7 @@ def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Va
         function(source, row_start, columns.data, columns.scale, recipe.row_format, *args, **options)
         return columns
 
-    for name, options in COLUMN_OPTIONS.items():
+    for name, options in HOPPER_OPTIONS.items():
         plain = partial(launched, rows, launch_quantize_columns, **options)
         gathered = partial(launched, few, launch_quantize_columns, row_index=index, **options)
         travelled = partial(launched, words, launch_requantize_columns, dtype, row_index=index, **options)
@@ -126,6 +124,26 @@ def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Va
         result[f"Float8Block columns, gathered [{name}]"] = Variant(gathered, few, picked)
         result[f"Float8Block columns, of the wire [{name}]"] = Variant(travelled, sent, decoded)
     return result
+
+
+def weight_variants(weight: torch.Tensor) -> dict[str, Variant]:
+    """Both operands in blocks of 128, with other options."""
+    if hopper.kernels(weight.device, weight.dtype, weight.shape[2]) is None:
+        return {}
+    from symmoe.kernels.gpu.hopper.weights import launch_quantize_weight_pairs
+
+    recipe = Float8Block()
+    pair = recipe.quantize_weight_pair(weight)
+    buffers = [buffer for quantized in pair for buffer in (quantized.data, quantized.scale)]
+
+    def launched(**options: int) -> tuple[Quantized, ...]:
+        launch_quantize_weight_pairs(weight, *buffers, recipe.weight_format, **options)
+        return pair
+
+    return {
+        f"Float8Block weight pair [{name}]": Variant(partial(launched, **options), weight)
+        for name, options in HOPPER_OPTIONS.items()
+    }
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from act_quantize_cases import ACTIVATIONS, Problem, backward, backward_apart, forward, forward_apart, same_dscale
-from quantize_cases import differences
+from quantize_cases import FORMATS, as_bytes, differences
+from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
-from symmoe.kernels.gpu import act_quantized, activation, quantize
+from symmoe.kernels.gpu import act_quantized, activation, gemm, quantize
 
 
 class gpu:
@@ -50,6 +51,22 @@ def check_fusion(name, ffn, block_format):
     assert not same_dscale(gpu, p, dscale, wanted)
 
 
+def check_ranges(name, ffn, block_format):
+    """Rows of ranges: those of one call for all, and no others."""
+    gemm.RANGE_PROGRAMS = 4  # so that programs have several tiles
+    p, recorded = Problem(ACTIVATIONS[name], ffn, splits=SPLITS), []
+    for row_start in (p.row_start, *random_ranges(SPLITS, 3)):
+        rows = p.operand(ffn, block_format)
+        gpu.act_quantize(p.h, p.row_scale, row_start, p.activation, FORMATS[block_format], rows=rows)
+        recorded.append((row_start, [as_bytes(tensor) for tensor in rows]))
+    (_, whole), *parts = recorded
+    blank = [as_bytes(tensor) for tensor in p.operand(ffn, block_format)]
+    for ranges, found in parts:
+        inside = rows_of(ranges, p.h.shape[0])[:, None]
+        for got, right, nothing in zip(found, whole, blank, strict=True):
+            assert torch.equal(got, torch.where(inside, right, nothing)), (name, ranges)
+
+
 def check_twin(block_format):
     """relu(h)^2 of numbers with few bits is exact, and so are its gradient and the sums."""
     p = Problem(ACTIVATIONS["srelu"], 144, splits=SPLITS)
@@ -79,6 +96,7 @@ def main():
     act_quantized.e4m3_code = e4m3_code
     for case in CASES:
         check_fusion(*case)
+        check_ranges(*case)
         print(case, ": ok", flush=True)
     for block_format in ("float8_block", "mxfp8"):
         check_twin(block_format)

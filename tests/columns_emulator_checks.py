@@ -1,8 +1,10 @@
-"""Runs the sources of the quantisers of columns for Hopper in gluon_emulator.py. A script.
+"""Runs the sources of the quantisers of columns and weights for Hopper in gluon_emulator.py. A script.
 
 test_columns_emulator.py starts it. The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as
 the reference of the quantisers has them. What is checked is which numbers share a scale and where results go.
 """
+
+import types
 
 import gluon_emulator
 import torch
@@ -21,13 +23,15 @@ from quantize_cases import (  # noqa: E402
     filled,
     filled_column_scale,
     hard_rows,
+    quantize_weight_pairs,
 )
 
 from symmoe.kernels import twin  # noqa: E402
 from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
-from symmoe.kernels.gpu.hopper import columns  # noqa: E402
+from symmoe.kernels.gpu.hopper import columns, weights  # noqa: E402
 
-OPTIONS = ({}, {"features": 64}, {"features": 64, "num_warps": 4, "panel": 2}, {"num_warps": 16, "panel": 1})
+OPTIONS = ({}, {"stages": 1}, {"stages": 3, "programs_per_sm": 2}, {"stages": 1, "programs_per_sm": 2})
+SMS = (1, 4, 1, 2)
 NAMES = ("float8_block", "float8_block_powers")
 
 
@@ -37,16 +41,43 @@ def block_scales(bits, global_scale, kind):
     amax = bits.view(torch.float32)
     scale = (amax.where(torch.isfinite(amax), 0.0) / 448).clamp(min=2.0**-126)
     if kind == "power_of_two":
-        scale = torch.tensor([float(reference.power_of_two_above(number)) for number in scale.numpy()])
+        powers = [float(reference.power_of_two_above(number)) for number in scale.view(-1).numpy()]
+        scale = torch.tensor(powers).view(scale.shape)
     return scale.where(torch.isfinite(amax), torch.nan), 1.0 / scale
 
 
 def install_arithmetic():
     columns.block_scales = block_scales
-    columns.magnitude_bits = lambda x: x.abs().view(torch.int32)
+    columns.magnitude_bits = lambda x: x.abs().contiguous().view(torch.int32)
     columns.INFINITY_BITS = 0x7F800000
-    columns.e4m3_code = lambda x: torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8).copy()) & ~sign_of_nan(x)
-    columns.e4m3_number = lambda codes: codes.view(torch.float8_e4m3fn).float()
+    for module in (columns, weights):
+        module.e4m3_code = e4m3_code
+        module.largest = largest
+        module.first_number = lambda words, dtype: numbers(words, dtype)[..., 0]
+        module.second_number = lambda words, dtype: numbers(words, dtype)[..., 1]
+    weights.code_pairs = lambda *pair: e4m3_code(torch.stack(pair, dim=-1)).view(torch.int16).squeeze(-1)
+    columns.decoded = decoded
+
+
+def numbers(words, dtype):
+    """fp32 [..., words, 2]."""
+    return words.contiguous().view(*words.shape, 1).view(dtype).float()
+
+
+def e4m3_code(x):
+    """Of fp32 numbers."""
+    return torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8).copy()) & ~sign_of_nan(x)
+
+
+def largest(words, dtype):
+    """Along the tokens; NaN if one number is."""
+    return numbers(words, dtype).abs().amax(0).to(dtype).view(torch.int32).squeeze(-1)
+
+
+def decoded(codes, scale, dtype):
+    """Words of code * scale in dtype."""
+    exact = codes.contiguous().view(torch.float8_e4m3fn).float() * scale
+    return exact.to(dtype).view(torch.int32)
 
 
 def sign_of_nan(x):
@@ -60,29 +91,41 @@ def buffers(width, num_rows, num_groups, name):
     return {"data": data, "scale": filled_column_scale((width, tokens // TILE), FORMATS[name])}
 
 
-def check(rows, splits, name, row_index, options):
+def check(rows, splits, name, row_index, options, num_sms=1):
     num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
     found, expected = (buffers(width, num_rows, len(splits), name) for _ in range(2))
-    columns.launch_quantize_columns(
-        rows, bounds(splits), *found.values(), FORMATS[name], row_index=row_index, **options
-    )
+    given = {"row_index": row_index, "num_sms": num_sms, **options}
+    columns.launch_quantize_columns(rows, bounds(splits), *found.values(), FORMATS[name], **given)
     twin.quantize_columns(rows, bounds(splits), *expected.values(), FORMATS[name], row_index=row_index)
     assert differences(found, expected) == [], (splits, name, options, width)
     return found
 
 
-def check_wire(wire, width, dtype, splits, name, row_index, options):
+def check_wire(wire, width, dtype, splits, name, row_index, options, num_sms=1):
     num_rows = (wire if row_index is None else row_index).shape[0]
     found, expected = (buffers(width, num_rows, len(splits), name) for _ in range(2))
     for function, result in ((columns.launch_requantize_columns, found), (twin.requantize_columns, expected)):
-        given = options if result is found else {}
+        given = {"num_sms": num_sms, **options} if result is found else {}
         function(wire, bounds(splits), *result.values(), FORMATS[name], dtype, row_index=row_index, **given)
     assert differences(found, expected) == [], (splits, name, options, width)
 
 
+def check_weights(weight, name, options, num_sms):
+    def launched(*args, amax):
+        assert amax is None
+        assert weights.takes_weight_pairs(args[-1], weight)
+        weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
+
+    found, expected = (
+        quantize_weight_pairs(kernels, weight, name)
+        for kernels in (types.SimpleNamespace(quantize_weight_pairs=launched), twin)
+    )
+    assert differences(found, expected) == [], (name, options, weight.shape, differences(found, expected))
+
+
 def check_that_mistakes_are_noticed(rows):
-    """The end of the group before; scales of the neighbouring block."""
-    locate, scales = columns.locate, columns.block_scales
+    """Rows past a group's end; scales of the neighbouring block; the same tile again; a tile that has not come."""
+    locate, scales, further = columns.locate, columns.block_scales, columns.further
 
     def is_right():
         try:
@@ -96,7 +139,37 @@ def check_that_mistakes_are_noticed(rows):
     assert not is_right()
     columns.locate, columns.block_scales = locate, lambda *args: tuple(x.roll(1) for x in scales(*args))
     assert not is_right()
-    columns.block_scales = scales
+    columns.block_scales, columns.further = scales, lambda at, *_: at
+    assert not is_right()
+    columns.further = further
+    wait_group, columns.async_copy.wait_group = columns.async_copy.wait_group, lambda number: None
+    assert not is_right()
+    columns.async_copy.wait_group = wait_group
+    assert is_right()
+
+
+def check_that_mistakes_with_weights_are_noticed():
+    """Codes of neighbours changed places; another matrix; another scale; a tile that has not come."""
+    weight = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+    def is_right():
+        try:
+            check_weights(weight, NAMES[0], {}, 1)
+        except AssertionError:
+            return False
+        return True
+
+    for module, name, mistake in (
+        (weights, "code_pairs", lambda right: lambda a, b: right(b, a)),
+        (weights, "store_turned", lambda right: lambda *args: right(*args[:3], 1 - args[3], *args[4:])),
+        (weights, "scales_of", lambda right: lambda x, plan: right(2 * x, plan)),
+        (weights.async_copy, "wait_group", lambda right: lambda number: None),
+    ):
+        right = getattr(module, name)
+        assert is_right()
+        setattr(module, name, mistake(right))
+        assert not is_right(), name
+        setattr(module, name, right)
     assert is_right()
 
 
@@ -105,17 +178,28 @@ def main():
     install_arithmetic()
     index = torch.randint(50, (sum(SPLITS) + TAIL,), generator=torch.Generator().manual_seed(3)).int()
     index[-TAIL:] = 1 << 30  # of the tail
-    for number, options in enumerate(OPTIONS):
+    for number, (options, num_sms) in enumerate(zip(OPTIONS, SMS, strict=True)):
         width, name = (272, 256)[number % 2], NAMES[number % 2]
         for dtype in (torch.bfloat16, torch.float16):
-            check(hard_rows(len(index), width, dtype), SPLITS, name, None, options)
-            check(hard_rows(50, width, dtype), SPLITS, name, index, options)
+            check(hard_rows(len(index), width, dtype), SPLITS, name, None, options, num_sms)
+            check(hard_rows(50, width, dtype), SPLITS, name, index, options, num_sms)
             wire = encode_rows(twin, hard_rows(50, width, dtype), name)[:50]
-            check_wire(wire, width, dtype, SPLITS, name, index, options)
-        check_wire(wire, width, torch.bfloat16, (0, 40, 3), name, None, options)
+            check_wire(wire, width, dtype, SPLITS, name, index, options, num_sms)
+        check_wire(wire, width, torch.bfloat16, (0, 40, 3), name, None, options, num_sms)
+    for num_sms in (1, 3, 100):  # two panels; of which a program has more than one, or no tile
+        check(hard_rows(len(index), 1024, torch.bfloat16), SPLITS, "float8_block", None, {}, num_sms)
+    check(hard_rows(TAIL, 256, torch.bfloat16), (0, 0), "float8_block", None, {})
+    wire = encode_rows(twin, hard_rows(50, 264, torch.bfloat16), "float8_block")[:50]  # a copy of codes and scales
+    check_wire(wire, 264, torch.bfloat16, SPLITS, "float8_block", index, {})
     many = tuple(3 * (i % 4 == 1) for i in range(40))  # groups of which a lane has two
     check(hard_rows(sum(many), 128, torch.bfloat16), many, "float8_block", None, {})
     check_that_mistakes_are_noticed(hard_rows(len(index), 256, torch.bfloat16))
+    for (options, num_sms), dtype in zip(
+        zip(OPTIONS, SMS, strict=True), 2 * [torch.bfloat16, torch.float16], strict=True
+    ):
+        for name in NAMES:
+            check_weights(hard_rows(3 * 256, 384, dtype).view(3, 256, 384), name, options, num_sms)
+    check_that_mistakes_with_weights_are_noticed()
     print("all is well")
 
 

@@ -64,11 +64,11 @@ def check_gradients(splits, widths):
     expected = p.expected()
     cases = [
         (BF16, False, {}),
-        (FP32, False, {"in_order": True}),
+        (FP32, False, {}),
         (FP32, True, {"stages": 2}),
         (FP32, True, {"adds_by_tma": False, "batch": 1}),
         (FP16, True, {}),
-        (BF16, False, {"stages": 4, "batch": 1}),
+        (BF16, False, {"stages": 3, "batch": 4}),
     ]
     for number, (dtype, accumulate, options) in enumerate(cases):
         start = torch.full(p.shape, 3.0 if accumulate else torch.nan, dtype=dtype)

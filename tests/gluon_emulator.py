@@ -384,8 +384,9 @@ def barrier_arrive(barrier, pred=True):
             barrier.arrive()
 
 
-def barrier_wait(barrier, parity):
-    MACHINE.wait(lambda: barrier.phase & 1 != int(parity))
+def barrier_wait(barrier, parity, pred=True):
+    if pred:
+        MACHINE.wait(lambda: barrier.phase & 1 != int(parity))
 
 
 # ------------------------------------------------------------------------------------------------------ arithmetic
@@ -496,7 +497,7 @@ def install() -> None:
         "async_copy": module("async_copy", async_copies),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": warpgroup_mma,
-        "warpgroup_mma_wait": lambda number, deps: deps[0],
+        "warpgroup_mma_wait": lambda number, deps: deps if len(deps) > 1 else deps[0],
     }
     add = "symmoe.kernels.gpu.hopper.tma_add"  # made of the compiler's own parts
     sys.modules[add] = types.ModuleType(add)

@@ -24,10 +24,11 @@ from quantize_cases import (
     quantize_weights,
     requantize_columns,
 )
+from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
 from symmoe.kernels.formats import max_tiles
-from symmoe.kernels.gpu import quantize, scale_tiles, wire
+from symmoe.kernels.gpu import gemm, quantize, scale_tiles, wire
 from symmoe.kernels.twin import wire as twin_wire
 from symmoe.kernels.twin.quantize import to_e4m3
 
@@ -141,6 +142,37 @@ def check_rows_of_an_index(rows, row_start, name):
     assert differences(*results[:2]) == differences(*results[1:]) == [], name
 
 
+def check_ranges(splits, name):
+    """Rows of ranges, gathered, quantised and taken off the wire: as the twin, and no other rows."""
+    row_format, num_rows, width = FORMATS[name], sum(splits) + 3, 272
+    scale_bytes = row_format.num_blocks(width) * row_format.scale_dtype.itemsize
+    rows = without_subnormals(hard_rows(50, width, torch.float32))
+    sent = torch.randint(256, (50, -(-(width + scale_bytes) // 16) * 16)).to(torch.uint8)
+    index = torch.randint(50, (num_rows,), dtype=torch.int32)
+    gemm.RANGE_PROGRAMS = 4  # so that programs have several tiles
+    for ranges in random_ranges(splits, 3):
+        for take, kernels_of in ((quantize_into, (twin, gpu)), (unpack_into, (twin_wire, wire))):
+            results = []
+            for kernels in kernels_of:
+                data = filled((num_rows, width), row_format.data_dtype)
+                scale = filled((num_rows, row_format.num_blocks(width)), row_format.scale_dtype)
+                take(kernels, rows if take is quantize_into else sent, ranges, data, scale, row_format, index)
+                results.append({"data": data, "scale": scale})
+            assert differences(*results) == [], (name, take, ranges)
+            outside = ~rows_of(ranges, num_rows)
+            for tensor in results[1].values():
+                assert torch.equal(as_bytes(tensor)[outside], as_bytes(filled(tensor.shape, tensor.dtype))[outside])
+                assert not torch.equal(as_bytes(tensor), as_bytes(filled(tensor.shape, tensor.dtype)))
+
+
+def quantize_into(kernels, rows, ranges, data, scale, row_format, index):
+    kernels.quantize_rows(rows, ranges, data, scale, row_format, row_index=index)
+
+
+def unpack_into(kernels, sent, ranges, data, scale, row_format, index):
+    kernels.unpack_rows(sent, ranges, data.view(torch.uint8), scale.view(torch.uint8), row_index=index)
+
+
 def check_sent(name):
     """Rows put on the wire in one launch, with padding and without, and tiles that end within a block."""
     for dtype, shape in ((torch.float32, (19, 272)), (torch.bfloat16, (33, 1056)), (torch.bfloat16, (1, 128))):
@@ -233,6 +265,8 @@ def main():
         if FORMATS[name].element == "e4m3":
             check_wire(row_start, name)
             check_sent(name)
+            if FORMATS[name].block is not None:
+                check_ranges((0, 37, 128, 1, 50), name)
             if FORMATS[name].block is not None:
                 check_columns_of_the_wire(row_start, name)
             print(name, "on the wire: ok")

@@ -94,11 +94,11 @@ def buffers(width, name, *, columns=False):
     return meta(lines, length, dtype=block_format.data_dtype), scales
 
 
-def launch_act(name, ffn, block_format, operand, dtype=BF16):
+def launch_act(name, ffn, block_format, operand, dtype=BF16, *, ranges=False):
     activation = ACTIVATIONS[name]
     h, row_scale = meta(N, activation.hidden_width(ffn), dtype=dtype), meta(N, dtype=FP32)
     options = {operand: buffers(ffn, block_format, columns=operand == "columns")}
-    row_start = meta(G + 1, dtype=torch.int32)
+    row_start = meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32)
     act_quantized.act_quantize(h, row_scale, row_start, activation, FORMATS[block_format], **options)
 
 
@@ -153,6 +153,13 @@ def test_every_number_is_converted_once(compile_launch, operand):
     else:
         numbers, threads = TILE * act_quantized.STRIP, 32 * act_quantized.NUM_WARPS
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == numbers // threads // 2
+
+
+def test_ranges_of_rows(compile_launch):
+    launch_act("swiglu", 2048, "float8_block", "rows", ranges=True)
+    ptx, registers, spilled = compile_launch(90)
+    check(ptx, spilled, "float8_block")
+    assert registers <= 64
 
 
 @cases

@@ -1,7 +1,8 @@
-"""Compiles the quantisers of columns for Hopper without a GPU, and counts what the machine code does for a number."""
+"""Compiles the quantisers of columns and weights for Hopper without a GPU, and counts what a number costs."""
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,28 +10,34 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from test_gemm_compile import MAX_SHARED  # noqa: E402
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
 from test_quantize_compile import FORMATS, C, G, N, column_scale, meta  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
-from symmoe.kernels.gpu.hopper import columns  # noqa: E402
+from symmoe.kernels.gpu.hopper import columns, weights  # noqa: E402
 
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-TYPE_NAMES[torch.uint8] = "u8"
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_.]+)")
+TYPE_NAMES |= {torch.uint8: "u8", torch.int16: "i16"}
 FP32_REGISTERS = 65536
-OPTIONS = ({}, {"registers": 128}, {"num_warps": 16, "registers": 64}, {"features": 64, "registers": 64})
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(.*?);")
+OPTIONS = ({}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3})
+NUMBERS = TILE**2 // (32 * columns.NUM_WARPS)  # of a thread
+SMS = 132
 
 
 @pytest.fixture
 def compile_launch(monkeypatch, tmp_path):
-    """compile_launch(): PTX, the names of the machine's instructions, and registers of the one launch."""
+    """compile_launch(): PTX, the names of the instructions of the loop, and the plan of the one launch."""
     launches = []
-    monkeypatch.setattr(columns, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
+    for module in (columns, weights):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
     def compile_one():
@@ -55,11 +62,30 @@ def compile_launch(monkeypatch, tmp_path):
         tools = [[BINARIES / "cuobjdump", "-res-usage", binary], [BINARIES / "nvdisasm", "-c", binary]]
         usage, code = (subprocess.run(tool, capture_output=True, text=True, check=True).stdout for tool in tools)
         registers, spilled = int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
-        assert spilled == 0
-        print(kernel.__name__, registers, "registers,", result.metadata.shared, "bytes shared")
-        return result.asm["ptx"], INSTRUCTION.findall(code), registers
+        assert spilled <= 16  # what a tile needs once; nothing with bf16 and the usual options
+        programs = constants.named["PLAN"].programs_per_sm
+        assert programs * registers * 32 * columns.NUM_WARPS <= FP32_REGISTERS
+        assert programs * (result.metadata.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
+        names = loop_of(code)
+        print(kernel.__name__, registers, "registers,", len(names), "instructions in the loop")
+        return result.asm["ptx"], names
 
     return compile_one
+
+
+def loop_of(code):
+    """Names of the instructions of the longest loop."""
+    labels, after, instructions = {}, [], []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            after.append(label[1])
+        elif found := INSTRUCTION.search(line):
+            labels |= dict.fromkeys(after, len(instructions))
+            after = []
+            instructions.append((found[2], re.search(r"\.L_x_\d+", found[3])))
+    branches = [(i, labels[to[0]]) for i, (name, to) in enumerate(instructions) if name == "BRA" and to]
+    last, first = max(branches, key=lambda branch: branch[0] - branch[1])
+    return [name for name, _ in instructions[first : last + 1]]
 
 
 def buffers(width, block_format):
@@ -67,54 +93,67 @@ def buffers(width, block_format):
     return meta(width, tokens, dtype=torch.uint8), column_scale(width, tokens // TILE, block_format)
 
 
-def check(ptx, instructions, registers, options):
-    chosen = {**columns.TILE_OPTIONS, **options}
-    assert registers <= chosen["registers"]
-    assert 32 * chosen["num_warps"] * registers * 2 <= FP32_REGISTERS  # two programs to an SM, or more
+def check(ptx, names, copies, most_spilled=0):
     assert ".ftz" not in ptx
-    assert "max.NaN.f32" in ptx  # or a block with NaN would have the scale of its other numbers
     assert not re.search(r"(div\.(full|approx)|rcp\.approx|ex2|lg2)", ptx)
-    numbers = TILE * chosen["features"] // (32 * chosen["num_warps"])  # of a thread
-    names = [name.split(".")[0] for name in instructions]
-    # Two conversions to four numbers; codes are turned by words, never by bytes, and stored 16 bytes at a time.
-    assert names.count("F2FP") >= numbers // 2
-    assert not [name for name in instructions if re.match(r"(STS|LDS|STG|LDG)\.(E\.)?[US]8", name)]
-    assert instructions.count("STG.E.128") == numbers // 16
-    assert sum(name.startswith("STS") for name in instructions) <= numbers // 4 + 16
-    return numbers
+    assert names.count("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C") == NUMBERS // 2
+    assert not [name for name in names if name.startswith("STS")]  # codes are turned in registers
+    assert sum(name in ("LDL", "STL") for name in names) <= most_spilled
+    assert names.count("STG.E.128") == NUMBERS // 16
+    assert names.count("LDGSTS.E.BYPASS.128") == copies
+    assert names.count("BAR.SYNC.DEFER_BLOCKING") == 2
+    # The largest of two features at once, NaN if there is one: or a block would have the scale of its other numbers.
+    largest = [name for name in names if name.startswith("HMNMX2") and ".NAN" in name and ".XORSIGN" in name]
+    assert len(largest) == NUMBERS // 2 - 1 + 2
 
 
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("width", [C, 2880])
+@pytest.mark.parametrize("width", [7168, 2880])
 def test_columns(compile_launch, width, options, indexed):
     block_format, row_start = FORMATS["float8_block"], meta(G + 1, dtype=torch.int32)
-    index = meta(N, dtype=torch.int32) if indexed else None
+    given = {"row_index": meta(N, dtype=torch.int32) if indexed else None, "num_sms": SMS, **options}
     rows = meta(N, width, dtype=torch.bfloat16)
-    columns.launch_quantize_columns(
-        rows, row_start, *buffers(width, block_format), block_format, row_index=index, **options
-    )
-    ptx, instructions, registers = compile_launch()
-    numbers = check(ptx, instructions, registers, options)
-    assert instructions.count("LDG.E.128") == numbers // 8
-    assert len(instructions) < 8 * numbers + 400
-    assert ptx.count("div.rn.f32") == 2
+    columns.launch_quantize_columns(rows, row_start, *buffers(width, block_format), block_format, **given)
+    ptx, names = compile_launch()
+    check(ptx, names, NUMBERS // 8, most_spilled=8 if options else 0)
+    assert len(names) < 7 * NUMBERS + (100 if indexed else 50)
+    assert ptx.count("div.rn.f32") == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("width", [C, 2880])
+@pytest.mark.parametrize("width", [7168, 2880])
 def test_columns_of_rows_of_the_wire(compile_launch, width, options, dtype):
     block_format, row_start = FORMATS["float8_block"], meta(G + 1, dtype=torch.int32)
     wire = meta(8192, -(-(width + 4 * block_format.num_blocks(width)) // 16) * 16, dtype=torch.uint8)
-    index = meta(N, dtype=torch.int32)
+    given = {"row_index": meta(N, dtype=torch.int32), "num_sms": SMS, **options}
     result = buffers(width, block_format)
-    columns.launch_requantize_columns(wire, row_start, *result, block_format, dtype, row_index=index, **options)
-    ptx, instructions, registers = compile_launch()
-    numbers = check(ptx, instructions, registers, options)
-    assert instructions.count("LDG.E.64") == numbers // 8
-    assert len(instructions) < 10 * numbers + 450
-    assert "cvt.rn.f16x2.e4m3x2" in ptx
+    columns.launch_requantize_columns(wire, row_start, *result, block_format, dtype, **given)
+    ptx, names = compile_launch()
+    check(ptx, names, NUMBERS // 16, most_spilled=8 if options or dtype != torch.bfloat16 else 0)
+    assert len(names) < 10 * NUMBERS + 100
+    assert ptx.count("cvt.rn.f16x2.e4m3x2") == NUMBERS // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_weight_pairs(compile_launch, options, dtype):
+    """Every number is copied once, and rounded once for each operand."""
+    block_format = replace(FORMATS["float8_block"], block_lines=TILE)
+    shapes = (G, 4096, C), (G, 4096 // TILE, C // TILE), (G, C, 4096), (G, C // TILE, 4096 // TILE)
+    operands = (meta(*shape, dtype=kind) for shape, kind in zip(shapes, 2 * (torch.uint8, torch.float32), strict=True))
+    weight = meta(G, 4096, C, dtype=dtype)
+    weights.launch_quantize_weight_pairs(weight, *operands, block_format, num_sms=SMS, **options)
+    ptx, names = compile_launch()
+    assert ".ftz" not in ptx
+    assert ptx.count("div.rn.f32") == 2  # one scale
+    assert names.count("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C") == NUMBERS
+    assert names.count("LDGSTS.E.BYPASS.128") == NUMBERS // 8
+    assert (names.count("STG.E.128"), names.count("STG.E.64")) == (NUMBERS // 16, NUMBERS // 8)
+    assert not [name for name in names if name in ("LDL", "STL")]
+    assert sum(name.startswith("STS") for name in names) <= 2  # the block's largest number
+    assert len(names) < 9 * NUMBERS + 50
 
 
 def test_powers_of_two_are_not_divided(compile_launch):
@@ -124,10 +163,48 @@ def test_powers_of_two_are_not_divided(compile_launch):
         BlockFormat(element="e4m3", scale="power_of_two", block=128),
         meta(G + 1, dtype=torch.int32),
     )
-    columns.launch_quantize_columns(meta(N, C, dtype=torch.float16), row_start, *buffers(C, block_format), block_format)
-    ptx, instructions, registers = compile_launch()
-    check(ptx, instructions, registers, {})
+    rows = meta(N, C, dtype=torch.float16)
+    columns.launch_quantize_columns(rows, row_start, *buffers(C, block_format), block_format, num_sms=SMS)
+    ptx, names = compile_launch()
+    check(ptx, names, NUMBERS // 8)
     assert "div.rn" not in ptx
+
+
+@pytest.mark.parametrize("dtype", [gl.int32, gl.int16], ids=str)
+def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch, dtype):
+    """Of bf16, and of the wire. A plain layout has them."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    DTYPE, PLAIN = gl.constexpr(dtype), gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    COPIED = gl.constexpr(columns.copied_layout(dtype.primitive_bitwidth // 8))
+    HELD, SHARED = columns.HELD, columns.SHARED
+
+    @gluon.jit
+    def kernel(out):
+        shared: gl.constexpr = gl.shared_memory_descriptor_type(DTYPE.value, [128, 64], SHARED, [128, 64])
+        plain: gl.constexpr = gl.shared_memory_descriptor_type(DTYPE.value, [128, 64], PLAIN, [128, 64])
+        gl.static_assert(gl.bank_conflicts(gl.distributed_type(DTYPE.value, [128, 64], HELD), shared) == 0)
+        gl.static_assert(gl.bank_conflicts(gl.distributed_type(DTYPE.value, [128, 64], COPIED), shared) == 0)
+        gl.static_assert(gl.bank_conflicts(gl.distributed_type(DTYPE.value, [128, 64], HELD), plain) > 0)
+
+    source = GluonASTSource(kernel, {"out": "*i32"}, {}, {})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": columns.NUM_WARPS})
+
+
+def test_what_is_taken_of_weights():
+    block_format, weight = replace(FORMATS["float8_block"], block_lines=TILE), torch.zeros(2, 256, 384)
+    assert weights.takes_weight_pairs(block_format, weight)
+    assert not weights.takes_weight_pairs(FORMATS["float8_block"], weight)  # scales of lines
+    assert not weights.takes_weight_pairs(replace(FORMATS["nvfp4"], block_lines=16), weight)
+    for shape in ((2, 256, 320), (2, 192, 384)):
+        assert not weights.takes_weight_pairs(block_format, torch.zeros(shape))
+
+
+def test_what_is_taken():
+    block_format, rows = FORMATS["float8_block"], torch.zeros(3, 512, dtype=torch.bfloat16)
+    assert columns.takes_columns(block_format, rows, 512)
+    assert not columns.takes_columns(FORMATS["mxfp8"], rows, 512)
+    assert not columns.takes_columns(block_format, rows, 508)  # rows of which some begin at no 16 bytes
+    assert not columns.takes_columns(block_format, rows.view(-1)[4:516].view(1, 512), 512)
 
 
 def test_steps_do_not_compile_again(monkeypatch):
@@ -143,8 +220,8 @@ def test_steps_do_not_compile_again(monkeypatch):
         data, scale = torch.empty(256, tokens, dtype=torch.uint8), torch.empty(tokens // TILE, 256).t()
         row_start = torch.zeros(3, dtype=torch.int32)
         rows, wire = torch.zeros(num_rows, 256, dtype=torch.bfloat16), torch.zeros(num_rows, 272, dtype=torch.uint8)
-        columns.launch_quantize_columns(rows, row_start, data, scale, block_format)
-        columns.launch_requantize_columns(wire, row_start, data, scale, block_format, torch.bfloat16)
+        columns.launch_quantize_columns(rows, row_start, data, scale, block_format, num_sms=SMS)
+        columns.launch_requantize_columns(wire, row_start, data, scale, block_format, torch.bfloat16, num_sms=SMS)
 
     step(128)
     before = [kernel.num_variants for kernel in warmed]

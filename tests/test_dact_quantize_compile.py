@@ -16,7 +16,7 @@ from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from symmoe.kernels.act_quantized import FLOAT8_BLOCK, dact_quantize_workspace_numel  # noqa: E402
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.formats import BlockFormat  # noqa: E402
 from symmoe.kernels.gpu import act_quantized, gemm_act, hopper  # noqa: E402
@@ -24,6 +24,7 @@ from symmoe.kernels.gpu.hopper import dact_quantize, launchers  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 N, G = 65536, 32
+FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
 POWERS = BlockFormat(element="e4m3", scale="power_of_two", block=128)
 LAYOUT, PAIRS, COPY = dact_quantize.LAYOUT, dact_quantize.PAIRS, dact_quantize.COPY
 STRAIGHT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

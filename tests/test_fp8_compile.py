@@ -21,6 +21,7 @@ SHAPES = {  # G, O, C, N of a product
     "odd": (3, 712, 1040, 999),  # parts of tiles and of blocks
 }
 MAX_SPILLED = 8  # bytes: of a tile, not of its stages
+ADDED_SPILLED = 32  # of a tile too, where it is added by TMA
 ODD_SPILLED = 128  # bytes, where tiles have to be masked
 PRODUCTS = "m64n128k32.f32.e4m3.e4m3"
 STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
@@ -66,15 +67,21 @@ def check_products(ptx):
 
 
 def check_column_scales(ptx):
-    """They come by TMA with the operands; threads read 32 of a column and 4 of a row for both partial sums of a stage,
-    while the first one is on its way."""
+    """They come by TMA with the operands; threads read 32 of a column and 4 of a row for both partial sums of a stage.
+
+    Those of a row while the first one is on its way, those of the next stage's columns after the second one.
+    """
     assert ptx.count("cp.async.bulk.tensor.2d.shared") == 4
     assert "cp.async.ca" not in ptx
     first = ptx[ptx.index("wgmma.mma_async") :]
     under_way = first[: first.index("wgmma.wait_group.sync.aligned 0;")]
-    rest = first[len(under_way) : first.index("fma.rn.f32", len(under_way))]
-    assert (under_way.count("ld.shared.v2.b32"), under_way.count("ld.shared.b32")) == (16, 4)
+    rest = first[len(under_way) : first.index("wgmma.mma_async", len(under_way))]
+    assert (under_way.count("ld.shared.v2.b32"), under_way.count("ld.shared.b32")) == (0, 4)
     assert "ld.shared" not in rest
+    before, second = ptx[: ptx.index("wgmma.mma_async")], first[len(under_way) + len(rest) :]
+    second = second[: second.index("wgmma.mma_async", second.index("wgmma.wait_group.sync.aligned 0;"))]
+    of_the_next = second[: second.index("fma.rn.f32")].count("ld.shared.v2.b32")
+    assert (before.count("ld.shared.v2.b32"), of_the_next) == (16, 16)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_parts_of_products(launched, tmp_path, ranges, columns, zero_tail, dtype
 def test_weight_gradients(launched, tmp_path, shape, dtype, accumulate):
     launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES[shape], dtype), accumulate=accumulate, num_sms=132)
     ptx, spilled = compiled(launched, tmp_path)
-    assert spilled <= MAX_SPILLED
+    assert spilled <= (ADDED_SPILLED if accumulate and dtype == FP32 else MAX_SPILLED)
     check_products(ptx)
     check_column_scales(ptx)
     stores = 0 if accumulate and dtype != FP32 else 16
@@ -125,23 +132,11 @@ def test_weight_gradients(launched, tmp_path, shape, dtype, accumulate):
     assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
 
 
-def test_weight_gradients_in_order(launched, tmp_path):
-    launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132, in_order=True)
-    ptx, spilled = compiled(launched, tmp_path)
-    assert spilled <= MAX_SPILLED
-    check_products(ptx)
-    check_column_scales(ptx)
-    assert ptx.count("wgmma.wait_group.sync.aligned 1;") == 2 * 2  # halves of a stage, warpgroups
-    adds = [int(add) for add in re.findall(r"add\.s32 \s*%r\d+, %r\d+, (64|\d{5,});", ptx)]
-    assert 64 in adds  # bytes: the second half of a row of 128
-
-
-def test_weight_gradients_with_another_stage(launched, tmp_path):
-    launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132, stages=4, batch=1)
-    ptx, spilled = compiled(launched, tmp_path)
-    assert spilled <= MAX_SPILLED
-    check_products(ptx)
-    check_column_scales(ptx)
+def test_weight_gradients_wait_once_for_a_stage(launched, tmp_path):
+    launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132)
+    ptx, _ = compiled(launched, tmp_path)
+    assert len(re.findall(r"mbarrier\.arrive\.shared", ptx)) == 2  # besides the load's, with bytes
+    assert ptx.count("mbarrier.try_wait") == 5  # load's; of either role the first stage's, and the next one's
     assert len(re.findall(r"cp\.async\.bulk\.wait_group\.read\s+1;", ptx)) == 16  # before every part
 
 

@@ -7,15 +7,16 @@ pytest.importorskip("triton")
 
 from test_fast_launch import fake_driver, fake_jits  # noqa: F401
 
-from symmoe.kernels.act_quantized import FLOAT8_BLOCK, dact_quantize_workspace_numel
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.gpu import act_quantized, gemm_act
 from symmoe.kernels.gpu import fp8 as gpu_fp8
-from symmoe.kernels.gpu.hopper import dact_quantize, fp8, fp8_act, fp8_wgrad
+from symmoe.kernels.gpu.hopper import dact_quantize, fp8, fp8_wgrad
 
 E4M3 = torch.float8_e4m3fn
+FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
 
 
 def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
@@ -48,23 +49,22 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
     assert {name: len(jit.calls) for name, jit in jits.items()} == before
 
 
-def test_launches_with_activations_are_understood(fake_driver, monkeypatch):  # noqa: F811
+def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, fp8_act, act_quantized, dact_quantize, gemm_act)
+    jits = fake_jits(monkeypatch, act_quantized, dact_quantize, gemm_act)
 
-    def step(num_rows, G=4, C=144, I=256):
+    def step(num_rows, G=4, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
-        rows, weight = empty(num_rows, C, dtype=E4M3), empty(G, 2 * I, C, dtype=E4M3)
-        row_scale, weight_scale = empty(num_rows, num_blocks(C)), empty(G, num_blocks(2 * I), num_blocks(C))
-        bounds, factor = empty(G + 1, dtype=torch.int32), empty(num_rows)
+        bounds, ranges = empty(G + 1, dtype=torch.int32), empty(2, G, dtype=torch.int32)
+        factor = empty(num_rows)
         h, da = empty(num_rows, 2 * I, dtype=torch.bfloat16), empty(num_rows, I, dtype=torch.bfloat16)
         data, scale = empty(num_rows, I, dtype=E4M3), empty(num_rows, num_blocks(I))
-        operands, activation = (rows, row_scale, weight, weight_scale, bounds), Activation()
-        fp8_act.launch_fp8_act(*operands, factor, h, data, scale, activation, num_sms=8)
+        activation = Activation()
         columns = empty(I, tokens, dtype=E4M3), empty(num_blocks(tokens), I).t()
         arguments = (h, factor, bounds, activation, FLOAT8_BLOCK)
         act_quantized.act_quantize(*arguments, rows=(data, scale), columns=columns)
         act_quantized.act_quantize(*arguments, rows=(data, scale))
+        act_quantized.act_quantize(h, factor, ranges, activation, FLOAT8_BLOCK, rows=(data, scale))
         workspace = empty(dact_quantize_workspace_numel(num_rows, I, activation))
         act_quantized.dact_quantize(da, *arguments[:3], factor, workspace, *arguments[3:], a_columns=columns)
         dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
@@ -76,7 +76,6 @@ def test_launches_with_activations_are_understood(fake_driver, monkeypatch):  # 
     before = {name: len(jit.calls) for name, jit in jits.items()}
     launched = {name for name, calls in before.items() if calls}
     assert launched >= {
-        "hopper_fp8_act_kernel",
         "hopper_dact_quantize_kernel",
         "act_quantize_rows_kernel",
         "act_quantize_columns_kernel",

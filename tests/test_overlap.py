@@ -15,7 +15,8 @@ from symmoe import GroupedMLP, make_plan
 from symmoe.kernels import twin
 from symmoe.kernels.parts import PART_ROWS
 from symmoe.moe import fused
-from symmoe.moe.overlap import H200, Move, Overlap, Rates, Sizes, layout_for, overlap, panels
+from symmoe.moe.overlap import H200, H200_FLOAT8, Move, Overlap, Rates, Sizes, layout_for, overlap, panels
+from symmoe.precision import MXFP8, Float8Block
 
 
 @given(st.data())
@@ -75,6 +76,7 @@ RATES = Rates(
     program_sum_bytes=20e9,
     memory_bytes=500e9,
     flops=1e15,
+    wgrad_flops=0.6e15,
     launch_s=5e-6,
     least_gain=0.1,
 )
@@ -130,11 +132,15 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
     counts, ranks, move = range(1, num_sms // 2 + 1), sizes.num_ranks, sizes.combine()
     found = {}
 
-    def g(flops: float, n: int = 0) -> float:
-        return flops / (rates.flops * (num_sms - n) / num_sms)
+    def g(flops: float, n: int = 0, per_s: float = rates.flops) -> float:
+        return flops / (per_s * (num_sms - n) / num_sms)
 
-    for name, flops in (("dispatch", sizes.fc1_flops), ("gradient_dispatch", sizes.product_flops)):
-        push = Move(push_bytes=sizes.wire_bytes)
+    num_pushed = sizes.wire_bytes / (sizes.hidden * sizes.item_bytes)
+    for name, flops, row_bytes in (
+        ("dispatch", sizes.fc1_flops, sizes.sent_row_bytes),
+        ("gradient_dispatch", sizes.product_flops, sizes.sent_gradient_row_bytes),
+    ):
+        push = Move(push_bytes=num_pushed * (row_bytes or sizes.hidden * sizes.item_bytes))
         times = [max(g(flops, n) * (1 - 1 / ranks), push.beside_s(n, rates)) for n in counts]
         found[name] = push.alone_s(rates) + g(flops), min(times) + g(flops) / ranks + (ranks - 1) * rates.part_s
     times = []
@@ -145,17 +151,18 @@ def brute_force(sizes: Sizes, num_sms: int, rates: Rates) -> dict[str, tuple[flo
             times.append((panels_ - 1) * earlier + g(flops) + panel.alone_s(rates))
     found["combine"] = move.alone_s(rates) + g(sizes.product_flops), min(times, default=float("inf"))
     weights = sizes.product_flops + sizes.fc1_flops
-    times = [max(g(weights, n), move.beside_s(n, rates)) for n in counts]
-    found["gradient_combine"] = move.alone_s(rates) + g(weights), min(times)
+    times = [max(g(weights, n, rates.wgrad_flops), move.beside_s(n, rates)) for n in counts]
+    found["gradient_combine"] = move.alone_s(rates) + g(weights, 0, rates.wgrad_flops), min(times)
     return found
 
 
-@pytest.mark.parametrize("rates", [H200, RATES], ids=["H200", "other"])
+@pytest.mark.parametrize("sent", [{}, {"sent_row_bytes": 1040, "sent_gradient_row_bytes": 7392}], ids=["rows", "wire"])
+@pytest.mark.parametrize("rates", [H200, H200_FLOAT8, RATES], ids=["H200", "H200 FP8", "other"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("layer", [*LAYERS, (128, 64, 8, 2)], ids=str)
-def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: Rates):
+def test_what_pays_is_overlapped(layer: tuple[int, ...], num_ranks: int, rates: Rates, sent: dict[str, int]):
     for num_rows in (512, 65536):
-        sizes = sizes_of(layer, num_ranks, num_rows=num_rows)
+        sizes = sizes_of(layer, num_ranks, num_rows=num_rows, **sent)
         chosen = overlap(sizes, 132, rates)
         for name, (alone_s, beside_s) in brute_force(sizes, 132, rates).items():
             division = getattr(chosen, name)
@@ -201,9 +208,9 @@ def rows_that_formulas_get(rank: int, num_ranks: int) -> dict[str, int]:
             tokens = {} if capacity is None else {"max_tokens": 40 if name == "fewer" else 16}
             plan = make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap, capacity=capacity, **tokens)
 
-            def noting(sizes: Sizes, num_sms: int, name: str = name) -> Overlap:
+            def noting(sizes: Sizes, num_sms: int, rates: Rates, name: str = name) -> Overlap:
                 found[name] = sizes.num_rows
-                return chosen(sizes, num_sms)
+                return chosen(sizes, num_sms, rates)
 
             fused.overlap = noting
             try:
@@ -211,6 +218,48 @@ def rows_that_formulas_get(rank: int, num_ranks: int) -> dict[str, int]:
             finally:
                 fused.overlap = chosen
     return found
+
+
+def rates_and_bytes_that_formulas_get(rank: int, num_ranks: int) -> list[tuple[Rates, int | None, int | None]]:
+    """Of a layer in each of some precisions, and with its rows on the wire."""
+    found = []
+    with open_heap("cpu") as heap:
+        chosen = fused.overlap
+
+        def noting(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
+            found.append((rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
+            return chosen(sizes, num_sms, rates)
+
+        fused.overlap = noting
+        try:
+            for precision, wire in (
+                (None, "none"),
+                (MXFP8(), "none"),
+                (Float8Block(), "none"),
+                (Float8Block(), "backward"),
+            ):
+                experts = GroupedMLP(2, 160, 32, precision=precision)
+                topk_idx = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)
+                plan = make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap)
+                x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
+                fused.expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
+        finally:
+            fused.overlap = chosen
+    return found
+
+
+def test_formulas_get_the_rates_and_bytes_of_a_precision(cluster):
+    wanted = [(H200, None, None), (H200, None, None), (H200_FLOAT8, None, None), (H200_FLOAT8, None, 176)]
+    assert cluster(2).run(rates_and_bytes_that_formulas_get) == [wanted] * 2
+
+
+def test_fewer_bytes_on_the_wire_take_fewer_programs():
+    full = sizes_of(LAYERS[2], 4)
+    half = replace(full, sent_row_bytes=7392, sent_gradient_row_bytes=7392)
+    one, other = (overlap(sizes, 132, H200_FLOAT8) for sizes in (full, half))
+    assert one.dispatch.num_ctas > other.dispatch.num_ctas
+    assert one.gradient_dispatch.num_ctas > other.gradient_dispatch.num_ctas
+    assert (one.combine, one.gradient_combine) == (other.combine, other.gradient_combine)
 
 
 def test_formulas_get_the_rows_that_are_expected(cluster):

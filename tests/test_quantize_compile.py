@@ -95,13 +95,13 @@ def column_scale(num_features, num_scales, block_format):
     return meta(num_features, num_scales, dtype=block_format.scale_dtype)
 
 
-def launch_rows(block_format, dtype, *, indexed=False):
+def launch_rows(block_format, dtype, *, indexed=False, ranges=False):
     data = meta(N, block_format.data_width(C), dtype=block_format.data_dtype)
     scale = meta(N, block_format.num_blocks(C), dtype=block_format.scale_dtype)
     options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64)}
     options = options if block_format.has_global_scale else {}
     options |= {"row_index": meta(N, dtype=torch.int32)} if indexed else {}
-    row_start = meta(G + 1, dtype=torch.int32)
+    row_start = meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32)
     quantize.quantize_rows(meta(N, C, dtype=dtype), row_start, data, scale, block_format, **options)
 
 
@@ -205,6 +205,13 @@ def test_one_group_of_a_narrow_width(compile_launch, name, monkeypatch):
         assert ".ftz" not in ptx
 
 
+def test_ranges_of_rows(compile_launch):
+    for indexed in (False, True):
+        launch_rows(FORMATS["float8_block"], torch.bfloat16, indexed=indexed, ranges=True)
+        ptx, _, spilled = compile_launch()
+        check(ptx, spilled, FORMATS["float8_block"], 32)
+
+
 def test_amax_and_tiles(compile_launch):
     rows, row_start = meta(N, C, dtype=torch.bfloat16), meta(G + 1, dtype=torch.int32)
     for signs in (None, 0x1234):
@@ -229,8 +236,9 @@ def test_rows_of_the_wire(compile_launch, name):
     scale_bytes = block_format.num_blocks(C) * block_format.scale_dtype.itemsize
     rows, row_start = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(G + 1, dtype=torch.int32)
     data, scale = meta(N, C, dtype=torch.uint8), meta(N, scale_bytes, dtype=torch.uint8)
-    for index in (None, meta(N, dtype=torch.int32)):
-        wire.unpack_rows(rows, row_start, data, scale, row_index=index)
+    index, ranges = meta(N, dtype=torch.int32), meta(2, G, dtype=torch.int32)
+    for row_index, rows_of_groups in ((None, row_start), (index, row_start), (index, ranges)):
+        wire.unpack_rows(rows, rows_of_groups, data, scale, row_index=row_index)
         ptx, _, spilled = compile_launch()
         assert spilled == 0
         for access in ("ld", "st"):  # 16 bytes of data at a time
@@ -283,6 +291,9 @@ def test_steps_do_not_compile_again(monkeypatch):
         scale_tiles.unswizzle_group_scales(swizzled, row_start, scale)
         sent, data, scale = (torch.zeros(num_rows, width, dtype=torch.uint8) for width in (48, 32, 1))
         wire.unpack_rows(sent, row_start, data, scale)
+        ranges = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)
+        wire.unpack_rows(sent, ranges, data, scale)
+        quantize.quantize_rows(rows, ranges, data.view(torch.float8_e4m3fn), scale, FORMATS["mxfp8"])
         wire.decode_rows(sent, torch.empty(num_rows, 32), FORMATS["mxfp8"])
         requantize_columns(wire, sent, row_start, 32, "mxfp8", torch.bfloat16)
 

@@ -11,7 +11,7 @@ import torch
 from symmoe.kernels.parts import PANEL_COLUMNS, Division
 from symmoe.moe import fused
 from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.overlap import MAX_PANELS, Overlap, Sizes
+from symmoe.moe.overlap import MAX_PANELS, Overlap, Rates, Sizes
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 
@@ -45,7 +45,7 @@ def _cut_finely() -> Iterator[None]:
         fused.overlap = chosen
 
 
-def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
+def overlap_everything(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
     """Whether it pays or not."""
     division = Division(4, num_sms - 4)
     return Overlap(

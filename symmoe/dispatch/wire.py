@@ -59,10 +59,16 @@ class WireFormat:
         """Row r is received[row_index[r]], or received[r]: as Recipe.quantize makes it of these rows."""
         num_rows = (received if row_index is None else row_index).shape[0]
         rows = self.recipe.empty_rows(num_rows, self.hidden, row_start)
+        self.unpack(received, row_start, rows, row_index)
+        return rows
+
+    def unpack(
+        self, received: torch.Tensor, row_start: torch.Tensor, rows: Quantized, row_index: torch.Tensor | None = None
+    ) -> None:
+        """Fills rows that Recipe.empty_rows has made, as in quantized; with ranges int32[2, G], only these rows."""
         data, scale = rows.data.view(torch.uint8), rows.scale.view(torch.uint8)
         ops = kernels.for_device(received.device)
         ops.unpack_rows(received.view(torch.uint8), row_start, data, scale, row_index=row_index)
-        return rows
 
     def columns(
         self,

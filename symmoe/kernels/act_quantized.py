@@ -13,15 +13,13 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.fp8 import check_fp8_gemm
 from symmoe.kernels.operands import check_column_scale, check_operand
-from symmoe.kernels.parts import refuse_ranges
+from symmoe.kernels.parts import are_ranges, num_groups_of, refuse_ranges
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
 
 FEATURES = 128  # of the activation's result in a tile
 ALTERNATING_FEATURES = 64  # of its gradient's, where gate and up features alternate: that makes a whole block of dh
-FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)  # what grouped_gemm_fp8 multiplies
 H, SCALE, BOUNDS = (torch.bfloat16, torch.float16), (torch.float32,), (torch.int32,)
 
 
@@ -71,6 +69,8 @@ def check_act_quantize(
         raise ArgumentError(f"block_format must be of E4M3 numbers in blocks of 32 or 128, got {block_format}")
     if rows is None and columns is None:
         raise ArgumentError("rows or columns must be given, got None for both")
+    if columns is not None:
+        refuse_ranges(row_start, "columns")
     _check_rows("rows", rows, sizes.num_rows, sizes.ffn, block_format)
     _check_columns("columns", columns, sizes, sizes.ffn, block_format)
     return sizes
@@ -90,6 +90,7 @@ def check_dact_quantize(
     a_columns: Buffers | None,
 ) -> Sizes:
     """The sizes; ArgumentError unless these are arguments of dact_quantize."""
+    refuse_ranges(row_start, "the gradient of an activation")
     sizes = _sizes(h, row_scale, row_start, activation)
     if not takes_dact_quantize(sizes.ffn, activation, block_format):
         raise ArgumentError(
@@ -109,28 +110,6 @@ def check_dact_quantize(
     return sizes
 
 
-def check_fp8_act(
-    rows: torch.Tensor,
-    row_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    row_start: torch.Tensor,
-    row_factor: torch.Tensor,
-    h: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    activation: Activation,
-) -> bool:
-    """As check_fp8_gemm, of grouped_gemm_fp8_act."""
-    refuse_ranges(row_start, "a quantised activation")
-    of_lines = check_fp8_gemm(rows, row_scale, weight, weight_scale, h)
-    check_operand("row_factor", row_factor, (h.shape[0],), SCALE)
-    sizes = _sizes(h, row_factor, row_start, activation)
-    check_operand("data", data, (sizes.num_rows, sizes.ffn), (FLOAT8_BLOCK.data_dtype,))
-    check_operand("scale", scale, (sizes.num_rows, FLOAT8_BLOCK.num_blocks(sizes.ffn)), SCALE)
-    return of_lines
-
-
 def _sizes(h: torch.Tensor, row_scale: torch.Tensor, row_start: torch.Tensor, activation: Activation) -> Sizes:
     num_rows, hidden = h.shape
     parts = activation.hidden_width(activation.interleave or 1)
@@ -138,8 +117,9 @@ def _sizes(h: torch.Tensor, row_scale: torch.Tensor, row_start: torch.Tensor, ac
         raise ArgumentError(f"h must have a multiple of {parts} columns, got {hidden}")
     check_operand("h", h, (num_rows, hidden), H)
     check_operand("row_scale", row_scale, (num_rows,), SCALE)
-    check_operand("row_start", row_start, (row_start.numel(),), BOUNDS)
-    return Sizes(num_rows, row_start.numel() - 1, hidden // activation.hidden_width(1), hidden)
+    num_groups = num_groups_of(row_start)
+    check_operand("row_start", row_start, (2, num_groups) if are_ranges(row_start) else (num_groups + 1,), BOUNDS)
+    return Sizes(num_rows, num_groups, hidden // activation.hidden_width(1), hidden)
 
 
 def _check_rows(name: str, operand: Buffers | None, num_rows: int, width: int, block_format: BlockFormat) -> None:

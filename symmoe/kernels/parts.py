@@ -42,6 +42,11 @@ def are_ranges(row_start: torch.Tensor) -> bool:
     return row_start.ndim == 2
 
 
+def num_groups_of(row_start: torch.Tensor) -> int:
+    """G of ranges [2, G] or bounds [G + 1]."""
+    return row_start.shape[1] if are_ranges(row_start) else row_start.shape[0] - 1
+
+
 def refuse_ranges(row_start: torch.Tensor, what: str) -> None:
     """ArgumentError if these are ranges: `what` needs to know where the groups begin and end."""
     if row_start.ndim == 2:

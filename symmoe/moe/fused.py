@@ -25,8 +25,8 @@ from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden
 from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
-from symmoe.moe.overlap import Sizes, num_sms_of, overlap, received_layout
-from symmoe.moe.quantized import FULL, Wire
+from symmoe.moe.overlap import Sizes, num_sms_of, overlap, rates_of, received_layout
+from symmoe.moe.quantized import FULL, Wire, takes_parts
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.symm_mem.autograd import Context, Function
 from symmoe.symm_mem.lease import Lease
@@ -95,14 +95,15 @@ def expert_parallel_mlp(
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
     weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
     b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
+    wire = _wire(experts, plan, quantized_wire)
     call = _Call(
         experts=experts,
         plan=plan,
         order=order,
         stash=STASHES[stash],
         layout=layout,
-        schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout),
-        wire=_wire(experts, plan, quantized_wire),
+        schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout, wire),
+        wire=wire,
         trains=torch.is_grad_enabled(),
     )
     adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
@@ -120,7 +121,7 @@ def _wire(experts: GroupedMLP, plan: Plan, quantized_wire: str) -> Wire:
     return Wire(*(wire if quantized_wire in (direction, "both") else None for direction in ("forward", "backward")))
 
 
-def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str) -> Schedule:
+def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str, wire: Wire) -> Schedule:
     """How the schedule cuts a call depends on nothing but what all ranks agree on."""
     num_ranks = plan.heap.num_ranks
     if num_ranks == 1:
@@ -135,9 +136,11 @@ def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, la
         item_bytes=x.element_size(),
         is_gated=experts.activation.activation.is_gated,
         pre_reduces=order == "rank",
+        sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
+        sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
-    chosen = overlap(sizes, num_sms_of(x.device))
-    if experts.precision is not None:  # its GEMMs begin when all rows are there
+    chosen = overlap(sizes, num_sms_of(x.device), rates_of(experts.precision))
+    if not takes_parts(experts.precision):  # its GEMMs begin when all rows are there
         chosen = replace(chosen, dispatch=None, gradient_dispatch=None)
     return Overlapped(layout, chosen)
 

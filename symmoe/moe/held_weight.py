@@ -62,8 +62,8 @@ class HeldWeight:
         self._dtype_to_made.clear()
 
     def problem(self) -> ArgumentError | None:
-        """What keeps a forward pass from taking what is held: the parameters have been written to since the first one,
-        or the call is captured and the block is not, or the other way round. Does not synchronise the host."""
+        """What keeps a forward pass from taking what is held: the parameters have been written to since it was made, or
+        the call is captured and the block is not, or the other way round. Does not synchronise the host."""
         if not self._is_open:
             return None
         if capture_id(self._device) != self._capture:
@@ -71,11 +71,10 @@ class HeldWeight:
                 f"constant_weights was entered {_where(self._capture)}, and this call is "
                 f"{_where(capture_id(self._device))}: enter and leave it in one CUDA graph, or outside of all"
             )
-        versions = [0 if parameter.is_inference() else parameter._version for parameter in self._parameters]
         if self._versions is None:
-            self._versions = versions
+            return None
         # Which one of discrete weights it was, versions do not say: those made in one storage share a counter.
-        for parameter, found, first in zip(self._parameters, versions, self._versions, strict=True):
+        for parameter, found, first in zip(self._parameters, self._versions_now(), self._versions, strict=True):
             if found != first:
                 return ArgumentError(
                     f"a weight {list(parameter.shape)} is at version {found}, and was at version {first} when it was "
@@ -87,12 +86,17 @@ class HeldWeight:
         """As weight_operands."""
         if not self._is_open or capture_id(self._device) != self._capture:
             return weight_operands(numbers, weight, transposed=transposed)
+        if self._versions is None:
+            self._versions = self._versions_now()
         made = self._dtype_to_made.get(weight.dtype)
         if made is None or (transposed and made.directions[1] is None):
             made = self._dtype_to_made[weight.dtype] = _make(numbers, weight, transposed)
         _read_here(made)
         forward, transposed_operand = made.directions
         return forward, transposed_operand if transposed else None
+
+    def _versions_now(self) -> list[int]:
+        return [0 if parameter.is_inference() else parameter._version for parameter in self._parameters]
 
 
 def _make(numbers: LowPrecision, weight: torch.Tensor, transposed: bool) -> _Made:

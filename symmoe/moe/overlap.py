@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.kernels.parts import PANEL_COLUMNS, Division, sum_stage
-from symmoe.precision.recipes import Recipe
+from symmoe.precision.recipes import Float8Block, Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +30,10 @@ class Rates:
             (kernels/parts.py) beside a GEMM, whether the sum has that row or not; and if it may be a peer's.
         program_sum_bytes: that such a program sums.
         memory_bytes: by all SMs.
-        flops: of the grouped GEMMs on all SMs.
+        flops, wgrad_flops: of the grouped GEMMs on all SMs: forward and dgrad, and wgrad.
         launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
         part_s: what one more part of a dispatch costs: that launch, a signal and a wait, two kernels that index and
-            copy what has come, and the branch.
+            copy what has come, and the branch; with a recipe one more that makes operands of it.
         least_gain: share of a time that must be gained: less than that is within what these formulas leave out.
         gathered_share: of a step's GEMMs, what they take longer if they gather their rows.
     """
@@ -45,6 +45,7 @@ class Rates:
     program_sum_bytes: float = 40e9
     memory_bytes: float = 3e12
     flops: float = 650e12
+    wgrad_flops: float = 650e12
     launch_s: float = 15e-6
     part_s: float = 45e-6
     least_gain: float = 0.02
@@ -52,8 +53,14 @@ class Rates:
 
 
 H200 = Rates()
+H200_FLOAT8 = Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
 H200_SMS = 132
 MAX_PANELS = 8  # kernels are compiled anew for every panel's columns
+
+
+def rates_of(precision: Recipe | None) -> Rates:
+    """Those of the numbers that are multiplied. Other recipes than Float8Block have not been measured."""
+    return H200_FLOAT8 if isinstance(precision, Float8Block) else H200
 
 
 @functools.lru_cache
@@ -123,6 +130,7 @@ class Sizes:
         item_bytes: of an element of a row.
         is_gated: FC1 has gates and ups.
         pre_reduces: rows of a peer's token are summed before one of them goes home (`order="rank"`).
+        sent_row_bytes, sent_gradient_row_bytes: of a row on its way to an expert; None: hidden * item_bytes.
     """
 
     num_rows: int
@@ -134,6 +142,13 @@ class Sizes:
     item_bytes: int
     is_gated: bool = True
     pre_reduces: bool = True
+    sent_row_bytes: int | None = None
+    sent_gradient_row_bytes: int | None = None
+
+    def push(self, row_bytes: int | None) -> Move:
+        """What a dispatch moves of rows that have so many bytes; None: hidden * item_bytes."""
+        full_bytes = self.hidden * self.item_bytes
+        return Move(push_bytes=self.wire_bytes / full_bytes * (full_bytes if row_bytes is None else row_bytes))
 
     def combine(self, num_panels: int = 1) -> Move:
         """What combine moves for one panel: rows of peers' tokens are summed before they travel, own rows as those of
@@ -156,7 +171,7 @@ class Sizes:
 
     @property
     def wire_bytes(self) -> float:
-        """Of rows that go to peers in a dispatch, one per (token, rank)."""
+        """Of rows that go to peers in a dispatch, one per (token, rank), if they travel as they are."""
         experts, top_k = self.num_experts, self.top_k
         stays_away = math.comb(experts - experts // self.num_ranks, top_k) / max(1, math.comb(experts, top_k))
         return self.row_bytes / top_k * (self.num_ranks - 1) * (1 - stays_away)
@@ -218,8 +233,8 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
         return Overlap(dispatch=None, gradient_dispatch=None, combine=None, gradient_combine=None, num_panels=1)
     counts = range(1, num_sms // 2 + 1)
 
-    def gemm_s(flops: float, n: int = 0) -> float:
-        return flops / rates.flops * num_sms / (num_sms - n)
+    def gemm_s(flops: float, n: int = 0, per_s: float = rates.flops) -> float:
+        return flops / per_s * num_sms / (num_sms - n)
 
     def best(alone_s: float, beside_s: Callable[[int], float]) -> tuple[float, Division | None]:
         n = min(counts, key=beside_s)
@@ -227,9 +242,9 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
             return alone_s, None
         return beside_s(n), Division(n, num_sms - n)
 
-    push, combine, num_ranks = Move(push_bytes=sizes.wire_bytes), sizes.combine(), sizes.num_ranks
+    combine, num_ranks = sizes.combine(), sizes.num_ranks
 
-    def dispatch(flops: int) -> Division | None:
+    def dispatch(flops: int, push: Move) -> Division | None:
         last = flops / num_ranks
 
         def beside_s(n: int) -> float:
@@ -251,14 +266,17 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
     numbers = [number for number in (2, 4, 8) if number <= most_panels]
     num_panels = min(numbers, key=lambda number: panelled(number)[0], default=1)
     division = panelled(num_panels)[1] if numbers else None
-    weights = sizes.product_flops + sizes.fc1_flops
+
+    def weights_s(n: int = 0) -> float:
+        return gemm_s(sizes.product_flops + sizes.fc1_flops, n, rates.wgrad_flops)
+
     return Overlap(
-        dispatch=dispatch(sizes.fc1_flops),
-        gradient_dispatch=dispatch(sizes.product_flops),
+        dispatch=dispatch(sizes.fc1_flops, sizes.push(sizes.sent_row_bytes)),
+        gradient_dispatch=dispatch(sizes.product_flops, sizes.push(sizes.sent_gradient_row_bytes)),
         combine=division,
         gradient_combine=best(
-            combine.alone_s(rates) + gemm_s(weights),
-            lambda n: max(gemm_s(weights, n), combine.beside_s(n, rates)),
+            combine.alone_s(rates) + weights_s(),
+            lambda n: max(weights_s(n), combine.beside_s(n, rates)),
         )[1],
         num_panels=1 if division is None else num_panels,
     )

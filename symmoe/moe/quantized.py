@@ -7,18 +7,19 @@ H hidden, I ffn, W width of FC1's output, G groups, N rows; q() quantises (moe/l
     dW2 = q(d_out)^T q(a)             dW1 = q(dh)^T q(x)            along tokens
 
 h, a, da and dh are rounded to the working dtype, as between separate modules, so GroupedLinear, activation and
-GroupedLinear give the same bits. Rows that are still on their way are waited for: a recipe may need all rows of a group
-to quantise one of them.
+GroupedLinear give the same bits. Rows that are still on their way are quantised, or taken off the wire, and multiplied
+part by part where takes_parts says so; a recipe that needs all rows of a group to quantise one waits for them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from symmoe import kernels
 from symmoe.dispatch.wire import WireFormat
 from symmoe.kernels.parts import Part
 from symmoe.kernels.table import TensorTable
@@ -26,8 +27,11 @@ from symmoe.moe.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidde
 from symmoe.moe.held_weight import HeldWeight, weight_operands
 from symmoe.moe.low_precision import LowPrecision, product, weight_gradient
 from symmoe.moe.quantized_activation import first_layer, hidden_gradients
-from symmoe.precision.operands import multiply, operand
+from symmoe.precision.operands import Operand, multiply, operand
 from symmoe.precision.recipes import Recipe
+
+# Makes an operand of all rows: (rows, row_start, row_index).
+Quantize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Operand]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,14 @@ class Wire:
 
 
 FULL = Wire()
+
+
+def takes_parts(recipe: Recipe | None) -> bool:
+    """Whether experts compute some rows while others are on their way: an operand's row is made of one row, and lies
+    where that row does. Not so with scales in tiles, and there is no kernel for scales of whole rows."""
+    if recipe is None:
+        return True
+    return recipe.row_format.block is not None and recipe.row_format.scale_dtype == torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +75,15 @@ class QuantizedWeights(ExpertWeights):
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
     ) -> tuple[Hidden, SecondInput]:
         """As ExpertWeights.first_layer, with operands of the second layer, made once for all panels, in place of a."""
-        _wait_for(parts)
         numbers = LowPrecision(self.recipe)
         h = self.w1.new_empty((num_rows, self.w1.shape[1]))
         x = x.without_tail(num_rows)
-        if self.wire.rows is None:
-            rows = numbers.rows(x.rows, x.row_start, x.row_index)
-        else:
-            rows = operand(self.wire.rows.quantized(x.rows, x.row_start, x.row_index))
+        arriving = _arriving(numbers.rows, self, self.wire.rows, x.rows, x, parts)
         (w1, transposed1), (w2, transposed2) = (
             weight_operands(numbers, weight, transposed=is_needed, held=held)
             for weight, is_needed, held in zip((self.w1, self.w2), self.needs_transposed, self.held, strict=True)
         )
-        a = first_layer(numbers, rows, w1, x.row_start, h, x.scale, self.activation, self.b1)
+        a = first_layer(numbers, arriving, w1, x.row_start, h, x.scale, self.activation, self.b1)
         return Hidden.with_weights(h, transposed1, transposed2), (a, w2)
 
     def second_layer(
@@ -117,16 +125,13 @@ class QuantizedBackward(ExpertsBackward):
     _weights: QuantizedWeights
 
     def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
-        _wait_for(parts)
         x, weights, h = self._x, self._weights, hidden.h
         self._numbers, self._dtype = LowPrecision(weights.recipe), h.dtype
         self._transposed1 = None if hidden.w1_data is None else hidden.transposed1
-        if weights.wire.gradients is None:
-            d_out = self._numbers.gradient_rows(self._received_gradients(), x.row_start, x.row_index)
-        else:
-            d_out = operand(weights.wire.gradients.quantized(self._received_gradients(), x.row_start, x.row_index))
+        quantize, received = self._numbers.gradient_rows, self._received_gradients()
         da = h.new_empty((h.shape[0], weights.w2.shape[2]))
-        multiply(d_out, hidden.transposed2, x.row_start, da)
+        for d_out, part in _arriving(quantize, weights, weights.wire.gradients, received, x, parts):
+            multiply(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
         self._gradients = hidden_gradients(
             self._numbers, da, h, x.scale, x.row_start, weights.activation, self.d_scale, self.db1
         )
@@ -169,5 +174,36 @@ class QuantizedBackward(ExpertsBackward):
         weight_gradient(left, right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
 
 
-def _wait_for(parts: Iterable[Part] | None) -> None:
-    deque(() if parts is None else parts, maxlen=0)
+def _arriving(
+    quantize: Quantize,
+    weights: QuantizedWeights,
+    wire: WireFormat | None,
+    received: torch.Tensor,
+    x: ExpertRows,
+    parts: Iterable[Part] | None,
+) -> Iterable[tuple[Operand, Part]]:
+    """The operand of received rows or gradients, and a part of it that is there, one part after the other.
+
+    Without parts, or where the recipe does not take them, all rows are one, for which `quantize` is called.
+    """
+    if parts is not None and takes_parts(weights.recipe):
+        return _part_by_part(weights, wire, received, x, parts)
+    deque(() if parts is None else parts, maxlen=0)  # waits
+    if wire is None:
+        rows = quantize(received, x.row_start, x.row_index)
+    else:
+        rows = operand(wire.quantized(received, x.row_start, x.row_index))
+    return ((rows, Part(x.row_start)),)
+
+
+def _part_by_part(
+    weights: QuantizedWeights, wire: WireFormat | None, received: torch.Tensor, x: ExpertRows, parts: Iterable[Part]
+) -> Iterator[tuple[Operand, Part]]:
+    recipe, ops = weights.recipe, kernels.for_device(received.device)
+    rows = recipe.empty_rows(x.scale.shape[0], weights.w1.shape[2], x.row_start)
+    for part in parts:
+        if wire is None:
+            ops.quantize_rows(received, part.rows, rows.data, rows.scale, recipe.row_format, row_index=x.row_index)
+        else:
+            wire.unpack(received, part.rows, rows, x.row_index)
+        yield operand(rows), part

@@ -6,6 +6,7 @@ give the bits of those that do one thing; for what they do not take, these run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,13 +15,14 @@ import torch
 from symmoe import kernels
 from symmoe.kernels import act_quantized
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.parts import Part
 from symmoe.moe.low_precision import LowPrecision, product
 from symmoe.precision.operands import Operand, operand
 
 
 def first_layer(
     numbers: LowPrecision,
-    rows: Operand,
+    arriving: Iterable[tuple[Operand, Part]],
     weight: Operand,
     row_start: torch.Tensor,
     h: torch.Tensor,
@@ -28,16 +30,13 @@ def first_layer(
     activation: Activation,
     bias: torch.Tensor | None,
 ) -> Operand:
-    """Fills h [N, W] = rows @ weight^T + bias, and returns the rows of act(h) * scale."""
-    row_format = numbers.recipe.row_format
-    if bias is not None or row_format != act_quantized.FLOAT8_BLOCK or h.dtype not in act_quantized.H:
-        product(rows, weight, row_start, h, bias=bias)
-        return activation_rows(numbers, h, scale, row_start, activation)
-    a = numbers.recipe.empty_rows(h.shape[0], h.shape[1] // activation.hidden_width(1), row_start)
-    operands = (rows.data, rows.scale, weight.data, weight.scale, row_start)
-    ops = kernels.for_device(h.device)
-    ops.grouped_gemm_fp8_act(*operands, scale, h, a.data, a.scale, activation)
-    return operand(a)
+    """Fills h [N, W] = rows @ weight^T + bias, and returns the rows of act(h) * scale.
+
+    arriving: the rows, and a part of them that can be multiplied, one part after the other.
+    """
+    for rows, part in arriving:
+        product(rows, weight, part.rows, h, bias=bias, num_sms=part.num_sms)
+    return activation_rows(numbers, h, scale, row_start, activation)
 
 
 def activation_rows(

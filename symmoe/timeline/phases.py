@@ -80,8 +80,8 @@ PHASES = (
     Phase(
         name="FC1",
         color=BLUE,
-        operators=("grouped_gemm_act", "grouped_gemm_fp8_act"),
-        kernels=("grouped_gemm_act_kernel", "hopper_act_kernel", "hopper_fp8_act_kernel"),
+        operators=("grouped_gemm_act",),
+        kernels=("grouped_gemm_act_kernel", "hopper_act_kernel"),
         is_gemm=True,
     ),
     Phase(name="FC2", color=BLUE, operators=("grouped_gemm",), is_gemm=True),
@@ -173,6 +173,7 @@ PHASES = (
             "group_amax_kernel",
             "hopper_dact_quantize_kernel",
             "hopper_quantize_columns_kernel",
+            "hopper_quantize_weight_pairs_kernel",
             "hopper_requantize_columns_kernel",
             "quantize_columns_kernel",
             "quantize_column_lines_kernel",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -75,8 +77,25 @@ def test_columns_of_rows_on_the_wire(name, dtype, width):
         assert differences(decoded_columns(gpu, *on_gpu), expected) == []
 
 
-@pytest.mark.parametrize("options", [{"registers": 128}, {"num_warps": 16, "registers": 64}, {"features": 64}], ids=str)
-def test_columns_do_not_depend_on_how_threads_hold_them(options):
+@pytest.mark.parametrize("num_sms", [1, None])
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["float8_block", "float8_block_powers"])
+def test_weights_in_whole_blocks(name, dtype, options, num_sms):
+    weights = pytest.importorskip("symmoe.kernels.gpu.hopper.weights")
+    weight = hard_rows(3 * 384, 512, dtype).view(3, 384, 512)
+
+    def launched(*args, amax):
+        assert weights.takes_weight_pairs(args[-1], args[0])
+        weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
+
+    found = quantize_weight_pairs(types.SimpleNamespace(quantize_weight_pairs=launched), weight.cuda(), name)
+    assert differences(found, quantize_weight_pairs(twin, weight, name)) == []
+
+
+@pytest.mark.parametrize("num_sms", [1, None])
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3}], ids=str)
+def test_columns_do_not_depend_on_how_programs_walk(options, num_sms):
     columns = pytest.importorskip("symmoe.kernels.gpu.hopper.columns")
     rows, block_format = hard_rows(ROWS, 2880, torch.bfloat16), FORMATS["float8_block"]
     expected, found = (
@@ -84,7 +103,7 @@ def test_columns_do_not_depend_on_how_threads_hold_them(options):
         for device in ("cpu", "cuda")
     )
     twin.quantize_columns(rows, bounds(), *expected, block_format)
-    columns.launch_quantize_columns(rows.cuda(), bounds().cuda(), *found, block_format, **options)
+    columns.launch_quantize_columns(rows.cuda(), bounds().cuda(), *found, block_format, num_sms=num_sms, **options)
     for left, right in zip(found, expected, strict=True):
         assert torch.equal(as_bytes(left), as_bytes(right))
 

@@ -8,7 +8,7 @@ has to work at once.
 
 Starting a job takes seconds on GPUs, so several cases may run side by side; then what is left is looked at, and the new
 job started, after all of them. Nobody else may take memory of the same GPUs meanwhile. Victims that raise take turns:
-ranks that end keep a GPU from all others for a second, which is as long as the others' errors may take.
+ranks that end may keep a GPU from all others for a second, which is as long as the others' errors may take.
 """
 
 from __future__ import annotations

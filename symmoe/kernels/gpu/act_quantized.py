@@ -37,7 +37,13 @@ from symmoe.kernels.gpu.activation import (
     join_blocks,
     load_hidden,
 )
-from symmoe.kernels.gpu.gemm import locate_tile, row_tile_prefix, tile_mask
+from symmoe.kernels.gpu.gemm import (
+    end_of_rows,
+    locate_tile,
+    row_programs,
+    row_tile_prefix,
+    tile_mask,
+)
 from symmoe.kernels.gpu.gemm_act import sum_dact_partials
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
@@ -177,17 +183,27 @@ def act_quantize_rows_kernel(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    END: tl.constexpr,
     FFN: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Grid (tiles of features, tiles of rows): neighbours read the same rows."""
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
-    end = tl.load(row_start + NUM_GROUPS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(0) * FEATURES
-    a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
-    store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
+    if END == 1:
+        end = tl.load(row_start + NUM_GROUPS)
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
+        store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
+    else:
+        prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, ROWS, END)
+        for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+            _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, ROWS, END)
+            row = first_row + tl.arange(0, ROWS)
+            a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
+            store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
 
 
 @fast_launch
@@ -301,20 +317,22 @@ def act_quantize(
 ) -> None:
     """a = act(h) * row_scale, rounded to the dtype of h and quantised: the operands that the second GEMM has of it.
 
-    h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start int32[G+1]: the groups' bounds; rows past the last one are not
-    read. rows: data [N, I] and its scales along features; columns: data [I, P], P a multiple of TILE and at least
-    TILE * max_tiles(N, G), and its scales along a group's tokens, block-major if they are fp32 (kernels/operands.py).
-    What is None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if an argument
-    is not like that.
+    h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start int32[G+1]: the groups' bounds, or without columns ranges of
+    rows int32[2, G]; other rows are not read. rows: data [N, I] and its scales along features; columns: data [I, P], P
+    a multiple of TILE and at least TILE * max_tiles(N, G), and its scales along a group's tokens, block-major if they
+    are fp32 (kernels/operands.py). What is None is not made; one must be given. block_format: E4M3, blocks of 32 or
+    128. ArgumentError if an argument is not like that.
     """
     sizes = check_act_quantize(h, row_scale, row_start, activation, block_format, rows, columns)
     problem = sizes.ffn, sizes.num_groups, activation, block_format
-    row_constants, column_constants = _row_constants(*problem), _column_constants(*problem)
+    row_constants = _row_constants(*problem, end_of_rows(row_start, sizes.num_groups))
+    column_constants = _column_constants(*problem)
     if sizes.num_rows == 0:
         return
     tiles_of_features = ceil_div(sizes.ffn, FEATURES)
     if rows is not None:
-        grid = tiles_of_features, ceil_div(sizes.num_rows, ROWS)
+        num_programs = row_programs(row_start, ceil_div(sizes.num_rows, ROWS), tiles_of_features)
+        grid = tiles_of_features, num_programs
         launch(act_quantize_rows_kernel, grid, row_constants, h, row_scale, row_start, *_row_bytes(rows))
     if columns is not None:
         grid = max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features
@@ -398,8 +416,9 @@ def _num_tiles(columns: Buffers | None) -> int:
 
 
 @functools.cache
-def _row_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    tile = {"FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
+def _row_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat, end: int) -> Constants:
+    lanes = next_power_of_2(num_groups)
+    tile = {"GROUP_LANES": lanes, "END": end, "FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
     return Constants({**_common(ffn, num_groups, activation, block_format), **tile})
 
 

@@ -50,6 +50,8 @@ from symmoe.kernels.table import TensorTable
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
 # Columns of a tile that are added to what is there at a time: a whole tile of loads does not fit into the registers.
 ACCUMULATE_COLUMNS = tl.constexpr(64)
+# Of kernels that only move rows, in ranges: more than an H200 has room for, fewer than would look in vain for a tile.
+RANGE_PROGRAMS = 4096
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -688,6 +690,15 @@ def _launch_gemm(
         bias_scale,
         num_rows if zero_tail else None,
     )
+
+
+def row_programs(row_start: torch.Tensor, num_tiles: int, num_beside: int) -> int:
+    """Programs for tiles of rows: one for each; or, as ranges may have few of them, no more than there is room for.
+
+    num_tiles: the most there can be; with ranges programs loop over them. num_beside: tiles of columns, whose programs
+    are others.
+    """
+    return min(num_tiles, max(1, RANGE_PROGRAMS // num_beside)) if are_ranges(row_start) else num_tiles
 
 
 def end_of_rows(row_start: torch.Tensor, num_groups: int) -> int:

@@ -14,11 +14,12 @@ import triton.language as tl
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gpu import hopper
-from symmoe.kernels.gpu.gemm import locate_tile, max_row_tiles, row_tile_prefix
+from symmoe.kernels.gpu.gemm import end_of_rows, locate_tile, max_row_tiles, row_programs, row_tile_prefix
 from symmoe.kernels.gpu.hadamard import hadamard
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 from symmoe.kernels.operands import check_column_scale
+from symmoe.kernels.parts import num_groups_of, refuse_ranges
 
 TILE = tl.constexpr(formats.TILE)
 E4M3_MAX, E2M1_MAX = tl.constexpr(formats.E4M3_MAX), tl.constexpr(formats.E2M1_MAX)
@@ -244,6 +245,37 @@ def store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH: tl.const
         store_tile(scale, scales, feature, feature < WIDTH, tile, num_tiles * scales.shape[1])
 
 
+@triton.jit
+def quantize_rows_tile(
+    rows,
+    row_index,
+    row_start,
+    data,
+    scale,
+    amax,
+    seeds,
+    at,  # what locate_tile returns
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """COLUMNS of LINES rows."""
+    group, first_row, end, _ = at
+    tile_column = tl.program_id(1)
+    row, column = first_row + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+    pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    words = random_words(seeds, group, row - tl.load(row_start + group), tile_column * COLUMNS, LINES, COLUMNS)
+    codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
+    store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
+    store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
+
+
 @fast_launch
 @triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"])
 def quantize_rows_kernel(
@@ -260,23 +292,53 @@ def quantize_rows_kernel(
     PER_BYTE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
+    END: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns)."""
-    tile_column = tl.program_id(1)
-    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES)
-    if tl.program_id(0) < num_tiles:
-        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, LINES)
-        row, column = first_row + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
-        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-        words = random_words(seeds, group, row - tl.load(row_start + group), tile_column * COLUMNS, LINES, COLUMNS)
-        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
-        store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
-        store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
+    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES, END)
+    if END == 1:
+        if tl.program_id(0) < num_tiles:
+            at = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, LINES)
+            quantize_rows_tile(
+                rows,
+                row_index,
+                row_start,
+                data,
+                scale,
+                amax,
+                seeds,
+                at,
+                ELEMENT,
+                SCALE,
+                BLOCK,
+                PER_BYTE,
+                WIDTH,
+                LINES,
+                COLUMNS,
+            )
+    else:
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            at = locate_tile(tile, prefix, row_start, 1, 1, LINES, END)
+            quantize_rows_tile(
+                rows,
+                row_index,
+                row_start,
+                data,
+                scale,
+                amax,
+                seeds,
+                at,
+                ELEMENT,
+                SCALE,
+                BLOCK,
+                PER_BYTE,
+                WIDTH,
+                LINES,
+                COLUMNS,
+            )
 
 
 @fast_launch
@@ -516,10 +578,13 @@ def quantize_rows(
 
     rows [N, C] bf16, fp16 or fp32, or any number of rows with row_index int32[N]; data [N, C or C / 2]; scale [N,
     num_blocks(C)]; amax fp32[G], of group_amax, where there is a global scale. seeds int64[G]: E2M1 is rounded
-    stochastically, by random words of the group's seed and the position (feature, row in the group).
+    stochastically, by random words of the group's seed and the position (feature, row in the group). row_start may be
+    ranges of rows int32[2, G]: no others are read or written; not with seeds or scales of whole rows (ArgumentError).
     """
     num_rows, width = data.shape[0], rows.shape[1]
-    num_groups = row_start.shape[0] - 1
+    num_groups = num_groups_of(row_start)
+    if block_format.block is None or seeds is not None:
+        refuse_ranges(row_start, "a scale of a whole row, or a seed,")
     if num_rows == 0:
         return
     if block_format.block is None:
@@ -527,11 +592,11 @@ def quantize_rows(
         grid = (ceil_div(num_rows, constants.named["LINES"]), 1)
         launch(quantize_lines_kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale)
         return
-    lines, columns = ROW_TILE
+    lines, num_columns = ROW_TILE[0], ceil_div(width, ROW_TILE[1])
     launch(
         quantize_rows_kernel,
-        (max_row_tiles(num_rows, num_groups, lines), ceil_div(width, columns)),
-        _row_constants(block_format, num_groups, width),
+        (row_programs(row_start, max_row_tiles(num_rows, num_groups, lines), num_columns), num_columns),
+        _row_constants(block_format, num_groups, end_of_rows(row_start, num_groups), width),
         rows,
         row_index,
         row_start,
@@ -573,7 +638,7 @@ def quantize_columns(
         launch(kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale.t(), num_tiles)
         return
     special = hopper.kernels(rows.device, rows.dtype, width)
-    if special is not None and special.takes_columns(block_format) and signs is None:
+    if special is not None and special.takes_columns(block_format, rows, width) and signs is None:
         special.launch_quantize_columns(rows, row_start, data, scale, block_format, row_index=row_index)
         return
     launch(
@@ -641,6 +706,11 @@ def quantize_weight_pairs(
         quantize_weights(weight.mT, transposed_data, transposed_scale, block_format)
         return
     num_groups, num_lines, width = weight.shape
+    special = hopper.kernels(weight.device, weight.dtype, width)
+    if special is not None and special.takes_weight_pairs(block_format, weight):
+        buffers = data, scale, transposed_data, transposed_scale
+        special.launch_quantize_weight_pairs(weight, *buffers, block_format)
+        return
     constants = _pair_constants(block_format, num_lines, width)
     tile_lines, tile_columns = constants.named["LINES"], constants.named["COLUMNS"]
     launch(
@@ -709,8 +779,8 @@ def _groups(num_groups: int) -> dict[str, int]:
 
 
 @functools.cache
-def _row_constants(block_format: BlockFormat, num_groups: int, width: int) -> Constants:
-    tile = {"WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
+def _row_constants(block_format: BlockFormat, num_groups: int, end: int, width: int) -> Constants:
+    tile = {"END": end, "WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
     return Constants({**_format(block_format), **_groups(num_groups), **tile, "num_warps": ROW_WARPS})
 
 

@@ -12,7 +12,13 @@ import triton.language as tl
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gpu import hopper
-from symmoe.kernels.gpu.gemm import TRITON_DTYPES, locate_tile, row_tile_prefix
+from symmoe.kernels.gpu.gemm import (
+    TRITON_DTYPES,
+    end_of_rows,
+    locate_tile,
+    row_programs,
+    row_tile_prefix,
+)
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 from symmoe.kernels.gpu.quantize import (
@@ -32,6 +38,7 @@ from symmoe.kernels.gpu.quantize import (
 )
 from symmoe.kernels.gpu.quantize import NUM_WARPS as COLUMN_WARPS
 from symmoe.kernels.operands import check_column_scale
+from symmoe.kernels.parts import num_groups_of
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 DECODED_LINES, DECODED_COLUMNS = 16, 256  # features
@@ -123,6 +130,36 @@ def encode_lines_kernel(
         store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
 
 
+@triton.jit
+def unpack_tile(
+    wire,
+    row_index,
+    data,
+    scale,
+    first_row,
+    end,
+    ROW_BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """COLUMNS of LINES rows from first_row on, those before `end`; scales with the first columns."""
+    row = first_row + tl.arange(0, LINES)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+    lines = wire + source.to(tl.int64)[:, None] * ROW_BYTES
+    mask = (row < end)[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(lines + column[None, :], mask=mask)
+    tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
+    if tl.program_id(1) == 0:
+        lane = tl.arange(0, SCALE_LANES)
+        is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
+        scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
+        tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
+
+
 @fast_launch
 @triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
 def unpack_rows_kernel(
@@ -132,6 +169,8 @@ def unpack_rows_kernel(
     data,
     scale,
     NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    END: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     WIDTH: tl.constexpr,  # of data
     SCALE_BYTES: tl.constexpr,
@@ -140,20 +179,19 @@ def unpack_rows_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns of data)."""
-    end = tl.load(row_start + NUM_GROUPS)
-    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    if tl.program_id(0) * LINES < end:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-        lines = wire + source.to(tl.int64)[:, None] * ROW_BYTES
-        mask = (row < end)[:, None] & (column < WIDTH)[None, :]
-        values = tl.load(lines + column[None, :], mask=mask)
-        tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
-        if tl.program_id(1) == 0:
-            lane = tl.arange(0, SCALE_LANES)
-            is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
-            scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
-            tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
+    if END == 1:
+        first_row, end = tl.program_id(0) * LINES, tl.load(row_start + NUM_GROUPS)
+        if first_row < end:
+            unpack_tile(
+                wire, row_index, data, scale, first_row, end, ROW_BYTES, WIDTH, SCALE_BYTES, SCALE_LANES, LINES, COLUMNS
+            )
+    else:
+        prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES, END)
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, LINES, END)
+            unpack_tile(
+                wire, row_index, data, scale, first_row, end, ROW_BYTES, WIDTH, SCALE_BYTES, SCALE_LANES, LINES, COLUMNS
+            )
 
 
 @triton.jit
@@ -267,14 +305,17 @@ def unpack_rows(
 ) -> None:
     """data[r], scale[r] = what row row_index[r] of the wire holds, for every row r of every group; no index: row r.
 
-    row_start int32[G+1]; data uint8 [N, C] and scale uint8 [N, S], the bytes of scales; row_index int32[N]. Rows past
-    row_start[G] are neither read nor written.
+    row_start int32[G+1], or ranges of rows int32[2, G]; data uint8 [N, C] and scale uint8 [N, S], the bytes of scales;
+    row_index int32[N]. Other rows are neither read nor written.
     """
     num_rows, width = data.shape
     if num_rows == 0:
         return
-    grid = (ceil_div(num_rows, LINES), ceil_div(width, COLUMNS))
-    constants = _unpack_constants(row_start.shape[0] - 1, wire.shape[1], width, scale.shape[1])
+    num_groups = num_groups_of(row_start)
+    num_columns = ceil_div(width, COLUMNS)
+    grid = row_programs(row_start, ceil_div(num_rows, LINES), num_columns), num_columns
+    end = end_of_rows(row_start, num_groups)
+    constants = _unpack_constants(num_groups, end, wire.shape[1], width, scale.shape[1])
     launch(unpack_rows_kernel, grid, constants, wire, row_index, row_start, data, scale)
 
 
@@ -308,7 +349,7 @@ def requantize_columns(
     if num_tiles == 0:
         return
     special = hopper.kernels(wire.device, dtype, width)
-    if special is not None and special.takes_columns(block_format):
+    if special is not None and special.takes_columns(block_format, wire, width):
         special.launch_requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
         return
     launch(
@@ -352,10 +393,12 @@ def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, 
 
 
 @functools.cache
-def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
+def _unpack_constants(num_groups: int, end: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
     return Constants(
         {
             "NUM_GROUPS": num_groups,
+            "GROUP_LANES": next_power_of_2(num_groups),
+            "END": end,
             "ROW_BYTES": row_bytes,
             "WIDTH": width,
             "SCALE_BYTES": scale_bytes,

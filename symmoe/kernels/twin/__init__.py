@@ -4,7 +4,6 @@ from symmoe.kernels.twin.act_quantized import act_quantize, dact_quantize
 from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad
 from symmoe.kernels.twin.bias import grouped_bias_dot, grouped_bias_grad
 from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
-from symmoe.kernels.twin.fp8_act import grouped_gemm_fp8_act
 from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from symmoe.kernels.twin.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
 from symmoe.kernels.twin.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts, split_by_source
@@ -55,7 +54,6 @@ __all__ = [
     "grouped_gemm_dact",
     "grouped_gemm_dgrad",
     "grouped_gemm_fp8",
-    "grouped_gemm_fp8_act",
     "grouped_gemm_scaled",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_fp8",

@@ -16,6 +16,7 @@ from symmoe.kernels.act_quantized import Buffers, check_act_quantize, check_dact
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
+from symmoe.kernels.twin.gemm import spans_of
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
 
@@ -31,16 +32,16 @@ def act_quantize(
 ) -> None:
     """a = act(h) * row_scale, rounded to the dtype of h and quantised: the operands that the second GEMM has of it.
 
-    h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start int32[G+1]: the groups' bounds; rows past the last one are not
-    read. rows: data [N, I] and its scales along features; columns: data [I, P], P a multiple of TILE and at least
-    TILE * max_tiles(N, G), and its scales along a group's tokens, block-major if they are fp32 (kernels/operands.py).
-    What is None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if an argument
-    is not like that.
+    h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start int32[G+1]: the groups' bounds, or without columns ranges of
+    rows int32[2, G]; other rows are not read. rows: data [N, I] and its scales along features; columns: data [I, P], P
+    a multiple of TILE and at least TILE * max_tiles(N, G), and its scales along a group's tokens, block-major if they
+    are fp32 (kernels/operands.py). What is None is not made; one must be given. block_format: E4M3, blocks of 32 or
+    128. ArgumentError if an argument is not like that.
     """
     check_act_quantize(h, row_scale, row_start, activation, block_format, rows, columns)
-    end = int(row_start[-1])
     a = torch.empty((h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device)
-    scaled_activation(h[:end], row_scale[:end], a[:end], activation)
+    for span in spans_of(row_start):
+        scaled_activation(h[span], row_scale[span], a[span], activation)
     _quantize(a, row_start, block_format, rows, columns)
 
 

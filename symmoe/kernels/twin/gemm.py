@@ -37,6 +37,13 @@ def row_ranges(row_start: torch.Tensor) -> Iterator[tuple[int, slice]]:
     return ((g, slice(begin, end)) for g, (begin, end) in enumerate(spans) if begin < end)
 
 
+def spans_of(row_start: torch.Tensor) -> list[slice]:
+    """The rows to compute, in as few pieces as there are."""
+    if are_ranges(row_start):
+        return [span for _, span in row_ranges(row_start)]
+    return [slice(0, int(row_start[-1]))]
+
+
 def take_rows(rows: torch.Tensor, row_index: torch.Tensor | None, span: slice) -> torch.Tensor:
     """The rows of one group, gathered if there is an index."""
     return rows[span] if row_index is None else rows.index_select(0, row_index[span])

@@ -13,19 +13,12 @@ from symmoe.kernels.operands import given
 from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
-from symmoe.kernels.twin.gemm import grouped_gemm, groups, matrix, multiply_rows, row_ranges, take_rows
+from symmoe.kernels.twin.gemm import grouped_gemm, groups, matrix, multiply_rows, row_ranges, spans_of, take_rows
 
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
     """Elements of grouped_gemm_dact's fp32 workspace: here dscale, until sum_dact_partials."""
     return num_rows
-
-
-def spans_of(row_start: torch.Tensor) -> list[slice]:
-    """The rows to compute, in as few pieces as there are."""
-    if are_ranges(row_start):
-        return [span for _, span in row_ranges(row_start)]
-    return [slice(0, int(row_start[-1]))]
 
 
 def grouped_gemm_act(

@@ -14,7 +14,8 @@ import torch
 from symmoe.kernels import formats
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
-from symmoe.kernels.twin.gemm import groups, take_rows
+from symmoe.kernels.parts import refuse_ranges
+from symmoe.kernels.twin.gemm import groups, row_ranges, take_rows
 from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
 
@@ -34,10 +35,13 @@ def quantize_rows(
 
     rows [N, C] bf16, fp16 or fp32, or any number of rows with row_index int32[N]; data [N, C or C / 2]; scale [N,
     num_blocks(C)]; amax fp32[G], of group_amax, where there is a global scale. seeds int64[G]: E2M1 is rounded
-    stochastically, by random words of the group's seed and the position (feature, row in the group).
+    stochastically, by random words of the group's seed and the position (feature, row in the group). row_start may be
+    ranges of rows int32[2, G]: no others are read or written; not with seeds or scales of whole rows (ArgumentError).
     """
     width = rows.shape[1]
-    for g, span in groups(row_start):
+    if block_format.block is None or seeds is not None:
+        refuse_ranges(row_start, "a scale of a whole row, or a seed,")
+    for g, span in row_ranges(row_start):
         seed = None if seeds is None else int(seeds[g])
         global_scale = None if amax is None else global_scale_of(amax[g])
         codes, scales = _quantize_lines(take_rows(rows, row_index, span).float(), block_format, global_scale, seed)

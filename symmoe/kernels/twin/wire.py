@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.twin.gemm import spans_of, take_rows
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
 
@@ -31,13 +32,14 @@ def unpack_rows(
 ) -> None:
     """data[r], scale[r] = what row row_index[r] of the wire holds, for every row r of every group; no index: row r.
 
-    row_start int32[G+1]; data uint8 [N, C] and scale uint8 [N, S], the bytes of scales; row_index int32[N]. Rows past
-    row_start[G] are neither read nor written.
+    row_start int32[G+1], or ranges of rows int32[2, G]; data uint8 [N, C] and scale uint8 [N, S], the bytes of scales;
+    row_index int32[N]. Other rows are neither read nor written.
     """
-    end, width = int(row_start[-1]), data.shape[1]
-    rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
-    data[:end] = rows[:, :width]
-    scale[:end] = rows[:, width : width + scale.shape[1]]
+    width = data.shape[1]
+    for span in spans_of(row_start):
+        rows = take_rows(wire, row_index, span)
+        data[span] = rows[:, :width]
+        scale[span] = rows[:, width : width + scale.shape[1]]
 
 
 def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:

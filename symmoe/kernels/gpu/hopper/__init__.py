@@ -7,7 +7,6 @@ not pay (FC1 of gathered rows), and other devices stay with gpu/gemm.py and gpu/
 """
 
 import functools
-import math
 from types import ModuleType
 
 import torch
@@ -42,8 +41,3 @@ def kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleTyp
 def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
     """Whether grouped_gemm_act has a kernel for this: gates and ups in halves that whole tiles fill."""
     return activation.is_gated and activation.interleave is None and ffn % ACT_COLUMNS == 0 and num_rows <= MAX_ROWS
-
-
-def takes_fp8_act(num_rows: int, ffn: int, activation: Activation) -> bool:
-    """The same of grouped_gemm_fp8_act; limits would take registers that the products need."""
-    return takes_act(num_rows, ffn, activation) and math.isinf(activation.limit)

@@ -69,8 +69,8 @@ class Fp8Pipeline(Pipeline):
 
     @property
     def num_column_blocks(self) -> int:
-        """Scales down a weight [columns, in_width], or, with an activation, [2 * columns, in_width]."""
-        return -(-self.columns // HALF.value) * (1 if self.activation is None else 2)
+        """Scales down a weight [columns, in_width]."""
+        return -(-self.columns // HALF.value)
 
 
 @gluon.jit
@@ -86,10 +86,7 @@ def load(rows_desc, weight_desc, row_start, ring, PIPE: gl.constexpr):
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
-            if len(weight_desc.block_shape) == 4:  # [G, 2, columns, in_width]: gates and ups
-                place = [group, 0, n_tile * HALF, k * BLOCK_K]
-            else:
-                place = [group, n_tile * BLOCK_N, k * BLOCK_K]
+            place = [group, n_tile * BLOCK_N, k * BLOCK_K]
             tma.async_copy_global_to_shared(weight_desc, place, full.index(stage), b.index(stage))
             tma.async_copy_global_to_shared(rows_desc, [first_row, k * BLOCK_K], full.index(stage), a.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
@@ -109,21 +106,14 @@ def partial_sum(a, b, turn, TURN: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: g
 
 @gluon.jit
 def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """Both halves of the scaled sums of a warpgroup's rows of a tile, fp32, and the ring's next stage and parity.
-
-    With an activation they are gates and ups.
-    """
+    """Both halves of the scaled sums of a warpgroup's rows of a tile, fp32, and the ring's next stage and parity."""
     a_ring, b_ring, full, empty, turn = ring
     row_scale, weight_scale = scales
     row = first_row + CHUNK * WARPGROUP + gl.arange(0, CHUNK, gl.SliceLayout(1, SUMS))
     row = gl.minimum(row, end - 1)  # what the rows past the group's end are multiplied by does not matter
     row_pointers = row_scale + row.to(gl.int64) * PIPE.num_k
-    if PIPE.activation is None:
-        block = n_tile * (BLOCK_N // HALF)
-        distance = gl.where(block + 1 < PIPE.num_column_blocks, PIPE.num_k, 0)
-    else:
-        block = n_tile
-        distance = PIPE.num_column_blocks // 2 * PIPE.num_k
+    block = n_tile * (BLOCK_N // HALF)
+    distance = gl.where(block + 1 < PIPE.num_column_blocks, PIPE.num_k, 0)
     left_pointer = weight_scale + (group.to(gl.int64) * PIPE.num_column_blocks + block) * PIPE.num_k
     right_pointer = left_pointer + distance
     scale = gl.load(row_pointers)

@@ -7,16 +7,16 @@ rows and weights, and both have a scale for a feature and 128 tokens:
 
 Scales are read from shared memory, which also feeds the tensor core: at full speed its operands take three quarters of
 the cycles. A thread has two rows of a partial sum, but 32 of its columns. So a warpgroup has all 128 rows of a tile and
-one half of its columns, and reads the columns' scales once for the upper and the lower partial sum; it does so while
-the upper one is on its way. They fit into the registers beside one partial sum and the sums, and no more does.
+one half of its columns, and reads the columns' scales once for the upper and the lower partial sum. It does so a stage
+ahead: while products are on their way, a quarter of the cycles is left, and scales come late. They fit into the
+registers beside one partial sum and the sums, and no more does; so the next stage's come to the place of this one's as
+soon as both partial sums have had theirs.
 
 The scales of 128 tokens lie side by side: TMA brings them with the operands, and counts their bytes at full[s].
 
     barrier    arrivals     says                              who waits
     full[s]    1 + bytes    stage s holds all of it           the multiplying warpgroups
     empty[s]   2            stage s has been multiplied       load
-    turn[w]    1            half of the other's products are  multiply w, before each of its own, if `in_order`
-                            done, so that w's may queue up
 
 A group's tokens begin at the next multiple of 128 after the group before; how many stages it has, which may be none, is
 known only to the device.
@@ -55,14 +55,13 @@ PARTS = gl.constexpr(8)  # of a warpgroup's sums in a tile
 class Fp8WgradPipeline(WgradPipeline):
     """The constants of one kernel. accumulate: sums are added to out.
 
-    in_order: the warpgroups take turns. adds_by_tma: what is added to an fp32 out is added where it lies. batch: parts
-    that a warpgroup stores together; there is memory for two batches.
+    adds_by_tma: what is added to an fp32 out is added where it lies. batch: parts that a warpgroup stores together;
+    there is memory for two batches.
     """
 
     multiply_registers: int = 240
     load_registers: int = 24
     accumulate: bool = False
-    in_order: bool = False
     adds_by_tma: bool = True
     batch: int
 
@@ -70,11 +69,6 @@ class Fp8WgradPipeline(WgradPipeline):
     def group_lanes(self) -> int:
         """Lanes of a vector over the groups."""
         return max(32, 1 << (self.num_groups - 1).bit_length())
-
-    @property
-    def wgmma_groups(self) -> int:
-        """In how many parts the tensor core gets the products of a partial sum."""
-        return 2 if self.in_order else 1
 
 
 @gluon.jit
@@ -97,7 +91,7 @@ def num_steps(start, end):
 def load(operands, row_start, ring, PIPE: gl.constexpr):
     """The role, of one warp. What lies past the last feature comes as zeros."""
     dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
-    a, b, a_scale, b_scale, full, empty, _turn = ring
+    a, b, a_scale, b_scale, full, empty = ring
     operand_bytes: gl.constexpr = dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
     scale_bytes: gl.constexpr = dout_scale_desc.block_type.nbytes + rows_scale_desc.block_type.nbytes
     stage = 0
@@ -118,29 +112,18 @@ def load(operands, row_start, ring, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def begin_partial_sum(a, b, turn, TURN: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """Asks for a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T. TURN: parity of the number of those before it."""
+def begin_partial_sum(a, b):
+    """Asks for a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T."""
     zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
-    if PIPE.in_order:
-        K: gl.constexpr = BLOCK_K // 2
-        mbarrier.wait(turn.index(WARPGROUP), TURN ^ (1 - WARPGROUP))
-        first = b.slice(0, K, dim=1).permute([1, 0])
-        second = b.slice(K, K, dim=1).permute([1, 0])
-        products = warpgroup_mma(a.slice(0, K, dim=1), first, zeros, use_acc=False, is_async=True)
-        products = warpgroup_mma(a.slice(K, K, dim=1), second, products, is_async=True)
-    else:
-        products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    # NOTE: of so many nothing is waited for. But ptxas would put the loads that follow between the products.
-    return warpgroup_mma_wait(PIPE.wgmma_groups, deps=(products,))
+    products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    # NOTE: one may be on its way, so nothing is waited for. But ptxas would put what follows between the products.
+    return warpgroup_mma_wait(1, deps=(products,))
 
 
 @gluon.jit
-def end_partial_sum(products, turn, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """Waits for a partial sum."""
-    if PIPE.in_order:
-        products = warpgroup_mma_wait(1, deps=(products,))
-        mbarrier.arrive(turn.index(1 - WARPGROUP))
-    return warpgroup_mma_wait(0, deps=(products,))
+def load_column_scale(b_scale, stage, WARPGROUP: gl.constexpr):
+    """Those of a stage for a warpgroup's half of the columns, [1, HALF]."""
+    return b_scale.index(stage).slice(HALF * WARPGROUP, HALF, dim=1).load(SUMS)
 
 
 @gluon.jit
@@ -149,28 +132,37 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
 
     Also the ring's next stage and parity.
     """
-    a_ring, b_ring, a_scale, b_scale, full, empty, turn = ring
+    a_ring, b_ring, a_scale, b_scale, full, empty = ring
     upper = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
     lower = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
-    for _k in range(num_k):
-        mbarrier.wait(full.index(stage), phase)
+    mbarrier.wait(full.index(stage), phase, pred=num_k > 0)
+    column_scale = load_column_scale(b_scale, stage, WARPGROUP)
+    for k in range(num_k):
         a = a_ring.index(stage)
         b = b_ring.index(stage).slice(HALF * WARPGROUP, HALF, dim=0)
-        partial = begin_partial_sum(a.slice(0, CHUNK, dim=0), b, turn, 0, WARPGROUP, PIPE)
+        partial = begin_partial_sum(a.slice(0, CHUNK, dim=0), b)
         row_scales = a_scale.index(stage).permute([1, 0])
         upper_scale = row_scales.slice(0, CHUNK, dim=0).load(SUMS)
         lower_scale = row_scales.slice(CHUNK, CHUNK, dim=0).load(SUMS)
-        column_scale = b_scale.index(stage).slice(HALF * WARPGROUP, HALF, dim=1).load(SUMS)
-        partial = end_partial_sum(partial, turn, WARPGROUP, PIPE)
+        partial = warpgroup_mma_wait(0, deps=(partial,))
         upper += (partial * column_scale) * upper_scale
         # NOTE: nothing is left to wait for. But LLVM would put this sum behind the next products, and both partial sums
         # do not fit into the registers.
         upper = warpgroup_mma_wait(0, deps=(upper,))
-        partial = begin_partial_sum(a.slice(CHUNK, CHUNK, dim=0), b, turn, 1, WARPGROUP, PIPE)
-        partial = end_partial_sum(partial, turn, WARPGROUP, PIPE)
+        partial = begin_partial_sum(a.slice(CHUNK, CHUNK, dim=0), b)
+        following, following_phase = next_stage(stage, phase, PIPE)
+        mbarrier.wait(full.index(following), following_phase, pred=k + 1 < num_k)
+        partial = warpgroup_mma_wait(0, deps=(partial,))
         mbarrier.arrive(empty.index(stage))
-        lower += (partial * column_scale) * lower_scale
-        stage, phase = next_stage(stage, phase, PIPE)
+        partial *= column_scale
+        # NOTE: as above: the scales of two stages do not fit either. Waiting again keeps them from being read after
+        # the sum. Those read after a tile's last stage are of no use.
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        column_scale = load_column_scale(b_scale, following, WARPGROUP)
+        partial, column_scale = warpgroup_mma_wait(0, deps=(partial, column_scale))
+        lower += partial * lower_scale
+        stage = following
+        phase = following_phase
     return upper, lower, stage, phase
 
 
@@ -263,7 +255,7 @@ def hopper_fp8_wgrad_kernel(
     b_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_N], rows_scale_desc.layout)
     chunks = gl.allocate_shared_memory(out_desc.dtype, [4 * PIPE.batch, 1, CHUNK, PART], out_desc.layout)
     full = make_barriers(PIPE.stages, 1)
-    ring = (a, b, a_scale, b_scale, full, make_barriers(PIPE.stages, 2), make_barriers(2, 1))
+    ring = (a, b, a_scale, b_scale, full, make_barriers(PIPE.stages, 2))
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -315,7 +307,8 @@ def _plan(
         out_rows=out_rows,
         columns=columns,
         accumulate=accumulate,
-        **{"batch": 4 if dtype.itemsize == 2 else 2, **dict(options)},
+        # One more stage of operands, in the memory that 16-bit results leave.
+        **{**({"stages": 4, "batch": 1} if dtype.itemsize == 2 else {"batch": 2}), **dict(options)},
     )
     descriptors = {
         0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),

@@ -1,0 +1,83 @@
+"""Experts in E4M3 that begin with the rows that are there, on GPUs: kernels with ranges of rows, and a layer's step."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from quantize_cases import FORMATS, as_bytes, bounds, encode_rows, filled, hard_rows
+from row_ranges import random_ranges, rows_of
+from test_layer import flat
+from test_low_precision_parts import check_bits
+
+from symmoe.kernels import gpu, twin
+from symmoe.kernels.activation import Activation
+from symmoe.precision import Float8Block
+
+# A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200, method="thread")]
+
+SPLITS = (0, 133, 1, 300, 0, 128, 777)
+CAPACITY, WIDTH, FFN = sum(SPLITS) + 3, 1040, 256
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def check_rows(call, buffers):
+    """call(row_start, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
+    whole, union = buffers(), buffers()
+    call(bounds(SPLITS).cuda(), *whole)
+    for ranges in random_ranges(SPLITS, 4):
+        part, ranges = buffers(), ranges.cuda()
+        call(ranges, *part)
+        call(ranges, *union)
+        inside = rows_of(ranges, CAPACITY)[:, None].cpu()
+        for got, want, blank in zip(part, whole, buffers(), strict=True):
+            assert torch.equal(as_bytes(got), torch.where(inside, as_bytes(want), as_bytes(blank)))
+    assert all(torch.equal(as_bytes(got), as_bytes(want)) for got, want in zip(union, whole, strict=True))
+
+
+def e4m3_buffers(width: int):
+    return filled((CAPACITY, width), E4M3, "cuda"), filled((CAPACITY, -(-width // 128)), torch.float32, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_rows_that_are_quantised(dtype):
+    rows, index = hard_rows(90, WIDTH, dtype), torch.randint(90, (CAPACITY,), dtype=torch.int32)
+    on_gpu = rows.cuda(), index.cuda()
+
+    def call(row_start, data, scale):
+        gpu.quantize_rows(on_gpu[0], row_start, data, scale, FORMATS["float8_block"], row_index=on_gpu[1])
+
+    check_rows(call, lambda: e4m3_buffers(WIDTH))
+    sent = encode_rows(twin, rows, "float8_block").cuda()
+
+    def unpack(row_start, data, scale):
+        gpu.unpack_rows(sent, row_start, data.view(torch.uint8), scale.view(torch.uint8), row_index=on_gpu[1])
+
+    check_rows(unpack, lambda: e4m3_buffers(WIDTH))
+    found = [e4m3_buffers(WIDTH) for _ in range(2)]
+    call(bounds(SPLITS).cuda(), *found[0])
+    unpack(bounds(SPLITS).cuda(), *found[1])
+    assert all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("activation", [Activation(), Activation(limit=7.0), Activation(kind="srelu")], ids=str)
+def test_activations_that_are_quantised(activation):
+    """Of rows of h that are there: the others are NaN."""
+    h = torch.randn(CAPACITY, activation.hidden_width(FFN), device="cuda").to(BF16)
+    factor = torch.rand(CAPACITY, device="cuda")
+
+    def call(row_start, data, scale):
+        there = h
+        if row_start.ndim == 2:
+            there = torch.where(rows_of(row_start, CAPACITY)[:, None], h, torch.nan)
+        gpu.act_quantize(there, factor, row_start, activation, FORMATS["float8_block"], rows=(data, scale))
+
+    check_rows(call, lambda: e4m3_buffers(FFN))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("recipe", [Float8Block(), Float8Block(power_of_two=True)], ids=str)
+def test_parts_have_the_bits_of_the_whole(cluster, num_ranks: int, recipe):
+    assert flat(cluster(num_ranks, "cuda").run(check_bits, "cuda", recipe, BF16, timeout_s=190)) == []

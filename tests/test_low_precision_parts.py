@@ -1,0 +1,278 @@
+"""Experts in E4M3 that begin with the rows that are there: parts of a layer's step, and of the kernels that it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from act_quantize_cases import ACTIVATIONS
+from act_quantize_cases import Problem as ActProblem
+from quantize_cases import FILL, FORMATS, as_bytes, bounds, filled, hard_rows
+from row_ranges import random_ranges, rows_of
+from test_layer import flat, make_layer, tokens_of
+from test_low_precision import RECIPES
+from test_schedules import compare_bits
+from worker import Findings, open_heap, poison
+
+from symmoe import MoEConfig
+from symmoe.errors import ArgumentError
+from symmoe.kernels import twin
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.parts import are_ranges
+from symmoe.moe import quantized
+from symmoe.precision import MXFP8, Float8Block, Float8Rowwise
+
+H, I = 144, 128
+RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
+PART_KERNELS = ("grouped_gemm_fp8", "quantize_rows", "unpack_rows")
+
+# -- a layer's step ---------------------------------------------------------------------------------------------------
+
+
+class Kernels:
+    """Counts the calls of PART_KERNELS, with ranges and without, while it is open; the first one takes `lag_s`."""
+
+    def __init__(self, lag_s: float = 0.0) -> None:
+        self.calls: Counter[tuple[str, bool]] = Counter()
+        self._lag_s = lag_s
+
+    def __enter__(self) -> Kernels:
+        self._kernels = {name: getattr(twin, name) for name in PART_KERNELS}
+        for name, kernel in self._kernels.items():
+            setattr(twin, name, self._counting(name, kernel))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, kernel in self._kernels.items():
+            setattr(twin, name, kernel)
+
+    def _counting(self, name: str, kernel):
+        def counted(*args, **options):
+            row_start = args[1] if name in ("quantize_rows", "unpack_rows") else args[4]
+            self.calls[name, are_ranges(row_start)] += 1
+            time.sleep(self._lag_s)
+            self._lag_s = 0.0
+            return kernel(*args, **options)
+
+        return counted
+
+
+def layer_step(heap, config: MoEConfig, dtype: torch.dtype) -> list[torch.Tensor]:
+    """y and all gradients of the layer that every configuration of these sizes has."""
+    poison(heap)
+    layer, _ = make_layer(heap, config)
+    layer.experts.to(dtype)
+    num_tokens = RANK_TO_TOKENS[heap.rank]
+    x, dy = (tokens_of(heap.rank, num_tokens, config.hidden, salt=salt).to(heap.device, dtype) for salt in (1, 2))
+    y, _ = layer(x.requires_grad_())
+    y.backward(dy)
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def expected_calls(config: MoEConfig, num_parts: int) -> Counter:
+    """With ranges: of each product and of what makes its rows, as often as there are parts."""
+    forward, backward = (
+        "unpack_rows" if config.quantized_wire in (direction, "both") else "quantize_rows"
+        for direction in ("forward", "backward")
+    )
+    num_forward = num_parts * (1 if config.stash in ("all", "hidden") else 2)  # FC1 again
+    counts = Counter({"grouped_gemm_fp8": num_parts + num_forward})
+    counts[forward] += num_forward
+    counts[backward] += num_parts
+    return counts
+
+
+WIRES = (
+    ("none", "all", "packed", {}),
+    ("both", "none", "packed", {}),
+    ("forward", "hidden", "expert-major", {}),
+    ("both", "all", "expert-major", {"capacity": 2 * sum(RANK_TO_TOKENS), "max_tokens": max(RANK_TO_TOKENS)}),
+)
+
+
+def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
+    """One for each of WIRES."""
+    sizes = {"hidden": hidden, "ffn": ffn, "num_experts": 2 * num_ranks, "top_k": 2, "precision": recipe}
+    return [
+        MoEConfig(**sizes, quantized_wire=wire, stash=stash, layout=layout, **limits)
+        for wire, stash, layout, limits in WIRES
+    ]
+
+
+def check_bits(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtype) -> list[str]:
+    """Those of one thing after the other."""
+    findings = Findings()
+    with open_heap(device, num_bytes=64 << 20) as heap:
+        for config in configs(num_ranks, recipe, 512, 256):
+            findings.where = f"rank {rank} of {num_ranks}, {config}"
+            want = layer_step(heap, replace(config, schedule="serial"), dtype)
+            compare_bits(findings, layer_step(heap, config, dtype), want)
+            findings.check(not any(tensor.isnan().any() for tensor in want), "there is nothing to compare")
+    return findings.texts
+
+
+def check_parts(rank: int, num_ranks: int, recipe, dtype: torch.dtype) -> list[str]:
+    """The same; every product that reads arriving rows has as many parts as there are ranks."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=64 << 20) as heap:
+        for config in configs(num_ranks, recipe, H, I):
+            findings.where = f"rank {rank} of {num_ranks}, {config}, {dtype}"
+            want = layer_step(heap, replace(config, schedule="serial"), dtype)
+            with Kernels() as kernels:
+                got = layer_step(heap, config, dtype)
+            compare_bits(findings, got, want)
+            findings.check(not any(tensor.isnan().any() for tensor in want), "there is nothing to compare")
+            with_ranges = Counter({name: n for (name, are), n in kernels.calls.items() if are})
+            findings.equal("calls with ranges", with_ranges, expected_calls(config, num_ranks))
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        (Float8Block(), torch.bfloat16),
+        (Float8Block(power_of_two=True), torch.bfloat16),
+        (Float8Block(), torch.float32),
+    ],
+    ids=str,
+)
+def test_parts_have_the_bits_of_the_whole(cluster, num_ranks: int, recipe, dtype):
+    assert flat(cluster(num_ranks).run(check_parts, recipe, dtype)) == []
+
+
+def all_at_once(weights, wire, received, x, parts):
+    """A wrong _part_by_part: it makes operands of all rows when the first part is there."""
+    rows = None
+    for part in parts:
+        if rows is None and wire is None:
+            rows = weights.recipe.quantize(received, x.row_start, row_index=x.row_index)
+        elif rows is None:
+            rows = wire.quantized(received, x.row_start, x.row_index)
+        yield quantized.operand(rows), part
+
+
+def check_that_parts_matter(rank: int, num_ranks: int, wire: str) -> tuple[bool, bool]:
+    """Whether y is right, as it is and if rank 0 does not wait for the rows of rank 1, which is late with them."""
+    options = {"precision": Float8Block(), "quantized_wire": wire, "layout": "expert-major"}
+    config = MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=2, **options)
+    found = []
+    with open_heap("cpu", num_bytes=64 << 20) as heap:
+        want = layer_step(heap, replace(config, schedule="serial"), torch.bfloat16)
+        right = quantized._part_by_part
+        for part_by_part in (right, all_at_once):
+            quantized._part_by_part = part_by_part if rank == 0 else right
+            try:
+                with Kernels(lag_s=0.3 * rank):
+                    y, *_ = layer_step(heap, config, torch.bfloat16)
+            finally:
+                quantized._part_by_part = right
+            found.append(torch.equal(y, want[0]))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("wire", ["none", "both"])
+def test_rows_that_are_not_there_are_noticed(cluster, wire: str):
+    assert cluster(2).run(check_that_parts_matter, wire) == [(True, True), (True, False)]  # they go back to rank 1
+
+
+def test_which_recipes_take_parts():
+    taken = {Float8Block(), Float8Block(power_of_two=True)}
+    assert {recipe for recipe in RECIPES if quantized.takes_parts(recipe)} == taken & set(RECIPES)
+    assert all(map(quantized.takes_parts, (None, *taken)))
+    assert not any(map(quantized.takes_parts, (MXFP8(), Float8Rowwise())))
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+SPLITS = (0, 133, 1, 300, 0, 128)
+CAPACITY = sum(SPLITS) + 3
+WIDTH = 272
+
+
+def check_rows(call, buffers, num_parts: int = 3) -> None:
+    """call(row_start, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
+    whole, union = buffers(), buffers()
+    call(bounds(SPLITS), *whole)
+    for ranges in random_ranges(SPLITS, num_parts, seed=num_parts):
+        part = buffers()
+        call(ranges, *part)
+        call(ranges, *union)
+        inside = rows_of(ranges, CAPACITY)
+        for got, want, blank in zip(part, whole, buffers(), strict=True):
+            got, want, blank = map(as_bytes, (got, want, blank))
+            assert torch.equal(got, torch.where(inside[:, None], want, blank))
+    for got, want in zip(union, whole, strict=True):
+        assert torch.equal(as_bytes(got), as_bytes(want))
+        assert (as_bytes(got)[: sum(SPLITS)] != FILL).any()
+
+
+def test_rows_that_are_quantised():
+    rows = hard_rows(CAPACITY, WIDTH, torch.bfloat16)
+    packed, index = rows[:50].contiguous(), torch.randint(50, (CAPACITY,), dtype=torch.int32)
+    for name, block_format in FORMATS.items():
+        if block_format.block is None or block_format.has_global_scale:
+            continue
+
+        def buffers(block_format=block_format):
+            shapes = (CAPACITY, block_format.data_width(WIDTH)), (CAPACITY, block_format.num_blocks(WIDTH))
+            return filled(shapes[0], block_format.data_dtype), filled(shapes[1], block_format.scale_dtype)
+
+        for source, row_index in ((rows, None), (packed, index)):
+
+            def call(row_start, data, scale, source=source, row_index=row_index, block_format=block_format):
+                twin.quantize_rows(source, row_start, data, scale, block_format, row_index=row_index)
+
+            check_rows(call, buffers)
+        assert name
+
+
+def test_rows_of_the_wire():
+    wire = torch.randint(256, (CAPACITY, 288)).to(torch.uint8)
+    wire[wire == FILL] = 0
+    index = torch.randint(CAPACITY, (CAPACITY,), dtype=torch.int32)
+    for row_index in (None, index):
+
+        def call(row_start, data, scale, row_index=row_index):
+            twin.unpack_rows(wire, row_start, data, scale, row_index=row_index)
+
+        check_rows(call, lambda: (filled((CAPACITY, 272), torch.uint8), filled((CAPACITY, 12), torch.uint8)))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_that_are_quantised(name: str):
+    p = ActProblem(ACTIVATIONS[name], 160, splits=SPLITS)
+    block_format = FORMATS["mxfp8"]
+
+    def call(row_start, data, scale):
+        rows = slice(0, CAPACITY)
+        twin.act_quantize(p.h[rows], p.row_scale[rows], row_start, p.activation, block_format, rows=(data, scale))
+
+    check_rows(call, lambda: tuple(buffer[:CAPACITY] for buffer in p.operand(160, "mxfp8")))
+
+
+def test_ranges_where_bounds_are_needed():
+    """On all devices: none of these gets as far as to look at one."""
+    packages = [twin]
+    with contextlib.suppress(ImportError):
+        from symmoe.kernels import gpu
+
+        packages.append(gpu)
+    ranges, rows = torch.tensor([[0, 3], [3, 7]], dtype=torch.int32), torch.zeros(7, 128, dtype=torch.bfloat16)
+    data, scale = torch.empty(7, 128, dtype=torch.float8_e4m3fn), torch.empty(7, 1)
+    factor, seeds, block = torch.ones(7), torch.zeros(2, dtype=torch.int64), FORMATS["float8_block"]
+    columns = torch.empty(128, 384, dtype=data.dtype), torch.empty(3, 128).t()
+    activation = Activation(kind="srelu")
+    for ops, (name, options) in itertools.product(packages, (("float8_rowwise", {}), ("nvfp4", {"seeds": seeds}))):
+        with pytest.raises(ArgumentError, match=r"a seed, needs row_start \[G \+ 1\], got ranges of rows \[2, 2\]"):
+            ops.quantize_rows(rows, ranges, data, scale, FORMATS[name], **options)
+    for ops in packages:
+        with pytest.raises(ArgumentError, match=r"columns needs row_start \[G \+ 1\]"):
+            ops.act_quantize(rows, factor, ranges, activation, block, columns=columns)
+        with pytest.raises(ArgumentError, match="the gradient of an activation needs row_start"):
+            ops.dact_quantize(rows, rows, factor, ranges, factor, factor, activation, block)
