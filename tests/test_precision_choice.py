@@ -201,7 +201,7 @@ def test_the_choice_follows_the_rates():
     assert not any(expect(config_of(name), **numbers, rates=same).pays for name in PRESETS)
 
 
-# Time in bf16 by time in FP8 of steps on 2 H200s (precision-h200-ep2.json), and with weights that were quantised before.
+# Time in bf16 by time in FP8, of steps on 2 H200s (precision-h200-ep2.json); and with weights quantised before.
 MEASURED = {"deepseek-like": (1.165, 1.232), "mixtral-8x7b": (1.276, 1.325), "qwen3-30b": (0.980, 1.078)}
 
 
