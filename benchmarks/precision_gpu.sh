@@ -5,7 +5,8 @@
 #
 # First what compiles, side by side: where a kernel is wrong on small exact problems (fp8_where.py), the tests, and
 # checks of the benchmarks' shapes. Then the times, one after the other, of what has been compiled by then. Writes
-# FOLDER/fp8-gemm.json, FOLDER/quantize.json, and the logs beside them. A kernel that hangs ends with its process.
+# FOLDER/fp8-gemm.json, quantize.json and act-quantize.json, and the logs beside them. A kernel that hangs ends with its
+# process.
 set -u
 cd "$(dirname "$0")/.."
 folder=${1:?usage: benchmarks/precision_gpu.sh FOLDER}
@@ -40,7 +41,9 @@ test_files act_quantize 2 tests/gpu/test_act_quantize_gpu.py &
 for shape in deepseek-like mixtral-8x7b qwen3-30b; do
     logged "check-$shape" 90 "$python" benchmarks/fp8_gemm.py --check --shapes $shape --seconds 70 &
 done
-logged check-quantize 90 "$python" benchmarks/quantize.py --shapes deepseek-like &
+for name in quantize act_quantize; do
+    logged check-$name 90 "$python" benchmarks/$name.py --shapes deepseek-like &
+done
 wait
 for log in "$logs"/where-*.log; do tail -n 4 "$log" | cut -c1-300; done
 for name in fp8 quantize scaled act_quantize; do
@@ -53,5 +56,7 @@ grep -hE 'failed|wrong|Error|exit code' "$logs"/check-*.log | cut -c1-300
 
 logged fp8-gemm 70 "$python" benchmarks/fp8_gemm.py --seconds 55 --json "$folder/fp8-gemm.json"
 grep -v '^checking' "$logs/fp8-gemm.log" | cut -c1-300
-logged quantize-times 40 "$python" benchmarks/quantize.py --json "$folder/quantize.json"
-tail -n 60 "$logs/quantize-times.log" | cut -c1-120
+for name in quantize act_quantize; do
+    logged $name-times 40 "$python" benchmarks/$name.py --json "$folder/${name/_/-}.json"
+    tail -n 60 "$logs/$name-times.log" | cut -c1-120
+done

@@ -9,9 +9,6 @@ Times are medians of CUDA events around single calls, of all variants in turn; t
 `gathered`: rows picked by an index from fewer, as experts share the tokens that a rank has received. `of the wire`:
 columns of such rows that have travelled quantised, in one kernel, and `decoded`: in two, whose bits must be the same.
 What is gathered counts once. In brackets: other options of the kernels for Hopper (hopper/columns.py, weights.py).
-
-Then SwiGLU and its gradient with both operands of their GEMMs, in blocks of 128: `fused`, and `apart`, the activation
-and then the quantisers. Their GB/s count the same bytes, those that have to be moved if it is fused.
 """
 
 import argparse
@@ -26,8 +23,6 @@ import torch
 
 from symmoe.bench.records import machine
 from symmoe.dispatch.wire import WireFormat, wire_problem
-from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
-from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.gpu import hopper
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Quantized
@@ -178,70 +173,6 @@ def moved_bytes(result: object, source: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (source, *outputs))
 
 
-def activation_variants(shape: str) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
-    """SwiGLU and its gradient, fused with quantising and apart, and the bytes of each; checks that the bits agree."""
-    from symmoe.kernels import gpu
-
-    num_groups, _, ffn, num_rows = SHAPES[shape]
-    generator = torch.Generator("cuda").manual_seed(0)
-    recipe, activation = Float8Block(), Activation()
-    row_start = (torch.arange(num_groups + 1, device="cuda") * num_rows // num_groups).int()
-    row_start[1:-1] += 57  # groups of no whole tiles
-    normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
-    h, da = normal(num_rows, 2 * ffn), normal(num_rows, ffn)
-    row_scale = torch.rand(num_rows, device="cuda", generator=generator)
-    a, dh, dscale = torch.empty_like(da), torch.empty_like(h), torch.empty_like(row_scale)
-    workspace = torch.empty(dact_quantize_workspace_numel(num_rows, ffn, activation), device="cuda")
-    formats = recipe.row_format
-
-    def buffers(empty: Callable[..., Quantized], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        made = empty(num_rows, width, row_start)
-        return made.data, made.scale
-
-    def act_apart() -> None:
-        gpu.scaled_activation(h, row_scale, a, activation)
-        gpu.quantize_rows(a, row_start, *operands["rows"], formats)
-        gpu.quantize_columns(a, row_start, *operands["columns"], formats)
-
-    def act_fused() -> None:
-        both = {"rows": operands["rows"], "columns": operands["columns"]}
-        gpu.act_quantize(h, row_scale, row_start, activation, formats, **both)
-
-    def dact_apart() -> None:
-        gpu.scaled_activation_grad(da, h, row_scale, dh, dscale, activation)
-        gpu.quantize_rows(dh, row_start, *operands["dh rows"], formats)
-        gpu.quantize_columns(dh, row_start, *operands["dh columns"], formats)
-        gpu.scaled_activation(h, row_scale, a, activation)
-        gpu.quantize_columns(a, row_start, *operands["columns"], formats)
-
-    def dact_fused() -> None:
-        dh_operands = {"rows": operands["dh rows"], "columns": operands["dh columns"], "a_columns": operands["columns"]}
-        gpu.dact_quantize(da, h, row_scale, row_start, dscale, workspace, activation, formats, **dh_operands)
-
-    operands = {
-        "rows": buffers(recipe.empty_rows, ffn),
-        "columns": buffers(recipe.empty_columns, ffn),
-        "dh rows": buffers(recipe.empty_rows, 2 * ffn),
-        "dh columns": buffers(recipe.empty_columns, 2 * ffn),
-    }
-    for fused, apart in ((act_fused, act_apart), (dact_fused, dact_apart)):
-        results = []
-        for step in (fused, apart):
-            for data, scale in operands.values():
-                data.view(torch.uint8).zero_()
-                scale.zero_()
-            step()
-            results.append([bits(t).clone() for pair in operands.values() for t in pair])
-        if not all(map(torch.equal, *results)):
-            sys.exit(f"{shape}: {fused.__name__} has other bits than {apart.__name__}")
-        del results
-    sizes = {name: sum(t.numel() * t.element_size() for t in pair) for name, pair in operands.items()}
-    act_bytes = h.numel() * 2 + sizes["rows"] + sizes["columns"]
-    dact_bytes = (h.numel() + da.numel()) * 2 + sizes["dh rows"] + sizes["dh columns"] + sizes["columns"]
-    steps = {"act fused": act_fused, "act apart": act_apart, "dact fused": dact_fused, "dact apart": dact_apart}
-    return steps, {name: dact_bytes if name.startswith("dact") else act_bytes for name in steps}
-
-
 def times_us(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Medians of one call of each, of all in turn."""
     times = {name: [] for name in steps}
@@ -273,11 +204,6 @@ def measure(shape: str, wanted: tuple[str, ...]) -> dict[str, dict[str, float]]:
             check(f"{shape}, {name}", part, source if rows is None else rows)
         del result
     medians = times_us({name: variant.step for name, variant in timed.items()})
-    del timed
-    if any(map(is_wanted, ("act fused", "act apart", "dact fused", "dact apart"))):
-        steps, activation_bytes = activation_variants(shape)
-        medians |= times_us({name: step for name, step in steps.items() if is_wanted(name)})
-        num_bytes |= activation_bytes
     return {name: {"us": us, "gbs": num_bytes[name] / us / 1e3} for name, us in medians.items()}
 
 

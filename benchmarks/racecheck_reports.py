@@ -41,6 +41,8 @@ KERNELS = {
     "hopper_act_kernel": (_HOPPER + "act.py", _RUN),
     "hopper_dact_kernel": (_HOPPER + "act.py", _RUN),
     "hopper_wgrad_kernel": (_HOPPER + "wgrad.py", None),
+    "hopper_fp8_gemm_kernel": (_HOPPER + "fp8.py", None),
+    "hopper_fp8_wgrad_kernel": (_HOPPER + "fp8_wgrad.py", None),
     "hopper_push_kernel": (_HOPPER + "rows.py", None),
     "hopper_pre_reduce_kernel": (_HOPPER + "rows.py", None),
     "hopper_pull_kernel": (_HOPPER + "rows.py", None),

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the kernels of one GPU: memcheck, initcheck, synccheck, racecheck, side by side.
 #
-#     benchmarks/sanitize.sh FOLDER         # PYTHON=python3; about 4 minutes on one H200, of which 1 compiles
+#     benchmarks/sanitize.sh FOLDER         # PYTHON=python3; 4 minutes on one H200 before low precision was covered
 #
 # Covered, on small shapes, bf16 where there is a choice: all plan and token kernels (several ranks' arenas in one
 # process), the router's, grouped GEMMs forward, dgrad and wgrad, fused with activations, biases, the kernels for Hopper
-# and those that swizzle scales. Not covered: barriers and signals (several kernels that wait for each other; the tools
-# may run them one after the other), what several GPUs do to each other, and shapes of real models.
+# and those that swizzle scales; of low precision the quantisers of rows, columns, weights and the wire, activations
+# that quantise, and the GEMMs of E4M3 numbers. Not covered: GEMMs of MXFP8 and NVFP4, barriers and signals (several
+# kernels that wait for each other; the tools may run them one after the other), what several GPUs do to each other, and
+# shapes of real models.
 #
 # memcheck and initcheck: every tensor is an allocation of its own (no caching allocator), so that its ends are seen.
 # initcheck also instruments torch's kernels, because it has to see who has written. racecheck knows shared memory
@@ -17,16 +19,21 @@ set -u
 cd "$(dirname "$0")/.."
 folder=${1:?usage: benchmarks/sanitize.sh FOLDER}
 python=${PYTHON:-python3}
-seconds=${SECONDS_PER_TOOL:-240} # memcheck and synccheck took 53 and 32, racecheck and initcheck 95 and 132
+# Without low precision memcheck and synccheck took 53 and 32, racecheck and initcheck 95 and 132.
+seconds=${SECONDS_PER_TOOL:-360}
 mkdir -p "$folder"
 export OMP_NUM_THREADS=1
 
 chosen="(test_kernels_match_twins and (drops or probs or nothing or fails) and not qwen3) or test_select_experts
     or test_many_groups or test_no_rows or test_splits or (test_against_float64_and_twins and 48 and bfloat16)
-    or (256 and bfloat16 and (test_push or test_pull or test_pre_reduce)) or test_scales_are_swizzled"
+    or (256 and bfloat16 and (test_push or test_pull or test_pre_reduce)) or test_scales_are_swizzled
+    or (test_fp8_gpu and (test_nan or test_groups_without or (whole_numbers and 264 and bfloat16)))
+    or (test_quantize_gpu and not powers and ((test_rows and 160 and bfloat16 and not False) or (test_weights and 96)
+        or (test_columns_of and 272 and bfloat16) or (programs_per_sm and not None and not torch.float16)))
+    or (test_act_quantize_gpu and test_the_bits and bfloat16 and not powers and (swiglu-128 or 720))"
 chosen=$(echo $chosen)
 tests=("$python" -m pytest -q -m gpu -p no:cacheprovider -p no:timeout -k "$chosen")
-for name in token_kernels gemm gemm_act hopper hopper_wgrad hopper_rows pointers; do
+for name in token_kernels gemm gemm_act hopper hopper_wgrad hopper_rows pointers fp8 quantize act_quantize; do
     tests+=("tests/gpu/test_${name}_gpu.py")
 done
 

@@ -84,15 +84,15 @@ def test_what_was_not_printed_is_another_report_and_a_log_without_an_end_is_no_r
 triton = pytest.importorskip("triton")
 
 import planted_races  # noqa: E402
-from test_gemm_compile import meta  # noqa: E402
+from test_gemm_compile import TYPE_NAMES, meta  # noqa: E402
 from test_hopper_compile import SWIGLU, compiled_source  # noqa: E402
 from test_hopper_rows_compile import peers_of  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from symmoe.kernels.gpu.hopper import act, gemm, rows, wgrad  # noqa: E402
+from symmoe.kernels.gpu.hopper import act, fp8, fp8_wgrad, gemm, rows, wgrad  # noqa: E402
 
-BF16, I32, I64, F32 = torch.bfloat16, torch.int32, torch.int64, torch.float32
+BF16, E4M3, I32, I64, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int64, torch.float32
 G, H, I, N, T = 3, 256, 128, 999, 512
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # In the order of addresses; B is the barrier of all warps. Loop of the other warps: B, role read (R), B and B if there
@@ -133,6 +133,26 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(
         meta(N, H, dtype=BF16), meta(N, I, dtype=BF16), meta(G + 1, dtype=I32), meta(G, H, I, dtype=BF16), num_sms=132
     ),
+    "hopper_fp8_gemm_kernel": lambda: fp8.launch_fp8_gemm(
+        meta(N, I, dtype=E4M3),
+        meta(N, I // 128, dtype=F32),
+        meta(G, H, I, dtype=E4M3),
+        meta(G, H // 128, I // 128, dtype=F32),
+        meta(G + 1, dtype=I32),
+        meta(N, H, dtype=BF16),
+        zero_tail=True,
+        num_sms=132,
+    ),
+    "hopper_fp8_wgrad_kernel": lambda: fp8_wgrad.launch_fp8_wgrad(
+        meta(H, 1280, dtype=E4M3),
+        meta(10, H, dtype=F32).t(),
+        meta(I, 1280, dtype=E4M3),
+        meta(10, I, dtype=F32).t(),
+        meta(G + 1, dtype=I32),
+        meta(G, H, I, dtype=F32),
+        accumulate=True,
+        num_sms=132,
+    ),
     "hopper_push_kernel": lambda: rows.launch_push(
         meta(T, H, dtype=BF16),
         meta(T, 2, dtype=I32),
@@ -165,7 +185,8 @@ def disassembled(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     cubin = folder / "lines.cubin"
     if name in LAUNCHES:
         calls: list[tuple] = []
-        for module in (act, gemm, rows, wgrad):
+        monkeypatch.setitem(TYPE_NAMES, E4M3, "fp8e4nv")
+        for module in (act, fp8, fp8_wgrad, gemm, rows, wgrad):
             monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
         LAUNCHES[name]()
         compiled_source(calls, folder)

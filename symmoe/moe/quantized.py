@@ -7,8 +7,9 @@ H hidden, I ffn, W width of FC1's output, G groups, N rows; q() quantises (moe/l
     dW2 = q(d_out)^T q(a)             dW1 = q(dh)^T q(x)            along tokens
 
 h, a, da and dh are rounded to the working dtype, as between separate modules, so GroupedLinear, activation and
-GroupedLinear give the same bits. Rows that are still on their way are quantised, or taken off the wire, and multiplied
-part by part where takes_parts says so; a recipe that needs all rows of a group to quantise one waits for them.
+GroupedLinear give the same bits. Rows that are still on their way are quantised, or taken off the wire, multiplied, and
+activated, part by part where takes_parts says so; a recipe that needs all rows of a group to quantise one waits for
+them.
 """
 
 from __future__ import annotations

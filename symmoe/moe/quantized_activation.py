@@ -30,25 +30,22 @@ def first_layer(
     activation: Activation,
     bias: torch.Tensor | None,
 ) -> Operand:
-    """Fills h [N, W] = rows @ weight^T + bias, and returns the rows of act(h) * scale.
+    """Fills h [N, W] = rows @ weight^T + bias, and returns the rows of act(h) * scale, rounded to the dtype of h.
 
-    arriving: the rows, and a part of them that can be multiplied, one part after the other.
+    arriving: the rows, and a part of them that can be multiplied, one part after the other. Where a kernel makes the
+    quantised activation, it has that of a part when the part has been multiplied.
     """
+    recipe, ops = numbers.recipe, kernels.for_device(h.device)
+    num_rows, ffn = h.shape[0], h.shape[1] // activation.hidden_width(1)
+    fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(recipe.row_format)
+    quantized = recipe.empty_rows(num_rows, ffn, row_start) if fused else None
     for rows, part in arriving:
         product(rows, weight, part.rows, h, bias=bias, num_sms=part.num_sms)
-    return activation_rows(numbers, h, scale, row_start, activation)
-
-
-def activation_rows(
-    numbers: LowPrecision, h: torch.Tensor, scale: torch.Tensor, row_start: torch.Tensor, activation: Activation
-) -> Operand:
-    """act(h) * scale [N, I], rounded to the dtype of h and quantised along features."""
-    ops, row_format = kernels.for_device(h.device), numbers.recipe.row_format
-    num_rows, ffn = h.shape[0], h.shape[1] // activation.hidden_width(1)
-    if h.dtype in act_quantized.H and act_quantized.takes_act_quantize(row_format):
-        rows = numbers.recipe.empty_rows(num_rows, ffn, row_start)
-        ops.act_quantize(h, scale, row_start, activation, row_format, rows=(rows.data, rows.scale))
-        return operand(rows)
+        if quantized is not None:
+            result = quantized.data, quantized.scale
+            ops.act_quantize(h, scale, part.rows, activation, recipe.row_format, rows=result)
+    if quantized is not None:
+        return operand(quantized)
     a = h.new_empty((num_rows, ffn))
     ops.scaled_activation(h, scale, a, activation)
     return numbers.rows(a, row_start)

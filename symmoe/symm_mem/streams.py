@@ -67,10 +67,15 @@ class _Order:
         self._notice_stream()
         if not self._has_several:
             return
+        left = []
         for other_start, other_end, mark in self._released:
             if start < other_end and other_start < end:
                 self._wait_for(mark)
-        self._released = [r for r in self._released if not (start <= r[0] and r[1] <= end)]
+                # Only what lies outside still has to be waited for: whole spans would pile up where sizes vary.
+                left += [part for part in ((other_start, start, mark), (end, other_end, mark)) if part[0] < part[1]]
+            else:
+                left.append((other_start, other_end, mark))
+        self._released = left
 
     def _notice_stream(self) -> None:
         """From the first time that the current stream is not that of the last call, marks are kept."""

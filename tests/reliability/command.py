@@ -37,8 +37,11 @@ def suite_of(name: str) -> Suite:
 
 def case_numbers(text: str) -> tuple[int, ...]:
     """Those of "17", or of "17-20", both ends included."""
-    first, _, last = text.partition("-")
-    return tuple(range(int(first), int(last or first) + 1))
+    first_text, _, last_text = text.partition("-")
+    first, last = int(first_text), int(last_text or first_text)
+    if last < first:
+        raise argparse.ArgumentTypeError(f"the first case ({first}) must not be after the last one ({last})")
+    return tuple(range(first, last + 1))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -47,7 +47,7 @@ from symmoe.kernels.gpu.gemm import (
 from symmoe.kernels.gpu.gemm_act import sum_dact_partials
 from symmoe.kernels.gpu.integers import ceil_div, next_power_of_2
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
-from symmoe.kernels.gpu.quantize import INFINITY_BITS, block_scales, column_scale, e4m3_code, magnitude_bits
+from symmoe.kernels.gpu.quantize import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 
 TILE = tl.constexpr(formats.TILE)
 # A strip of columns costs about 500 instructions for its maxima and for turning it, whatever its width.
@@ -69,16 +69,11 @@ def store_part(out, part, line, in_lines, first, end, width):
 
 @triton.jit
 def quantize_lines(x, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / BLOCK]: quantize_tile of quantize.py.
-
-    A block that is not finite is multiplied by NaN: so its codes are NaN without looking at every one.
-    """
+    """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / BLOCK]: quantize_tile of quantize.py."""
     LINES: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     blocks = x.reshape(LINES, WIDTH // BLOCK, BLOCK)
-    bits = tl.max(magnitude_bits(blocks), axis=2)
-    stored, multiplier = block_scales(bits, 1.0, SCALE)
-    multiplier = tl.where(bits < INFINITY_BITS, multiplier, float("nan"))
+    stored, multiplier = block_scales_or_nan(tl.max(magnitude_bits(blocks), axis=2), SCALE)
     return e4m3_code(blocks * multiplier[:, :, None]).reshape(LINES, WIDTH), stored
 
 

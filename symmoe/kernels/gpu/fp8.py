@@ -215,7 +215,8 @@ def grouped_gemm_wgrad_fp8(
     multiple of BLOCK are zeros, those past the last group may be anything. dout_scale fp32 [O, P / BLOCK], rows_scale
     fp32 [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major (strides (1, O) and (1, C)). O is a multiple
     of 4. out [G, O, C] in bf16, fp16 or fp32, its rows multiples of 16 bytes. accumulate: the sum is added to out[g] in
-    fp32; no tokens leave it alone. row_start: the groups' bounds. num_sms: as in grouped_gemm.
+    fp32; no tokens leave it alone. On Hopper TMA adds to an fp32 out, and subnormal numbers, added or summed, count as
+    zeros of their sign. row_start: the groups' bounds. num_sms: as in grouped_gemm.
     ArgumentError if an operand is anything else.
     """
     fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)

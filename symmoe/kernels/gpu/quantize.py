@@ -99,6 +99,16 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
 
 
 @triton.jit
+def block_scales_or_nan(bits, SCALE: tl.constexpr):
+    """block_scales without a global scale; the multiplier of a block that is not finite is NaN.
+
+    So are all of its E4M3 codes then, without looking at every number.
+    """
+    stored, multiplier = block_scales(bits, 1.0, SCALE)
+    return stored, tl.where(bits < INFINITY_BITS, multiplier, float("nan"))
+
+
+@triton.jit
 def e2m1_code(x, words):
     """As the twin's to_e2m1: x [LINES, WIDTH] to codes uint8; words: random, of the same shape, or None."""
     size = tl.minimum(tl.abs(x), E2M1_MAX)

@@ -3,7 +3,8 @@
 Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. Here it runs beside the
 next tile's products; docs/performance.md has the numbers. What these kernels do not take (fp32, tables of weights,
 bias, interleaved features, narrow outputs, results added to others, weight gradients of gathered rows), where they do
-not pay (FC1 of gathered rows), and other devices stay with gpu/gemm.py and gpu/gemm_act.py.
+not pay (FC1 of gathered rows), and other devices stay with gpu/gemm.py and gpu/gemm_act.py. Weight gradients of E4M3
+numbers are taken in fp32, too, and added to others (fp8_wgrad.py: fp32 by TMA).
 """
 
 import functools

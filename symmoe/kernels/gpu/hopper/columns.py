@@ -31,9 +31,9 @@ from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.gpu.gemm import device_num_sms
 from symmoe.kernels.gpu.hopper.gemm import GLUON_DTYPES
-from symmoe.kernels.gpu.integers import next_power_of_2
+from symmoe.kernels.gpu.hopper.pipeline import Groups
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
-from symmoe.kernels.gpu.quantize import INFINITY_BITS, block_scales, e4m3_code, magnitude_bits
+from symmoe.kernels.gpu.quantize import block_scales_or_nan, e4m3_code, magnitude_bits
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 PAIRS = gl.constexpr(formats.TILE // 2)  # words of a tile's row
@@ -60,14 +60,13 @@ SHARED_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnPlan:
+class ColumnPlan(Groups):
     """The constants of one kernel: rows [N, width] in num_groups groups, of dtype (of Gluon) before they are quantised.
 
     row_words: words of two numbers from a row to the next one. word_bytes: 4, or 2 on the wire. scale: of BlockFormat.
     """
 
     width: int
-    num_groups: int
     scale: str
     dtype: Any
     row_words: int
@@ -90,11 +89,6 @@ class ColumnPlan:
         """Words of a row that are read: whole copies. Behind a row's codes on the wire are its scales."""
         words = ACCESS_BYTES // self.word_bytes
         return -(-self.width // (2 * words)) * words
-
-    @property
-    def group_lanes(self) -> int:
-        """Lanes of a vector over the groups."""
-        return max(32, next_power_of_2(self.num_groups))
 
     @property
     def groups(self) -> Any:
@@ -268,10 +262,8 @@ def begin_copy(stage, source, rows, row_scales, row_index, PLAN: gl.constexpr):
 @gluon.jit
 def scales_of(amax, PLAN: gl.constexpr):
     """Stored scales, and multipliers, of blocks whose largest |x| is amax."""
-    bits = magnitude_bits(amax)
     SCALE: gl.constexpr = PLAN.scale
-    stored, multiplier = block_scales(bits, 1.0, SCALE)
-    return stored, gl.where(bits < INFINITY_BITS, multiplier, float("nan"))
+    return block_scales_or_nan(magnitude_bits(amax), SCALE)
 
 
 @gluon.jit

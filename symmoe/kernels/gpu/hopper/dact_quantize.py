@@ -35,9 +35,9 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.gpu.activation import act_slopes, act_value
 from symmoe.kernels.gpu.gemm import device_num_sms
-from symmoe.kernels.gpu.hopper.pipeline import row_tile_prefix
+from symmoe.kernels.gpu.hopper.pipeline import Groups, place_in_group, row_tile_prefix
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
-from symmoe.kernels.gpu.quantize import INFINITY_BITS, block_scales, column_scale, e4m3_code, magnitude_bits
+from symmoe.kernels.gpu.quantize import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 STRIP = gl.constexpr(64)  # rows
@@ -68,10 +68,9 @@ COLUMNS = gl.constexpr(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DactQuantize:
+class DactQuantize(Groups):
     """The constants of one kernel. ffn: I. scale: of BlockFormat. group_m, end: as in Pipeline."""
 
-    num_groups: int
     ffn: int
     activation: Activation
     scale: str
@@ -82,28 +81,6 @@ class DactQuantize:
     def num_n_tiles(self) -> int:
         """Tiles of features."""
         return self.ffn // formats.TILE
-
-    @property
-    def group_lanes(self) -> int:
-        """Lanes of a vector over the groups."""
-        return max(32, 1 << (self.num_groups - 1).bit_length())
-
-
-@gluon.jit
-def locate(tile, prefix, row_start, PLAN: gl.constexpr):
-    """First row, end of the group's rows, tile of tokens (of columns' data) and tile of features of a tile."""
-    before = prefix * PLAN.num_n_tiles <= tile
-    group = gl.sum(before.to(gl.int32), axis=0)
-    first_tile = gl.max(gl.where(before, prefix, 0), axis=0)
-    start = gl.load(row_start + group)
-    end = gl.load(row_start + group + 1)
-    BAND: gl.constexpr = PLAN.group_m * PLAN.num_n_tiles
-    local = tile - first_tile * PLAN.num_n_tiles
-    band = local // BAND
-    height = gl.minimum((end - start + (TILE - 1)) // TILE - band * PLAN.group_m, PLAN.group_m)
-    in_band = local - band * BAND
-    m_tile = band * PLAN.group_m + in_band % height
-    return start + m_tile * TILE, end, first_tile + m_tile, in_band // height
 
 
 @gluon.jit
@@ -125,10 +102,8 @@ def larger(a, b):
 @gluon.jit
 def scales_of(x, axis: gl.constexpr, PLAN: gl.constexpr):
     """Stored scales, and multipliers, of the blocks that the lines of x along an axis are."""
-    bits = magnitude_bits(gl.reduce(gl.abs(x), axis, larger))
     SCALE: gl.constexpr = PLAN.scale
-    stored, multiplier = block_scales(bits, 1.0, SCALE)
-    return stored, gl.where(bits < INFINITY_BITS, multiplier, float("nan"))
+    return block_scales_or_nan(magnitude_bits(gl.reduce(gl.abs(x), axis, larger)), SCALE)
 
 
 @gluon.jit
@@ -207,13 +182,13 @@ def hopper_dact_quantize_kernel(
     num_used = num_row_tiles * PLAN.num_n_tiles
     tile = gl.program_id(0)
     if tile < num_used:
-        first_row, end, token_tile, n_tile = locate(tile, prefix, row_start, PLAN)
+        _group, first_row, end, _token_tile, n_tile = place_in_group(tile, prefix, row_start, PLAN)
         copy_part(gates, h, first_row, end, n_tile * TILE, 2 * FFN)
         copy_part(ups, h, first_row, end, FFN + n_tile * TILE, 2 * FFN)
         copy_part(das, da, first_row, end, n_tile * TILE, FFN)
         async_copy.commit_group()
         for this in range(tile, num_used, gl.num_programs(0)):
-            first_row, end, token_tile, n_tile = locate(this, prefix, row_start, PLAN)
+            _group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_start, PLAN)
             async_copy.wait_group(0)
             partial = workspace + n_tile.to(gl.int64) * num_rows
             differentiate(gates, ups, das, first_row, end, row_scale, partial, PLAN)
@@ -221,7 +196,7 @@ def hopper_dact_quantize_kernel(
             store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
             # Past the last tile, the last one comes again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
-            next_row, next_end, _token_tile, next_n_tile = locate(following, prefix, row_start, PLAN)
+            _group, next_row, next_end, _token_tile, next_n_tile = place_in_group(following, prefix, row_start, PLAN)
             column = n_tile * TILE
             next_column = next_n_tile * TILE
             store_columns(gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, PLAN)

@@ -65,11 +65,6 @@ class Fp8WgradPipeline(WgradPipeline):
     adds_by_tma: bool = True
     batch: int
 
-    @property
-    def group_lanes(self) -> int:
-        """Lanes of a vector over the groups."""
-        return max(32, 1 << (self.num_groups - 1).bit_length())
-
 
 @gluon.jit
 def first_block(row_start, group, PIPE: gl.constexpr):

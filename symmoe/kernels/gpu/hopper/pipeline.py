@@ -48,7 +48,19 @@ RAGGED = gl.constexpr(2**30)  # rows that a ragged descriptor spans; see ragged_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class Groups:
+    """How many groups of rows a kernel has."""
+
+    num_groups: int
+
+    @property
+    def group_lanes(self) -> int:
+        """Lanes of a vector over the groups."""
+        return max(32, 1 << (self.num_groups - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline(Groups):
     """The constants of one kernel.
 
     columns: features of a row of the result, tile_columns of them to a tile. A tile multiplies block_n features, which
@@ -59,7 +71,6 @@ class Pipeline:
     instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes what is left.
     """
 
-    num_groups: int
     columns: int
     in_width: int
     activation: Activation | None = None
@@ -95,11 +106,6 @@ class Pipeline:
         return -(-self.in_width // BLOCK_K.value)
 
     @property
-    def group_lanes(self) -> int:
-        """Lanes of a vector over the groups."""
-        return max(32, 1 << (self.num_groups - 1).bit_length())
-
-    @property
     def tile_step(self) -> int:
         """Every so many of a program's tiles is one of a multiplying warpgroup."""
         return 2 if self.alternate else 1
@@ -132,11 +138,12 @@ def row_tile_prefix(row_start, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def locate_tile(tile, prefix, row_start, PIPE: gl.constexpr):
-    """Group, first row, end of the group's rows, and column tile of a tile: locate_tile of gpu/gemm.py."""
+def place_in_group(tile, prefix, row_start, PIPE: gl.constexpr):
+    """Group, first row, end of the group's rows, row tile counted over all groups, and column tile, of a tile."""
     before = prefix * PIPE.num_n_tiles <= tile
     group = gl.sum(before.to(gl.int32), axis=0)
-    local = tile - gl.max(gl.where(before, prefix, 0), axis=0) * PIPE.num_n_tiles
+    first_tile = gl.max(gl.where(before, prefix, 0), axis=0)
+    local = tile - first_tile * PIPE.num_n_tiles
     start = gl.load(row_start + group)
     end = gl.load(row_start + group + PIPE.end)
     BAND: gl.constexpr = PIPE.group_m * PIPE.num_n_tiles
@@ -144,8 +151,14 @@ def locate_tile(tile, prefix, row_start, PIPE: gl.constexpr):
     height = gl.minimum((end - start + (BLOCK_M - 1)) // BLOCK_M - band * PIPE.group_m, PIPE.group_m)
     in_band = local - band * BAND
     m_tile = band * PIPE.group_m + in_band % height
-    n_tile = PIPE.first_column // PIPE.tile_columns + in_band // height
-    return group, start + m_tile * BLOCK_M, end, n_tile
+    return group, start + m_tile * BLOCK_M, end, first_tile + m_tile, in_band // height
+
+
+@gluon.jit
+def locate_tile(tile, prefix, row_start, PIPE: gl.constexpr):
+    """Group, first row, end of the group's rows, and column tile of a tile: locate_tile of gpu/gemm.py."""
+    group, first_row, end, _row_tile, n_tile = place_in_group(tile, prefix, row_start, PIPE)
+    return group, first_row, end, PIPE.first_column // PIPE.tile_columns + n_tile
 
 
 # ------------------------------------------------------------------------------------------------------ the ring

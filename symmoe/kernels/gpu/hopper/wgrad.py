@@ -29,6 +29,7 @@ from symmoe.kernels.gpu.hopper.pipeline import (
     BLOCK_M,
     CHUNK,
     RAGGED,
+    Groups,
     make_barriers,
     next_stage,
     stage_before,
@@ -40,10 +41,9 @@ BLOCK_N = gl.constexpr(256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WgradPipeline:
+class WgradPipeline(Groups):
     """The constants of one kernel; out is [num_groups, out_rows, columns]. The others as in Pipeline."""
 
-    num_groups: int
     out_rows: int
     columns: int
     stages: int = 3
