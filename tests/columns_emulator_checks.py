@@ -35,21 +35,20 @@ SMS = (1, 4, 1, 2)
 NAMES = ("float8_block", "float8_block_powers")
 
 
-def block_scales(bits, global_scale, kind):
+def block_scales_or_nan(bits, kind):
     """Of features whose largest |x| has these bits."""
-    assert global_scale == 1.0
     amax = bits.view(torch.float32)
     scale = (amax.where(torch.isfinite(amax), 0.0) / 448).clamp(min=2.0**-126)
     if kind == "power_of_two":
         powers = [float(reference.power_of_two_above(number)) for number in scale.view(-1).numpy()]
         scale = torch.tensor(powers).view(scale.shape)
-    return scale.where(torch.isfinite(amax), torch.nan), 1.0 / scale
+    scale = scale.where(torch.isfinite(amax), torch.nan)
+    return scale, 1.0 / scale
 
 
 def install_arithmetic():
-    columns.block_scales = block_scales
+    columns.block_scales_or_nan = block_scales_or_nan
     columns.magnitude_bits = lambda x: x.abs().contiguous().view(torch.int32)
-    columns.INFINITY_BITS = 0x7F800000
     for module in (columns, weights):
         module.e4m3_code = e4m3_code
         module.largest = largest
@@ -125,7 +124,7 @@ def check_weights(weight, name, options, num_sms):
 
 def check_that_mistakes_are_noticed(rows):
     """Rows past a group's end; scales of the neighbouring block; the same tile again; a tile that has not come."""
-    locate, scales, further = columns.locate, columns.block_scales, columns.further
+    locate, scales, further = columns.locate, columns.block_scales_or_nan, columns.further
 
     def is_right():
         try:
@@ -137,9 +136,10 @@ def check_that_mistakes_are_noticed(rows):
     assert is_right()
     columns.locate = lambda *args: (locate(*args)[0], locate(*args)[1] + 1)
     assert not is_right()
-    columns.locate, columns.block_scales = locate, lambda *args: tuple(x.roll(1) for x in scales(*args))
+    columns.locate = locate
+    columns.block_scales_or_nan = lambda *args: tuple(x.roll(1) for x in scales(*args))
     assert not is_right()
-    columns.block_scales, columns.further = scales, lambda at, *_: at
+    columns.block_scales_or_nan, columns.further = scales, lambda at, *_: at
     assert not is_right()
     columns.further = further
     wait_group, columns.async_copy.wait_group = columns.async_copy.wait_group, lambda number: None

@@ -24,22 +24,21 @@ NAMES = "float8_block", "float8_block_powers"
 CASES = [((0, 140, 0, 1, 128), 256), ((1300, 5), 128), ((0, 0), 128)]
 
 
-def block_scales(bits, global_scale, kind):
+def block_scales_or_nan(bits, kind):
     """Of blocks whose largest |x| has these bits."""
-    assert global_scale == 1.0
     finite = bits < 0x7F800000
     scale = (bits.where(finite, 0).view(torch.float32) / 448).clamp(min=2.0**-126)
     if kind == "power_of_two":
         scale = torch.from_numpy(np.array([reference.power_of_two_above(s) for s in scale.numpy()], np.float32))
-    return scale.where(finite, torch.nan), 1.0 / scale
+    scale = scale.where(finite, torch.nan)
+    return scale, 1.0 / scale
 
 
 def install_arithmetic():
     dact_quantize.act_value = lambda gate, up, activation: gate * up
     dact_quantize.act_slopes = lambda gate, up, activation: (up, gate)
     dact_quantize.magnitude_bits = lambda x: x.contiguous().view(torch.int32) & 0x7FFFFFFF
-    dact_quantize.INFINITY_BITS = 0x7F800000
-    dact_quantize.block_scales = block_scales
+    dact_quantize.block_scales_or_nan = block_scales_or_nan
     dact_quantize.e4m3_code = lambda x: torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8))
 
 
