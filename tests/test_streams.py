@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import types
 
 import pytest
 import torch
 
 from symmoe.symm_mem import streams
+from symmoe.symm_mem.arena import Arena
 from symmoe.symm_mem.streams import StreamOrder
 
 SPAN, OTHER = (512, 1024), (4096, 512)
@@ -135,6 +137,57 @@ def test_dropped_memory_may_have_been_used_on_any_stream(fake: Fake):
     order.dropped(SPAN)
     order.taken(SPAN)
     assert fake.has_waited_for(1, work)
+
+
+@pytest.mark.parametrize("part", [(512, 512), (1536, 512)])
+def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, part: tuple[int, int]):
+    order = StreamOrder(torch.device("cuda", 0))
+    fake.work[3], fake.seen[3] = 0, {}
+    for stream in fake.work:
+        call(fake, order, stream)
+    fake.current = 1
+    work = fake.launch()
+    order.released((512, 1536))
+    fake.current = 2
+    order.taken((1024, 512))  # its middle
+    assert fake.has_waited_for(1, work)
+    fake.current = 3
+    order.taken((2048, 512))  # beside it
+    order.taken((0, 512))
+    assert not fake.has_waited_for(1, work)
+    order.taken(part)
+    assert fake.has_waited_for(1, work)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_marks_do_not_pile_up_and_none_is_missing(fake: Fake, seed: int):
+    """Random spans on random streams, beside a table of the last release of every byte of 512."""
+    order, arena, draw = StreamOrder(torch.device("cuda", 0)), Arena(0, 1 << 20), random.Random(seed)
+    fake.work[3], fake.seen[3] = 0, {}
+    last: dict[int, tuple[int, int]] = {}  # by unit of 512 bytes: a stream, and how much was on it
+    for stream in fake.work:
+        call(fake, order, stream)
+    taken, num_marks = [], []
+    for _ in range(3000):
+        fake.current = draw.choice([1, 2, 3])
+        span = arena.take(512 * draw.randint(1, 100))
+        order.taken(span)
+        taken.append(span)
+        for unit in units(span):
+            assert unit not in last or fake.has_waited_for(*last[unit])
+        while len(taken) > draw.randint(0, 12):
+            span = taken.pop(draw.randrange(len(taken)))
+            last |= dict.fromkeys(units(span), (fake.current, fake.launch()))
+            order.released(span)
+            arena.give_back(*span)
+        num_marks.append(len(order._eager._released))
+    # Spans of memory nobody has taken again; their number depends on how many are out at a time, not on how often.
+    assert max(num_marks) < 60
+
+
+def units(span: tuple[int, int]) -> range:
+    offset, size = span
+    return range(offset // 512, (offset + size) // 512)
 
 
 def test_a_capture_has_an_order_of_its_own(fake: Fake):

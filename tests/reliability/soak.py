@@ -8,7 +8,10 @@ is compared with a plain loop in float64, and a fixed step with the hash it had 
 
 from __future__ import annotations
 
+import gc
 import random
+import statistics
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +58,7 @@ def check(
         weights = [w.double() for w in weights_of(EXPERTS_PER_RANK * num_ranks, _WEIGHTS_SEED)]
         fixed = tokens_of(heap, 99, MAX_TOKENS)
         wanted = [hash_of_step(layer, fixed) for layer in layers]
-        samples = []
+        samples, python_blocks = [], []
         for turn, number in enumerate(numbers):
             start, problems, facts = time.perf_counter(), [], {}
             generator = random.Random(f"{seed * SEED_STRIDE + number}, {rank}")
@@ -72,12 +75,16 @@ def check(
                 samples.append((turn, resident_bytes(), *footprint(heap)))
             if samples and (number == numbers[-1] or turn % JUDGE_EVERY == 0):
                 problems += what_grew(samples)
+                python_blocks.append(sys.getallocatedblocks())
                 facts = {
                     "resident_bytes_per_1000_steps": 1000.0 * slope([s[0] for s in samples], [s[1] for s in samples]),
                     "resident_mib": [round(s[1] / 2**20, 2) for s in samples[:: JUDGE_EVERY // CHECK_EVERY]],
                     "high_water_bytes": heap.high_water_bytes,
                     "open_files": num_open_files(),
+                    "python_blocks": [*python_blocks],
                 }
+            if number == numbers[-1]:
+                facts["tensor_maps"] = num_tensor_maps()  # last, because the list of all objects takes megabytes
             yield 1e3 * (time.perf_counter() - start), problems, facts
 
 
@@ -100,6 +107,11 @@ def footprint(heap: SymmetricHeap) -> tuple[int, ...]:
     return heap.high_water_bytes, heap.leased_bytes, num_open_files(), on_device
 
 
+def num_tensor_maps() -> int:
+    """Of all launches (symmoe/kernels/gpu/compiled.py, which bounds them). By name: the module needs Triton."""
+    return sum(len(found) for found in gc.get_objects() if type(found).__name__ == "_TensorMaps")
+
+
 NAMES = ("heap high water", "leased bytes", "open files", "device bytes")
 
 
@@ -118,8 +130,8 @@ def what_grew(samples: list[tuple[int, ...]]) -> list[str]:
 
 
 def slope(x: list[float], y: list[float]) -> float:
-    """Of the line of least squares."""
-    return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else 0.0
+    """Of the line of least squares. Not by LAPACK, whose first call keeps megabytes: more than what is looked for."""
+    return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else 0.0
 
 
 def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
