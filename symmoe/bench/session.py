@@ -141,9 +141,7 @@ def _tflops_of(variant: str, record: Record, records: list[Record]) -> float | N
 def _heap_bytes(options: Options, ranks: Ranks) -> int:
     num_ranks = ranks.num_ranks
     suites = (VARIANTS, PRECISION) if "precision" in options.suites else (VARIANTS,)
-    return max(
-        heap_bytes(case, num_ranks, max(routing_of(case, num_ranks).num_rows), suites) for case in options.cases
-    )
+    return max(heap_bytes(case, num_ranks, max(routing_of(case, num_ranks).num_rows), suites) for case in options.cases)
 
 
 def _command_line(ranks: Ranks) -> str:
