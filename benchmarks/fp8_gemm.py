@@ -8,7 +8,6 @@ For every product and weight gradient of a layer's experts, of three shapes:
     in order    (products) the same, with warpgroups that take turns
     3 stages    (wgrads) with one stage less of operands, and more memory to store results from
     add fp32    (wgrads) added to an fp32 gradient
-    load fp32   (wgrads) the same, loaded, added and stored by the threads instead of by TMA
     g8          with 8 tiles of M that share a column of tiles; only by --ways
     triton      the general kernel; only by --ways
     then act    (fc1) the product and act_quantize: SwiGLU, whose result is quantised
@@ -50,7 +49,6 @@ WGRAD_VARIANTS = {
     "3 stages": {"stages": 3, "batch": 4},
     "g8": {"group_m": 8},
 }
-ADDING = {"add fp32": {}, "load fp32": {"adds_by_tma": False}}
 
 
 @dataclass
@@ -189,10 +187,7 @@ def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, boun
         for way, options in WGRAD_VARIANTS.items():
             op.ways[way] = lambda options=options: launchers.launch_fp8_wgrad(*operands, out, **options)
         op.ways["triton"] = lambda: fp8.grouped_gemm_wgrad_fp8(*operands, out, config=fp8.CONFIG)
-        for way, options in ADDING.items():
-            op.ways[way] = lambda options=options: launchers.launch_fp8_wgrad(
-                *operands, main_grad, accumulate=True, **options
-            )
+        op.ways["add fp32"] = lambda: launchers.launch_fp8_wgrad(*operands, main_grad, accumulate=True)
     for way in op.ways:
         result = main_grad if way.endswith("fp32") else out
         op.checked[way] = lambda g, result=result: result[g]

@@ -66,7 +66,7 @@ def check_gradients(splits, widths):
         (BF16, False, {}),
         (FP32, False, {}),
         (FP32, True, {"stages": 2}),
-        (FP32, True, {"adds_by_tma": False, "batch": 1}),
+        (FP32, True, {"batch": 1}),
         (FP16, True, {}),
         (BF16, False, {"stages": 3, "batch": 4}),
     ]

@@ -140,14 +140,6 @@ def test_weight_gradients_wait_once_for_a_stage(launched, tmp_path):
     assert len(re.findall(r"cp\.async\.bulk\.wait_group\.read\s+1;", ptx)) == 16  # before every part
 
 
-def test_weight_gradients_added_by_loads(launched, tmp_path):
-    operands = wgrad_operands(SHAPES["deepseek-like FC1"], FP32)
-    launchers.launch_fp8_wgrad(*operands, num_sms=132, accumulate=True, adds_by_tma=False)
-    ptx, spilled = compiled(launched, tmp_path)
-    assert spilled <= MAX_SPILLED
-    assert "bulk.tensor.3d.global" not in ptx
-
-
 @pytest.mark.parametrize("of_lines", [False, True])
 @pytest.mark.parametrize("name", ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"])
 def test_the_general_kernels(launched, tmp_path, monkeypatch, name, of_lines):

@@ -156,7 +156,7 @@ def test_weight_gradients_of_whole_numbers_are_exact(widths, dtype):
         variants = WGRAD_VARIANTS if dtype == FP32 else [*WGRAD_VARIANTS, LESS]
         for options, num_sms in itertools.product(variants, (None, 7, 1)):
             assert torch.equal(gradient(p, dtype, num_sms=num_sms, **options), expected.to(dtype))
-        for options in (*WGRAD_VARIANTS, {"adds_by_tma": False}):
+        for options in WGRAD_VARIANTS:
             added = gradient(p, dtype, accumulate=True, start=3.0, **options)
             assert torch.equal(added, (3.0 + expected).to(dtype))
         out = torch.full(p.shape, torch.nan, dtype=dtype, device="cuda")

@@ -55,14 +55,12 @@ PARTS = gl.constexpr(8)  # of a warpgroup's sums in a tile
 class Fp8WgradPipeline(WgradPipeline):
     """The constants of one kernel. accumulate: sums are added to out.
 
-    adds_by_tma: what is added to an fp32 out is added where it lies. batch: parts that a warpgroup stores together;
-    there is memory for two batches.
+    batch: parts that a warpgroup stores together; there is memory for two batches.
     """
 
     multiply_registers: int = 240
     load_registers: int = 24
     accumulate: bool = False
-    adds_by_tma: bool = True
     batch: int
 
 
@@ -205,7 +203,7 @@ def add_part(part, out, m, n, PIPE: gl.constexpr):
 def store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """The end of a tile. n: a warpgroup's first column."""
     parts = quarters(upper) + quarters(lower)
-    if PIPE.accumulate and (out_desc.dtype != gl.float32 or not PIPE.adds_by_tma):
+    if PIPE.accumulate and out_desc.dtype != gl.float32:  # by TMA it would be rounded twice
         out_group = out + group.to(gl.int64) * (PIPE.out_rows * PIPE.columns)
         for i in gl.static_range(PARTS):
             add_part(parts[i], out_group, m + CHUNK * (i // (PARTS // 2)), n + PART * (i % (PARTS // 2)), PIPE)
