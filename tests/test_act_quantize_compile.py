@@ -14,6 +14,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from act_quantize_cases import ACTIVATIONS  # noqa: E402
+from launch_signature import described  # noqa: E402
 from quantize_cases import FORMATS, bounds  # noqa: E402
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -54,21 +55,9 @@ def compile_launch(monkeypatch, tmp_path):
     def compile_one(arch):
         kernel, constants, *args = launches.pop()
         assert not launches
-        named = dict(constants.named)
-        values = [*args, *[None] * (len(kernel.params) - len(args))]
-        signature, constexprs, attributes = {}, {}, {}
-        for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
-                if not parameter.do_not_specialize_on_alignment:
-                    attributes[i,] = [["tt.divisibility", 16]]
-            else:
-                assert parameter.do_not_specialize, parameter.name
-                signature[parameter.name] = "i32"
-        source = ASTSource(kernel, signature, constexprs, attributes)
-        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=named)
+        description, options = described(kernel, constants, args, TYPE_NAMES)
+        source = ASTSource(kernel, *description)
+        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         (tmp_path / "kernel.ptx").write_text(result.asm["ptx"])
         name = "ptxas-blackwell" if arch >= 100 else "ptxas"
         ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

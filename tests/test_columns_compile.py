@@ -10,6 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from launch_signature import described  # noqa: E402
 from test_gemm_compile import MAX_SHARED  # noqa: E402
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
 from test_quantize_compile import FORMATS, C, G, N, column_scale, meta  # noqa: E402
@@ -43,20 +44,9 @@ def compile_launch(monkeypatch, tmp_path):
     def compile_one():
         kernel, constants, *args = launches.pop()
         assert not launches
-        named, signature, constexprs, attributes = dict(constants.named), {}, {}, {}
-        values = [*args, *[None] * (len(kernel.params) - len(args))]
-        for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
-                if not parameter.do_not_specialize_on_alignment:
-                    attributes[i,] = [["tt.divisibility", 16]]
-            else:
-                assert parameter.do_not_specialize, parameter.name
-                signature[parameter.name] = "i32"
-        source = GluonASTSource(kernel, signature, constexprs, attributes)
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=named)
+        description, options = described(kernel, constants, args, TYPE_NAMES)
+        source = GluonASTSource(kernel, *description)
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         binary = tmp_path / "kernel.cubin"
         binary.write_bytes(result.asm["cubin"])
         tools = [[BINARIES / "cuobjdump", "-res-usage", binary], [BINARIES / "nvdisasm", "-c", binary]]

@@ -9,6 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from launch_signature import described  # noqa: E402
 from test_act_quantize_compile import TYPE_NAMES, buffers, meta  # noqa: E402
 from test_gemm_compile import MAX_SHARED  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -56,20 +57,9 @@ def operands(ffn, name="float8_block"):
 def compiled(launched, directory):
     """PTX, SASS, registers and spilled bytes."""
     ((kernel, constants, *args),) = launched
-    named, signature, constexprs, attributes = dict(constants.named), {}, {}, {}
-    values = [*args, *[None] * (len(kernel.params) - len(args))]
-    for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
-        if parameter.is_constexpr:
-            signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name)
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
-            if not parameter.do_not_specialize_on_alignment:
-                attributes[i,] = [["tt.divisibility", 16]]
-        else:
-            assert parameter.do_not_specialize, parameter.name
-            signature[parameter.name] = "i32"
-    source = GluonASTSource(kernel, signature, constexprs, attributes)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=named)
+    description, options = described(kernel, constants, args, TYPE_NAMES)
+    source = GluonASTSource(kernel, *description)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     programs = dact_quantize.PROGRAMS_PER_SM
     assert programs * (result.metadata.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
     ptx, cubin = directory / "kernel.ptx", directory / "kernel.cubin"

@@ -15,6 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from launch_signature import described  # noqa: E402
 from quantize_cases import (  # noqa: E402
     bounds,
     encode_rows,
@@ -60,20 +61,9 @@ def compile_launch(monkeypatch, tmp_path):
     def compile_one():
         kernel, constants, *args = launches.pop()
         assert not launches
-        named, values = dict(constants.named), [*args, *[None] * (len(kernel.params) - len(args))]
-        signature, constexprs, attributes = {}, {}, {}
-        for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
-                if not parameter.do_not_specialize_on_alignment:
-                    attributes[i,] = [["tt.divisibility", 16]]
-            else:
-                assert parameter.do_not_specialize, parameter.name
-                signature[parameter.name] = "i32"
-        source = ASTSource(kernel, signature, constexprs, attributes)
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=named)
+        description, options = described(kernel, constants, args, TYPE_NAMES)
+        source = ASTSource(kernel, *description)
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         (tmp_path / "kernel.ptx").write_text(result.asm["ptx"])
         ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
         command = [ptxas, "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
