@@ -148,6 +148,15 @@ def joined_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
     return torch.cat([row, torch.full_like(row[:1], FILL).expand(2, -1)])
 
 
+def filled_columns(
+    rows: torch.Tensor, row_start: torch.Tensor, width: int, block_format: BlockFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data and scales for the columns of so many rows, on their device."""
+    padded = TILE * max_tiles(rows.shape[0], row_start.shape[0] - 1)
+    data = filled((width, padded), block_format.data_dtype, rows.device)
+    return data, filled_column_scale((width, padded // block_format.block), block_format, rows.device)
+
+
 def requantize_columns(
     kernels,
     wire: torch.Tensor,
@@ -158,10 +167,8 @@ def requantize_columns(
     row_index: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Columns that kernels make of rows of the wire."""
-    block_format, num_rows = FORMATS[name], (wire if row_index is None else row_index).shape[0]
-    padded = TILE * max_tiles(num_rows, row_start.shape[0] - 1)
-    data = filled((width, padded), block_format.data_dtype, wire.device)
-    scale = filled_column_scale((width, padded // block_format.block), block_format, wire.device)
+    block_format = FORMATS[name]
+    data, scale = filled_columns(wire if row_index is None else row_index, row_start, width, block_format)
     kernels.requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
     return {"data": data, "scale": scale}
 
@@ -176,10 +183,8 @@ def decoded_columns(
     row_index: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """The same in two steps, by way of the decoded rows."""
-    block_format, num_rows = FORMATS[name], (wire if row_index is None else row_index).shape[0]
-    padded = TILE * max_tiles(num_rows, row_start.shape[0] - 1)
-    data = filled((width, padded), block_format.data_dtype, wire.device)
-    scale = filled_column_scale((width, padded // block_format.block), block_format, wire.device)
+    block_format = FORMATS[name]
+    data, scale = filled_columns(wire if row_index is None else row_index, row_start, width, block_format)
     decoded = torch.empty(wire.shape[0], width, dtype=dtype, device=wire.device)
     kernels.decode_rows(wire, decoded, block_format)
     kernels.quantize_columns(decoded, row_start, data, scale, block_format, row_index=row_index)
