@@ -5,7 +5,6 @@
 For every product and weight gradient of a layer's experts, of three shapes:
 
     hopper      the kernel that symmoe launches; wgrads in bf16
-    in order    (products) the same, with warpgroups that take turns
     3 stages    (wgrads) with one stage less of operands, and more memory to store results from
     add fp32    (wgrads) added to an fp32 gradient
     g8          with 8 tiles of M that share a column of tiles; only by --ways
@@ -43,7 +42,7 @@ ORDER = ["deepseek-like", "mixtral-8x7b", "qwen3-30b"]
 MAX_ERROR = 1e-2  # of bf16 results, relative to the largest value
 E4M3, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 SLOW_OR_RARE = ("g8", "triton")  # not by default, to end in time
-VARIANTS = {"hopper": {}, "in order": {"in_order": True}, "g8": {"group_m": 8}}
+VARIANTS = {"hopper": {}, "g8": {"group_m": 8}}
 WGRAD_VARIANTS = {
     "hopper": {},
     "3 stages": {"stages": 3, "batch": 4},

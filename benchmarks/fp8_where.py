@@ -1,8 +1,8 @@
 """For the development of FP8 kernels: one kernel on small exact problems, and where its result is wrong, on one GPU.
 
-    python benchmarks/fp8_where.py gemm        # or gemm-order, gemm-triton, wgrad, wgrad-triton
+    python benchmarks/fp8_where.py gemm        # or gemm-triton, wgrad, wgrad-triton
 
-"-order": warpgroups take turns. "-triton": the kernel for every GPU. Prints how many elements are wrong,
+"-triton": the kernel for every GPU. Prints how many elements are wrong,
 in which tiles of 64 x 64, and in which rows and columns of 8: a wrong layout of operands shows there.
 """
 
@@ -20,7 +20,7 @@ from fp8_problem import Numbers, Problem, WgradProblem
 from symmoe.kernels.gpu import fp8
 from symmoe.kernels.gpu.hopper import launchers
 
-KERNELS = ("gemm", "gemm-order", "gemm-triton", "wgrad", "wgrad-triton")
+KERNELS = ("gemm", "gemm-triton", "wgrad", "wgrad-triton")
 SPLITS = (300, 0, 1, 777, 128, 129, 0)
 WIDTHS = ((512, 1024), (1040, 720))
 TILE = 64
@@ -51,7 +51,7 @@ def gemm(kernel: str, widths: tuple[int, int], numbers: Numbers) -> tuple[torch.
     if kernel == "gemm-triton":
         fp8.grouped_gemm_fp8(*problem.operands, out, config=fp8.CONFIG)
     else:
-        launchers.launch_fp8_gemm(*problem.operands, out, in_order=kernel == "gemm-order")
+        launchers.launch_fp8_gemm(*problem.operands, out)
     return out, problem.expected().to(out.dtype)
 
 

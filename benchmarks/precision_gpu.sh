@@ -31,7 +31,7 @@ test_files() { # log, workers, pytest's arguments...
     logged "$log" 100 "$python" -m pytest -m gpu -p no:cacheprovider --tb=short -v "${workers[@]}" --maxfail=12 "$@"
 }
 
-for kernel in gemm-triton gemm gemm-order wgrad-triton wgrad; do
+for kernel in gemm-triton gemm wgrad-triton wgrad; do
     logged "where-$kernel" 40 "$python" benchmarks/fp8_where.py "$kernel" &
 done
 test_files fp8 6 tests/gpu/test_fp8_gpu.py &

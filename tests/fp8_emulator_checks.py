@@ -32,7 +32,7 @@ def check_that_the_emulator_runs_kernels_that_hardware_has_run():
 def check_products(splits, widths):
     p = Problem(splits, widths, Numbers(exact=True))
     expected = p.expected().to(BF16)
-    for num_sms, options in ((3, {}), (1, {"in_order": True}), (2, {"stages": 2, "group_m": 1})):
+    for num_sms, options in ((3, {}), (1, {}), (2, {"stages": 2, "group_m": 1})):
         out = p.blank(BF16)
         fp8.launch_fp8_gemm(*p.operands, out, num_sms=num_sms, **options)
         assert torch.equal(out, expected), (splits, widths, num_sms, options)

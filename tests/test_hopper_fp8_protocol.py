@@ -1,8 +1,7 @@
 """The roles and barriers of the E4M3 kernels for Hopper (hopper/fp8.py, hopper/fp8_wgrad.py), played in random order.
 
 As in test_hopper_protocol.py: nobody waits for ever, every wait ends for what it is meant for, and nothing is
-overwritten while it is read. Besides: the warpgroups of a product that take turns multiply alternately. Wrong protocols
-are noticed.
+overwritten while it is read. Wrong protocols are noticed.
 """
 
 import random
@@ -16,29 +15,17 @@ COPIES = {"product": 2, "gradient": 4}  # of a stage: two operands, and the scal
 class Program:
     """Shared memory of one program; `landing` holds copies that have not finished."""
 
-    def __init__(
-        self,
-        lengths,
-        stages,
-        kind,
-        *,
-        in_order=False,
-        turns=(0, 1),
-        frees_early=False,
-        scales_late=False,
-        forgets=0,
-    ):
-        """lengths: stages that each tile takes. The last four: to get it wrong."""
-        self.lengths, self.stages, self.kind, self.in_order = lengths, stages, kind, in_order
+    def __init__(self, lengths, stages, kind, *, frees_early=False, scales_late=False, forgets=0):
+        """lengths: stages that each tile takes. The last three: to get it wrong."""
+        self.lengths, self.stages, self.kind = lengths, stages, kind
         self.ahead = kind == "gradient"  # the columns' scales are read a stage ahead
-        self.turns, self.frees_early, self.scales_late = turns, frees_early, scales_late
+        self.frees_early, self.scales_late = frees_early, scales_late
         copies = COPIES[kind]
         self.full = [Barrier(1 + copies - forgets) for _ in range(stages)]  # a copy's bytes count as one arrival
         self.empty = [Barrier(2) for _ in range(stages)]
-        self.turn = [Barrier(1), Barrier(1)]
         self.places = [[None] * copies for _ in range(stages)]
         self.readers = [0] * stages
-        self.landing, self.issued, self.done = [], [], []
+        self.landing, self.done = [], []
         self.roles = {"load": self.load(), "multiply 0": self.multiply(0), "multiply 1": self.multiply(1)}
 
     def next_stage(self, stage, phase):
@@ -78,7 +65,6 @@ class Program:
                 self.readers[stage] += 1
                 following, following_phase = self.next_stage(stage, phase)
                 for half in range(2):
-                    yield from self.begin_products(warpgroup, half, (tile, k))
                     if half == 0 and self.frees_early:
                         self.empty[stage].arrive()
                     yield None
@@ -100,14 +86,6 @@ class Program:
                 yield None
             self.done.append((tile, warpgroup))
 
-    def begin_products(self, warpgroup, half, step):
-        """Those of one partial sum, in its turn, which is passed on at once."""
-        if self.in_order:
-            yield self.turn[warpgroup], self.turns[half] ^ (1 - warpgroup)
-        self.issued.append((warpgroup, half, step))
-        if self.in_order:
-            self.turn[1 - warpgroup].arrive()
-
     def play(self, choice):
         """Runs the roles, in an order that favours some of them, until all are done."""
         weights = {role: choice.choice([1, 1, 3, 10]) for role in self.roles}
@@ -126,35 +104,25 @@ class Program:
 
     def check(self):
         assert sorted(self.done) == [(tile, half) for tile in range(len(self.lengths)) for half in range(2)]
-        if self.in_order:
-            assert [warpgroup for warpgroup, *_ in self.issued] == [0, 1] * (2 * sum(self.lengths))
 
 
-ORDERS = {
-    "product": [{}, {"in_order": True}],
-    "gradient": [{}],
-}
-WRONG = {
-    "product": [{"turns": (0, 0), "in_order": True}, {"frees_early": True}, {"scales_late": True}, {"forgets": 1}],
-    "gradient": [{"frees_early": True}, {"scales_late": True}, {"forgets": 1}],
-}
+WRONG = [{"frees_early": True}, {"scales_late": True}, {"forgets": 1}]
 
 
-@pytest.mark.parametrize(
-    ("kind", "order"), [(kind, order) for kind, orders in ORDERS.items() for order in orders], ids=str
-)
-def test_no_order_of_the_warps_hangs_or_mixes_up_tiles(kind, order):
+@pytest.mark.parametrize("kind", COPIES)
+def test_no_order_of_the_warps_hangs_or_mixes_up_tiles(kind):
     choice = random.Random(0)
     for number in range(300):
         longest, tiles = choice.choice([1, 2, 3, 7]), choice.choice([0, 1, 2, 5])
         shortest = 0 if kind == "gradient" else longest  # a group may have no tokens; all rows have the same features
         lengths = [choice.randint(shortest, longest) for _ in range(tiles)]
-        program = Program(lengths, 2 + number % 3, kind, **order)
+        program = Program(lengths, 2 + number % 3, kind)
         program.play(choice)
         program.check()
 
 
-@pytest.mark.parametrize(("kind", "wrong"), [(kind, wrong) for kind in WRONG for wrong in WRONG[kind]], ids=str)
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("kind", COPIES)
 def test_wrong_protocols_are_noticed(kind, wrong):
     def is_noticed(seed):
         program = Program([4, 4, 4], 3, kind, **wrong)

@@ -24,8 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]
 
 SPLITS = [(300, 0, 1, 777, 128, 129, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9)]
 WIDTHS = [(512, 1024), (1040, 720), (712, 1040), (264, 48)]  # O, C: whole tiles and blocks; parts of them
-VARIANTS = [{}, {"in_order": True}, {"group_m": 2}]
-WGRAD_VARIANTS = [{}, {"group_m": 2}]
+VARIANTS = [{}, {"group_m": 2}]
 LESS = {"stages": 3, "batch": 4}  # stages, and more memory for results of two bytes
 BF16_ERROR = 2**-8  # half a unit in the last place of the largest value is 2^-9
 # Of sums in fp32: WGMMA adds E4M3 products with 14 bits or so, of the largest of them.
@@ -153,10 +152,10 @@ def test_weight_gradients_of_whole_numbers_are_exact(widths, dtype):
     for splits in SPLITS:
         p = problem(WgradProblem, splits, widths, exact=True)
         expected = p.expected()
-        variants = WGRAD_VARIANTS if dtype == FP32 else [*WGRAD_VARIANTS, LESS]
+        variants = VARIANTS if dtype == FP32 else [*VARIANTS, LESS]
         for options, num_sms in itertools.product(variants, (None, 7, 1)):
             assert torch.equal(gradient(p, dtype, num_sms=num_sms, **options), expected.to(dtype))
-        for options in WGRAD_VARIANTS:
+        for options in VARIANTS:
             added = gradient(p, dtype, accumulate=True, start=3.0, **options)
             assert torch.equal(added, (3.0 + expected).to(dtype))
         out = torch.full(p.shape, torch.nan, dtype=dtype, device="cuda")
@@ -173,7 +172,7 @@ def test_weight_gradients_are_near_float64(widths):
         assert relative_error(gradient(p, BF16), expected) <= BF16_ERROR
         for accumulate in (False, True):
             start = 1.0 if accumulate else torch.nan
-            same = [gradient(p, accumulate=accumulate, start=start, **options) for options in WGRAD_VARIANTS]
+            same = [gradient(p, accumulate=accumulate, start=start, **options) for options in VARIANTS]
             assert all(torch.equal(each, same[0]) for each in same)
         if sum(splits):
             p.rows_scale = p.rows_scale.t().roll(1, 1).t()

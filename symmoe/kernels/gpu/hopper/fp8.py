@@ -7,11 +7,8 @@ adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) l
 
 A warpgroup has 64 rows of a tile, and a sum for either half of its columns: one scale of the weight is for 128 of them,
 and the sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies again,
-and the tensor core has the other warpgroup's products meanwhile. Left to themselves, both may fall into step;
-`in_order` makes them take turns.
-
-    barrier    arrivals    says                                            who waits
-    turn[w]    1           the other's products are on their way           multiply w, before each of its own
+and the tensor core has the other warpgroup's products meanwhile. Nothing keeps both from falling into step: making them
+take turns was slower for most products (docs/performance.md).
 
 Scales are read by the warps that need them, a stage ahead, as the rows' are four bytes each and lie in L1 for the next
 seven stages; for TMA they are too narrow.
@@ -57,10 +54,9 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Pipeline(Pipeline):
-    """The constants of one kernel. in_order: the warpgroups take turns; the others as in Pipeline."""
+    """The constants of one kernel, as in Pipeline."""
 
     instruction_n: int = HALF.value
-    in_order: bool = False
 
     @property
     def num_k(self) -> int:
@@ -76,7 +72,7 @@ class Fp8Pipeline(Pipeline):
 @gluon.jit
 def load(rows_desc, weight_desc, row_start, ring, PIPE: gl.constexpr):
     """The role: what lies past the last feature comes as zeros."""
-    a, b, full, empty, _turn = ring
+    a, b, full, empty = ring
     num_bytes: gl.constexpr = rows_desc.block_type.nbytes + weight_desc.block_type.nbytes
     prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
     stage = 0
@@ -93,21 +89,17 @@ def load(rows_desc, weight_desc, row_start, ring, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def partial_sum(a, b, turn, TURN: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T by the tensor core. TURN: parity of the number of those before it."""
+def partial_sum(a, b):
+    """a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T by the tensor core."""
     zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
-    if PIPE.in_order:
-        mbarrier.wait(turn.index(WARPGROUP), TURN ^ (1 - WARPGROUP))
     products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if PIPE.in_order:
-        mbarrier.arrive(turn.index(1 - WARPGROUP))
     return warpgroup_mma_wait(0, deps=(products,))
 
 
 @gluon.jit
 def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """Both halves of the scaled sums of a warpgroup's rows of a tile, fp32, and the ring's next stage and parity."""
-    a_ring, b_ring, full, empty, turn = ring
+    a_ring, b_ring, full, empty = ring
     row_scale, weight_scale = scales
     row = first_row + CHUNK * WARPGROUP + gl.arange(0, CHUNK, gl.SliceLayout(1, SUMS))
     row = gl.minimum(row, end - 1)  # what the rows past the group's end are multiplied by does not matter
@@ -129,9 +121,9 @@ def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(stage).slice(CHUNK * WARPGROUP, CHUNK, dim=0)
         b = b_ring.index(stage).reshape([BLOCK_N, BLOCK_K])
-        partial = partial_sum(a, b.slice(0, HALF, dim=0), turn, 0, WARPGROUP, PIPE)
+        partial = partial_sum(a, b.slice(0, HALF, dim=0))
         left += partial * left_scale[:, None]
-        partial = partial_sum(a, b.slice(HALF, HALF, dim=0), turn, 1, WARPGROUP, PIPE)
+        partial = partial_sum(a, b.slice(HALF, HALF, dim=0))
         mbarrier.arrive(empty.index(stage))
         right += partial * right_scale[:, None]
         left_scale = next_scale * next_left_scale
@@ -184,7 +176,7 @@ def hopper_fp8_gemm_kernel(
     a = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
     b = gl.allocate_shared_memory(weight_desc.dtype, [PIPE.stages] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005
     chunks = gl.allocate_shared_memory(out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
-    ring = (a, b, make_barriers(PIPE.stages, 1), make_barriers(PIPE.stages, 2), make_barriers(2, 1))
+    ring = (a, b, make_barriers(PIPE.stages, 1), make_barriers(PIPE.stages, 2))
     scales = (row_scale, weight_scale)
     fence_async_shared()
     gl.warp_specialize(
