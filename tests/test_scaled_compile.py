@@ -192,3 +192,4 @@ def test_weight_gradients(compile_launch, arch, shape, dtype, accumulate, name):
     code = compile_launch(arch, scaled.grouped_gemm_wgrad_scaled, arguments, options)
     check(code, name, arch)
     assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.global", code.ptx, re.MULTILINE)
+    assert not re.search(r"fma\.rn\.f32", code.ptx)  # global scales and what is added to are rounded one by one

@@ -444,6 +444,9 @@ def _wgrad_plan(
         "OUT_ROWS": out_rows,
         "OUT_WIDTH": out_width,
         **_tile_constants(config, block_format, unit, step, across),
+        # Else the last global scale and what is added to become one fma, and a sum added here has other bits than the
+        # same sum stored and added later, as it is to discrete gradients.
+        "enable_fp_fusion": False,
     }
     descriptors = {
         0: describe([config.block_m, step]),
