@@ -22,11 +22,12 @@ from quantize import SHAPES, times_us
 
 from symmoe.bench.records import machine
 from symmoe.kernels import gpu
-from symmoe.kernels.act_quantized import FEATURES, Buffers, dact_quantize_workspace_numel
+from symmoe.kernels.act_quantized import FEATURES, Buffers, dact_features, dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.gpu import act_quantized
 from symmoe.kernels.gpu.gemm import end_of_rows
+from symmoe.kernels.gpu.gemm_act import sum_dact_partials
 from symmoe.kernels.gpu.hopper.dact_quantize import launch_dact_quantize
 from symmoe.kernels.gpu.integers import ceil_div
 from symmoe.kernels.gpu.launch import Constants, launch
@@ -89,6 +90,7 @@ class Case:
     def dact_in_bands_of(self, group_m: int, rows: Buffers, columns: Buffers, a_columns: Buffers) -> None:
         inputs = self.da, self.h, self.row_scale, self.row_start, self.workspace, SWIGLU, FLOAT8_BLOCK
         launch_dact_quantize(*inputs, rows, columns, a_columns, group_m=group_m)
+        sum_dact_partials(self.workspace, self.row_start, self.dscale, ceil_div(self.ffn, dact_features(SWIGLU)))
 
     def dact_apart(self, rows: Buffers, columns: Buffers, a_columns: Buffers) -> None:
         dh, a = torch.empty_like(self.h), torch.empty_like(self.da)
