@@ -13,7 +13,9 @@ import torch
 from worker import Findings, free_bytes, open_heap
 
 from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.errors import ArgumentError, ConfigMismatch
+from symmoe.errors import ArgumentError, ConfigMismatch, HeapClosed
+from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
 
 T, K, H = 6, 2, 16
@@ -231,6 +233,26 @@ def combine_mistakes() -> Iterator[Bad]:
     yield Bad("expert_out released", on_heap("expert_out", released), "StaleLease", ("which was released",))
 
 
+# -- expert_parallel_mlp ----------------------------------------------------------------------------------------------
+
+# (argument, no such word, the words), the same in a call and in a configuration
+WORDS = (
+    ("order", "fast", "('rank', 'slot')"),
+    ("stash", "some", "('all', 'rows', 'hidden', 'none')"),
+    ("layout", "expert_major", "('auto', 'packed', 'expert-major')"),
+    ("schedule", "overlap", "('serial', 'overlapped')"),
+    ("schedule", None, "('serial', 'overlapped')"),
+    ("quantized_wire", "forwards", "('none', 'forward', 'backward', 'both')"),
+    ("quantized_wire", True, "('none', 'forward', 'backward', 'both')"),
+)
+
+
+def mlp_mistakes() -> Iterator[Bad]:
+    for name, word, words in WORDS:
+        text = f"{name} ({word!r}) must be one of {words}"
+        yield Bad(f"{name}={word!r}", given(**{name: word}), "ArgumentError", (text,))
+
+
 # -- the calls, on every rank -----------------------------------------------------------------------------------------
 
 
@@ -274,6 +296,9 @@ class Stage:
             out = self._lease(plan.row_capacity)
             self.good = {"x": x, "plan": plan, "probs": probs, "out": out, "order": "rank"}
             return
+        if name == "expert_parallel_mlp":
+            self.good = {"x": x, "probs": probs, "experts": GroupedMLP(2, H, H), "plan": plan}
+            return
         dispatch_tokens(x, plan, probs=probs)
         grad_out = self._lease(plan.row_capacity)[: plan.num_rows]
         expert_out = torch.ones(plan.num_rows, H)
@@ -281,10 +306,9 @@ class Stage:
 
     def call(self, arguments: dict) -> tuple[str, str]:
         """(class, text) of the error."""
-        function = {"make_plan": make_plan, "dispatch_tokens": dispatch_tokens, "combine_tokens": combine_tokens}
         arguments = {name: value for name, value in arguments.items() if name != "_leases"}
         try:
-            function[self.name](**arguments)
+            CALLS[self.name](**arguments)
         except Exception as error:  # noqa: BLE001 - the class is what is tested
             return type(error).__name__, str(error)
         return "nothing", ""
@@ -298,7 +322,17 @@ class Stage:
             lease.release()
 
 
-MISTAKES = {"dispatch_tokens": dispatch_mistakes, "combine_tokens": combine_mistakes}
+CALLS = {
+    "make_plan": make_plan,
+    "dispatch_tokens": dispatch_tokens,
+    "combine_tokens": combine_tokens,
+    "expert_parallel_mlp": expert_parallel_mlp,
+}
+MISTAKES = {
+    "dispatch_tokens": dispatch_mistakes,
+    "combine_tokens": combine_mistakes,
+    "expert_parallel_mlp": mlp_mistakes,
+}
 
 
 def check_mistakes(rank: int, num_ranks: int, stage_name: str) -> list[str]:
@@ -317,6 +351,8 @@ def check_mistakes(rank: int, num_ranks: int, stage_name: str) -> list[str]:
                 findings.check(part.format(rank=culprits[0]) in text, f"{part!r} is not in {text!r}")
             if rank != culprits[0] and bad.error != "ExpertIdError":  # the first one's error, if there are several
                 findings.check(text.startswith(f"on rank {culprits[0]}: "), f"the culprit is not named: {text!r}")
+            if stage_name == "expert_parallel_mlp":
+                findings.check(stage.plan.not_dispatched is not None, "tokens have been dispatched")
             stage.close()
             del wrong, stage
             findings.equal("leased bytes after the error", heap.leased_bytes, 0)
@@ -337,6 +373,17 @@ def check_mismatches(rank: int, num_ranks: int) -> list[str]:
                 findings.equal("error", found, ("ConfigMismatch", text))
                 findings.equal("leased bytes after the error", heap.leased_bytes, 0)
                 findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+def check_a_closed_heap(rank: int, num_ranks: int) -> list[str]:
+    """A wrong word where no peer can be told of it."""
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        stage = Stage("expert_parallel_mlp", heap)
+    for wrong in ({"schedule": "overlap"}, {"quantized_wire": "both"}):
+        findings.equal(f"error of {wrong}", stage.call({**stage.good, **wrong})[0], HeapClosed.__name__)
     return findings.texts
 
 
@@ -749,9 +796,21 @@ def flat(results: list[list[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("stage", ["make_plan", "dispatch_tokens", "combine_tokens"])
+@pytest.mark.parametrize("stage", ["make_plan", "dispatch_tokens", "combine_tokens", "expert_parallel_mlp"])
 def test_wrong_arguments(cluster, stage: str, num_ranks: int):
     assert flat(cluster(num_ranks).run(check_mistakes, stage)) == []
+
+
+@pytest.mark.parametrize(("name", "word", "words"), WORDS)
+def test_the_configuration_takes_the_same_words(name: str, word: object, words: str):
+    with pytest.raises(ArgumentError) as raised:
+        MoEConfig(hidden=H, ffn=H, num_experts=2, top_k=K, **{name: word})
+    assert str(raised.value) == f"{name} ({word!r}) must be one of {words}"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_wrong_word_on_a_closed_heap(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_a_closed_heap)) == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,9 +126,7 @@ class MoEConfig:
         for name in ("capacity", "max_tokens"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be one of {choices}")
+        raise_for(words_problem({name: getattr(self, name) for name in _CHOICES}))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
@@ -174,6 +173,14 @@ class MoEConfig:
             raise ArgumentError(
                 f"aux_loss ('global') must be 'micro_batch' or 'sequence' with capacity_factor ({self.capacity_factor})"
             )
+
+
+def words_problem(words: Mapping[str, object]) -> ArgumentError | None:
+    """What is wrong with words for fields that take one of a few, by the names of the fields, or None."""
+    for name, word in words.items():
+        if word not in _CHOICES[name]:
+            return ArgumentError(f"{name} ({word!r}) must be one of {_CHOICES[name]}")
+    return None
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -22,6 +22,7 @@ from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.wire import WireFormat, wire_problem
 from symmoe.kernels.operands import given
 from symmoe.moe.arguments import kernel_rows
+from symmoe.moe.config import words_problem
 from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden
 from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
@@ -87,9 +88,14 @@ def expert_parallel_mlp(
         [T, H].
 
     Raises:
-        ArgumentError: rows are to travel quantised, and the experts' precision is not one of E4M3 numbers; on every
-            rank. Or a weight has changed inside constant_weights, likewise.
+        ArgumentError: order, stash, layout, schedule or quantized_wire is no such word; on every rank if it is on any
+            (on GPUs the peers raise at their next call on the heap, or in heap.synchronize). Or rows are to travel
+            quantised, and the experts' precision is not one of E4M3 numbers; or a weight has changed inside
+            constant_weights; likewise.
     """
+    words = {"order": order, "stash": stash, "layout": layout, "schedule": schedule, "quantized_wire": quantized_wire}
+    plan.heap.check()
+    plan.heap.fail_for(words_problem(words), SEND)
     plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
     layout = received_layout(layout, experts.ffn, experts.precision)
     weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
