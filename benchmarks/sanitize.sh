@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the kernels of one GPU: memcheck, initcheck, synccheck, racecheck, side by side.
 #
-#     benchmarks/sanitize.sh FOLDER         # PYTHON=python3; 4 minutes on one H200 before low precision was covered
+#     benchmarks/sanitize.sh FOLDER         # PYTHON=python3; 4 to 5 minutes on one H200
 #
 # Covered, on small shapes, bf16 where there is a choice: all plan and token kernels (several ranks' arenas in one
 # process), the router's, grouped GEMMs forward, dgrad and wgrad, fused with activations, biases, the kernels for Hopper
@@ -19,7 +19,7 @@ set -u
 cd "$(dirname "$0")/.."
 folder=${1:?usage: benchmarks/sanitize.sh FOLDER}
 python=${PYTHON:-python3}
-# Without low precision memcheck and synccheck took 53 and 32, racecheck and initcheck 95 and 132.
+# Of a tool; on one H200 memcheck took 71, initcheck 193, synccheck 50, racecheck 171.
 seconds=${SECONDS_PER_TOOL:-360}
 mkdir -p "$folder"
 export OMP_NUM_THREADS=1

@@ -99,10 +99,12 @@ def test_cases_are_shared_among_jobs(launcher: Launcher):
 
 
 def test_heaps_that_keep_memory_are_told_from_jobs_that_come_and_go():
-    free, heap, job = 140 << 30, 2 << 20, 600 << 20
+    free, streams, arena, job = 140 << 30, 1 << 20, lifecycle.ARENA_BYTES["cuda"], 600 << 20
     taken = [job if number % 3 else 0 for number in range(50)]
     assert lifecycle.lost_bytes([free - others for others in taken]) == 0
-    kept = [free - others - heap * number for number, others in enumerate(taken)]
+    streams_kept = [free - others - streams * number for number, others in enumerate(taken)]
+    assert 0 < lifecycle.lost_bytes(streams_kept) <= lifecycle.LOST_BYTES
+    kept = [free - others - arena * number for number, others in enumerate(taken)]
     assert lifecycle.lost_bytes(kept) > lifecycle.LOST_BYTES
     assert lifecycle.lost_bytes(kept[:2]) == 0  # too few to tell
 

@@ -1,7 +1,9 @@
 """50 heaps made, used and closed in one process, and 20 jobs one after the other: each works, and nothing is left.
 
 With several jobs these begin while the heaps are made, and take memory of the same GPUs for a while. If every heap kept
-some, the most that is ever free would be less among the later cycles than among the earlier ones.
+its arena, the most that is ever free would be less among the later cycles than among the earlier ones, by many arenas.
+It is a little less in any case: NVSHMEM 3.4.5 makes two CUDA streams in each of its inits and destroys neither
+(https://github.com/NVIDIA/nvshmem/issues/77), about 1 MiB a cycle on H200s.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from reliability.suite import Outcome, Run, Suite, merged, on_ranks, side_by_sid
 from symmoe import SymmetricHeap
 
 CYCLES, JOBS = 50, 20
-LOST_BYTES = 8 << 20  # allowed from the earlier half of the cycles to the later one: less than 1 MiB of each
+ARENA_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
+LOST_BYTES = 50 << 20  # allowed from the earlier half of the cycles to the later one: 2 MiB of each
 
 
 def check(
@@ -34,7 +37,7 @@ def check(
     for turn, number in enumerate(numbers):
         start, problems = time.perf_counter(), []
         backend, timeout_s = ("nvshmem", 120.0) if device == "cuda" else ("host", 30.0)
-        with SymmetricHeap(num_bytes=1 << 20, backend=backend, timeout_s=timeout_s) as heap:
+        with SymmetricHeap(num_bytes=ARENA_BYTES[device], backend=backend, timeout_s=timeout_s) as heap:
             if not round_trip(heap, number):
                 problems.append("the round trip is not exact")
         del heap
