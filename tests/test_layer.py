@@ -39,8 +39,8 @@ def compare(
 ) -> None:
     """Notes a tensor that is further from the oracle than the dtype explains.
 
-    num_terms: that a number is the sum of, each about 1/2. Such sums are of any size, and where they cancel, they are no
-    more exact for it; a single one cannot say of what size they mostly are.
+    num_terms: that a number is the sum of, each about 1/2. Such sums are of any size, and where they cancel, they are
+    no more exact for it; a single one cannot say of what size they mostly are.
     """
     scale = max(float(want.abs().max()) if want.numel() else 0.0, 0.5 * math.sqrt(num_terms), 0.1)
     tolerance = TOLERANCE[dtype] * (GPU_SUMS if got.is_cuda and dtype == torch.float32 else 1.0)

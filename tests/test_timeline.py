@@ -20,7 +20,6 @@ from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, cli, kernels, timeline
 from symmoe import picture as symmoe_picture
-from symmoe.bench.cases import Shape
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
 from symmoe.timeline import picture as timeline_picture
@@ -728,8 +727,8 @@ def test_a_rank_that_fails_does_not_hold_up_the_others(cluster: Callable[..., Cl
 
 
 def traced(rank: int, num_ranks: int, path: str) -> str:
-    shape = Shape("small", hidden=32, ffn=16, num_experts=4, top_k=2)
-    return trace_layer(shape, num_tokens=16, schedule="overlapped", capacity=40, num_steps=2, path=path)
+    config = MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, capacity=40, overflow="drop")
+    return trace_layer(config, num_tokens=16, num_steps=2, path=path)
 
 
 def test_the_command_traces_on_several_ranks_and_on_one(
@@ -749,9 +748,25 @@ def test_the_command_traces_on_several_ranks_and_on_one(
     assert sum(item["name"] == "FC2" for item in steps) == 2 * 2  # ranks, steps
 
 
+def test_the_command_traces_low_precision(tmp_path: Path):
+    sizes = ["--hidden", "32", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "16"]
+    numbers = ["--precision", "float8-block", "--quantized-wire", "both"]
+    assert cli.main(["trace", *sizes, *numbers, "--out", str(tmp_path / "step.json")]) == 0
+    operators = {
+        item["args"]["operator or kernel"]
+        for item in json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
+        if item["ph"] == "X" and item["args"]
+    }
+    # Both ways as bytes, and all six products.
+    assert {"encode_rows", "unpack_rows", "grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"} <= operators
+    assert not {"grouped_gemm_act", "grouped_gemm", "grouped_gemm_wgrad"} & operators
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--quantized-wire", "both"], "quantized_wire ('both'): precision (None) must be a recipe"),
+        (["--experts", "3", "--hidden", "8", "--ffn", "8", "--top-k", "4"], "top_k (4)"),
         (["--steps", "0"], "steps (0) must be finite and greater than 0"),
         (["--capacity-factor", "nan"], "capacity-factor (nan)"),
         (["--preset", "all"], "preset (all) must be one"),

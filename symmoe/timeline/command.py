@@ -6,6 +6,9 @@ import argparse
 
 from symmoe.bench.command import add_shape_arguments, shapes_of
 from symmoe.errors import ArgumentError
+from symmoe.kernels.control import QUANTIZED_WIRES
+from symmoe.moe.config import MoEConfig
+from symmoe.precision.names import PRECISIONS
 
 _DESCRIPTION = """\
 Records training steps of one MoELayer, router to gradients, on the ranks that torchrun has started or on one alone:
@@ -29,6 +32,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_shape_arguments(parser)
     parser.add_argument("--tokens", type=int, default=8192, help="T, tokens of a rank (%(default)s)")
     parser.add_argument("--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig")
+    parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: bf16)")
+    parser.add_argument("--quantized-wire", choices=QUANTIZED_WIRES, default="none", help="see MoEConfig (%(default)s)")
     parser.add_argument("--capacity-factor", type=float, default=1.25, help="static capacity, in T * K rows (1.25)")
     parser.add_argument("--steps", type=int, default=1, help="that are recorded (1)")
     parser.add_argument("--eager", action="store_true", help="the step as the host launches it; always so on CPUs")
@@ -45,11 +50,22 @@ def _run(args: argparse.Namespace) -> int:
             raise ArgumentError(f"{name} ({value}) must be finite and greater than 0")
     from symmoe.timeline.step import trace_layer
 
-    report = trace_layer(
-        shapes[0],
-        num_tokens=args.tokens,
+    shape = shapes[0]
+    config = MoEConfig(
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        capacity=int(args.capacity_factor * args.tokens * shape.top_k) or 1,
+        overflow="drop",
         schedule=args.schedule,
-        capacity=int(args.capacity_factor * args.tokens * shapes[0].top_k) or 1,
+        precision=None if args.precision is None else PRECISIONS[args.precision],
+        quantized_wire=args.quantized_wire,
+        aux_loss_coef=1e-2,
+    )
+    report = trace_layer(
+        config,
+        num_tokens=args.tokens,
         num_steps=args.steps,
         path=args.out,
         launch="eager" if args.eager else "graph",

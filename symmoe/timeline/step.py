@@ -7,10 +7,9 @@ from typing import Literal
 
 import torch
 
-from symmoe.bench.cases import Case, Shape, check_case
 from symmoe.bench.problem import DTYPE
 from symmoe.bench.ranks import join
-from symmoe.moe.config import MoEConfig, Schedule
+from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.memory import plan_memory
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -40,44 +39,31 @@ class _Step:
         return y, metrics.aux_loss
 
     def backward(self, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-        torch.autograd.grad(outputs, (self.x, *self.layer.parameters()), (self.dy, torch.ones_like(outputs[1])))
+        heads, seeds = list(outputs), [self.dy, torch.ones_like(outputs[1])]
+        if not outputs[1].requires_grad:  # the configuration has no balance loss
+            del heads[1], seeds[1]
+        torch.autograd.grad(heads, (self.x, *self.layer.parameters()), seeds)
 
     def run(self) -> None:
         self.backward(self.forward())
 
 
-def trace_layer(
-    shape: Shape,
-    *,
-    num_tokens: int,
-    schedule: Schedule,
-    capacity: int,
-    num_steps: int,
-    path: str,
-    launch: Launch = "graph",
-) -> str:
+def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str, launch: Launch = "graph") -> str:
     """Records steps of a layer with random weights, tokens and routing, bf16. Collective.
 
     Args:
-        capacity: rows, static; more are dropped.
+        config: of the layer. Steps that are captured need a static capacity.
+        num_tokens: T, of a rank.
         path: of the trace, see :func:`symmoe.timeline.record`.
         launch: "graph" records replays of a captured step, on GPUs; on CPUs both are eager.
 
     Returns:
         the table on rank 0; "" elsewhere.
+
+    Raises:
+        ArgumentError: experts cannot be divided among the ranks.
     """
     with join() as ranks:
-        check_case(Case(shape, num_tokens, "uniform"), ranks.num_ranks)
-        config = MoEConfig(
-            hidden=shape.hidden,
-            ffn=shape.ffn,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            capacity=capacity,
-            overflow="drop",
-            schedule=schedule,
-            aux_loss_coef=1e-2,
-        )
         plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)
         replays = launch == "graph" and ranks.device.type == "cuda"
         heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
@@ -85,7 +71,7 @@ def trace_layer(
             torch.manual_seed(0)  # the router is the same on all ranks
             layer = MoELayer(config, heap, dtype=DTYPE)
             torch.manual_seed(1 + heap.rank)
-            x = torch.randn(num_tokens, shape.hidden, dtype=DTYPE, device=heap.device, requires_grad=True)
+            x = torch.randn(num_tokens, config.hidden, dtype=DTYPE, device=heap.device, requires_grad=True)
             step = _Step(layer, x, torch.randn_like(x))
             for _ in range(_WARM_UP_STEPS):
                 step.run()
