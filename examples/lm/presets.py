@@ -80,7 +80,7 @@ PRESETS = {
         device="cuda",
         autocast=True,
     ),
-    # Some ten million parameters and a minute on one GPU: to compare ways to train.
+    # Some ten million parameters, two minutes on a GPU that six such runs share: to compare ways to train.
     "gpu-small": Preset(
         moe=MoEConfig(hidden=512, ffn=256, num_experts=16, top_k=4, aux_loss_coef=0.01, z_loss_coef=1e-4),
         layers=6,
