@@ -3,6 +3,8 @@
 #
 #     benchmarks/sanitize.sh FOLDER         # PYTHON=python3; 4 to 5 minutes on one H200
 #
+# Leaves logs and summary.txt, what it prints, in FOLDER.
+#
 # Covered, on small shapes, bf16 where there is a choice: all plan and token kernels (several ranks' arenas in one
 # process), the router's, grouped GEMMs forward, dgrad and wgrad, fused with activations, biases, the kernels for Hopper
 # and those that swizzle scales; of low precision the quantisers of rows, columns, weights and the wire, activations
@@ -65,6 +67,11 @@ sanitize() { # tool, log, command...
     timeout -k 10 "$seconds" "$sanitizer" --tool "$tool" --print-limit $limit "${options[@]}" "$@" >"$log" 2>&1
 }
 
+exec > >(tee "$folder/summary.txt")
+"$python" -c "
+import torch
+from symmoe.bench.records import machine
+print(', '.join(f'{key} {value}' for key, value in machine(torch.device('cuda')).items()))"
 echo "without a tool (compiles what the tools run):"
 workers=()
 "$python" -c "import xdist" 2>/dev/null && workers=(-n 4)
@@ -92,7 +99,7 @@ done
 counts=$("$python" benchmarks/racecheck_reports.py "$folder/racecheck.log") || failed=1
 echo "racecheck: $counts"
 for tool in memcheck initcheck; do
-    summary=$(grep -aE 'ERROR SUMMARY' "$folder/planted-$tool.log" | tail -n 1)
+    summary=$(grep -aE 'ERROR SUMMARY' "$folder/planted-$tool.log" | grep -v 'not printed' | tail -n 1)
     echo "planted error, $tool: ${summary:-no summary}"
     grep -qE 'SUMMARY: [1-9]' <<<"$summary" || failed=1
 done

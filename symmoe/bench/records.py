@@ -139,11 +139,12 @@ def machine(device: torch.device) -> dict[str, str | None]:
 
 
 def commit(folder: Path) -> str:
-    """The git commit of a source tree, with "-dirty" if tracked files differ; "unknown" if git does not track it."""
+    """The git commit of a source tree, "unknown" if git does not track it; with "-dirty" if any file of the repository
+    differs or is not in it, tests and scripts that measure too."""
     if not _output_of("git", "-C", str(folder), "ls-files", "__init__.py"):
         return "unknown"  # installed, perhaps below somebody else's repository
     head = _output_of("git", "-C", str(folder), "rev-parse", "HEAD") or "unknown"
-    return head + ("-dirty" if _output_of("git", "-C", str(folder), "status", "--porcelain", "-uno", ".") else "")
+    return head + ("-dirty" if _output_of("git", "-C", str(folder), "status", "--porcelain") else "")
 
 
 def _output_of(*command: str) -> str:
