@@ -144,7 +144,9 @@ def commit(folder: Path) -> str:
     if not _output_of("git", "-C", str(folder), "ls-files", "__init__.py"):
         return "unknown"  # installed, perhaps below somebody else's repository
     head = _output_of("git", "-C", str(folder), "rev-parse", "HEAD") or "unknown"
-    return head + ("-dirty" if _output_of("git", "-C", str(folder), "status", "--porcelain") else "")
+    return head + (
+        "-dirty" if _output_of("git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain") else ""
+    )
 
 
 def _output_of(*command: str) -> str:
