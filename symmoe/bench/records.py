@@ -144,9 +144,9 @@ def commit(folder: Path) -> str:
     if not _output_of("git", "-C", str(folder), "ls-files", "__init__.py"):
         return "unknown"  # installed, perhaps below somebody else's repository
     head = _output_of("git", "-C", str(folder), "rev-parse", "HEAD") or "unknown"
-    return head + (
-        "-dirty" if _output_of("git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain") else ""
-    )
+    # Without a lock: whoever commits meanwhile would be refused.
+    changed = _output_of("git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain")
+    return head + ("-dirty" if changed else "")
 
 
 def _output_of(*command: str) -> str:
