@@ -37,21 +37,30 @@ from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredSlice, Stored
 from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
 from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.precision import MXFP8, Float8Block
 
 EXPERTS, HIDDEN, FFN = 8, 16, 8
 FILE = "rank-00000-0000.safetensors"
 CONFIG = symmoe.MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=2, expert_bias=True, order="slot")
+WIDE = dataclasses.replace(CONFIG, hidden=64, ffn=32)  # enough for every precision
+PRECISIONS = {
+    "full": WIDE,
+    "float8-block": dataclasses.replace(WIDE, precision=Float8Block(), quantized_wire="both"),
+    "mxfp8": dataclasses.replace(WIDE, precision=MXFP8()),
+}
 Bits = dict[str, bytes]
 
 
 class Model(nn.Module):
     """A dense part in half precision, an MoE layer with a shared expert, and a parameter that is a scalar."""
 
-    def __init__(self, heap: symmoe.SymmetricHeap, weights: str = "packed") -> None:
+    def __init__(self, heap: symmoe.SymmetricHeap, weights: str = "packed", config: symmoe.MoEConfig = CONFIG) -> None:
         super().__init__()
-        self.dense = nn.Linear(HIDDEN, HIDDEN, dtype=torch.bfloat16)
-        experts = GroupedMLP(EXPERTS // heap.num_ranks, HIDDEN, FFN, bias=True, weights=weights)
-        self.moe = symmoe.MoELayer(CONFIG, heap, experts=experts, shared_expert=nn.Linear(HIDDEN, HIDDEN))
+        hidden = config.hidden
+        self.dense = nn.Linear(hidden, hidden, dtype=torch.bfloat16)
+        sizes = (EXPERTS // heap.num_ranks, hidden, config.ffn)
+        experts = GroupedMLP(*sizes, bias=True, weights=weights, precision=config.precision)
+        self.moe = symmoe.MoELayer(config, heap, experts=experts, shared_expert=nn.Linear(hidden, hidden))
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -122,8 +131,10 @@ def alone_or_world(num_ranks: int) -> dist.ProcessGroup:
     return dist.group.WORLD if num_ranks > 1 else dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-def build(heap: symmoe.SymmetricHeap, weights: str, seed: int) -> tuple[Model, torch.optim.Optimizer]:
-    model = Model(heap, weights)
+def build(
+    heap: symmoe.SymmetricHeap, weights: str, seed: int, config: symmoe.MoEConfig = CONFIG
+) -> tuple[Model, torch.optim.Optimizer]:
+    model = Model(heap, weights, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     fill(model, optimizer, heap.rank * (EXPERTS // heap.num_ranks), seed)
     return model, optimizer
@@ -187,6 +198,50 @@ def test_every_bit_survives_the_change_of_ranks(
 
 def tensor_bytes(tensor: StoredTensor) -> int:
     return torch.Size(tensor.shape).numel() * {"F32": 4, "BF16": 2, "I64": 8}[tensor.dtype]
+
+
+def y_of(model: Model) -> torch.Tensor:
+    """Of the layer, for the same tokens on all ranks. Collective."""
+    x = draw("x", torch.empty(24, WIDE.hidden)) / 100
+    return model.moe(x.requires_grad_())[0]
+
+
+def save_in_use(rank: int, num_ranks: int, directory: str, precision: str) -> tuple[Bits, bytes]:
+    """Saves after a step, in which a precision has quantised what it multiplies. Returns y as well."""
+    group = alone_or_world(num_ranks)
+    with symmoe.SymmetricHeap(group, num_bytes=1 << 20, backend="host") as heap:
+        model, optimizer = build(heap, "packed", 3, PRECISIONS[precision])
+        with symmoe.constant_weights(model):
+            y = y_of(model)
+            y.square().sum().backward()
+            save_checkpoint(directory, 3, model=model, optimizer=optimizer, group=group)
+            return bits(model, optimizer), raw(y)
+
+
+def load_and_use(rank: int, num_ranks: int, directory: str, precision: str) -> tuple[Bits, bytes, str]:
+    """Loads into a layer of other values that has been used, and uses it again."""
+    group = alone_or_world(num_ranks)
+    with symmoe.SymmetricHeap(group, num_bytes=1 << 20, backend="host") as heap:
+        model, optimizer = build(heap, "packed", 999, PRECISIONS[precision])
+        y_of(model)
+        load_checkpoint(directory, model=model, optimizer=optimizer, group=group)
+        return bits(model, optimizer), raw(y_of(model)), str(model.moe.experts.precision)
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "full"])
+def test_a_checkpoint_does_not_depend_on_the_precision(cluster: Callable[..., Cluster], tmp_path: Path, precision: str):
+    """The same files byte for byte; each loads into the other layer, which then computes as its precision does."""
+    ranks, other = cluster(2), {"full": precision, precision: "full"}
+    saved = {name: ranks.run(save_in_use, str(tmp_path / name), name) for name in other}
+    assert tree(tmp_path / precision) == tree(tmp_path / "full")
+    for written, read in other.items():
+        loaded = ranks.run(load_and_use, str(tmp_path / written), read)
+        for rank in range(2):
+            found, y, kept = loaded[rank]
+            assert found == saved[written][rank][0]
+            assert y == saved[read][rank][1]
+            assert y != saved[written][rank][1]  # so the layers do compute differently
+            assert kept == str(PRECISIONS[read].precision)
 
 
 def replicas_of_experts(rank: int, num_ranks: int, directory: str) -> tuple[Bits, Bits]:

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from test_gemm_compile import TYPE_NAMES, Recorder, assemble, meta
 from test_hopper_compile import compiled
+from test_scaled_compile import BLACKWELL, HOPPER
 
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.gpu import fp8 as gpu_fp8
@@ -138,10 +139,11 @@ def test_weight_gradients_wait_once_for_a_stage(launched, tmp_path):
     assert len(re.findall(r"cp\.async\.bulk\.wait_group\.read\s+1;", ptx)) == 16  # before every part
 
 
+@pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 @pytest.mark.parametrize("of_lines", [False, True])
 @pytest.mark.parametrize("name", ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"])
-def test_the_general_kernels(launched, tmp_path, monkeypatch, name, of_lines):
-    """As another GPU would run them, but for sm_90."""
+def test_the_general_kernels(launched, tmp_path, monkeypatch, name, of_lines, arch):
+    """As another GPU runs them, and as Hopper runs what its own kernels do not take."""
     if of_lines and name == "grouped_gemm_wgrad_fp8":
         pytest.skip("has scales of blocks alone")
     recorder = Recorder(getattr(gpu_fp8, f"{name}_kernel"))
@@ -154,11 +156,17 @@ def test_the_general_kernels(launched, tmp_path, monkeypatch, name, of_lines):
         gpu_fp8.grouped_gemm_fp8(*operands, zero_tail=True, num_sms=132)
     else:
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(SHAPES["odd"]), accumulate=True, num_sms=132)
-    ptx = recorder.compile().asm["ptx"]
-    assert "f32.e4m3.e4m3" in ptx
+    ptx = recorder.compile(arch).asm["ptx"]
     assert "cp.async.bulk.tensor" in ptx
-    _, spilled = assemble(ptx, tmp_path)
-    assert spilled <= ODD_SPILLED
+    _, spilled = assemble(ptx, tmp_path, arch)
+    products = set(re.findall(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+", ptx))
+    if arch == HOPPER:
+        assert {text.partition(".m64n")[0] for text in products} == {"wgmma.mma_async.sync.aligned"}
+        assert all(text.endswith("f32.e4m3.e4m3") for text in products)
+        assert spilled <= ODD_SPILLED
+    else:
+        assert products == {"tcgen05.mma.cta_group::1.kind::f8f6f4"}
+        assert spilled == 0
 
 
 def test_the_public_functions_choose_the_kernels_for_hopper(monkeypatch):

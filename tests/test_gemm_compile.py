@@ -61,8 +61,8 @@ class Recorder:
     def launch(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
 
-    def compile(self):
-        """The recorded launch, compiled for Hopper with the specialisations that the JIT would choose."""
+    def compile(self, arch=90):
+        """The recorded launch, compiled for sm_`arch` with the specialisations that the JIT would choose."""
         names = self.kernel.arg_names
         values = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
         signature, constants, attributes = {}, {}, {}
@@ -81,7 +81,7 @@ class Recorder:
                 signature[parameter.name] = "i32"
         options = {name: value for name, value in values.items() if value is not None}
         source = ASTSource(self.kernel, signature, constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 @pytest.fixture
@@ -128,12 +128,13 @@ def launch(function, shape, dtype, *, gather=False, table=False, biased=False, a
         )
 
 
-def assemble(ptx, directory):
+def assemble(ptx, directory, arch=90):
     """(registers per thread, bytes spilled), by the ptxas that Triton brings."""
     source = directory / "kernel.ptx"
     source.write_text(ptx)
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", directory / "kernel.cubin"]
+    name = "ptxas-blackwell" if arch >= 100 else "ptxas"
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    command = [ptxas, "-v", f"--gpu-name=sm_{arch}a", source, "-o", directory / "kernel.cubin"]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return (
         int(re.search(r"Used (\d+) registers", log)[1]),

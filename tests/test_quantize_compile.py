@@ -1,14 +1,13 @@
-"""Compiles the quantising kernels for sm_90 without a GPU, with the arguments their launchers would pass.
+"""Compiles the quantising kernels without a GPU, with the arguments their launchers would pass.
 
-What is checked is what the generated code must have: Hopper's conversion to E4M3, which saturates; exact divisions and
-no approximate ones, no subnormals flushed; wide accesses; registers that do not spill.
+For Hopper, and those of the formats that Blackwell multiplies for Blackwell. What is checked is what the generated code
+must have: the GPU's conversion to E4M3, which saturates; exact divisions and no approximate ones, no subnormals
+flushed; wide accesses; registers that do not spill.
 """
 
 import re
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,9 @@ from quantize_cases import (  # noqa: E402
     quantize_weights,
     requantize_columns,
 )
+from test_gemm_compile import assemble  # noqa: E402
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
+from test_scaled_compile import BLACKWELL, HOPPER  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import driver  # noqa: E402
@@ -52,25 +53,21 @@ N, C, G = 65536, 7168, 32
 
 @pytest.fixture
 def compile_launch(monkeypatch, tmp_path):
-    """compile_launch(): PTX, registers and spilled bytes of the one launch since the last call."""
+    """compile_launch(arch): PTX, registers and spilled bytes of the one launch since the last call."""
     launches = []
     for module in (quantize, scale_tiles, wire):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
-    def compile_one():
+    def compile_one(arch=HOPPER):
         kernel, constants, *args = launches.pop()
         assert not launches
         description, options = described(kernel, constants, args, TYPE_NAMES)
         source = ASTSource(kernel, *description)
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        (tmp_path / "kernel.ptx").write_text(result.asm["ptx"])
-        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        command = [ptxas, "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        registers = int(re.search(r"Used (\d+) registers", log)[1])
+        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        registers, spilled = assemble(result.asm["ptx"], tmp_path, arch)
         print(kernel.__name__, registers, "registers,", result.metadata.shared, "bytes shared")
-        return result.asm["ptx"], registers, int(re.search(r"(\d+) bytes spill stores", log)[1])
+        return result.asm["ptx"], registers, spilled
 
     return compile_one
 
@@ -107,6 +104,32 @@ def launch_columns(block_format, dtype, *, indexed=False):
     quantize.quantize_columns(meta(N, C, dtype=dtype), row_start, data, scale, block_format, **options)
 
 
+def launch_weights(block_format, dtype, *, transposed=False):
+    weight = meta(G, 4096, C, dtype=dtype)
+    weight = weight.mT if transposed else weight
+    _, num_lines, width = weight.shape
+    data = meta(G, num_lines, block_format.data_width(width), dtype=block_format.data_dtype)
+    num_scales = block_format.num_blocks(width)
+    scale = meta(G, num_lines // block_format.block_lines, num_scales, dtype=block_format.scale_dtype)
+    amax = meta(G, dtype=torch.float32) if block_format.has_global_scale else None
+    quantize.quantize_weights(weight, data, scale, block_format, amax=amax)
+
+
+def launch_weight_pairs(block_format, dtype):
+    weight, buffers = meta(G, 4096, C, dtype=dtype), []
+    for _, num_lines, width in (weight.shape, weight.mT.shape):
+        scale_lines = num_lines // block_format.block_lines
+        buffers.append(meta(G, num_lines, block_format.data_width(width), dtype=block_format.data_dtype))
+        buffers.append(meta(G, scale_lines, block_format.num_blocks(width), dtype=block_format.scale_dtype))
+    amax = meta(G, dtype=torch.float32) if block_format.has_global_scale else None
+    quantize.quantize_weight_pairs(weight, *buffers, block_format, amax=amax)
+
+
+def of_weights(name):
+    """The format of weights, which may have a scale for several lines."""
+    return replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
+
+
 def check(ptx, spilled, block_format, store_bits):
     assert spilled == 0
     assert ".ftz" not in ptx
@@ -138,15 +161,8 @@ def test_columns(compile_launch, name):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights(compile_launch, name, transposed):
-    block_format = replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
-    weight = meta(G, 4096, C, dtype=torch.bfloat16)
-    weight = weight.mT if transposed else weight
-    _, num_lines, width = weight.shape
-    data = meta(G, num_lines, block_format.data_width(width), dtype=block_format.data_dtype)
-    num_scales = block_format.num_blocks(width)
-    scale = meta(G, num_lines // block_format.block_lines, num_scales, dtype=block_format.scale_dtype)
-    amax = meta(G, dtype=torch.float32) if block_format.has_global_scale else None
-    quantize.quantize_weights(weight, data, scale, block_format, amax=amax)
+    block_format = of_weights(name)
+    launch_weights(block_format, torch.bfloat16, transposed=transposed)
     ptx, _, spilled = compile_launch()
     check(ptx, spilled, block_format, 32)
 
@@ -155,20 +171,23 @@ def test_weights(compile_launch, name, transposed):
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].block is not None])
 def test_weight_pairs(compile_launch, name, dtype):
     """One launch, which loads every number once; those of lines take two of quantize_weights."""
-    block_format = replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
-    weight, buffers = meta(G, 4096, C, dtype=dtype), []
-    for _, num_lines, width in (weight.shape, weight.mT.shape):
-        scale_lines = num_lines // block_format.block_lines
-        buffers.append(meta(G, num_lines, block_format.data_width(width), dtype=block_format.data_dtype))
-        buffers.append(meta(G, scale_lines, block_format.num_blocks(width), dtype=block_format.scale_dtype))
-    amax = meta(G, dtype=torch.float32) if block_format.has_global_scale else None
-    quantize.quantize_weight_pairs(weight, *buffers, block_format, amax=amax)
+    block_format = of_weights(name)
+    launch_weight_pairs(block_format, dtype)
     ptx, _, spilled = compile_launch()
     check(ptx, spilled, block_format, 32)
     loads = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)
     loaded_bits = sum(int(vector or 1) * int(bits) for vector, bits in loads)
     tile, threads = (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
-    assert loaded_bits == tile * 8 * dtype.itemsize // threads + (32 if amax is not None else 0)
+    assert loaded_bits == tile * 8 * dtype.itemsize // threads + (32 if block_format.has_global_scale else 0)
+
+
+@pytest.mark.parametrize("launch", [launch_rows, launch_columns, launch_weights, launch_weight_pairs])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_blackwell(compile_launch, name, launch):
+    block_format = of_weights(name) if launch in (launch_weights, launch_weight_pairs) else FORMATS[name]
+    launch(block_format, torch.bfloat16)
+    ptx, _, spilled = compile_launch(BLACKWELL)
+    check(ptx, spilled, block_format, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -202,11 +221,12 @@ def test_ranges_of_rows(compile_launch):
         check(ptx, spilled, FORMATS["float8_block"], 32)
 
 
-def test_amax_and_tiles(compile_launch):
+@pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
+def test_amax_and_tiles(compile_launch, arch):
     rows, row_start = meta(N, C, dtype=torch.bfloat16), meta(G + 1, dtype=torch.int32)
     for signs in (None, 0x1234):
         quantize.group_amax(rows, row_start, meta(G, dtype=torch.float32), signs=signs)
-        ptx, _, spilled = compile_launch()
+        ptx, _, spilled = compile_launch(arch)
         assert spilled == 0
         # One word for a program; no other atomics, and no sums.
         assert re.findall(r"\b(?:atom|red)\.\S+", ptx) == ["atom.global.gpu.relaxed.max.s32"]
@@ -216,7 +236,7 @@ def test_amax_and_tiles(compile_launch):
         (scale_tiles.unswizzle_group_scales, (swizzled, row_start, scale)),
     ):
         function(*args)
-        _, _, spilled = compile_launch()
+        _, _, spilled = compile_launch(arch)
         assert spilled == 0
 
 
@@ -256,6 +276,35 @@ def test_columns_of_rows_of_the_wire(compile_launch, name):
         assert ".ftz" not in ptx
         assert "cvt.rn.f16x2.e4m3x2" in ptx
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
+def test_the_wire_on_blackwell(compile_launch):
+    """Rows that are put on it, taken off it, decoded, and quantised again along tokens."""
+    block_format = FORMATS["mxfp8"]
+    scale_bytes, width = block_format.num_blocks(C), TILE * max_tiles(N, G)
+    rows, sent = meta(N, C, dtype=torch.bfloat16), meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8)
+    row_start, index = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.int32)
+    data, scale = meta(N, C, dtype=torch.uint8), meta(N, scale_bytes, dtype=torch.uint8)
+    columns, column_scales = meta(C, width, dtype=torch.uint8), column_scale(C, width // 32, block_format)
+    to_e4m3, from_e4m3 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
+    for function, args, options, conversions in (
+        (wire.encode_rows, (rows, sent, block_format), {}, {to_e4m3}),
+        (wire.unpack_rows, (sent, row_start, data, scale), {"row_index": index}, set()),
+        (wire.decode_rows, (sent, rows, block_format), {}, {from_e4m3}),
+        (
+            wire.requantize_columns,
+            (sent, row_start, columns, column_scales, block_format, torch.bfloat16),
+            {"row_index": index},
+            {to_e4m3, from_e4m3},
+        ),
+    ):
+        function(*args, **options)
+        ptx, _, spilled = compile_launch(BLACKWELL)
+        assert spilled == 0
+        assert ".ftz" not in ptx
+        assert set(re.findall(r"cvt\.\S*e4m3\S*", ptx)) == conversions
+        for access in ("ld", "st"):  # 16 bytes at a time
+            assert re.search(access + r"\.global\S*\.v4\.b32", ptx), (function, access)
 
 
 def test_steps_do_not_compile_again(monkeypatch):

@@ -87,6 +87,22 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path):
     assert losses[1][-1] < losses[1][0] - 0.5  # it learns, so equal losses are no accident
 
 
+def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
+    """One step of the same run: the same loss, since the head starts at zero; gradients that are nearly the same."""
+    (record,) = train(tmp_path, "--precision", "float8-block", "--wire", "--steps=1", num_ranks=2)
+    first = json.loads((finished / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["loss"] == pytest.approx(first["loss"], rel=1e-4)
+    assert record["grad_norm"] == pytest.approx(first["grad_norm"], rel=0.05)
+    assert record["grad_norm"] != first["grad_norm"]
+    used = read_manifest(tmp_path / "checkpoints").extra["preset"]
+    assert "precision=Float8Block(power_of_two=False)" in used
+    assert "quantized_wire='both'" in used
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), "--wire"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "--wire needs a --precision" in done.stderr
+
+
 def test_resume_refuses_another_run(finished: Path):
     done = run(finished, "--resume", "--seed=1", num_ranks=2)
     assert done.returncode != 0

@@ -45,7 +45,7 @@ class PrecisionRates:
         memory_bytes: of a weight that is read, or of its gradient that is written, where there are few rows.
         launch_s: of one more kernel: its start, and what of the GPU idles around it.
         least_gain: share of a step's time that must be gained. On 2 H200s, bf16 / FP8 of steps of qwen3-30b,
-            mixtral-8x7b and deepseek-like were 0.98, 1.28 and 1.17; these formulas expect 0.99, 1.25 and 1.18.
+            mixtral-8x7b and deepseek-like were 0.98, 1.28 and 1.16; these formulas expect 0.99, 1.25 and 1.18.
     """
 
     flops: float = 660e12
