@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from test_heap import outcome
 from worker import Findings, free_bytes, open_heap
 
 from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -513,6 +516,30 @@ def check_plans(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
+def dispatch_on_different_heaps(rank: int, num_ranks: int, timeout_s: float) -> dict[str, Any]:
+    """Rank 0 brings a plan of heap B, rank 1 one of heap A. What they see there, and then on the other heap."""
+    facts: dict[str, Any] = {}
+    x, ids = torch.randn(T, H), torch.arange(T * K).view(T, K) % (2 * num_ranks)
+    heaps = [SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=timeout_s) for _ in range(2)]
+    plans = [make_plan(ids, num_experts=2 * num_ranks, heap=heap) for heap in heaps]
+    leases = [heap.lease((plan.row_capacity, H), torch.float32) for heap, plan in zip(heaps, plans, strict=True)]
+    buffers = [lease.tensor.fill_(7) for lease in leases]
+    for name, index in (("here", 1 - rank), ("there", rank)):
+        dist.barrier()
+        start = time.monotonic()
+        facts[name] = outcome(dispatch_tokens, x, plans[index], out=buffers[index])
+        facts[f"{name} after s"] = time.monotonic() - start
+        facts[f"rows {name} are NaN"] = bool(buffers[index].isnan().all())
+    facts["next"] = [outcome(make_plan, ids, num_experts=2 * num_ranks, heap=heap)[0] for heap in heaps]
+    start = time.monotonic()
+    facts["closing"] = [outcome(heap.close) for heap in heaps]
+    facts["closed after s"] = time.monotonic() - start
+    dist.barrier()
+    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
+        facts["a new heap works"] = round_trip(heap, 3)
+    return facts
+
+
 def check_scores(rank: int, num_ranks: int) -> list[str]:
     """NaN and Inf in the router's logits, by a token or by the router's weight."""
     findings = Findings()
@@ -836,6 +863,25 @@ def test_faults_in_a_row_and_at_once(cluster, num_ranks: int):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_with_different_plans(cluster, num_ranks: int):
     assert flat(cluster(num_ranks).run(check_plans)) == []
+
+
+def test_ranks_with_plans_of_different_heaps(cluster):
+    """No rank can tell it from a peer that does not come, so that is what both raise."""
+    timeout_s = 1.0
+    for rank, facts in enumerate(cluster(2).run(dispatch_on_different_heaps, timeout_s)):
+        (here, why_here), (there, why_there) = facts["here"], facts["there"]
+        assert (here, there) == ("PeerTimeout", "PeerAborted")
+        text = "rank {} did not reach 'dispatch: ready' within timeout_s=1: expected epoch"
+        assert why_here.startswith(text.format(1 - rank))
+        assert why_there.startswith(f"rank {1 - rank} gave up: {text.format(rank)}")
+        assert 0.9 * timeout_s < facts["here after s"] < timeout_s + 2.0
+        assert facts["there after s"] < timeout_s + 2.0
+        assert facts["rows here are NaN"]
+        assert facts["rows there are NaN"]
+        assert facts["next"] == ["HeapPoisoned"] * 2
+        assert facts["closing"] == [("", "")] * 2
+        assert facts["closed after s"] < timeout_s
+        assert facts["a new heap works"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

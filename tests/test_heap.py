@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import gc
 import json
@@ -16,6 +17,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +46,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.parts import Division
-from symmoe.symm_mem import host, nvshmem
+from symmoe.symm_mem import address, host, nvshmem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -823,8 +825,8 @@ class FakeNvshmem:
         self.environment = dict(os.environ)
 
 
-def test_nvshmem_starts_privately_on_loopback(monkeypatch):
-    """Up to its first allocation; there the fake one fails, like one without peer access."""
+def stand_for_nvshmem(monkeypatch, *, bindings: object, finalize: Callable[[], None]) -> FakeNvshmem:
+    """Puts a fake, which starts as the real one does, where the NVSHMEM packages are imported, the CPU for the GPU."""
     fake = FakeNvshmem()
 
     class UniqueId:
@@ -842,10 +844,7 @@ def test_nvshmem_starts_privately_on_loopback(monkeypatch):
         init_status=lambda: Status(2 * fake.is_initialized),
         get_unique_id=lambda empty: UniqueId(),
         init=init,
-        finalize=lambda: pytest.fail("finalize is collective"),
-    )
-    bindings = types.SimpleNamespace(
-        malloc=lambda num_bytes: fake.note("malloc") or 4096, ptr=lambda address, rank: 0, free=lambda address: None
+        finalize=finalize,
     )
     package = types.ModuleType("nvshmem")
     package.core, package.bindings = core, bindings
@@ -863,8 +862,17 @@ def test_nvshmem_starts_privately_on_loopback(monkeypatch):
     monkeypatch.setattr(nvshmem.torch, "zeros", lambda *shape, device=None: zeros(*shape))
     monkeypatch.setattr(nvshmem.NvshmemBackend, "_check_peers", lambda self, bootstrap: None)
     for name in nvshmem._ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "1")  # put back afterwards
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "1")  # likewise
+    return fake
+
+
+def test_nvshmem_starts_privately_on_loopback(monkeypatch):
+    """Up to its first allocation; there the fake one fails, like one without peer access."""
+    bindings = types.SimpleNamespace(ptr=lambda address, rank: 0, free=lambda address: None)
+    fake = stand_for_nvshmem(monkeypatch, bindings=bindings, finalize=lambda: pytest.fail("finalize is collective"))
+    bindings.malloc = lambda num_bytes: fake.note("malloc") or 4096
     before = os.umask(0o022)
     try:
         with pytest.raises(BackendUnavailable, match="no direct address for ranks"):
@@ -874,8 +882,64 @@ def test_nvshmem_starts_privately_on_loopback(monkeypatch):
     assert after == 0o022
     assert fake.umasks == {"init": 0o077, "malloc": 0o077}
     assert fake.environment["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == "lo"
-    for name in nvshmem._ENVIRONMENT:
-        os.environ.pop(name, None)
+
+
+class ArenaOfNvshmem:
+    """Bindings and core of a group of one whose arena is memory of this process; notes what happens to it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = (ctypes.c_uint8 * num_bytes)()
+        self.calls: list[str] = []
+        self.any_byte_when_freed: bool | None = None
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.memory)
+
+    def malloc(self, num_bytes: int) -> int:
+        assert num_bytes == len(self.memory)
+        return self.address
+
+    def ptr(self, address: int, rank: int) -> int:
+        assert (address, rank) == (self.address, 0)
+        return address
+
+    def free(self, address: int) -> None:
+        assert address == self.address
+        self.calls.append("free")
+        self.any_byte_when_freed = any(self.memory)
+        ctypes.memset(address, 0xAA, len(self.memory))  # it is somebody else's from here on
+
+    def finalize(self) -> None:
+        self.calls.append("finalize")
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(monkeypatch, how: str):
+    """With memory of this process in the place of NVSHMEM's, and the CPU in the GPU's."""
+    fake = ArenaOfNvshmem(num_bytes=5000)
+    waits = []
+    ranges = address.AddressRange
+
+    def on_cpu(start: int, num_bytes: int, device: torch.device) -> address.AddressRange:
+        return ranges(start, num_bytes, torch.device("cpu", 0))
+
+    monkeypatch.setattr(address, "_DL_CUDA", 1)  # DLPack's number of the CPU
+    monkeypatch.setattr(nvshmem, "AddressRange", on_cpu)
+    monkeypatch.setattr(nvshmem.torch.cuda, "synchronize", lambda device: waits.append(list(fake.calls)))
+    stand_for_nvshmem(monkeypatch, bindings=fake, finalize=fake.finalize)
+    backend = nvshmem.NvshmemBackend(Bootstrap(None), 5000)
+    arena = backend.arena_tensor(0)
+    assert (arena.device, arena.shape) == (torch.device("cpu"), (5000,))
+    arena.fill_(7)
+    assert bytes(fake.memory) == b"\7" * 5000  # no copy
+    getattr(backend, how)()
+    if how == "close":
+        assert fake.calls == ["free", "finalize"]
+        assert waits == [[]]  # zeroing is over when it is freed
+        assert fake.any_byte_when_freed is False
+    else:
+        assert (fake.calls, bytes(fake.memory)) == ([], b"\7" * 5000)
 
 
 # -- sudden death -----------------------------------------------------------------------------------------------------

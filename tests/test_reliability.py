@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from reliability import command, faults, lifecycle, litmus, mutations
+from reliability import command, faults, fuzz, lifecycle, litmus, mutations
 from reliability.launch import JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
 from reliability.suite import Outcome, Run, execute, side_by_side
@@ -19,7 +19,7 @@ SLICES = {
     "gradients": (range(13), 2),
     "determinism": ((*range(15, 26), 1040), 2),  # a repeat with skew, and a restart
     "stalls": (range(60), 2),
-    "fuzz": (range(66), 2),  # three of each mutation
+    "fuzz": (range(72), 2),  # three of each mutation
     "soak": (range(151), 2),
     "lifecycle": ((0, 1, 2, 50), 2),
     "litmus": ((*range(12), 400), 2),  # three of each kind, and the control
@@ -88,6 +88,37 @@ def test_a_mutant_of_the_twins_is_found(launcher: Launcher, mutant: str):
 @pytest.mark.parametrize("part", sorted({mutations.FOUND_BY[mutant] for mutant in TWIN_MUTANTS}))
 def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
     assert mutations.found_in_twins(Run((), 3), launcher, None, part) == ""
+
+
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
+LOST = "symmoe.errors.PeerLost: rank 0 is gone"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((f"[rank0]: {GLOO}", "IndexError: index out of range"), "IndexError: index out of range"),
+        ((f"[rank0]: {LOST}", "[rank1]: AssertionError"), "AssertionError"),
+        ((GLOO, "symmoe.errors.StalePlan: it is"), "symmoe.errors.StalePlan: it is"),
+        (("KeyError: 'a'", GLOO, "IndexError: b"), "KeyError: 'a'"),
+        (("  raise ValueError: c", GLOO), GLOO),
+        (("nobody has raised anything",), "rank 1 ended with exit code 1"),
+    ],
+)
+def test_what_a_rank_raised_comes_before_what_its_end_did_to_others(lines: tuple[str, ...], found: str):
+    text = "\n".join(("rank 1 ended with exit code 1", "-- log of rank 0:", "Traceback:", *lines))
+    assert mutations.line_of(JobFailure(text)) == found
+
+
+def test_wrong_calls_that_there_are():
+    """On GPUs a process has one heap, and scores that are not finite are no error: nothing stands in for such calls."""
+    cpu, cuda = (fuzz.mutations_for(2, device) for device in ("cpu", "cuda"))
+    assert cpu == list(fuzz.MUTATIONS)
+    assert set(cpu) - set(cuda) == {fuzz.foreign_buffer, fuzz.closed_heap, fuzz.scores_that_are_not_finite}
+    for device, on_several in (("cpu", cpu), ("cuda", cuda)):
+        alone = fuzz.mutations_for(1, device)
+        assert set(on_several) - set(alone) == set(fuzz.ONLY_BETWEEN_RANKS)
+    assert len(SLICES["fuzz"][0]) == 3 * len(cpu)
 
 
 # -- running suites ---------------------------------------------------------------------------------------------------

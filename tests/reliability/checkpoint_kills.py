@@ -1,8 +1,8 @@
 """Checkpoints under `kill -9` and flipped bits.
 
-    python -m tests.reliability.checkpoint_kills                     50 kills, 100 flips; JSON to --json
-    python -m tests.reliability.checkpoint_kills --case 17           one kill again
-    python -m tests.reliability.checkpoint_kills --flip 17           one flip again
+    python -m tests.reliability checkpoint_kills                     50 kills, 100 flips; JSON to --json
+    python -m tests.reliability checkpoint_kills --case 17           one kill again
+    python -m tests.reliability checkpoint_kills --flip 17           one flip again
 
 A kill ends one rank or both, while two ranks save, with another checkpoint there already. Half of the kills come at
 the k-th line of Python that a rank runs in symmoe.checkpoint, or in its part that changes files (these replay
@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch import nn
 
 import symmoe
+from symmoe.bench.records import machine
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.errors import CheckpointError
 from symmoe.moe.grouped_mlp import GroupedMLP
@@ -419,7 +420,7 @@ def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             "symmoe": symmoe.__version__,
             "kernel": os.uname().release,
         },
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **machine(torch.device("cpu")),
     }
 
 
@@ -428,10 +429,15 @@ def _tell(name: str, record: dict[str, Any]) -> None:
         print(f"{name}: {record}", flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The exit code is 0 if nothing failed."""
+def main(arguments: list[str] | None = None, *, program: str = "python -m tests.reliability.checkpoint_kills") -> int:
+    """The exit code is 0 if nothing failed.
+
+    Args:
+        program: the command that the arguments follow.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
-        prog="python -m tests.reliability.checkpoint_kills",
+        prog=program,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -446,7 +452,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("symmoe.checkpoint").setLevel(logging.ERROR)  # half of the cases are there to provoke warnings
     with tempfile.TemporaryDirectory(prefix="symmoe-checkpoint-kills-") as scratch:
         record = run(options, Path(scratch))
-    record["command"] = shlex.join(["python", "-m", "tests.reliability.checkpoint_kills", *(arguments or sys.argv[1:])])
+    record["command"] = shlex.join([*program.split(), *arguments])
     text = json.dumps(record, indent=1)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")

@@ -28,6 +28,10 @@ SUITES = {
     "model": ("model", "every interleaving of the protocol's model, as written and with faults and deaths"),
     "mutations": ("mutations", "a step of the protocol removed, in the model and in the twins: something fails"),
 }
+# Suites that read their own options, which are all that follows the name.
+WITH_OWN_OPTIONS = {
+    "checkpoint_kills": ("checkpoint_kills", "a save under kill -9, flipped bits; its own options: --help after it"),
+}
 
 
 def suite_of(name: str) -> Suite:
@@ -46,13 +50,19 @@ def case_numbers(text: str) -> tuple[int, ...]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one suite; the exit code is 0 if every case has passed."""
-    shown = "\n".join(f"  {name:12} {what}" for name, (_, what) in SUITES.items())
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in WITH_OWN_OPTIONS:
+        name = arguments[0]
+        module = import_module(f"reliability.{WITH_OWN_OPTIONS[name][0]}")
+        return module.main(arguments[1:], program=f"python -m tests.reliability {name}")
+    suites = SUITES | WITH_OWN_OPTIONS
+    shown = "\n".join(f"  {name:16} {what}" for name, (_, what) in suites.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.reliability",
         description=f"suites:\n{shown}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suite", choices=SUITES, metavar="SUITE")
+    parser.add_argument("suite", choices=suites, metavar="SUITE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, help="processes of the EP group (default: the suite's, mostly 2)")
     parser.add_argument("--cases", type=int, help="how many, from case 0 (default: all that the suite promises)")
@@ -62,12 +72,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="take no more results after that time")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args(arguments)
+    if options.suite in WITH_OWN_OPTIONS:
+        parser.error(f"the options of {options.suite} come after its name")
     suite = suite_of(options.suite)
     full = suite.num_cases if options.device == "cpu" else suite.num_gpu_cases or suite.num_cases
     count = full if options.cases is None else options.cases
     numbers = tuple(range(count)) if options.case is None else options.case
     run = Run(numbers, options.ranks or suite.num_ranks, options.device, options.seed, options.jobs)
-    command = shlex.join(["python", "-m", "tests.reliability", *(sys.argv[1:] if arguments is None else arguments)])
+    command = shlex.join(["python", "-m", "tests.reliability", *arguments])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # who stops a suite still gets the record
     with Launcher() as launcher:
         record = execute(options.suite, suite, run, launcher, command=command, limit_s=options.seconds)

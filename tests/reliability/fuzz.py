@@ -352,22 +352,26 @@ def another_plan(call: Call) -> None:
 
 
 def foreign_buffer(call: Call) -> None:
-    """A lease of another heap. (NVSHMEM allows one heap per process: there, ordinary memory.)"""
+    """A lease of another heap."""
     dispatch_call(call)
     rows = call.arguments["plan"].row_capacity
     call.arguments["out"] = call.lease(rows, call.hidden)
-    if call.heap.device.type == "cuda":
-        call.change("out", lambda: torch.empty(rows, call.hidden, device=call.heap.device))
-    else:
-        with SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S) as other:
-            call.change("out", other.lease((rows, call.hidden), torch.float32).tensor)
+    with SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S) as other:
+        call.change("out", other.lease((rows, call.hidden), torch.float32).tensor)
+    call.wants(ARGUMENT, "out is not on this symmetric heap")
+
+
+def ordinary_buffer(call: Call) -> None:
+    """Memory of torch's allocator, on the heap's device."""
+    dispatch_call(call)
+    rows = call.arguments["plan"].row_capacity
+    call.arguments["out"] = call.lease(rows, call.hidden)
+    call.change("out", lambda: torch.empty(rows, call.hidden, device=call.heap.device))
     call.wants(ARGUMENT, "out is not on this symmetric heap")
 
 
 def closed_heap(call: Call) -> None:
     call.everywhere()
-    if call.heap.device.type == "cuda":  # one heap per process: the one that stays open has to be the only one
-        return stale_plan(call)
     other = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S)
     base = call.random.choice([plan_call, dispatch_call, combine_call])
     heap, call.heap = call.heap, other
@@ -376,7 +380,6 @@ def closed_heap(call: Call) -> None:
     for _ in range(call.random.randint(1, 2)):  # twice is no error
         other.close()
     call.wants("HeapClosed", "has been closed")
-    return None
 
 
 def lease_twice(call: Call) -> None:
@@ -416,6 +419,22 @@ def wrong_choice_of_a_layer(call: Call) -> None:
     call.wants(ARGUMENT, name)
 
 
+def scores_that_are_not_finite(call: Call) -> None:
+    """NaN or Inf in a token reaches the router's logits."""
+    layer_call(call)
+    places = sorted(call.random.sample(range(call.num_tokens), call.random.randint(1, 3)))
+    value = call.random.choice([float("nan"), float("inf"), -float("inf")])
+    column = call.random.randrange(call.hidden)
+
+    def wrong() -> torch.Tensor:
+        x = call.arguments["x"].clone()
+        x[places, column] = value
+        return x
+
+    call.change("x", wrong)
+    call.wants(ARGUMENT, f"the router's logits of token {places[0]} are not finite ({len(places)} such tokens)")
+
+
 MUTATIONS = (
     id_out_of_range,
     ids_dtype,
@@ -439,11 +458,21 @@ MUTATIONS = (
     no_room,
     wrong_tokens_of_a_layer,
     wrong_choice_of_a_layer,
+    ordinary_buffer,
+    scores_that_are_not_finite,
 )
 ONLY_BETWEEN_RANKS = (plan_disagreement, call_disagreement, different_calls, another_plan)
+# NVSHMEM has one heap per process; on GPUs scores that are not finite make this token's output NaN, and are no error.
+ONLY_ON_CPUS = (foreign_buffer, closed_heap, scores_that_are_not_finite)
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+def mutations_for(num_ranks: int, device: str) -> list[Callable[[Call], None]]:
+    """Those that there are; case I makes number I modulo how many."""
+    left_out = (() if num_ranks > 1 else ONLY_BETWEEN_RANKS) + (() if device == "cpu" else ONLY_ON_CPUS)
+    return [mutation for mutation in MUTATIONS if mutation not in left_out]
 
 
 def check(
@@ -451,7 +480,7 @@ def check(
 ) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
     """Yields per case."""
     backend, timeout_s = ("nvshmem", 120.0) if device == "cuda" else ("host", TIMEOUT_S)
-    mutations = [m for m in MUTATIONS if num_ranks > 1 or m not in ONLY_BETWEEN_RANKS]
+    mutations = mutations_for(num_ranks, device)
     with SymmetricHeap(num_bytes=1 << 20, backend=backend, timeout_s=timeout_s) as heap:
         for number in numbers:
             start, mutation = time.perf_counter(), mutations[number % len(mutations)]

@@ -74,6 +74,9 @@ FOUND_BY = dict.fromkeys(MUTANTS, _IN_ROUTINGS) | {
     "what came counts after a timeout": _IN_GIVING_UP,
     "nothing counts after an abort": _IN_GIVING_UP,
 }
+# The last line of a traceback, and what gloo and the bootstrap over it raise on a rank whose peer has gone.
+_RAISED = re.compile(r"(symmoe\.errors\.\w+|[\w.]*Error)(:|$)")
+_OF_THE_TRANSPORT = re.compile(r"gloo|Connection (closed|reset) by peer|Dist(Network|Backend|Store)Error|PeerLost:")
 _FAULT = faults.Fault(kind="kill", phase="in dispatch", victim=1, steps=1, options=None, seed=3)
 _FAULT_WAIT_S = 8.0
 _CASE_S = 10.0  # a case takes one or two; mutants that hang cost all of it
@@ -152,13 +155,16 @@ def _first_failure(job: Job, run: Run, mutant: str | None, part: str) -> str:
                 if problems:
                     return f"case {number}: {problems[0]}"[:300]
     except JobFailure as failure:
-        # The line that says what a rank raised, if one did.
-        if mutant is None:
-            return str(failure)
-        lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in str(failure).splitlines()]  # torch's prefix
-        raised = [line for line in lines if line.partition(":")[0].endswith(("Error", "Mismatch", "Timeout"))]
-        return (raised or lines)[0][:300]
+        return str(failure) if mutant is None else line_of(failure)[:300]
     return ""
+
+
+def line_of(failure: JobFailure) -> str:
+    """The line that says what a rank raised, if one did; what a peer's end made of the process group comes last."""
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in str(failure).splitlines()]  # torch's prefix
+    raised = [line for line in lines if _RAISED.match(line)]
+    own = [line for line in raised if not _OF_THE_TRANSPORT.search(line)]
+    return (own or raised or lines)[0]
 
 
 def found_in_the_model(name: str, num_ranks: int) -> str:

@@ -1,0 +1,115 @@
+"""A rank that does not come to combine: the others' outputs and gradients are NaN, and their CUDA contexts live on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster
+from test_heap import outcome
+from worker import GPU_TIMEOUT_S, Findings
+
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.errors import PeerAborted, PeerError, PeerTimeout
+
+pytestmark = pytest.mark.gpu
+
+T, K, H = 40, 2, 64
+TIMEOUT_S = 1.0
+
+
+class Call:
+    """A call whose combine is to fail, and what it computes: combine_tokens itself, or the backward of a dispatch."""
+
+    def __init__(self, heap: SymmetricHeap, where: str, order: str) -> None:
+        self._where, self._order = where, order
+        num_experts = 2 * heap.num_ranks
+        ids = (torch.arange(T)[:, None] + torch.tensor([0, heap.num_ranks])) % num_experts
+        self._plan = make_plan(ids.to(heap.device), num_experts=num_experts, heap=heap)
+        self._x = torch.randn(T, H, device=heap.device, requires_grad=True)
+        self._probs = torch.rand(T, K, device=heap.device, requires_grad=True)
+        rows, row_probs = dispatch_tokens(self._x, self._plan, probs=self._probs, order=order)
+        self._rows = rows * row_probs[:, None]
+        heap.synchronize()
+
+    def make(self) -> None:
+        if self._where == "combine":
+            self._y = combine_tokens(self._rows.detach(), self._plan, order=self._order)
+        else:
+            self._rows.sum().backward()
+
+    @property
+    def results(self) -> dict[str, torch.Tensor]:
+        if self._where == "combine":
+            return {"y": self._y}
+        return {"dx": self._x.grad, "dprobs": self._probs.grad}
+
+
+def leave_out_of_combine(rank: int, num_ranks: int, device: str, where: str, order: str) -> list[str]:
+    """The last rank comes to combine when the others have given it up."""
+    findings, missing = Findings(), num_ranks - 1
+    findings.where = f"{where}, order {order}, rank {rank} of {num_ranks}"
+    backend = "nvshmem" if device == "cuda" else "host"
+    heap = SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=GPU_TIMEOUT_S)
+    good = Call(heap, where, order)
+    good.make()
+    heap.synchronize()
+    for name, result in good.results.items():
+        findings.check(bool(result.isfinite().all()), f"{name} of a good call is not finite")
+    call = Call(heap, where, order)
+    for result in good.results.values():
+        result.fill_(7.0)  # what memory of that size may hold when it is given out again
+    del good, result
+    dist.barrier()
+    heap.timeout_s = TIMEOUT_S  # kernels are compiled
+    if rank == missing:
+        dist.barrier()
+    start = time.monotonic()
+    raised = _error_of(call, heap, device, findings)
+    took_s = time.monotonic() - start
+    if rank != missing:
+        dist.barrier()
+    want = PeerAborted if rank == missing else PeerTimeout
+    findings.equal("error", type(raised), want)
+    findings.check(f"rank {missing} did not reach 'combine: ready' within timeout_s=1" in str(raised), str(raised))
+    if rank == missing:
+        findings.check(took_s < TIMEOUT_S, f"the late rank has waited {took_s:.2f} s")
+    else:
+        findings.check(0.9 * TIMEOUT_S < took_s < TIMEOUT_S + 2.0, f"the error took {took_s:.2f} s")
+    findings.equal("next call", outcome(heap.lease, (1,), torch.uint8)[0], "HeapPoisoned")
+    ones = torch.ones(64, 64, device=heap.device)
+    findings.check(bool((ones @ ones == 64).all()), "the device computes something else")
+    heap.close()
+    findings.check(bool((ones @ ones == 64).all()), "the device computes something else after close()")
+    return findings.texts
+
+
+def _error_of(call: Call, heap: SymmetricHeap, device: str, findings: Findings) -> PeerError | None:
+    """What the call raises on CPUs; on GPUs it returns, its results are NaN, and synchronize() raises."""
+    try:
+        call.make()
+    except PeerError as error:
+        findings.check(device == "cpu", "the call has raised: nobody sees its results")
+        return error
+    findings.check(device == "cuda", "the call has returned")
+    for name, result in call.results.items():
+        findings.check(bool(result.isnan().all()), f"{name} of a failed call: {result.flatten()[:4].tolist()}")
+    try:
+        heap.synchronize()
+    except PeerError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("order", ["rank", "slot"])
+@pytest.mark.parametrize("where", ["combine", "backward"])
+def test_results_of_a_failed_combine_are_nan(where: str, order: str):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA GPUs, this machine has {torch.cuda.device_count()}")
+    ranks = Cluster(2, "cuda")  # of its own: NVSHMEM does not start again in a process whose heap ended in an error
+    try:
+        assert [text for texts in ranks.run(leave_out_of_combine, "cuda", where, order) for text in texts] == []
+    finally:
+        ranks.close()
