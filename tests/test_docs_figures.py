@@ -88,8 +88,8 @@ def promises() -> list[str]:
         f"{suite('fuzz')['cases_run']} bad calls, each followed by a good one: 0 wrong",
         f"{suite('faults')['cases_run']} kills, stops, exceptions",
         f"after {faults('kill')['p50'] / 1000:.3f} s (`timeout_s=2`), after {faults('raise')['p50']:.0f} ms",
-        f"{suite('stalls')['cases_run']:,} calls, {suite('stalls')['num_stalls']} of them with a stall of half a timeout: "
-        "0 false timeouts",
+        f"{suite('stalls')['cases_run']:,} calls, {suite('stalls')['num_stalls']} of them with a stall "
+        "of half a timeout: 0 false timeouts",
         f"{states:,} states; {litmus['observations'] / 1e6:.1f} million words: 0 stale; "
         f"{suite('mutations')['cases_run']} mutations of the model and the CPU kernels: all found",
         f"{suite('soak')['cases_run']:,} steps, {suite('lifecycle')['cases_run']} heaps and jobs",
