@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def described(
@@ -19,6 +20,8 @@ def described(
     for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constexprs[parameter.name] = "constexpr", options.pop(parameter.name, value)
+        elif isinstance(value, TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{type_names[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + type_names[value.dtype]
             if not parameter.do_not_specialize_on_alignment:

@@ -14,9 +14,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from launch_signature import described  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
 from symmoe.kernels.gpu import scaled  # noqa: E402
@@ -94,22 +94,8 @@ def compile_launch(monkeypatch, tmp_path):
         function(*arguments, **options)
         kernel, constants, *args = launches.pop()
         assert not launches
-        named, signature, constexprs, attributes = dict(constants.named), {}, {}, {}
-        values = [*constants.described(tuple(args)), *[None] * (len(kernel.params) - len(args))]
-        for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
-            elif isinstance(value, TensorDescriptor):
-                signature[parameter.name] = f"tensordesc<{TYPE_NAMES[value.base.dtype]}{list(value.block_shape)}>"
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
-                if not parameter.do_not_specialize_on_alignment:
-                    attributes[i,] = [["tt.divisibility", 16]]
-            else:
-                assert parameter.do_not_specialize, parameter.name
-                signature[parameter.name] = "i32"
-        source = ASTSource(kernel, signature, constexprs, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=named)
+        source, options = described(kernel, constants, constants.described(tuple(args)), TYPE_NAMES)
+        compiled = triton.compile(ASTSource(kernel, *source), target=GPUTarget("cuda", arch, 32), options=options)
         return examine(compiled, arch, tmp_path)
 
     return compile_one
