@@ -18,6 +18,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.drop import drop_over_capacity, expert_capacity
+from symmoe.moe.router_logits import router_logits
 from symmoe.symm_mem.autograd import Context, Function
 
 # Renormalising divides by the sum of K probs. Sigmoid scores that all underflow must give zeros, not NaN.
@@ -50,8 +51,8 @@ class Router(nn.Module):
     """Linear scores, then top-k over (optionally) the best groups of experts.
 
     Selection uses scores + `expert_bias`; the probs come from the scores alone. Everything is computed in fp32, also
-    under autocast (with tf32 products if torch is told to allow them). Equal scores go to the lower expert id, on every
-    device and however many tokens share the call.
+    under autocast (of fp32 and fp16 tokens with tf32 products if torch is told to allow them). Equal scores go to the
+    lower expert id, on every device and however many tokens share the call.
 
     Parameters stay fp32 when a model is cast (`model.to(torch.bfloat16)`).
 
@@ -105,7 +106,7 @@ class Router(nn.Module):
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
-            logits = nn.functional.linear(x.float(), self.weight)
+            logits = router_logits(x, self.weight)
             scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
             if topk_idx is None:
                 topk_idx = self._select(scores.detach())

@@ -30,11 +30,22 @@ class Phase:
     is_communication: bool = False
 
 
-OTHER = Phase(name="other", color="#cccccc")  # what is in no table: the router's products, a loss, an optimizer
+OTHER = Phase(name="other", color="#cccccc")  # what is in no table: a router's softmax, a loss, an optimizer
 
 # A kernel that several operators launch stands where it says the least: the range of its launch says more.
 PHASES = (
-    Phase(name="route", color=GREY, operators=("select_experts",), kernels=("select_experts_kernel",)),
+    Phase(
+        name="route",
+        color=GREY,
+        operators=("router_gemm", "router_gemm_grads", "select_experts"),
+        kernels=(
+            "bf16_parts_kernel",
+            "router_gemm_kernel",
+            "router_dgrad_kernel",
+            "router_wgrad_kernel",
+            "select_experts_kernel",
+        ),
+    ),
     Phase(
         name="plan",
         color=GREEN,

@@ -16,6 +16,7 @@ from symmoe.kernels.gpu.quantize import (
     quantize_weights,
 )
 from symmoe.kernels.gpu.route import select_experts
+from symmoe.kernels.gpu.router_products import router_gemm, router_gemm_grads
 from symmoe.kernels.gpu.scale_tiles import swizzle_group_scales, unswizzle_group_scales
 from symmoe.kernels.gpu.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.kernels.gpu.splits import splits_to_row_start
@@ -72,6 +73,8 @@ __all__ = [
     "quantize_weights",
     "read_addresses",
     "requantize_columns",
+    "router_gemm",
+    "router_gemm_grads",
     "scaled_activation",
     "scaled_activation_grad",
     "select_experts",

@@ -1,0 +1,168 @@
+"""The router's GEMMs on a GPU: as near to float64 as fp32 products are, exact where sums are, a token at a time."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from symmoe import MoEConfig, kernels
+from symmoe.kernels.gpu import router_products
+from symmoe.moe.router import Router
+from symmoe.moe.router_logits import router_logits
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+OURS = kernels.for_device(DEVICE)
+SHAPES = [
+    (8192, 128, 2048),
+    (8192, 8, 4096),
+    (4096, 64, 7168),
+    (1000, 256, 7168),
+    (77, 20, 96),
+    (1, 300, 136),
+]  # T, E, H
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def numbers(*shape, exact=False, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    if exact:
+        return torch.randint(-4, 5, shape, device=DEVICE, generator=generator).float()
+    return torch.randn(shape, device=DEVICE, generator=generator)
+
+
+def operands(shape, *, exact):
+    num_tokens, num_experts, width = shape
+    x = numbers(num_tokens, width, exact=exact).bfloat16()
+    return x, numbers(num_experts, width, exact=exact, seed=1), numbers(num_tokens, num_experts, exact=exact, seed=2)
+
+
+def results(x, weight, d_logits):
+    """logits, dx, d_weight, over memory that holds NaN."""
+    logits, dx, d_weight = d_logits * torch.nan, x * torch.nan, weight * torch.nan
+    OURS.router_gemm(x, weight, logits)
+    OURS.router_gemm_grads(d_logits, x, weight, dx, d_weight)
+    return logits, dx, d_weight
+
+
+def products(x, weight, d_logits):
+    return x @ weight.t(), d_logits @ weight, d_logits.t() @ x
+
+
+@shapes
+def test_sums_of_small_numbers_are_exact(shape):
+    x, weight, d_logits = operands(shape, exact=True)
+    logits, dx, d_weight = results(x, weight, d_logits)
+    wanted = products(x.double(), weight.double(), d_logits.double())
+    assert torch.equal(logits.double(), wanted[0])
+    assert torch.equal(dx, wanted[1].bfloat16())
+    assert torch.equal(d_weight.double(), wanted[2])
+
+
+@shapes
+def test_sums_are_as_near_to_float64_as_those_of_fp32(shape):
+    given = operands(shape, exact=False)
+    logits, dx, d_weight = results(*given)
+    wanted = products(*(tensor.double() for tensor in given))
+    magnitudes = products(*(tensor.double().abs() for tensor in given))
+    for found, want, magnitude in ((logits, wanted[0], magnitudes[0]), (d_weight, wanted[2], magnitudes[2])):
+        assert ((found.double() - want).abs() / magnitude).max() < 2.0**-21
+    assert ((dx.double() - wanted[1]).abs() <= 2.0**-8 * wanted[1].abs() + 2.0**-15 * magnitudes[1]).all()
+
+
+@shapes
+def test_either_gradient_alone_is_the_same(shape):
+    x, weight, d_logits = operands(shape, exact=False)
+    _, dx, d_weight = results(x, weight, d_logits)
+    dx_alone, d_weight_alone = torch.empty_like(dx), torch.empty_like(d_weight)
+    OURS.router_gemm_grads(d_logits, x, weight, dx_alone, None)
+    OURS.router_gemm_grads(d_logits, x, weight, None, d_weight_alone)
+    assert torch.equal(dx_alone, dx)
+    assert torch.equal(d_weight_alone, d_weight)
+
+
+def test_the_limit_notices_tf32():
+    x, weight, _ = (tensor.double() for tensor in operands(SHAPES[0], exact=False))
+    rounded = weight.float().view(torch.int32).bitwise_and_(~0x1FFF).view(torch.float32).double()  # to 10 bits
+    error = (x @ rounded.t() - x @ weight.t()).abs() / (x.abs() @ weight.abs().t())
+    assert error.max() > 2.0**-17
+
+
+@shapes
+def test_a_tokens_results_depend_on_nothing_else(shape):
+    x, weight, d_logits = operands(shape, exact=False)
+    logits, dx, _ = results(x, weight, d_logits)
+    for some in (slice(0, 1), slice(5, 70), slice(len(x) // 2, None)):
+        fewer = results(x[some].contiguous(), weight, d_logits[some].contiguous())
+        assert torch.equal(fewer[0], logits[some])
+        assert torch.equal(fewer[1], dx[some])
+
+
+@shapes
+def test_results_are_reproducible(shape):
+    given = operands(shape, exact=False)
+    first = results(*given)
+    for _ in range(3):
+        assert all(map(torch.equal, results(*given), first))
+
+
+def test_nan_stays_in_its_token():
+    x, weight, d_logits = operands((200, 20, 96), exact=False)
+    logits, dx, _ = results(x, weight, d_logits)
+    for value in (torch.nan, torch.inf):
+        bad_x, bad_d_logits = x.clone(), d_logits.clone()
+        bad_x[70, 3] = bad_d_logits[70, 3] = value
+        bad = results(bad_x, weight, bad_d_logits)
+        others = torch.arange(200, device=DEVICE) != 70
+        assert not bad[0][70].isfinite().any()
+        assert not bad[1][70].isfinite().any()
+        assert torch.equal(bad[0][others], logits[others])
+        assert torch.equal(bad[1][others], dx[others])
+
+
+def test_parts_are_the_matrix():
+    matrix = numbers(300, 77) * 2.0 ** torch.randint(-90, 100, (300, 77), device=DEVICE)
+    parts = router_products.bf16_parts(matrix)
+    assert torch.equal(parts.double().sum(0), matrix.double())
+    assert (parts[1].abs() <= 2.0**-8 * parts[0].abs()).all()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_router_is_that_of_fp32_tokens(score):
+    config = MoEConfig(hidden=256, ffn=64, num_experts=16, top_k=4, score=score)
+    router = Router(config, device=DEVICE)
+    x = numbers(500, 256).bfloat16()
+    found, wanted = [], []
+    for results_of, tokens in ((found, x), (wanted, x.float())):
+        tokens = tokens.detach().requires_grad_()
+        router.zero_grad()
+        routed = router(tokens)
+        (routed.probs.square().sum() + routed.logits.logsumexp(-1).sum()).backward()
+        results_of += [routed.topk_idx, routed.probs, tokens.grad, router.weight.grad]
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[2], wanted[2].bfloat16(), rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(found[3], wanted[3], rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_of_fp32_is_kept_of_the_tokens():
+    x, weight = numbers(4096, 2048).bfloat16().requires_grad_(), numbers(16, 2048).requires_grad_()
+    router_logits(x, weight).sum().backward()  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logits = router_logits(x, weight)
+    assert torch.cuda.max_memory_allocated() - before < x.numel()  # a quarter of an fp32 copy
+    del logits
+
+
+def test_replays_equal_eager_calls():
+    x, weight, d_logits = operands((1024, 64, 512), exact=False)
+    wanted = results(x, weight, d_logits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(x, weight, d_logits)
+    graph.replay()
+    assert all(map(torch.equal, found, wanted))

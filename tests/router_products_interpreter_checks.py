@@ -1,0 +1,100 @@
+"""Runs the Triton GEMMs of the router in Triton's interpreter, against exact sums and the twins. A script.
+
+test_router_products_interpreter.py starts it with TRITON_INTERPRET=1, which must be set before triton is imported.
+
+The interpreter of Triton 3.6 multiplies the bits of bf16 numbers instead of the numbers: here is a product in float64.
+It also cuts numbers off where hardware rounds them to bf16, which changes their parts, but not their sums.
+"""
+
+import numpy as np
+import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from symmoe.kernels.gpu import router_products as gpu
+from symmoe.kernels.twin import router_products as twin
+
+SHAPES = [(70, 20, 96), (5, 8, 64), (1, 128, 200), (130, 300, 136), (64, 1, 64)]  # T, E, H
+
+
+def floats(data):
+    """Of the bits of bf16 numbers."""
+    return (data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def create_dot(self, left, right, acc, *rest):
+    assert left.dtype.scalar.name == right.dtype.scalar.name == "bf16"
+    product = floats(left.data) @ floats(right.data)
+    return TensorHandle(product.astype(np.float32) + acc.data, acc.dtype.scalar)
+
+
+def numbers(*shape, exact):
+    """fp32 numbers; exact: small integers, whose sums are exact in any order."""
+    return torch.randint(-4, 5, shape).float() if exact else torch.randn(shape)
+
+
+def check_parts():
+    matrix = torch.cat([torch.randn(5000), 2.0 ** torch.randint(-90, 100, (500,)) * torch.randn(500)])
+    parts = gpu.bf16_parts(matrix)
+    assert torch.equal(parts.double().sum(0).float(), matrix)
+    assert torch.equal(parts.double().sum(0), matrix.double())
+    assert (parts[1].abs() <= 2.0**-7 * parts[0].abs()).all()
+    assert (parts[2].abs() <= 2.0**-7 * parts[1].abs()).all()
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
+    assert torch.equal(gpu.bf16_parts(odd)[0].float().nan_to_num(7.0, 8.0, 9.0), odd.nan_to_num(7.0, 8.0, 9.0))
+    assert not gpu.bf16_parts(odd)[1:].any()
+
+
+def results(module, x, weight, d_logits):
+    """Of all three, over memory that holds NaN."""
+    logits, dx, d_weight = d_logits * torch.nan, x * torch.nan, weight * torch.nan
+    module.router_gemm(x, weight, logits)
+    module.router_gemm_grads(d_logits, x, weight, dx, d_weight)
+    return {"logits": logits, "dx": dx, "d_weight": d_weight}
+
+
+def check_products(num_tokens, num_experts, width, *, exact):
+    x = numbers(num_tokens, width, exact=exact).bfloat16()
+    weight, d_logits = numbers(num_experts, width, exact=exact), numbers(num_tokens, num_experts, exact=exact)
+    exact_sums = {
+        "logits": (x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()),
+        "dx": (d_logits.double() @ weight.double(), d_logits.double().abs() @ weight.double().abs()),
+        "d_weight": (d_logits.double().t() @ x.double(), d_logits.double().abs().t() @ x.double().abs()),
+    }
+    for module in (gpu, twin):
+        for name, result in results(module, x, weight, d_logits).items():
+            wanted, magnitude = exact_sums[name]
+            if exact and name != "dx":
+                assert torch.equal(result.double(), wanted), (module.__name__, name)
+            # dx is cut off to bf16 by the interpreter.
+            limit = 2.0**-20 * magnitude + (2.0**-7 * wanted.abs() + 2.0**-14 * magnitude if name == "dx" else 0)
+            assert ((result.double() - wanted).abs() <= limit).all(), (module.__name__, name)
+
+
+def check_splits():
+    for num_tokens in (1, 511, 512, 1024, 5000, 8192, 8200):
+        for num_tiles in (1, 16, 56, 300):
+            num_splits, split_tokens = gpu._splits(num_tokens, num_tiles)
+            assert (num_splits - 1) * split_tokens < num_tokens <= num_splits * split_tokens
+            assert split_tokens % gpu.BLOCK_K == 0
+    assert gpu._splits(8192, 16) == (8, 1024)
+
+
+def check_several_splits():
+    """Their sums are added up."""
+    gpu.SPLIT_TOKENS = 64
+    gpu._splits.cache_clear()
+    assert gpu._splits(130, 1)[0] == 2
+    check_products(130, 5, 72, exact=True)
+
+
+if __name__ == "__main__":
+    InterpreterBuilder.create_dot = create_dot
+    torch.manual_seed(0)
+    check_parts()
+    for shape in SHAPES:
+        check_products(*shape, exact=True)
+        check_products(*shape, exact=False)
+    check_splits()
+    check_several_splits()
+    check_products(0, 4, 64, exact=True)
+    print("all is well")

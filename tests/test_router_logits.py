@@ -1,0 +1,101 @@
+"""The router's product of bf16 tokens: the numbers of fp32 copies, and no copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from symmoe.moe.router_logits import router_logits
+
+T, E, H = 37, 12, 40
+
+
+def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight, d_logits."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, d_logits = (torch.randn(shape, generator=generator) for shape in ((T, H), (E, H), (T, E)))
+    return x.to(dtype).requires_grad_(), weight.requires_grad_(), d_logits
+
+
+def gradients(logits: torch.Tensor, *inputs: torch.Tensor, by: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(logits, inputs, by)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_is_the_product_of_an_fp32_copy(dtype):
+    x, weight, d_logits = operands(dtype)
+    logits, wanted = router_logits(x, weight), nn.functional.linear(x.float(), weight)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)
+    dx, d_weight = gradients(logits, x, weight, by=d_logits)
+    wanted_dx, wanted_d_weight = gradients(wanted, x, weight, by=d_logits)
+    assert dx.dtype == dtype
+    torch.testing.assert_close(dx, wanted_dx)
+    torch.testing.assert_close(d_weight, wanted_d_weight, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_not_rounded_to_bf16():
+    x, weight, _ = operands()
+    assert (router_logits(x, weight) - router_logits(x, weight.bfloat16().float())).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_only_what_is_asked_for_is_computed(monkeypatch, wanted):
+    from symmoe.kernels import twin
+
+    given = []
+    grads = twin.router_gemm_grads
+    monkeypatch.setattr(twin, "router_gemm_grads", lambda *args: (given.append(args[3:]), grads(*args)))
+    x, weight, d_logits = operands()
+    for tensor, is_wanted in zip((x, weight), wanted, strict=True):
+        tensor.requires_grad_(is_wanted)
+    router_logits(x, weight).backward(d_logits)
+    ((dx, d_weight),) = given
+    assert (dx is not None, d_weight is not None) == wanted == (x.grad is not None, weight.grad is not None)
+
+
+def test_nothing_of_fp32_is_kept_of_the_tokens():
+    x, weight, _ = operands()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        router_logits(x, weight)
+    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr(), weight.data_ptr()]
+
+
+def test_layouts_of_views():
+    x, weight, d_logits = operands()
+    across, wide = x.detach().t().contiguous().t(), d_logits.repeat_interleave(2, 1)[:, ::2]
+    assert not across.is_contiguous()
+    assert not wide.is_contiguous()
+    across.requires_grad_()
+    logits = router_logits(across, weight)
+    assert torch.equal(logits, router_logits(x, weight))
+    found = gradients(logits, across, weight, by=wide)
+    wanted = gradients(router_logits(x, weight), x, weight, by=d_logits)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_no_tokens():
+    weight = torch.randn(E, H, requires_grad=True)
+    x = torch.empty(0, H, dtype=torch.bfloat16, requires_grad=True)
+    logits = router_logits(x, weight)
+    assert logits.shape == (0, E)
+    logits.sum().backward()
+    assert x.grad.shape == (0, H)
+    assert not weight.grad.any()
+
+
+def test_compiled_it_gives_the_same_bits():
+    x, weight, d_logits = operands()
+    compiled = torch.compile(router_logits, fullgraph=True, backend="aot_eager")
+    found, wanted = compiled(x, weight), router_logits(x, weight)
+    assert torch.equal(found, wanted)
+    compared = gradients(found, x, weight, by=d_logits), gradients(wanted, x, weight, by=d_logits)
+    assert all(map(torch.equal, *compared))
+
+
+def test_operators_pass_torchs_own_checks():
+    x, weight, d_logits = operands()
+    torch.library.opcheck(torch.ops.symmoe.router_gemm.default, (x, weight))
+    torch.library.opcheck(torch.ops.symmoe.router_gemm_grads.default, (d_logits, x.detach(), weight.detach()))

@@ -1,0 +1,75 @@
+"""Compiles the router's GEMMs for Hopper without a GPU, with the arguments of their launchers."""
+
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from test_gpu_kernels_compile import Compiled, empty  # noqa: E402
+
+from symmoe.kernels.gpu import router_products  # noqa: E402
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHAPES = {  # T, E, H
+    "qwen3-30b": (8192, 128, 2048),
+    "mixtral-8x7b": (8192, 8, 4096),
+    "deepseek-like": (8192, 64, 7168),
+    "deepseek-v3": (8192, 256, 7168),
+    "odd": (100, 20, 1000),
+}
+GEMMS = ("router_gemm_kernel", "router_dgrad_kernel", "router_wgrad_kernel")
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Kernels that compile their launches."""
+    found = {}
+    for name in (*GEMMS, "bf16_parts_kernel"):
+        found[name] = Compiled(getattr(router_products, name))
+        monkeypatch.setattr(router_products, name, found[name])
+    return found
+
+
+def launch(shape):
+    num_tokens, num_experts, width = SHAPES[shape]
+    x, weight = empty(num_tokens, width, dtype=BF16), empty(num_experts, width, dtype=FP32)
+    logits = empty(num_tokens, num_experts, dtype=FP32)
+    router_products.router_gemm(x, weight, logits)
+    router_products.router_gemm_grads(logits, x, weight, torch.empty_like(x), torch.empty_like(weight))
+
+
+@shapes
+def test_products_are_of_bf16_in_fp32(launches, tmp_path, shape):
+    launch(shape)
+    for name in GEMMS:
+        kernel = launches[name]
+        kinds = set(re.findall(r"wgmma\.mma_async\S*", kernel.ptx))
+        assert len(kinds) == 1, (name, kinds)
+        assert re.search(r"\.f32\.bf16\.bf16$", *kinds), (name, kinds)
+        assert "mma.sync" not in kernel.ptx
+        registers, local_bytes = kernel.resources(tmp_path)
+        print(shape, name, registers, "registers,", kernel.result.metadata.shared, "bytes shared")
+        assert local_bytes == 0
+
+
+@shapes
+def test_tensor_cores_add_up_a_step_only(launches, shape):
+    """What they cut off must not grow with the number of terms: a step begins at zero, and is added outside."""
+    launch(shape)
+    for name in GEMMS:
+        ptx = launches[name].ptx
+        begins = re.findall(r"wgmma\.mma_async[^;]*\}, %rd\d+, %rd\d+, (\S+), 1, 1, [01], [01];", ptx)
+        assert len(begins) == ptx.count("wgmma.mma_async"), name
+        assert begins.count("0") == 1, (name, begins)
+        assert all(begin == "0" or begin.startswith("%p") for begin in begins)
+        rows, columns = (int(size) for size in re.search(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k", ptx).groups())
+        sums_of_a_thread = rows * columns // 128
+        assert len(re.findall(r"add(?:\.rn)?\.f32", ptx)) >= sums_of_a_thread, name
+
+
+def test_parts_round_to_nearest(launches):
+    launch("odd")
+    assert "cvt.rn.bf16" in launches["bf16_parts_kernel"].ptx
