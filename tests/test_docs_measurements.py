@@ -207,3 +207,93 @@ def test_a_changed_suite_is_found():
             other = line[: place.start()] + str(int(place[0]) + 1) + line[place.end() :]
             (wrong,) = wrong_suites(f"{before}\n### On GPUs\n{section.replace(line, other, 1)}")
             assert wrong.startswith(f"{name[1]}, ")
+
+
+# -- the router's products --------------------------------------------------------------------------------------------
+
+ROUTER_WAYS = ("ours", "fp32", "tf32", "bf16")
+ERRORS = "error: ours, fp32, tf32, bf16"
+
+
+def router_table(text: str) -> Table:
+    return table_with(text, "## Router", ERRORS)
+
+
+def short_error(error: float) -> str:
+    number, exponent = f"{error:.1e}".split("e")
+    return f"{number}e{int(exponent)}"
+
+
+def wrong_router(text: str) -> list[str]:
+    table, wanted = router_table(text), {}
+    for preset, ways in record("router-h200")["results"].items():
+        for way in ROUTER_WAYS:
+            figure = f"{ways[way]['forward_us']:.0f} / {ways[way]['backward_us']:.0f}"
+            wanted[preset, way] = table[preset][way], figure
+        figure = ", ".join(short_error(ways[way]["error"]) for way in ROUTER_WAYS)
+        wanted[preset, ERRORS] = table[preset][ERRORS], figure
+    return differing(wanted)
+
+
+def test_times_of_the_router():
+    assert not wrong_router(PAGE)
+    assert len(router_table(PAGE)) == len(record("router-h200")["results"]) == 4
+
+
+def test_a_changed_time_of_the_router_is_found():
+    """The negative control: each number of each cell."""
+    before, _, section = PAGE.partition("\n## Router\n")
+    for preset in record("router-h200")["results"]:
+        (line,) = re.findall(rf"^\| {preset} \| \d+, .*$", section, re.MULTILINE)
+        for place in re.finditer(r"\d+", line):
+            if place.start() < line.index("|", line.index("|", 1) + 1):  # the names, and the layer's sizes
+                continue
+            other = line[: place.start()] + str(int(place[0]) + 1) + line[place.end() :]
+            (wrong,) = wrong_router(f"{before}\n## Router\n{section.replace(line, other, 1)}")
+            assert wrong.startswith(f"{preset}, ")
+
+
+# -- convergence ------------------------------------------------------------------------------------------------------
+
+PRECISION_PAGE = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+WAYS = {
+    "bf16": "bf16",
+    "Float8Block": "float8-block",
+    "Float8Block, on the wire": "float8-block, on the wire",
+    "Float8Rowwise": "float8-rowwise",
+    "MXFP8": "mxfp8",
+    "NVFP4": "nvfp4",
+}
+AGAINST = "against bf16, seed by seed"
+
+
+def wrong_convergence(text: str) -> list[str]:
+    table, wanted = table_with(text, "## Convergence", "seed 3"), {}
+    results = record("convergence-h200")["results"]
+    for name, way in WAYS.items():
+        result = results[way]
+        for seed, bits in result["final_bits_per_byte"]["seeds"].items():
+            wanted[name, f"seed {seed}"] = table[name][f"seed {seed}"], f"{bits:.3f}"
+        if way != "bf16":
+            figure = f"{100 * result['more_than_bf16']:+.1f} ± {100 * result['more_than_bf16_standard_error']:.1f} %"
+            wanted[name, AGAINST] = table[name][AGAINST], figure
+    return differing(wanted)
+
+
+def test_convergence_on_gpus():
+    assert not wrong_convergence(PRECISION_PAGE)
+    found = record("convergence-h200")
+    assert not found["failed"] + found["missing"]
+    assert set(found["results"]) == set(WAYS.values())
+
+
+def test_a_changed_result_of_convergence_is_found():
+    """The negative control: the last digit of each cell."""
+    before, heading, section = PRECISION_PAGE.partition("| seed 3 |")
+    for line in section.splitlines()[2:8]:
+        for place in re.finditer(r"\d(?= (?:%|\|))", line):
+            if place.start() < line.index("|", 1):  # in the way's name
+                continue
+            other = line[: place.start()] + str((int(place[0]) + 1) % 10) + line[place.end() :]
+            (wrong,) = wrong_convergence(before + heading + section.replace(line, other, 1))
+            assert wrong.startswith(line.split(" |")[0][2:] + ", ")
