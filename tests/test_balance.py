@@ -30,10 +30,22 @@ def test_load_balance_loss_equals_numpy(softmax: bool):
     expected = 0.0
     for expert in range(EXPERTS):
         expected += EXPERTS * (int(load[expert]) / (TOKENS * TOP_K)) * p[:, expert].mean()
-    value = balance.load_balance_loss(scores, load)
+    value = balance.load_balance_loss(scores if softmax else balance.normalised(scores), load)
     assert value.dtype == torch.float32
     assert value.item() == pytest.approx(expected, rel=1e-6)
     assert expected > 1.05  # the case is unbalanced enough for the test to mean something
+
+
+def test_normalised_scores_add_up_to_one():
+    scores = make_scores(softmax=False).detach()
+    scores[3] = 0.0
+    shares = balance.normalised(scores.half())
+    assert shares.dtype == torch.float32
+    wanted = np.ones(TOKENS)
+    wanted[3] = 0.0
+    np.testing.assert_allclose(shares.sum(1).numpy(), wanted, rtol=1e-6)
+    ratio = scores[0].half().double().numpy()
+    np.testing.assert_allclose(shares[0].numpy(), ratio / ratio.sum(), rtol=1e-6)
 
 
 def test_load_balance_loss_is_one_when_balanced_and_e_when_collapsed():

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.router import Router
 from symmoe.moe.router_logits import router_logits
 
 T, E, H = 37, 12, 40
@@ -73,6 +75,18 @@ def test_layouts_of_views():
     assert torch.equal(logits, router_logits(x, weight))
     found = gradients(logits, across, weight, by=wide)
     wanted = gradients(router_logits(x, weight), x, weight, by=d_logits)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_autocast_rounds_nothing():
+    x, weight, d_logits = operands()
+    logits = router_logits(x, weight)
+    wanted = gradients(logits, x, weight, by=d_logits)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        router = Router(MoEConfig(hidden=H, ffn=8, num_experts=E, top_k=1))
+        router.weight = nn.Parameter(weight.detach())
+        assert torch.equal(router(x).logits, logits)
+        found = gradients(router_logits(x, weight), x, weight, by=d_logits)
     assert all(map(torch.equal, found, wanted))
 
 

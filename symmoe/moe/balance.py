@@ -23,8 +23,14 @@ from symmoe.errors import ArgumentError
 _TINY = torch.finfo(torch.float32).tiny
 
 
+def normalised(scores: torch.Tensor) -> torch.Tensor:
+    """Scores [T, E] as fp32 shares that sum to 1 over the experts, 0 where all are 0. Those of a softmax do already."""
+    scores = scores.float()
+    return scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
+
+
 def load_balance_loss(
-    scores: torch.Tensor, expert_load: torch.Tensor, token_mask: torch.Tensor | None = None
+    shares: torch.Tensor, expert_load: torch.Tensor, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """E * sum_i f_i * P_i of the Switch Transformer (arXiv:2101.03961, eq. 4-6), with the fractions of another load.
 
@@ -35,22 +41,21 @@ def load_balance_loss(
     parallelism).
 
     Args:
-        scores: [T, E] float, differentiable. Rows are normalised here, so sigmoid scores may be passed as
-            they are.
+        shares: [T, E] fp32, differentiable: normalised scores, see :func:`normalised`.
         expert_load: [E] integer, slots per expert.
         token_mask: bool [T]; tokens of False do not count.
 
     Returns:
-        [] fp32. Without tokens it is 0, still connected to `scores`.
+        [] fp32. Without tokens it is 0, still connected to `shares`.
     """
-    mean_score_E = _mean(_normalised(scores), token_mask)
+    mean_share_E = _mean(shares, token_mask)
     load_E = expert_load.detach().float()
     fraction_E = load_E / load_E.sum().clamp_min(1)
-    return scores.shape[1] * (fraction_E * mean_score_E).sum()
+    return shares.shape[1] * (fraction_E * mean_share_E).sum()
 
 
 def sequence_balance_loss(
-    scores: torch.Tensor, topk_idx: torch.Tensor, sequence_length: int, token_mask: torch.Tensor | None = None
+    shares: torch.Tensor, topk_idx: torch.Tensor, sequence_length: int, token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The complementary sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), mean over the sequences.
 
@@ -58,21 +63,21 @@ def sequence_balance_loss(
     the router has used. A sequence of padding alone counts as 0.
 
     Args:
-        scores: [T, E] float, differentiable; normalised here.
+        shares: [T, E] fp32, differentiable: normalised scores, see :func:`normalised`.
         topk_idx: int [T, K], the choice before anything is dropped; -1 is no expert.
         sequence_length: S; T must be a multiple of it, and S neighbours are a sequence.
         token_mask: bool [T]; tokens of False do not count.
 
     Returns:
-        [] fp32. Without tokens it is 0, still connected to `scores`.
+        [] fp32. Without tokens it is 0, still connected to `shares`.
     """
-    num_tokens, num_experts = scores.shape
+    num_tokens, num_experts = shares.shape
     sequences = (num_tokens // max(sequence_length, 1), sequence_length)
     mask_BS = None if token_mask is None else token_mask.view(sequences)
-    mean_score_BE = _mean(_normalised(scores).view(*sequences, num_experts), mask_BS)
+    mean_share_BE = _mean(shares.view(*sequences, num_experts), mask_BS)
     load_BE = routing_map(topk_idx, num_experts).view(*sequences, num_experts).sum(1).float()
     fraction_BE = load_BE / load_BE.sum(1, keepdim=True).clamp_min(1)
-    losses_B = num_experts * (fraction_BE * mean_score_BE).sum(1)
+    losses_B = num_experts * (fraction_BE * mean_share_BE).sum(1)
     return losses_B.sum() / max(losses_B.numel(), 1)
 
 
@@ -100,11 +105,6 @@ def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     places = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
     chosen = torch.zeros((topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device)
     return chosen.scatter_(1, places, True)[:, :num_experts]
-
-
-def _normalised(scores: torch.Tensor) -> torch.Tensor:
-    scores = scores.float()
-    return scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
 
 
 def _mean(values: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:

@@ -223,15 +223,15 @@ class MoELayer(nn.Module):
         expert_load: torch.Tensor,
         num_dropped: torch.Tensor,
     ) -> MoEMetrics:
-        loss = torch.zeros((), device=expert_load.device)
+        losses = []
         token_mask = None if token_mask is None else token_mask.reshape(-1)
         if self.config.aux_loss_coef:
             length = x.shape[-2] if x.dim() > 1 else 1
-            loss = loss + self.config.aux_loss_coef * self._balance_loss(routed, expert_load, token_mask, length)
+            losses.append(self.config.aux_loss_coef * self._balance_loss(routed, expert_load, token_mask, length))
         if self.config.z_loss_coef:
-            loss = loss + self.config.z_loss_coef * balance.z_loss(routed.logits, token_mask)
+            losses.append(self.config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
         return MoEMetrics(
-            aux_loss=loss,
+            aux_loss=sum(losses[1:], start=losses[0]) if losses else torch.zeros((), device=expert_load.device),
             expert_load=expert_load,
             num_dropped=num_dropped,
             topk_idx=routed.topk_idx,
@@ -258,8 +258,9 @@ class MoELayer(nn.Module):
         self, routed: RouterOutput, expert_load: torch.Tensor, token_mask: torch.Tensor | None, sequence_length: int
     ) -> torch.Tensor:
         config = self.config
+        shares = routed.scores if config.score == "softmax" else balance.normalised(routed.scores)
         if config.aux_loss == "sequence":
-            return balance.sequence_balance_loss(routed.scores, routed.chosen_idx, sequence_length, token_mask)
+            return balance.sequence_balance_loss(shares, routed.chosen_idx, sequence_length, token_mask)
         if config.aux_loss == "global":
             expert_load = load_so_far(self.router.step_load, expert_load)
             if self._expert_group is not None:
@@ -267,7 +268,7 @@ class MoELayer(nn.Module):
         elif config.capacity_factor is not None:
             # What an expert is chosen for, not what it is left with: that says little about an overloaded one.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
-        return balance.load_balance_loss(routed.scores, expert_load, token_mask)
+        return balance.load_balance_loss(shares, expert_load, token_mask)
 
     def _problem(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None

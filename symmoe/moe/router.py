@@ -117,7 +117,8 @@ class Router(nn.Module):
                 probs = probs.masked_fill(topk_idx < 0, 0.0)
             if config.renormalize:
                 probs = probs / (probs.sum(-1, keepdim=True) + _TINY)
-            probs = probs * config.route_scale
+            if config.route_scale != 1.0:
+                probs = probs * config.route_scale
             if token_mask is not None:
                 padding_T1 = ~token_mask.unsqueeze(1)
                 topk_idx, probs = topk_idx.masked_fill(padding_T1, -1), probs.masked_fill(padding_T1, 0.0)

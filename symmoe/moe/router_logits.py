@@ -40,7 +40,8 @@ def _gradients(
     dx, d_weight = (
         torch.empty_like(of) if is_wanted else None for of, is_wanted in zip((x, weight), wanted, strict=True)
     )
-    kernels.for_device(x.device).router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
+    with torch.autocast(x.device.type, enabled=False):  # backward may be called in a context of it
+        kernels.for_device(x.device).router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
     return dx, d_weight
 
 
