@@ -44,9 +44,12 @@ lint: setup
 	$(PY) -m ruff check symmoe tests examples benchmarks docs
 	$(PY) -m mypy
 
+# A file is of one worker, which starts its processes once; files come in the order of tests/conftest.py.
+SPREAD := --dist loadfile --no-loadscope-reorder
+
 # An interpreter that is used as it is need not have ruff and mypy.
 test: setup $(if $(INSTALLED),lint)
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(if $(filter 1,$(JOBS)),,-n $(JOBS) $(SPREAD)) $(ARGS)
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
 dist: setup

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from act_quantize_cases import ACTIVATIONS, Problem, backward, backward_apart, forward, forward_apart, same_dscale
+from interpreter import spare_the_interpreter
 from quantize_cases import FORMATS, as_bytes, differences
 from row_ranges import random_ranges, rows_of
 
@@ -111,4 +112,5 @@ def main():
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     main()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from fp8_problem import SENTINEL, LinesProblem, Numbers, Problem, WgradProblem
+from interpreter import spare_the_interpreter
 from row_ranges import random_ranges
 
 from symmoe.kernels.gpu import fp8
@@ -66,6 +67,7 @@ def check_that_scales_matter(kind):
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     for splits, widths in CASES:
         for kind in (Problem, LinesProblem):
             check_products(kind, splits, widths)

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import torch
+from interpreter import spare_the_interpreter
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels.activation import Activation
@@ -275,4 +276,5 @@ def main():
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     main()

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import torch
+from interpreter import spare_the_interpreter
 from row_ranges import random_ranges, rows_of
 from triton.tools.ragged_tma import create_ragged_descriptor
 
@@ -363,4 +364,5 @@ def main():
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     main()

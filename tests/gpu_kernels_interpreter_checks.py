@@ -10,6 +10,7 @@ import time
 import torch
 import triton
 import triton.language as tl
+from interpreter import spare_the_interpreter
 from simulated_ranks import CASES, differences, run_case
 
 from symmoe.kernels import control, twin
@@ -217,5 +218,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     torch.set_num_threads(1)
     sys.exit(min(main(), 100))

@@ -1,6 +1,9 @@
 """When Triton's interpreter can run kernels on CPU tensors."""
 
+import dataclasses
+import functools
 import importlib.util
+from collections.abc import Callable
 from importlib.metadata import version
 
 import pytest
@@ -17,3 +20,24 @@ def _missing() -> str:
 
 
 interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
+
+
+def spare_the_interpreter() -> None:
+    """Halves the time of a process that does nothing but interpret kernels, without a change in what they compute.
+
+    Triton's interpreter puts its functions into triton.language whenever a function of a kernel is called, and takes
+    them out when the kernel ends: here they are put there once for each function, and stay. It computes whether sums
+    of integers overflow, and asserts it only when debugging, which it is not: here it does not compute it.
+    """
+    from triton.runtime import interpreter as interpreting
+
+    patch, builder = interpreting._patch_lang, interpreting.interpreter_builder
+
+    @functools.cache
+    def patch_once(function: Callable) -> object:
+        patch(function)
+        return interpreting._LangPatchScope()  # what is to be taken out: nothing
+
+    interpreting._patch_lang = patch_once
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from interpreter import spare_the_interpreter
 from reliability import litmus_kernels
 from reliability.litmus_kernels import GpuWords
 
@@ -55,4 +56,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     main()

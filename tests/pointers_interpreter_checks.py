@@ -1,6 +1,7 @@
 """Run by test_pointers.py in a process with TRITON_INTERPRET=1: the swizzle kernel against its twin, byte for byte."""
 
 import torch
+from interpreter import spare_the_interpreter
 
 from symmoe.kernels.gpu import pointers as gpu
 from symmoe.kernels.twin import pointers as twin
@@ -29,4 +30,5 @@ def main():
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     main()

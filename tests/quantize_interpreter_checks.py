@@ -8,6 +8,7 @@ fp32 has some.
 import torch
 import triton
 import triton.language as tl
+from interpreter import spare_the_interpreter
 from quantize_cases import (
     FORMATS,
     SIGNS,
@@ -296,4 +297,5 @@ def main():
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     main()

@@ -8,6 +8,7 @@ It also cuts numbers off where hardware rounds them to bf16, which changes their
 
 import numpy as np
 import torch
+from interpreter import spare_the_interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from symmoe.kernels.gpu import router_products as gpu
@@ -88,6 +89,7 @@ def check_several_splits():
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     InterpreterBuilder.create_dot = create_dot
     torch.manual_seed(0)
     check_parts()

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
 
 STRATA = (
@@ -224,3 +225,23 @@ def chosen() -> list[int]:
     """Numbers of the cases to run: all, or those that SYMMOE_CASE names."""
     named = os.environ.get("SYMMOE_CASE", "")
     return [int(number) for number in named.split(",")] if named else [case.number for case in CASES]
+
+
+def half(second: bool) -> list[int]:
+    """Half of chosen(): every other case of each stratum, the second half those that the first lacks."""
+    numbers = chosen()
+    return numbers if len(numbers) < len(CASES) else [n for n in numbers if n // len(STRATA) % 2 == second]
+
+
+# Ranks and cases that an oracle compares: on 2 and 4 ranks together, every case. The rest takes long.
+RANKS_AND_CASES = pytest.mark.parametrize(
+    ("num_ranks", "numbers"),
+    [
+        pytest.param(1, chosen(), id="1"),
+        pytest.param(2, half(False), id="2"),
+        pytest.param(2, half(True), id="2, second half", marks=pytest.mark.slow),
+        pytest.param(3, chosen(), id="3", marks=pytest.mark.slow),
+        pytest.param(4, half(True), id="4, second half"),
+        pytest.param(4, half(False), id="4", marks=pytest.mark.slow),
+    ],
+)

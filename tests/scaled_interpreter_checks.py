@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import triton.language as tl
+from interpreter import spare_the_interpreter
 from row_ranges import random_ranges
 from scaled_problem import NAMES, SENTINEL, Numbers, Problem, WgradProblem, dequantised
 from triton.language.semantic import TritonSemantic
@@ -121,6 +122,7 @@ def check_that_scales_matter(name, native):
 
 
 if __name__ == "__main__":
+    spare_the_interpreter()
     InterpreterBuilder.create_dot_scaled = create_dot_scaled
     TritonSemantic.dot_scaled = dot_scaled_of_strings
     for name, native in WAYS:

@@ -5,8 +5,6 @@ exactly, converts with saturation and flushes nothing), wide accesses, registers
 """
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +12,10 @@ import torch
 triton = pytest.importorskip("triton")
 
 from act_quantize_cases import ACTIVATIONS  # noqa: E402
+from ahead_of_time import compile_for  # noqa: E402
 from launch_signature import described  # noqa: E402
 from quantize_cases import FORMATS, bounds  # noqa: E402
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
@@ -45,27 +43,19 @@ cases = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def compile_launch(monkeypatch, tmp_path):
+def compile_launch(monkeypatch):
     """compile_launch(arch): PTX, registers and spilled bytes of the one launch since the last call."""
     launches = []
     monkeypatch.setattr(act_quantized, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
     monkeypatch.setattr(gemm_act, "launch", lambda *_: None)  # the sum of dscale's partial sums
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
     def compile_one(arch):
         kernel, constants, *args = launches.pop()
         assert not launches
         description, options = described(kernel, constants, args, TYPE_NAMES)
-        source = ASTSource(kernel, *description)
-        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        (tmp_path / "kernel.ptx").write_text(result.asm["ptx"])
-        name = "ptxas-blackwell" if arch >= 100 else "ptxas"
-        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-        command = [ptxas, "-v", f"--gpu-name=sm_{arch}a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        registers = int(re.search(r"Used (\d+) registers", log)[1])
-        print(kernel.__name__, arch, registers, "registers,", result.metadata.shared, "bytes shared")
-        return result.asm["ptx"], registers, int(re.search(r"(\d+) bytes spill stores", log)[1])
+        code = compile_for(arch, ASTSource(kernel, *description), options)
+        print(kernel.__name__, arch, code.registers, "registers,", code.shared, "bytes shared")
+        return code.ptx, code.registers, code.spilled
 
     return compile_one
 

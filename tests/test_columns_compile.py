@@ -10,10 +10,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from ahead_of_time import compile_for  # noqa: E402
 from launch_signature import described  # noqa: E402
 from test_gemm_compile import MAX_SHARED  # noqa: E402
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
 from test_quantize_compile import FORMATS, C, G, N, column_scale, meta  # noqa: E402
+from thinned import thinned  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
@@ -39,26 +41,24 @@ def compile_launch(monkeypatch, tmp_path):
     launches = []
     for module in (columns, weights):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
     def compile_one():
         kernel, constants, *args = launches.pop()
         assert not launches
         description, options = described(kernel, constants, args, TYPE_NAMES)
-        source = GluonASTSource(kernel, *description)
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = compile_for(90, GluonASTSource(kernel, *description), options)
         binary = tmp_path / "kernel.cubin"
-        binary.write_bytes(result.asm["cubin"])
+        binary.write_bytes(compiled.asm["cubin"])
         tools = [[BINARIES / "cuobjdump", "-res-usage", binary], [BINARIES / "nvdisasm", "-c", binary]]
         usage, code = (subprocess.run(tool, capture_output=True, text=True, check=True).stdout for tool in tools)
         registers, spilled = int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
         assert spilled <= 16  # what a tile needs once; nothing with bf16 and the usual options
         programs = constants.named["PLAN"].programs_per_sm
         assert programs * registers * 32 * columns.NUM_WARPS <= FP32_REGISTERS
-        assert programs * (result.metadata.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
+        assert programs * (compiled.metadata.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
         names = loop_of(code)
         print(kernel.__name__, registers, "registers,", len(names), "instructions in the loop")
-        return result.asm["ptx"], names
+        return compiled.asm["ptx"], names
 
     return compile_one
 
@@ -97,9 +97,7 @@ def check(ptx, names, copies, most_spilled=0):
     assert len(largest) == NUMBERS // 2 - 1 + 2
 
 
-@pytest.mark.parametrize("indexed", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("width", [7168, 2880])
+@thinned(width=[7168, 2880], options=OPTIONS, indexed=[False, True])
 def test_columns(compile_launch, width, options, indexed):
     block_format, row_start = FORMATS["float8_block"], meta(G + 1, dtype=torch.int32)
     given = {"row_index": meta(N, dtype=torch.int32) if indexed else None, "num_sms": SMS, **options}
@@ -111,9 +109,7 @@ def test_columns(compile_launch, width, options, indexed):
     assert ptx.count("div.rn.f32") == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("width", [7168, 2880])
+@thinned(width=[7168, 2880], options=OPTIONS, dtype=[torch.bfloat16, torch.float16])
 def test_columns_of_rows_of_the_wire(compile_launch, width, options, dtype):
     block_format, row_start = FORMATS["float8_block"], meta(G + 1, dtype=torch.int32)
     wire = meta(8192, -(-(width + 4 * block_format.num_blocks(width)) // 16) * 16, dtype=torch.uint8)

@@ -283,9 +283,9 @@ def flat(results: list[list[str]]) -> list[str]:
     return [text for texts in results for text in texts]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_sums_are_the_oracle_bit_for_bit(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks).run(check_combine, routings.chosen(), "cpu", timeout_s=280)) == []
+@routings.RANKS_AND_CASES
+def test_sums_are_the_oracle_bit_for_bit(cluster, num_ranks: int, numbers: list[int]):
+    assert flat(cluster(num_ranks).run(check_combine, numbers, "cpu", timeout_s=280)) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

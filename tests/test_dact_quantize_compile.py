@@ -9,6 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from ahead_of_time import compile_for  # noqa: E402
 from launch_signature import described  # noqa: E402
 from test_act_quantize_compile import TYPE_NAMES, buffers, meta  # noqa: E402
 from test_gemm_compile import MAX_SHARED  # noqa: E402
@@ -55,30 +56,25 @@ def operands(ffn, name="float8_block"):
 
 
 def compiled(launched, directory):
-    """PTX, SASS, registers and spilled bytes."""
+    """PTX, SASS and spilled bytes."""
     ((kernel, constants, *args),) = launched
     description, options = described(kernel, constants, args, TYPE_NAMES)
-    source = GluonASTSource(kernel, *description)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    code = compile_for(90, GluonASTSource(kernel, *description), options)
     programs = dact_quantize.PROGRAMS_PER_SM
-    assert programs * (result.metadata.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
-    ptx, cubin = directory / "kernel.ptx", directory / "kernel.cubin"
-    ptx.write_text(result.asm["ptx"])
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-    registers, spilled = (int(re.search(what, log)[1]) for what in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))
-    assert programs * registers * 32 * dact_quantize.NUM_WARPS <= 65536
-    return result.asm["ptx"], sass, spilled
+    assert programs * (code.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
+    cubin = directory / "kernel.cubin"
+    cubin.write_bytes(code.asm["cubin"])
+    nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    assert programs * code.registers * 32 * dact_quantize.NUM_WARPS <= 65536
+    return code.ptx, sass, code.spilled
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """The (kernel, constants, arguments) of launches, which do not happen; nothing comes from a cache."""
+def launched(monkeypatch):
+    """The (kernel, constants, arguments) of launches, which do not happen."""
     calls = []
     monkeypatch.setattr(dact_quantize, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     return calls
 
 

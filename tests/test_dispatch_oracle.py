@@ -165,9 +165,9 @@ def _check_index(plan: Plan, layout: oracle.Layout, rank: int, findings: Finding
     findings.equal("row_to_packed_row", plan.row_to_packed_row[:num_rows], layout.row_to_packed_row[rank])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int):
-    results = cluster(num_ranks).run(check_dispatch, routings.chosen(), "cpu", timeout_s=280)
+@routings.RANKS_AND_CASES
+def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, numbers: list[int]):
+    results = cluster(num_ranks).run(check_dispatch, numbers, "cpu", timeout_s=280)
     assert [text for texts in results for text in texts] == []
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_gemm_compile import TYPE_NAMES, Recorder, assemble, meta
+from test_gemm_compile import TYPE_NAMES, Recorder, meta
 from test_hopper_compile import compiled
 from test_scaled_compile import BLACKWELL, HOPPER
 
@@ -29,13 +29,12 @@ STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """The (kernel, constants, arguments) of launches, which do not happen; nothing comes from a cache."""
+def launched(monkeypatch):
+    """The (kernel, constants, arguments) of launches, which do not happen."""
     calls = []
     for module in (fp8, fp8_wgrad):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
     monkeypatch.setitem(TYPE_NAMES, E4M3, "fp8e4nv")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     return calls
 
 
@@ -86,9 +85,9 @@ def check_column_scales(ptx):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products(launched, tmp_path, shape):
+def test_products(launched, shape):
     launchers.launch_fp8_gemm(*gemm_operands(SHAPES[shape]), zero_tail=True, num_sms=132)
-    ptx, spilled = compiled(launched, tmp_path)
+    ptx, spilled = compiled(launched)
     assert spilled <= MAX_SPILLED
     check_products(ptx)
     assert "cp.async.bulk.tensor.3d.shared" in ptx
@@ -100,11 +99,11 @@ def test_products(launched, tmp_path, shape):
     [(False, (256, 512), True, FP16), (True, (512, 712), False, BF16)],
     ids=["panel", "ranges"],
 )
-def test_parts_of_products(launched, tmp_path, ranges, columns, zero_tail, dtype):
+def test_parts_of_products(launched, ranges, columns, zero_tail, dtype):
     launchers.launch_fp8_gemm(
         *gemm_operands(SHAPES["odd"], dtype, ranges), columns=columns, zero_tail=zero_tail, num_sms=132
     )
-    ptx, spilled = compiled(launched, tmp_path)
+    ptx, spilled = compiled(launched)
     assert spilled <= ODD_SPILLED
     check_products(ptx)
 
@@ -117,9 +116,9 @@ def test_parts_of_products(launched, tmp_path, ranges, columns, zero_tail, dtype
     ],
     ids=str,
 )
-def test_weight_gradients(launched, tmp_path, shape, dtype, accumulate):
+def test_weight_gradients(launched, shape, dtype, accumulate):
     launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES[shape], dtype), accumulate=accumulate, num_sms=132)
-    ptx, spilled = compiled(launched, tmp_path)
+    ptx, spilled = compiled(launched)
     assert spilled <= (ADDED_SPILLED if accumulate and dtype == FP32 else MAX_SPILLED)
     check_products(ptx)
     check_column_scales(ptx)
@@ -131,9 +130,9 @@ def test_weight_gradients(launched, tmp_path, shape, dtype, accumulate):
     assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
 
 
-def test_weight_gradients_wait_once_for_a_stage(launched, tmp_path):
+def test_weight_gradients_wait_once_for_a_stage(launched):
     launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132)
-    ptx, _ = compiled(launched, tmp_path)
+    ptx, _ = compiled(launched)
     assert len(re.findall(r"mbarrier\.arrive\.shared", ptx)) == 2  # besides the load's, with bytes
     assert ptx.count("mbarrier.try_wait") == 5  # load's; of either role the first stage's, and the next one's
     assert len(re.findall(r"cp\.async\.bulk\.wait_group\.read\s+1;", ptx)) == 16  # before every part
@@ -142,7 +141,7 @@ def test_weight_gradients_wait_once_for_a_stage(launched, tmp_path):
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 @pytest.mark.parametrize("of_lines", [False, True])
 @pytest.mark.parametrize("name", ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"])
-def test_the_general_kernels(launched, tmp_path, monkeypatch, name, of_lines, arch):
+def test_the_general_kernels(launched, monkeypatch, name, of_lines, arch):
     """As another GPU runs them, and as Hopper runs what its own kernels do not take."""
     if of_lines and name == "grouped_gemm_wgrad_fp8":
         pytest.skip("has scales of blocks alone")
@@ -156,9 +155,9 @@ def test_the_general_kernels(launched, tmp_path, monkeypatch, name, of_lines, ar
         gpu_fp8.grouped_gemm_fp8(*operands, zero_tail=True, num_sms=132)
     else:
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(SHAPES["odd"]), accumulate=True, num_sms=132)
-    ptx = recorder.compile(arch).asm["ptx"]
+    code = recorder.compile(arch)
+    ptx, spilled = code.ptx, code.spilled
     assert "cp.async.bulk.tensor" in ptx
-    _, spilled = assemble(ptx, tmp_path, arch)
     products = set(re.findall(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+", ptx))
     if arch == HOPPER:
         assert {text.partition(".m64n")[0] for text in products} == {"wgmma.mma_async.sync.aligned"}

@@ -6,15 +6,16 @@ import re
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from test_gemm_compile import MAX_SHARED, Recorder, assemble, meta  # noqa: E402
+from test_gemm_compile import MAX_SHARED, Recorder, meta
+from thinned import thinned
 
-from symmoe.errors import ArgumentError  # noqa: E402
-from symmoe.kernels.activation import Activation  # noqa: E402
-from symmoe.kernels.gpu import activation as gpu_activation  # noqa: E402
-from symmoe.kernels.gpu import gemm_act  # noqa: E402
-from symmoe.kernels.table import TensorTable  # noqa: E402
+from symmoe.errors import ArgumentError
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.gpu import activation as gpu_activation
+from symmoe.kernels.gpu import gemm_act
+from symmoe.kernels.table import TensorTable
 
 SHAPES = {  # G, H, I, N
     "qwen3-30b": (32, 2048, 768, 65536),
@@ -48,12 +49,6 @@ def recorders(monkeypatch):
     for name, module in KERNELS.items():
         monkeypatch.setattr(module, name, result[name])
     return result
-
-
-@pytest.fixture(autouse=True)
-def private_cache(monkeypatch, tmp_path):
-    """Compile for real: a cached kernel would hide that the compiler has changed."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None, ranges=False):
@@ -97,21 +92,22 @@ def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None
     gpu_activation.scaled_activation_grad(a, h, scale, h, scale, activation)
 
 
-def compile_and_report(recorder, tmp_path, about):
-    compiled = recorder.compile()
-    registers, spilled = assemble(compiled.asm["ptx"], tmp_path)
-    print(f"{about}: {registers} registers, {spilled} bytes spilled, {compiled.metadata.shared} bytes shared")
-    assert compiled.metadata.shared <= MAX_SHARED
-    return compiled.asm["ptx"], spilled
+def compile_and_report(recorder, about):
+    code = recorder.compile()
+    print(f"{about}: {code.registers} registers, {code.spilled} bytes spilled, {code.shared} bytes shared")
+    assert code.shared <= MAX_SHARED
+    return code.ptx, code.spilled
 
 
-@pytest.mark.parametrize("shape", ["qwen3-30b", "mixtral-8x7b"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
-@pytest.mark.parametrize("kernel", ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"])
-def test_bf16_uses_wgmma_and_wide_accesses_and_does_not_spill(recorders, tmp_path, kernel, activation, layout, shape):
+@thinned(
+    kernel=["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"],
+    activation=ACTIVATIONS,
+    layout=LAYOUTS,
+    shape=["qwen3-30b", "mixtral-8x7b"],
+)
+def test_bf16_uses_wgmma_and_wide_accesses_and_does_not_spill(recorders, kernel, activation, layout, shape):
     launch(shape, activation, layout=layout)
-    ptx, spilled = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {layout} {shape}")
+    ptx, spilled = compile_and_report(recorders[kernel], f"{kernel} {layout} {shape}")
     assert "wgmma.mma_async" in ptx
     assert ("cp.async.bulk.tensor" in ptx) == (layout != "table")
     assert ("cp.async.cg" in ptx) == (layout != "contiguous")
@@ -127,14 +123,14 @@ def test_bf16_uses_wgmma_and_wide_accesses_and_does_not_spill(recorders, tmp_pat
 @pytest.mark.parametrize("layout", ["gather", "contiguous"])
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["interleave"]], ids=["halves", "blocks"])
 @pytest.mark.parametrize("kernel", ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"])
-def test_ranges_of_rows_are_as_fast_code(recorders, tmp_path, kernel, activation, layout):
+def test_ranges_of_rows_are_as_fast_code(recorders, kernel, activation, layout):
     launch("qwen3-30b", activation, layout=layout)
     whole = {name: recorder.kwargs for name, recorder in recorders.items()}
     launch("qwen3-30b", activation, layout=layout, ranges=True)
     assert recorders[kernel].grid == (132,)
     assert recorders[kernel].kwargs == whole[kernel] | {"END": SHAPES["qwen3-30b"][0]}
     assert recorders["sum_dscale_kernel"].kwargs == whole["sum_dscale_kernel"]
-    ptx, spilled = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {layout} of ranges")
+    ptx, spilled = compile_and_report(recorders[kernel], f"{kernel} {layout} of ranges")
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert "st.global.v4.b32" in ptx
@@ -144,9 +140,9 @@ def test_ranges_of_rows_are_as_fast_code(recorders, tmp_path, kernel, activation
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kernel", ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"])
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["srelu"]], ids=["swiglu", "srelu"])
-def test_other_dtypes(recorders, tmp_path, kernel, activation, dtype):
+def test_other_dtypes(recorders, kernel, activation, dtype):
     launch("qwen3-30b", activation, dtype)
-    ptx, spilled = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {dtype}")
+    ptx, spilled = compile_and_report(recorders[kernel], f"{kernel} {dtype}")
     # FP32 must not be rounded to TF32 on the way.
     assert ("wgmma.mma_async" in ptx) == (dtype == torch.float16)
     assert "tf32" not in ptx
@@ -155,32 +151,30 @@ def test_other_dtypes(recorders, tmp_path, kernel, activation, dtype):
 
 @pytest.mark.parametrize("kernel", ["scaled_activation_kernel", "scaled_activation_grad_kernel"])
 @pytest.mark.parametrize("interleave", [None, 32, 8, 4, 1])
-def test_elementwise_kernels_access_16_bytes(recorders, tmp_path, kernel, interleave):
+def test_elementwise_kernels_access_16_bytes(recorders, kernel, interleave):
     launch("qwen3-30b", Activation(interleave=interleave))
-    ptx, spilled = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {interleave}")
+    ptx, spilled = compile_and_report(recorders[kernel], f"{kernel} {interleave}")
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert spilled == 0
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", ["odd", "narrow"])
-@pytest.mark.parametrize("interleave", [None, 4, 8])
-def test_widths_that_no_tile_divides(recorders, tmp_path, kernel, shape, interleave):
+@thinned(kernel=list(KERNELS), shape=["odd", "narrow"], interleave=[None, 4, 8])
+def test_widths_that_no_tile_divides(recorders, kernel, shape, interleave):
     launch(shape, Activation(interleave=interleave, limit=7.0), layout="biased")
-    ptx, _ = compile_and_report(recorders[kernel], tmp_path, f"{kernel} {shape} {interleave}")
+    ptx, _ = compile_and_report(recorders[kernel], f"{kernel} {shape} {interleave}")
     assert re.search(r"\b(atom|red)\.", ptx) is None
 
 
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["interleave"]], ids=["halves", "blocks"])
-def test_switches_of_the_epilogue(recorders, tmp_path, activation):
+def test_switches_of_the_epilogue(recorders, activation):
     """What a sweep may switch on is in the code."""
     wide = gemm_act.dact_config(768, torch.bfloat16)
     options = {"prefetch": True, "load_policy": "evict_first", "store_policy": "evict_last"}
     config = gemm_act.DactConfig(**{name: getattr(wide, name) for name in ("block_m", "block_n", "block_k")},
                                  num_stages=3, num_warps=8, parts=8, flatten=True, **options)  # fmt: skip
     launch("qwen3-30b", activation, config=config)
-    ptx, _ = compile_and_report(recorders["grouped_gemm_dact_kernel"], tmp_path, "all switches")
+    ptx, _ = compile_and_report(recorders["grouped_gemm_dact_kernel"], "all switches")
     assert "prefetch.global.L2" in ptx
     assert "evict_first" in ptx
     assert "evict_last" in ptx

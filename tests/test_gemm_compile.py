@@ -4,24 +4,22 @@ What is checked is what the generated code must have to be fast: WGMMA, TMA or 1
 registers that do not spill. The tensors are meta tensors, so the shapes can be real ones.
 """
 
-import re
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+import triton.language as tl
+from ahead_of_time import compile_for
+from thinned import thinned
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from symmoe.errors import ArgumentError  # noqa: E402
-from symmoe.kernels.gpu import bias, gemm, splits  # noqa: E402
-from symmoe.kernels.table import TensorTable  # noqa: E402
+from symmoe.errors import ArgumentError
+from symmoe.kernels.gpu import bias, gemm, splits
+from symmoe.kernels.table import TensorTable
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -81,7 +79,7 @@ class Recorder:
                 signature[parameter.name] = "i32"
         options = {name: value for name, value in values.items() if value is not None}
         source = ASTSource(self.kernel, signature, constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        return compile_for(arch, source, options)
 
 
 @pytest.fixture
@@ -91,12 +89,6 @@ def recorders(monkeypatch):
     for name, module in KERNELS.items():
         monkeypatch.setattr(module, name, result[name])
     return result
-
-
-@pytest.fixture(autouse=True)
-def private_cache(monkeypatch, tmp_path):
-    """Compile for real: a cached kernel would hide that the compiler has changed."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 def meta(*shape, dtype):
@@ -128,31 +120,16 @@ def launch(function, shape, dtype, *, gather=False, table=False, biased=False, a
         )
 
 
-def assemble(ptx, directory, arch=90):
-    """(registers per thread, bytes spilled), by the ptxas that Triton brings."""
-    source = directory / "kernel.ptx"
-    source.write_text(ptx)
-    name = "ptxas-blackwell" if arch >= 100 else "ptxas"
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    command = [ptxas, "-v", f"--gpu-name=sm_{arch}a", source, "-o", directory / "kernel.cubin"]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return (
-        int(re.search(r"Used (\d+) registers", log)[1]),
-        int(re.search(r"(\d+) bytes spill stores", log)[1]),
-    )
-
-
-def examine(recorder, directory, label=""):
+def examine(recorder, label=""):
     """What a test wants to know of the code of a recorded launch."""
-    compiled = recorder.compile()
-    ptx = compiled.asm["ptx"]
-    registers, spilled = assemble(ptx, directory)
-    print(f"{label}: {registers} registers, {spilled} bytes spilled, {compiled.metadata.shared} bytes shared")
+    code = recorder.compile()
+    ptx = code.ptx
+    print(f"{label}: {code.registers} registers, {code.spilled} bytes spilled, {code.shared} bytes shared")
     return SimpleNamespace(
         ptx=ptx,
-        ttgir=compiled.asm["ttgir"],
-        spilled=spilled,
-        shared=compiled.metadata.shared,
+        ttgir=code.asm["ttgir"],
+        spilled=code.spilled,
+        shared=code.shared,
         wgmma="wgmma.mma_async" in ptx,
         tma="cp.async.bulk.tensor" in ptx,
         cp_async_16="cp.async.cg" in ptx,
@@ -186,15 +163,16 @@ GEMMS = [
 OTHER_DTYPES = [case for case in GEMMS if "out_dtype" not in case[1]]
 
 
-def name_of(value):
-    return "-".join(value) if isinstance(value, dict) else str(value)
+def named(cases):
+    """Cases by what is in them."""
+    return {"-".join("-".join(part) if isinstance(part, dict) else part for part in case): case for case in cases}
 
 
-@pytest.mark.parametrize("shape", ["qwen3-30b", "mixtral-8x7b"])
-@pytest.mark.parametrize(("function", "options"), GEMMS, ids=name_of)
-def test_bf16_is_fast_code(recorders, tmp_path, function, options, shape):
+@thinned(product=named(GEMMS), shape=["qwen3-30b", "mixtral-8x7b"])
+def test_bf16_is_fast_code(recorders, product, shape):
+    function, options = product
     launch(function, shape, torch.bfloat16, **options)
-    code = examine(recorders[KERNEL_OF[function]], tmp_path, f"{function} {options} {shape}")
+    code = examine(recorders[KERNEL_OF[function]], f"{function} {options} {shape}")
     by_pointers = "gather" in options, "table" in options and function != "wgrad"
     assert code.wgmma
     assert code.tma == (not all(by_pointers))
@@ -205,11 +183,11 @@ def test_bf16_is_fast_code(recorders, tmp_path, function, options, shape):
     assert code.spilled == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("function", "options"), OTHER_DTYPES, ids=name_of)
-def test_other_dtypes(recorders, tmp_path, function, options, dtype):
+@thinned(product=named(OTHER_DTYPES), dtype=[torch.float16, torch.float32])
+def test_other_dtypes(recorders, product, dtype):
+    function, options = product
     launch(function, "qwen3-30b", dtype, **options)
-    code = examine(recorders[KERNEL_OF[function]], tmp_path, f"{function} {options} {dtype}")
+    code = examine(recorders[KERNEL_OF[function]], f"{function} {options} {dtype}")
     # FP32 must not be rounded to TF32 on the way.
     assert code.wgmma == (dtype == torch.float16)
     assert "tf32" not in code.ptx
@@ -217,15 +195,14 @@ def test_other_dtypes(recorders, tmp_path, function, options, dtype):
     assert code.spilled == 0
 
 
-@pytest.mark.parametrize("shape", ["odd", "narrow"])
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [case for case in GEMMS if case[1] in ({}, {"gather": True}, {"table": True}, {"accumulate": True})],
-    ids=name_of,
+@thinned(
+    product=named(case for case in GEMMS if case[1] in ({}, {"gather": True}, {"table": True}, {"accumulate": True})),
+    shape=["odd", "narrow"],
 )
-def test_odd_widths(recorders, tmp_path, function, options, shape):
+def test_odd_widths(recorders, product, shape):
+    function, options = product
     launch(function, shape, torch.bfloat16, **options)
-    code = examine(recorders[KERNEL_OF[function]], tmp_path, f"{function} {options} {shape}")
+    code = examine(recorders[KERNEL_OF[function]], f"{function} {options} {shape}")
     assert code.wgmma
     assert not code.cp_async_narrow
     assert code.spilled == 0
@@ -244,15 +221,14 @@ LOW_RANK = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("rank", [8, 16, 64])
-@pytest.mark.parametrize(("function", "options", "adapter"), LOW_RANK, ids=name_of)
-def test_low_ranks(recorders, tmp_path, monkeypatch, function, options, adapter, rank, dtype):
+@thinned(product=named(LOW_RANK), rank=[8, 16, 64], dtype=[torch.bfloat16, torch.float32])
+def test_low_ranks(recorders, monkeypatch, product, rank, dtype):
     """Down: [r, H] weights; up: [W, r]."""
+    function, options, adapter = product
     G, H, W, N = SHAPES["qwen3-30b"]
     monkeypatch.setitem(SHAPES, "adapter", (G, H, rank, N) if adapter == "down" else (G, rank, W, N))
     launch(function, "adapter", dtype, **options)
-    code = examine(recorders[KERNEL_OF[function]], tmp_path, f"{function} {options} {adapter} {rank} {dtype}")
+    code = examine(recorders[KERNEL_OF[function]], f"{function} {options} {adapter} {rank} {dtype}")
     assert code.wgmma == (dtype == torch.bfloat16)
     copies = [line for line in code.ttgir.splitlines() if "async_copy_global_to_local" in line]
     of_bounds = [line for line in copies if "tensor<1x!tt.ptr<i32>" in line]
@@ -278,7 +254,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("function", "options"), PARTS, ids=str)
-def test_parts_are_as_fast_code(recorders, tmp_path, function, options):
+def test_parts_are_as_fast_code(recorders, function, options):
     """Ranges of rows and panels of columns cost neither registers nor wide accesses."""
     G, H, W, N = SHAPES["qwen3-30b"]
     dtype = torch.bfloat16
@@ -297,7 +273,7 @@ def test_parts_are_as_fast_code(recorders, tmp_path, function, options):
         gemm.grouped_gemm_dgrad(h, weight, row_start, x, **parts)
     recorder = recorders["grouped_gemm_kernel"]
     assert recorder.grid == (100,)
-    code = examine(recorder, tmp_path, f"{function} {options}")
+    code = examine(recorder, f"{function} {options}")
     assert code.wgmma
     assert code.tma
     assert not code.cp_async_narrow
@@ -321,7 +297,7 @@ def test_tiles_that_do_not_fill_a_panel(recorders):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("gather", [False, True])
-def test_bias_gradients(recorders, tmp_path, gather, dtype):
+def test_bias_gradients(recorders, gather, dtype):
     """One pass over dout, in pieces of 16 bytes; sums without atomics."""
     G, _, W, N = SHAPES["qwen3-30b"]
     dout = meta(N, W, dtype=dtype)
@@ -331,7 +307,7 @@ def test_bias_gradients(recorders, tmp_path, gather, dtype):
     bias.grouped_bias_grad(dout, row_start, biases, dout_index=index, scale=scale)
     bias.grouped_bias_dot(dout, biases, row_start, scale, dout_index=index, accumulate=True)
     for kernel in ("grouped_bias_grad_kernel", "grouped_bias_dot_kernel"):
-        code = examine(recorders[kernel], tmp_path, f"{kernel} {gather} {dtype}")
+        code = examine(recorders[kernel], f"{kernel} {gather} {dtype}")
         assert code.cp_async_16 or "ld.global.v4.b32" in code.ptx
         assert "atom." not in code.ptx
         assert "red." not in code.ptx.replace("shared.", "")
@@ -339,21 +315,21 @@ def test_bias_gradients(recorders, tmp_path, gather, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_zeros_of_a_table(recorders, tmp_path, dtype):
+def test_zeros_of_a_table(recorders, dtype):
     G, H, W, _ = SHAPES["odd"]
     out = TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype)
     empty = meta(0, H, dtype=dtype), meta(0, W, dtype=dtype)
     gemm.grouped_gemm_wgrad(empty[1], empty[0], meta(G + 1, dtype=torch.int32), out)
     assert recorders["grouped_gemm_wgrad_kernel"].args is None
-    code = examine(recorders["zero_matrices_kernel"], tmp_path)
+    code = examine(recorders["zero_matrices_kernel"])
     assert code.wide_stores
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("num_groups", [1, 65])
-def test_splits(recorders, tmp_path, num_groups, dtype):
+def test_splits(recorders, num_groups, dtype):
     splits.splits_to_row_start(meta(num_groups, dtype=dtype), meta(num_groups + 1, dtype=torch.int32), 12345)
-    assert examine(recorders["splits_to_row_start_kernel"], tmp_path).spilled == 0
+    assert examine(recorders["splits_to_row_start_kernel"]).spilled == 0
 
 
 def test_types_of_outputs_are_known_to_triton():

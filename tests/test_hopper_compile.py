@@ -1,15 +1,13 @@
 """Compiles the kernels for Hopper without a GPU, with the arguments of their launchers. See test_gemm_compile.py."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
+from ahead_of_time import compile_for  # noqa: E402
 from test_gemm_compile import MAX_SHARED, TYPE_NAMES, meta  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from thinned import thinned  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
@@ -25,34 +23,32 @@ SHAPES = {  # G, H, I, N
     "deepseek-like": (32, 7168, 2048, 65536),
     "odd": (3, 1032, 712, 999),  # widths that no tile divides, contractions that no step divides
 }
-DTYPES = [torch.bfloat16, torch.float16]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SWIGLU, LIMITED = Activation(), Activation(alpha=1.702, limit=7.0, offset=1.0)
 VARIANTS = {"separate": act.SEPARATE, "two": act.TWO_WARPS, "alternate": act.ALTERNATE, "gathered": act.GATHERED}
 MAX_SPILLED = 64  # bytes, of a separate epilogue with limits or with masks of columns
 
-shapes = pytest.mark.parametrize("shape", SHAPES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+FIRST = {"forward": False, "dgrad": True}  # k_first
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """The (kernel, constants, arguments) of launches, which do not happen; nothing comes from a cache."""
+def launched(monkeypatch):
+    """The (kernel, constants, arguments) of launches, which do not happen."""
     calls = []
     for module in (act, gemm):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     return calls
 
 
-def compiled(launched, directory):
+def compiled(launched):
     """PTX of the launch, and the bytes that ptxas spills; its WGMMAs must run asynchronously."""
-    ptx, spilled = compiled_source(launched, directory)
-    assert "wgmma.mma_async" in ptx
-    return ptx, spilled
+    code = compiled_source(launched)
+    assert "wgmma.mma_async" in code.ptx
+    return code.ptx, code.spilled
 
 
-def compiled_source(launched, directory):
-    """PTX of the launch, and the bytes that ptxas spills; it must fit."""
+def compiled_source(launched):
+    """What became of the launch; it must fit."""
     ((kernel, constants, *args),) = launched
     named = dict(constants.named)
     signature, constexprs, attributes = {}, {}, {}
@@ -70,39 +66,35 @@ def compiled_source(launched, directory):
         else:
             signature[parameter.name] = "i32"
     source = GluonASTSource(kernel, signature, constexprs, attributes)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=named)
-    assert result.metadata.shared <= MAX_SHARED
-    ptx = directory / "kernel.ptx"
-    ptx.write_text(result.asm["ptx"])
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    command = [ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", directory / "kernel.cubin"]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "C75" not in log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    assert "setmaxnreg" in result.asm["ptx"]
-    return result.asm["ptx"], int(log.split(" bytes spill stores")[0].split()[-1])
+    code = compile_for(90, source, named)
+    assert code.shared <= MAX_SHARED
+    assert "C75" not in code.log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert "setmaxnreg" in code.ptx
+    return code
 
 
-@shapes
-@dtypes
-@pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
-def test_products(launched, tmp_path, k_first, dtype, shape):
+@thinned(k_first=FIRST, dtype=DTYPES, shape=list(SHAPES))
+def test_products(launched, k_first, dtype, shape):
     G, H, I, N = SHAPES[shape]
     narrow, wide = meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
     rows, out = (wide, narrow) if k_first else (narrow, wide)
     weight, row_start = meta(G, H, I, dtype=dtype), meta(G + 1, dtype=torch.int32)
     gemm.launch_gemm(rows, weight, row_start, out, weight_k_first=k_first, zero_tail=True, num_sms=132)
-    _, spilled = compiled(launched, tmp_path)
+    _, spilled = compiled(launched)
     assert spilled == 0
 
 
-@shapes
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(
-    ("activation", "dtype"),
-    [(SWIGLU, torch.bfloat16), (SWIGLU, torch.float16), (LIMITED, torch.bfloat16)],
-    ids=["bf16", "fp16", "limits"],
+@thinned(
+    numbers={
+        "bf16": (SWIGLU, torch.bfloat16),
+        "fp16": (SWIGLU, torch.float16),
+        "limits": (LIMITED, torch.bfloat16),
+    },
+    variant=list(VARIANTS),
+    shape=list(SHAPES),
 )
-def test_dact(launched, tmp_path, activation, dtype, variant, shape):
+def test_dact(launched, numbers, variant, shape):
+    activation, dtype = numbers
     G, H, I, N = SHAPES[shape]
     row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
     h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
@@ -121,34 +113,36 @@ def test_dact(launched, tmp_path, activation, dtype, variant, shape):
         num_sms=132,
         variant=VARIANTS[variant],
     )
-    ptx, spilled = compiled(launched, tmp_path)
+    ptx, spilled = compiled(launched)
     assert ("cp.async.cg" in ptx) == gathered
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert spilled <= (0 if shape != "odd" and activation is SWIGLU else MAX_SPILLED)
 
 
-@pytest.mark.parametrize("shape", ["qwen3-30b", "mixtral-8x7b", "deepseek-like"])
-@pytest.mark.parametrize("variant", ["separate", "alternate"])
-@dtypes
-def test_act(launched, tmp_path, dtype, variant, shape):
+@thinned(dtype=DTYPES, variant=["separate", "alternate"], shape=["qwen3-30b", "mixtral-8x7b", "deepseek-like"])
+def test_act(launched, dtype, variant, shape):
     G, H, I, N = SHAPES[shape]
     row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
     h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
     rows, weight = meta(N, H, dtype=dtype), meta(G, 2 * I, H, dtype=dtype)
     act.launch_act(rows, weight, row_start, scale, h, a, SWIGLU, variant=VARIANTS[variant], num_sms=132)
-    _, spilled = compiled(launched, tmp_path)
+    _, spilled = compiled(launched)
     assert spilled == 0
 
 
-@dtypes
-@pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
-@pytest.mark.parametrize(
-    ("ranges", "columns", "zero_tail"),
-    [(True, None, False), (False, (256, 512), True), (False, (512, 712), True), (True, (0, 256), False)],
-    ids=["ranges", "panel", "last panel", "both"],
+@thinned(
+    part={
+        "ranges": (True, None, False),
+        "panel": (False, (256, 512), True),
+        "last panel": (False, (512, 712), True),
+        "both": (True, (0, 256), False),
+    },
+    k_first=FIRST,
+    dtype=DTYPES,
 )
-def test_parts_of_products(launched, tmp_path, ranges, columns, zero_tail, k_first, dtype):
+def test_parts_of_products(launched, part, k_first, dtype):
+    ranges, columns, zero_tail = part
     G, K, O, N = 3, 1032, 712, 999
     rows, out = meta(N, K, dtype=dtype), meta(N, O, dtype=dtype)
     weight = meta(G, K, O, dtype=dtype) if k_first else meta(G, O, K, dtype=dtype)
@@ -156,12 +150,12 @@ def test_parts_of_products(launched, tmp_path, ranges, columns, zero_tail, k_fir
     gemm.launch_gemm(
         rows, weight, row_start, out, weight_k_first=k_first, columns=columns, zero_tail=zero_tail, num_sms=132
     )
-    _, spilled = compiled(launched, tmp_path)
+    _, spilled = compiled(launched)
     assert spilled == 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ranges_of_the_fused_kernels(launched, tmp_path, variant):
+def test_ranges_of_the_fused_kernels(launched, variant):
     G, H, I, N = SHAPES["qwen3-30b"]
     dtype = torch.bfloat16
     ranges, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
@@ -170,11 +164,11 @@ def test_ranges_of_the_fused_kernels(launched, tmp_path, variant):
     options = {"num_sms": 132, "variant": VARIANTS[variant]}
     index = meta(N, dtype=torch.int32) if variant == "gathered" else None
     act.launch_dact(rows, w2, ranges, h, scale, h, a, scale, SWIGLU, row_index=index, **options)
-    assert compiled(launched, tmp_path)[1] == 0
+    assert compiled(launched)[1] == 0
     if variant in ("separate", "alternate"):
         launched.clear()
         act.launch_act(rows, w1, ranges, scale, h, a, SWIGLU, **options)
-        assert compiled(launched, tmp_path)[1] == 0
+        assert compiled(launched)[1] == 0
 
 
 def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):

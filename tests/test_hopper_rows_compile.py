@@ -18,11 +18,10 @@ LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """The (kernel, constants, arguments) of launches, which do not happen; nothing comes from a cache."""
+def launched(monkeypatch):
+    """The (kernel, constants, arguments) of launches, which do not happen."""
     calls = []
     monkeypatch.setattr(rows, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     return calls
 
 
@@ -33,14 +32,14 @@ def peers_of(num_ranks, rank):
 
 
 @pytest.mark.parametrize(("hidden", "batch"), [(2048, 4), (7168, 1), (384, 16)])
-def test_push(launched, tmp_path, hidden, batch):
+def test_push(launched, hidden, batch):
     x, table = meta(8192, hidden, dtype=torch.bfloat16), meta(8192, 2, dtype=torch.int32)
     rows.launch_push(x, table, peers_of(2, 0), meta(2, 3, dtype=torch.int64), column=0, rank=1, num_ctas=4)
-    ptx, spilled = compiled_source(launched, tmp_path)
-    assert spilled == 0
+    code = compiled_source(launched)
+    assert code.spilled == 0
     # A piece is one box. Four movers with two stages ahead, and one in the loop.
-    assert ptx.count(LOAD) == 4 * 3 * batch
-    assert ptx.count(STORE) == 4 * batch
+    assert code.ptx.count(LOAD) == 4 * 3 * batch
+    assert code.ptx.count(STORE) == 4 * batch
 
 
 @pytest.mark.parametrize(
@@ -51,20 +50,20 @@ def test_push(launched, tmp_path, hidden, batch):
         (4096, (0, 1024), torch.bfloat16),
     ],
 )
-def test_sums(launched, tmp_path, hidden, columns, dtype):
+def test_sums(launched, hidden, columns, dtype):
     out, table = meta(8192, hidden, dtype=dtype), meta(8192, 8, dtype=torch.int32)
     rows.launch_pre_reduce(out, table, meta(3, dtype=torch.int32), rank=1, columns=columns, num_ctas=8)
-    ptx, spilled = compiled_source(launched, tmp_path)
-    assert spilled == 0
-    assert ptx.count(LOAD) == 3 * 8  # the loop over a stage's tokens is a loop
+    code = compiled_source(launched)
+    assert code.spilled == 0
+    assert code.ptx.count(LOAD) == 3 * 8  # the loop over a stage's tokens is a loop
     launched.clear()
     primary, received = meta(8192, 4, dtype=torch.int32), meta(4, 3, dtype=torch.int64)
     options = {"column": 0, "columns": columns, "num_ctas": 8}
     rows.launch_pull(primary, table, table, peers_of(4, 2), received, out, **options)
-    ptx, spilled = compiled_source(launched, tmp_path)
-    assert spilled == 0
-    assert ptx.count(LOAD) == 3 * 11
-    assert re.search(r"st\.global\.v4\.b32", ptx)
+    code = compiled_source(launched)
+    assert code.spilled == 0
+    assert code.ptx.count(LOAD) == 3 * 11
+    assert re.search(r"st\.global\.v4\.b32", code.ptx)
 
 
 def test_pieces():

@@ -9,29 +9,27 @@ pytest.importorskip("triton")
 
 from test_gemm_compile import meta
 from test_hopper_compile import DTYPES, SHAPES, compiled
+from thinned import thinned
 
 from symmoe.kernels.gpu.hopper import wgrad
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """The (kernel, constants, arguments) of launches, which do not happen; nothing comes from a cache."""
+def launched(monkeypatch):
+    """The (kernel, constants, arguments) of launches, which do not happen."""
     calls = []
     monkeypatch.setattr(wgrad, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     return calls
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fc", [1, 2])
-def test_wgrad(launched, tmp_path, fc, dtype, shape):
+@thinned(fc=[1, 2], dtype=DTYPES, shape=list(SHAPES))
+def test_wgrad(launched, fc, dtype, shape):
     G, H, I, N = SHAPES[shape]
     out_rows, columns = (2 * I, H) if fc == 1 else (H, I)
     dout, rows = meta(N, out_rows, dtype=dtype), meta(N, columns, dtype=dtype)
     out, row_start = meta(G, out_rows, columns, dtype=dtype), meta(G + 1, dtype=torch.int32)
     wgrad.launch_wgrad(dout, rows, row_start, out, num_sms=132)
-    ptx, spilled = compiled(launched, tmp_path)
+    ptx, spilled = compiled(launched)
     assert spilled == 0
     kind = "bf16.bf16" if dtype == torch.bfloat16 else "f16.f16"
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) [^;]*;", ptx)

@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from launch_signature import described  # noqa: E402
-from quantize_cases import (  # noqa: E402
+from ahead_of_time import compile_for
+from launch_signature import described
+from quantize_cases import (
     bounds,
     encode_rows,
     quantize_all,
@@ -23,15 +24,13 @@ from quantize_cases import (  # noqa: E402
     quantize_weights,
     requantize_columns,
 )
-from test_gemm_compile import assemble  # noqa: E402
-from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
-from test_scaled_compile import BLACKWELL, HOPPER  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.runtime import driver  # noqa: E402
+from test_gpu_kernels_compile import HopperDriver, WarmedUp
+from test_scaled_compile import BLACKWELL, HOPPER
+from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from symmoe.kernels.formats import TILE, BlockFormat, max_tiles  # noqa: E402
-from symmoe.kernels.gpu import quantize, scale_tiles, wire  # noqa: E402
+from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
+from symmoe.kernels.gpu import quantize, scale_tiles, wire
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -52,22 +51,19 @@ N, C, G = 65536, 7168, 32
 
 
 @pytest.fixture
-def compile_launch(monkeypatch, tmp_path):
+def compile_launch(monkeypatch):
     """compile_launch(arch): PTX, registers and spilled bytes of the one launch since the last call."""
     launches = []
     for module in (quantize, scale_tiles, wire):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
     def compile_one(arch=HOPPER):
         kernel, constants, *args = launches.pop()
         assert not launches
         description, options = described(kernel, constants, args, TYPE_NAMES)
-        source = ASTSource(kernel, *description)
-        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        registers, spilled = assemble(result.asm["ptx"], tmp_path, arch)
-        print(kernel.__name__, registers, "registers,", result.metadata.shared, "bytes shared")
-        return result.asm["ptx"], registers, spilled
+        code = compile_for(arch, ASTSource(kernel, *description), options)
+        print(kernel.__name__, code.registers, "registers,", code.shared, "bytes shared")
+        return code.ptx, code.registers, code.spilled
 
     return compile_one
 

@@ -4,22 +4,20 @@ With the arguments of their launchers, on meta tensors, so that shapes can be re
 """
 
 import re
-import subprocess
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from launch_signature import described  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from ahead_of_time import compile_for
+from launch_signature import described
+from triton.compiler import ASTSource
 
-from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
-from symmoe.kernels.gpu import scaled  # noqa: E402
+from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.gpu import scaled
 
 BF16, FP16, FP32, E4M3, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
 TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", U8: "u8", E4M3: "fp8e4nv"}
@@ -83,11 +81,10 @@ def wgrad_operands(name, shape, dtype=BF16):
 
 
 @pytest.fixture
-def compile_launch(monkeypatch, tmp_path):
+def compile_launch(monkeypatch):
     """compile_launch(arch, function, arguments, options): what is wanted of the code of its one launch."""
     launches = []
     monkeypatch.setattr(scaled, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))  # nothing comes from a cache
 
     def compile_one(arch, function, arguments, options):
         monkeypatch.setattr(scaled, "scaled_products", lambda device: UNITS[arch])
@@ -95,37 +92,26 @@ def compile_launch(monkeypatch, tmp_path):
         kernel, constants, *args = launches.pop()
         assert not launches
         source, options = described(kernel, constants, constants.described(tuple(args)), TYPE_NAMES)
-        compiled = triton.compile(ASTSource(kernel, *source), target=GPUTarget("cuda", arch, 32), options=options)
-        return examine(compiled, arch, tmp_path)
+        return examine(compile_for(arch, ASTSource(kernel, *source), options), arch)
 
     return compile_one
 
 
-def examine(compiled, arch, directory):
-    ptx = compiled.asm["ptx"]
-    (directory / "kernel.ptx").write_text(ptx)
-    ptxas = (
-        Path(triton.__file__).parent
-        / "backends"
-        / "nvidia"
-        / "bin"
-        / ("ptxas" if arch == HOPPER else "ptxas-blackwell")
-    )
-    command = [ptxas, "-v", f"--gpu-name=sm_{arch}a", directory / "kernel.ptx", "-o", directory / "kernel.cubin"]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert compiled.metadata.shared <= MAX_SHARED[arch]
-    assert "C75" not in log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+def examine(code, arch):
+    ptx = code.ptx
+    assert code.shared <= MAX_SHARED[arch]
+    assert "C75" not in code.log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
     instructions = Counter(
         re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", ptx, re.MULTILINE)
     )
     result = SimpleNamespace(
         ptx=ptx,
         instructions=instructions,
-        spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
-        registers=int(re.search(r"Used (\d+) registers", log)[1]),
-        tensor_columns=compiled.metadata.tmem_size,
+        spilled=code.spilled,
+        registers=code.registers,
+        tensor_columns=code.metadata.tmem_size,
     )
-    print(result.registers, "registers", result.spilled, "spilled", compiled.metadata.shared, "shared", instructions)
+    print(result.registers, "registers", result.spilled, "spilled", code.shared, "shared", instructions)
     return result
 
 
