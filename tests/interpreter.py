@@ -1,10 +1,14 @@
-"""When Triton's interpreter can run kernels on CPU tensors."""
+"""Kernels on CPU tensors, in Triton's interpreter."""
 
 import dataclasses
 import functools
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +24,18 @@ def _missing() -> str:
 
 
 interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
+
+
+def interpreted(script: Path, *, timeout_s: float = 120) -> str:
+    """What a script prints that runs kernels in the interpreter, and has to end well.
+
+    In a process of its own: the interpreter has to be chosen before triton is imported.
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def spare_the_interpreter() -> None:

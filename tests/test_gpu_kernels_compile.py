@@ -14,6 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from ahead_of_time import compile_for  # noqa: E402
 from simulated_ranks import Case, run_case  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -67,7 +68,7 @@ class Compiled:
                 assert parameter.do_not_specialize
                 signature[parameter.name] = parameter.annotation_type
         source = ASTSource(self.kernel, signature, constants, attributes)
-        self.result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=values)
+        self.result = compile_for(90, source, values)
 
     @property
     def ptx(self):

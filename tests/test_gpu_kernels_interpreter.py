@@ -5,12 +5,9 @@ has none), ordering between GPUs, and sums of bf16 rows (the interpreter truncat
 test_gpu_kernels_compile.py looks at the generated code; tests/gpu runs it.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from interpreter import interpreter
+from interpreter import interpreted, interpreter
 from simulated_ranks import CASES
 
 CHECKS = Path(__file__).with_name("gpu_kernels_interpreter_checks.py")
@@ -18,19 +15,14 @@ CHECKS = Path(__file__).with_name("gpu_kernels_interpreter_checks.py")
 
 @interpreter
 def test_kernels_match_twins():
-    """In a process of its own: the interpreter has to be chosen before triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, CHECKS], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr
-    num_barriers = result.stdout.count("barrier, ")
+    printed = interpreted(CHECKS, timeout_s=200)
+    print(printed)
+    num_barriers = printed.count("barrier, ")
     assert num_barriers >= 30
-    num_signals = result.stdout.count("signal, ")
+    num_signals = printed.count("signal, ")
     assert num_signals >= 6
-    num_parts = result.stdout.count("parts of ")
+    num_parts = printed.count("parts of ")
     assert num_parts >= 4
-    num_routes = result.stdout.count("select_experts, ")
+    num_routes = printed.count("select_experts, ")
     assert num_routes >= 4
-    assert result.stdout.count(": ok") == 2 * len(CASES) + num_barriers + num_signals + num_parts + num_routes
+    assert printed.count(": ok") == 2 * len(CASES) + num_barriers + num_signals + num_parts + num_routes

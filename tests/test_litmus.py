@@ -3,27 +3,18 @@
 The suite itself is in tests/reliability/litmus.py; test_reliability.py runs a slice of it on CPUs.
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from interpreter import interpreter
+from interpreter import interpreted, interpreter
 
 CHECKS = Path(__file__).with_name("litmus_interpreter_checks.py")
 
 
 @interpreter
 def test_what_kernels_count():
-    """In a process of its own: the interpreter has to be chosen before triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, CHECKS], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(": ok") == 10
+    assert interpreted(CHECKS, timeout_s=200).count(": ok") == 10
 
 
 def ptx_of(name: str, **constants: int) -> str:

@@ -3,7 +3,6 @@
 import array
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import interpreter
+from interpreter import interpreted, interpreter
 
 from symmoe import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError
@@ -371,10 +370,4 @@ def test_the_swizzle_kernel_compiles(strides):
 
 @interpreter
 def test_the_swizzle_kernel_matches_its_twin():
-    """In a process of its own: the interpreter has to be chosen before triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, CHECKS], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(": ok") == 6
+    assert interpreted(CHECKS).count(": ok") == 6

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from test_gpu_kernels_compile import Compiled, empty  # noqa: E402
+from test_gpu_kernels_compile import Compiled, empty
 
-from symmoe.kernels.gpu import router_products  # noqa: E402
+from symmoe.kernels.gpu import router_products
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {  # T, E, H

@@ -7,7 +7,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
-from symmoe.kernels.operands import given
 from symmoe.symm_mem.autograd import Context, Function
 
 
@@ -34,15 +33,15 @@ def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _gradients(
-    d_logits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool] = (True, True)
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    dx, d_weight = (
-        torch.empty_like(of) if is_wanted else None for of, is_wanted in zip((x, weight), wanted, strict=True)
-    )
+def _compute_gradients(
+    d_logits: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dx: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+) -> None:
     with torch.autocast(x.device.type, enabled=False):  # backward may be called in a context of it
         kernels.for_device(x.device).router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
-    return dx, d_weight
 
 
 class _RouterLogits(Function):
@@ -56,15 +55,19 @@ class _RouterLogits(Function):
     def backward(ctx: Context, d_logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         wants_dx, wants_d_weight = ctx.needs_input_grad
-        return _gradients(d_logits, x, weight, wanted=(wants_dx, wants_d_weight))
+        dx = torch.empty_like(x) if wants_dx else None
+        d_weight = torch.empty_like(weight) if wants_d_weight else None
+        _compute_gradients(d_logits, x, weight, dx, d_weight)
+        return dx, d_weight
 
 
 # To torch.compile, operators.
 
 
 def _both_gradients(d_logits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    dx, d_weight = _gradients(d_logits, x, weight)
-    return given("dx", dx), given("d_weight", d_weight)
+    dx, d_weight = torch.empty_like(x), torch.empty_like(weight)
+    _compute_gradients(d_logits, x, weight, dx, d_weight)
+    return dx, d_weight
 
 
 _router_gemm = torch.library.custom_op("symmoe::router_gemm", _logits, mutates_args=())

@@ -23,7 +23,7 @@ TOKENS = 64  # of a tile of logits or of their input gradient: 8192 make a progr
 TILE = 128  # columns of a gradient; experts, at most
 SPLIT_PROGRAMS = 132  # that weight gradients are cut into, if there are tokens for them
 SPLIT_TOKENS = 512  # a part's least
-PARTS = 3
+PARTS = tl.constexpr(3)  # bf16 numbers whose sum is an fp32 number
 PART_ELEMENTS = 1024
 
 
@@ -46,14 +46,14 @@ def bf16_parts_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num_elements
     rest = tl.load(matrix + place, mask=mask, other=0.0)
-    for _ in tl.static_range(3):
+    for _ in tl.static_range(PARTS):
         part, rest = next_part(rest)
         tl.store(parts + place, part, mask=mask)
         parts += num_elements
 
 
 @triton.jit
-def load_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
+def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
     """Tile [rows, columns] of a row-major matrix of WIDTH columns, zeros outside."""
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     return tl.load(matrix + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
@@ -77,10 +77,10 @@ def router_gemm_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, WIDTH, BLOCK_K):
         column = k + tl.arange(0, BLOCK_K)
-        rows = load_tile(x, token, column, num_tokens, WIDTH)
-        high = load_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
-        middle = load_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
-        low = load_tile(parts + 2 * NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        rows = matrix_tile(x, token, column, num_tokens, WIDTH)
+        high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
+        middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        low = matrix_tile(parts + 2 * NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
         terms = tl.dot(rows, low.T)
         terms = tl.dot(rows, middle.T, terms)
         terms = tl.dot(rows, high.T, terms)
@@ -108,10 +108,10 @@ def router_dgrad_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, NUM_EXPERTS, BLOCK_K):
         expert = k + tl.arange(0, BLOCK_K)
-        d_high = load_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
-        d_middle = load_tile(d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS)
-        high = load_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
-        middle = load_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        d_high = matrix_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
+        d_middle = matrix_tile(d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS)
+        high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
+        middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
         # The result is rounded to bf16: products of 2^-16 and less would not show.
         terms = tl.dot(d_middle, high)
         terms = tl.dot(d_high, middle, terms)
@@ -143,10 +143,10 @@ def router_wgrad_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(first, end, BLOCK_K):
         token = k + tl.arange(0, BLOCK_K)
-        high = load_tile(d_parts, token, expert, end, NUM_EXPERTS)
-        middle = load_tile(d_parts + part_numel, token, expert, end, NUM_EXPERTS)
-        low = load_tile(d_parts + 2 * part_numel, token, expert, end, NUM_EXPERTS)
-        rows = load_tile(x, token, column, end, WIDTH)
+        high = matrix_tile(d_parts, token, expert, end, NUM_EXPERTS)
+        middle = matrix_tile(d_parts + part_numel, token, expert, end, NUM_EXPERTS)
+        low = matrix_tile(d_parts + 2 * part_numel, token, expert, end, NUM_EXPERTS)
+        rows = matrix_tile(x, token, column, end, WIDTH)
         terms = tl.dot(low.T, rows)
         terms = tl.dot(middle.T, rows, terms)
         terms = tl.dot(high.T, rows, terms)
@@ -236,7 +236,7 @@ def router_gemm_grads(
 
 def bf16_parts(matrix: torch.Tensor) -> torch.Tensor:
     """bf16 [3, like matrix], whose sum is the contiguous fp32 matrix: exact where the last part is no denormal."""
-    parts = torch.empty((PARTS, *matrix.shape), dtype=torch.bfloat16, device=matrix.device)
+    parts = torch.empty((PARTS.value, *matrix.shape), dtype=torch.bfloat16, device=matrix.device)
     bf16_parts_kernel[(ceil_div(matrix.numel(), PART_ELEMENTS),)](
         matrix, parts, matrix.numel(), BLOCK=PART_ELEMENTS, num_warps=4
     )
