@@ -406,7 +406,7 @@ def check_layer(rank: int, num_ranks: int, device: str, options: dict) -> list[s
 
 LAYER_OPTIONS = (
     {},
-    {"order": "slot", "score": "sigmoid", "route_scale": 2.5},
+    {"order": "slot", "score": "sigmoid", "route_scale": 2.5, "aux_loss_coef": 0.1},
     {"aux_loss_coef": 0.1, "z_loss_coef": 0.01},
     {"capacity": 200, "max_tokens": 20},
     {"capacity": 9, "max_tokens": 20, "overflow": "drop"},
