@@ -9,19 +9,19 @@ import re
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from act_quantize_cases import ACTIVATIONS  # noqa: E402
-from ahead_of_time import compile_for  # noqa: E402
-from launch_signature import described  # noqa: E402
-from quantize_cases import FORMATS, bounds  # noqa: E402
-from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.runtime import driver  # noqa: E402
+from act_quantize_cases import ACTIVATIONS
+from ahead_of_time import compile_for
+from launch_signature import described
+from quantize_cases import FORMATS, bounds
+from test_gpu_kernels_compile import HopperDriver, WarmedUp
+from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
-from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
-from symmoe.kernels.gpu import act_quantized, gemm_act  # noqa: E402
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
+from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.gpu import act_quantized, gemm_act
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
