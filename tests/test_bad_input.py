@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from test_heap import outcome
 from worker import Findings, free_bytes, open_heap
 
-from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
 from symmoe.errors import ArgumentError, ConfigMismatch, HeapClosed
 from symmoe.moe.fused import expert_parallel_mlp
 from symmoe.moe.grouped_mlp import GroupedMLP
@@ -55,6 +56,53 @@ def on_heap(name: str, make: Callable[[SymmetricHeap, dict], torch.Tensor]) -> C
     return lambda heap, good: {**good, name: make(heap, good)}
 
 
+# -- tensors that kernels cannot read ---------------------------------------------------------------------------------
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose memory another one has, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+# (what, how it is made of a good tensor, what the text says of it)
+UNREADABLE: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor], str], ...] = (
+    ("sparse", lambda tensor: tensor.to_sparse(), "torch.sparse_coo"),
+    ("compressed", lambda tensor: tensor.to_sparse_csr(), "torch.sparse_csr"),
+    ("nested", lambda tensor: torch.nested.nested_tensor(list(tensor)), "a nested tensor"),
+    ("jagged", lambda tensor: torch.nested.nested_tensor(list(tensor), layout=torch.jagged), "a nested tensor"),
+    ("wrapper", Wrapper, "Wrapper"),
+    ("freed", freed, "a tensor whose memory has been freed"),
+)
+
+
+def unreadable(name: str, *parts: str) -> Iterator[Bad]:
+    """Mistakes in the memory of an argument [., .]."""
+    for what, make, kind in UNREADABLE:
+        texts = (f"{name} ({kind}) must be a strided tensor", *parts)
+        yield Bad(f"{name} {what}", changed(name, make), "ArgumentError", texts)
+
+    def stale(heap: SymmetricHeap, good: dict) -> torch.Tensor:
+        lease = heap.lease(tuple(good[name].shape), good[name].dtype, name="old")
+        tensor = lease.tensor.copy_(good[name])
+        lease.release()
+        return tensor
+
+    yield Bad(f"{name} stale", on_heap(name, stale), "StaleLease", (f"{name} is memory of lease 'old'", "released"))
+
+
 # -- make_plan --------------------------------------------------------------------------------------------------------
 
 STATIC = (("capacity", 60), ("max_tokens", 9))
@@ -74,15 +122,20 @@ def plan_mistakes(num_experts: int) -> Iterator[Bad]:
     def argument(name: str, change: Callable, *parts: str, base: tuple = ()) -> Bad:
         return Bad(name, change, "ArgumentError", parts, base)
 
+    yield from unreadable("topk_idx")
     yield argument("list", changed("topk_idx", lambda ids: ids.tolist()), "topk_idx (list)", "[T, K]")
-    yield argument("flat", changed("topk_idx", lambda ids: ids.flatten()), f"topk_idx ([{T * K}])", "[T, K]")
+    yield argument("flat", changed("topk_idx", lambda ids: ids.flatten()), f"topk_idx has shape [{T * K}]", "[T, K]")
     yield argument("float", changed("topk_idx", lambda ids: ids.float()), "topk_idx", "torch.float32", "torch.int64")
     yield argument("short", changed("topk_idx", lambda ids: ids.short()), "topk_idx", "torch.int16", "torch.int32")
-    yield argument("meta", changed("topk_idx", lambda ids: ids.to("meta")), "topk_idx is on meta", "heap is on cpu")
+    yield argument("meta", changed("topk_idx", lambda ids: ids.to("meta")), "topk_idx is on meta", "on cpu")
+    yield argument("many", changed("topk_idx", lambda ids: ids[:1].expand(2**31, K)), "topk_idx [2147", "2**31 slots")
     yield argument("K = 0", changed("topk_idx", lambda ids: ids[:, :0]), "topk_idx has K = 0", "[1, 32]")
     yield argument("K = 33", changed("topk_idx", lambda ids: ids[:, :1].expand(-1, 33)), "K = 33", "[1, 32]")
     yield argument("no experts", given(num_experts=0), "num_experts (0)", "[1, 1024]")
     yield argument("many experts", given(num_experts=1200), "num_experts (1200)", "[1, 1024]")
+    yield argument("no number of experts", given(num_experts=True), "num_experts (True)", "int, not bool")
+    yield argument("words of overflow", given(overflow=np.array(["raise", "drop"])), "overflow (array", "'raise'")
+    yield argument("array for dtype", given(dtype=np.arange(3)), "dtype (", "torch.bfloat16")
     yield argument("text for experts", given(num_experts="8"), "num_experts ('8')", "int")
     yield argument("overflow", given(overflow="ignore"), "overflow ('ignore')", "'raise' or 'drop'")
     yield argument("overflow list", given(overflow=["drop"]), "overflow (['drop'])", "'raise' or 'drop'")
@@ -129,19 +182,28 @@ def plan_mismatches(num_experts: int) -> Iterator[tuple[Bad, str, str, str]]:
 # -- dispatch_tokens and combine_tokens -------------------------------------------------------------------------------
 
 
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+
+
 def rows_mistakes(name: str, num_rows_text: str) -> Iterator[Bad]:
     """Mistakes in the rows that travel, `x` or `expert_out`."""
 
     def argument(what: str, change: Callable, *parts: str) -> Bad:
         return Bad(f"{name} {what}", change, "ArgumentError", parts)
 
-    yield argument("None", given(**{name: None}), f"{name} (NoneType)", "2 dimensions")
-    yield argument("flat", changed(name, lambda x: x.flatten()), f"{name} ([", "2 dimensions")
+    yield from unreadable(name)
+    yield argument("None", given(**{name: None}), f"{name} (NoneType)", "[N, H]")
+    yield argument("flat", changed(name, lambda x: x.flatten()), f"{name} has shape [", "[N, H]")
+    yield argument("no features", changed(name, lambda x: x[:, :0]), f"{name} has rows of 0 features")
+    yield argument("complex", changed(name, lambda x: x.cfloat()), f"{name} has dtype torch.complex64")
+    yield argument("quantized", changed(name, quantized), f"{name} has dtype torch.quint8", "torch.bfloat16")
     yield argument("rows", changed(name, lambda x: torch.cat([x, x, x[:1]])), f"{name} has", num_rows_text)
     yield argument("int", changed(name, lambda x: x.int()), f"{name} has dtype torch.int32", "torch.bfloat16")
     yield argument("double", changed(name, lambda x: x.double()), f"{name} has dtype torch.float64", "torch.float16")
-    yield argument("meta", changed(name, lambda x: x.to("meta")), f"{name} is on meta", "heap is on cpu")
+    yield argument("meta", changed(name, lambda x: x.to("meta")), f"{name} is on meta", "on cpu")
     yield argument("order", given(order="fast"), "order ('fast')", "'rank'", "'slot'")
+    yield argument("orders", given(order=np.array(["rank", "slot"])), "order (array", "'rank'", "'slot'")
 
 
 def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
@@ -159,6 +221,8 @@ def buffer_mistakes(name: str, like: str) -> Iterator[Bad]:
         return found.tensor
 
     yield argument("list", lambda heap, good: [1.0], f"{name} (list)", "tensor")
+    for what, make, kind in UNREADABLE:
+        yield argument(what, lambda heap, good, make=make: make(torch.ones(shape(good))), f"{name} ({kind})")
 
     def rows(heap, good):
         return lease(heap, good, (shape(good)[0] + 1, H))
@@ -216,24 +280,17 @@ def dispatch_mistakes() -> Iterator[Bad]:
     def argument(what: str, change: Callable, *parts: str) -> Bad:
         return Bad(f"probs {what}", change, "ArgumentError", parts)
 
+    yield from unreadable("probs")
     yield argument("list", changed("probs", lambda p: p.tolist()), "probs (list)", "tensor")
     yield argument("shape", changed("probs", lambda p: p[:, :1]), f"probs has shape [{T}, 1]", f"[{T}, {K}]")
-    yield argument("double", changed("probs", lambda p: p.double()), "probs is torch.float64", "torch.float32")
-    yield argument("half", changed("probs", lambda p: p.bfloat16()), "probs is torch.bfloat16", "torch.float32")
-    yield argument("meta", changed("probs", lambda p: p.to("meta")), "probs is torch.float32 on meta", "on cpu")
+    yield argument("double", changed("probs", lambda p: p.double()), "probs has dtype torch.float64", "torch.float32")
+    yield argument("half", changed("probs", lambda p: p.bfloat16()), "probs has dtype torch.bfloat16", "torch.float32")
+    yield argument("meta", changed("probs", lambda p: p.to("meta")), "probs is on meta", "on cpu")
 
 
 def combine_mistakes() -> Iterator[Bad]:
     yield from rows_mistakes("expert_out", "this plan needs")
     yield from buffer_mistakes("grad_out", "expert_out")
-
-    def released(heap: SymmetricHeap, good: dict) -> torch.Tensor:
-        found = heap.lease(tuple(good["expert_out"].shape), torch.float32)
-        tensor = found.tensor
-        found.release()
-        return tensor
-
-    yield Bad("expert_out released", on_heap("expert_out", released), "StaleLease", ("which was released",))
 
 
 # -- expert_parallel_mlp ----------------------------------------------------------------------------------------------
@@ -753,13 +810,37 @@ def _raises(
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
 
 
-def layer_mistakes() -> Iterator[tuple[str, Callable[[torch.Tensor], Any], tuple[str, ...]]]:
-    yield "list", lambda x: x.tolist(), ("x (list)", f"hidden ({H})")
-    yield "width", lambda x: x[:, :-1], (f"x ([{T}, {H - 1}])", f"hidden ({H})")
-    yield "scalar", lambda x: x.sum(), ("x ([])", f"hidden ({H})")
-    yield "int", lambda x: x.int(), ("x has dtype torch.int32", "torch.bfloat16")
-    yield "double", lambda x: x.double(), ("x has dtype torch.float64", "torch.float32")
-    yield "meta", lambda x: x.to("meta"), ("x is on meta", "heap is on cpu")
+def layer_mistakes() -> Iterator[Bad]:
+    def argument(what: str, change: Callable, *parts: str) -> Bad:
+        return Bad(what, change, "ArgumentError", parts)
+
+    def of_x(change: Callable[[torch.Tensor], Any]) -> Callable[[SymmetricHeap, dict], dict]:
+        return changed("x", change)
+
+    for name in ("x", "token_mask", "topk_idx"):
+        for bad in unreadable(name):
+            if not (name == "token_mask" and ("compressed" in bad.name or "jagged" in bad.name)):  # it is flat
+                yield bad
+
+    yield argument("list", of_x(lambda x: x.tolist()), "x (list)", f"[..., {H}]")
+    yield argument("width", of_x(lambda x: x[:, :-1]), f"x has shape [{T}, {H - 1}]", f"[..., {H}]")
+    yield argument("nothing", of_x(lambda x: x[:, :0]), f"x has shape [{T}, 0]", f"[..., {H}]")
+    yield argument("scalar", of_x(lambda x: x.sum()), "x has shape []", f"[..., {H}]")
+    yield argument("int", of_x(lambda x: x.int()), "x has dtype torch.int32", "torch.bfloat16")
+    yield argument("double", of_x(lambda x: x.double()), "x has dtype torch.float64", "torch.float32")
+    yield argument("quantized", of_x(quantized), "x has dtype torch.quint8", "torch.float32")
+    yield argument("meta", of_x(lambda x: x.to("meta")), "x is on meta", "on cpu")
+    for name in ("x", "token_mask", "topk_idx"):
+        yield argument(
+            f"inference {name}", changed(name, of_inference), f"{name} was made in inference_mode", "clone()"
+        )
+    yield argument("list for mask", changed("token_mask", lambda mask: mask.tolist()), "token_mask (list)", f"[{T}]")
+    yield argument("ids", changed("topk_idx", lambda ids: ids[:, :1]), f"topk_idx has shape [{T}, 1]", f"[{T}, {K}]")
+
+
+@torch.inference_mode()
+def of_inference(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
 
 
 def check_layer_mistakes(rank: int, num_ranks: int) -> list[str]:
@@ -773,19 +854,20 @@ def check_layer_mistakes(rank: int, num_ranks: int) -> list[str]:
         want, _ = layer(x)
         want = want.detach().clone()
 
-        def call(layer: MoELayer, x: Any) -> tuple[str, str]:
+        def call(layer: MoELayer, x: Any, **options: Any) -> tuple[str, str]:
             try:
-                layer(x)
+                layer(x, **options)
             except Exception as error:  # noqa: BLE001 - the class is what is tested
                 return type(error).__name__, str(error)
             return "nothing", ""
 
         for culprits in sets:
-            for what, change, parts in layer_mistakes():
-                findings.where = f"x {what} on {culprits}, seen by rank {rank} of {num_ranks}"
-                name, text = call(layer, change(x) if rank in culprits else x)
-                findings.equal("error", name, "ArgumentError")
-                findings.check(all(part in text for part in parts), f"{parts} not in {text!r}")
+            for bad in layer_mistakes():
+                findings.where = f"{bad.name} on {culprits}, seen by rank {rank} of {num_ranks}"
+                good = {"x": x, "token_mask": torch.ones(T, dtype=torch.bool), "topk_idx": routing(heap, 5)}
+                name, text = call(layer, **(bad.change(heap, good) if rank in culprits else good))
+                findings.equal("error", name, bad.error)
+                findings.check(all(part in text for part in bad.parts), f"{bad.parts} not in {text!r}")
                 findings.check(rank in culprits or f"on rank {culprits[0]}: " in text, text)
                 findings.equal("y of the next correct call", layer(x)[0], want)
         for culprit in range(num_ranks if num_ranks > 1 else 0):
@@ -815,6 +897,135 @@ def check_layer_mistakes(rank: int, num_ranks: int) -> list[str]:
             with pytest.raises(ArgumentError, match=text):
                 MoELayer(odd, heap)
         findings.equal("leased bytes", heap.leased_bytes, 0)
+    return findings.texts
+
+
+# -- gradients that a caller brings -----------------------------------------------------------------------------------
+
+BACKWARDS = ("y of the layer", "y of combine_tokens", "rows", "row_probs")
+
+
+def check_gradients(rank: int, num_ranks: int) -> list[str]:
+    """A gradient that kernels cannot read, on one rank or on all: the same error on every rank; the next is right."""
+    findings = Findings()
+    sets = [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
+    kinds = [
+        bad for bad in unreadable("the gradient") if bad.name.split()[-1] in ("sparse", "wrapper", "freed", "stale")
+    ]
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
+        torch.manual_seed(0)
+        layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K), heap)
+        x = torch.randn(T, H, requires_grad=True)
+
+        def outputs(name: str) -> list[torch.Tensor]:
+            """What is differentiated; the first is the one of that name."""
+            if name == "y of the layer":
+                return [layer(x)[0]]
+            plan = make_plan(routing(heap, 5), num_experts=2 * num_ranks, heap=heap)
+            rows, row_probs = dispatch_tokens(x, plan, probs=torch.ones(T, K, requires_grad=True))
+            if name == "y of combine_tokens":
+                return [combine_tokens(torch.ones(plan.num_rows, H, requires_grad=True), plan)]
+            return [rows, row_probs] if name == "rows" else [row_probs, rows]
+
+        for name in BACKWARDS:
+            for turn, (culprits, bad) in enumerate((c, b) for c in sets for b in kinds):
+                findings.where = f"{bad.name} of {name} on {culprits}, seen by rank {rank} of {num_ranks}"
+                found = outputs(name)
+                gradients = [torch.ones_like(tensor) for tensor in found]
+                if rank in culprits:
+                    gradients[0] = bad.change(heap, {"the gradient": gradients[0]})["the gradient"]
+                try:
+                    torch.autograd.backward(found, gradients)
+                except Exception as error:  # noqa: BLE001 - the class is what is tested
+                    findings.equal("error", type(error).__name__, bad.error)
+                    what = f"the gradient of {name.split()[0]} "
+                    for part in bad.parts:
+                        part = part.replace("the gradient ", what)
+                        findings.check(part in str(error), f"{part!r} is not in {str(error)!r}")
+                else:
+                    findings.check(False, "nothing was raised")
+                del found, gradients
+                findings.equal("leased bytes after the error", heap.leased_bytes, 0)
+                findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+# -- errors that nobody foresaw ---------------------------------------------------------------------------------------
+
+
+class Shared(torch.nn.Module):
+    """A shared expert that runs out of something."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise OSError("no space left")
+        return x
+
+
+def check_unforeseen(rank: int, num_ranks: int) -> list[str]:
+    """One rank has an error of its own in the middle of a call: the others raise it too, at once. The heap lives."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
+        for culprit in range(num_ranks):
+            findings.where = f"culprit {culprit}, rank {rank} of {num_ranks}"
+
+            def spoiled(call: Callable[[], object], owner: Any, name: str, culprit: int = culprit) -> None:
+                """`call` with owner.name out of order on one rank."""
+
+                def fail(*_: object, **__: object) -> None:
+                    raise OSError("no space left")
+
+                good, is_culprit = getattr(owner, name), rank == culprit
+                if is_culprit:
+                    setattr(owner, name, fail)
+                started = time.monotonic()
+                try:
+                    call()
+                except OSError as error:
+                    findings.check(is_culprit, f"a peer raised {error!r}")
+                except Exception as error:  # noqa: BLE001 - the class is what is tested
+                    findings.check(not is_culprit, f"the culprit raised {error!r}")
+                    findings.equal("error", type(error).__name__, "SymmoeError")
+                    findings.equal("text", str(error), f"on rank {culprit}: OSError: no space left")
+                else:
+                    findings.check(False, "nothing was raised")
+                finally:
+                    setattr(owner, name, good)
+                findings.check(time.monotonic() - started < 30, "the peers have waited")
+                findings.equal("leased bytes", heap.leased_bytes, 0)
+                findings.check(round_trip(heap, culprit), "the next correct call is wrong")
+
+            torch.manual_seed(0)
+            config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, capacity=T * K * num_ranks)
+            layer = MoELayer(config, heap, shared_expert=Shared(False))
+            x = torch.randn(T, H, requires_grad=True)
+            ops = kernels.for_device(heap.device)
+
+            def step(layer: MoELayer = layer, x: torch.Tensor = x) -> None:
+                layer(x)[0].sum().backward()
+
+            for owner, name in (
+                (layer.router, "forward"),
+                (layer.shared_expert, "forward"),
+                *(
+                    (ops, name)
+                    for name in ("count_slots", "push_slots", "grouped_gemm_act", "grouped_gemm", "pull_sums")
+                ),
+                *((ops, name) for name in ("grouped_gemm_dact", "grouped_gemm_dgrad", "grouped_gemm_wgrad")),
+            ):
+                findings.where = f"{name}, culprit {culprit}, rank {rank} of {num_ranks}"
+                spoiled(step, owner, name)
+            findings.where = f"parts, culprit {culprit}, rank {rank} of {num_ranks}"
+            plan = make_plan(routing(heap, 5), num_experts=2 * num_ranks, heap=heap)
+            spoiled(lambda plan=plan, x=x: dispatch_tokens(x, plan), ops, "push_rows")
+            rows, _ = dispatch_tokens(x, plan)
+            spoiled(lambda plan=plan, rows=rows: combine_tokens(rows.detach(), plan), ops, "pull_sums")
+            spoiled(lambda rows=rows: rows.sum().backward(), ops, "pull_sums")
+            findings.check(bool(layer(x)[0].isfinite().all()), "the layer works no more")
     return findings.texts
 
 
@@ -902,6 +1113,23 @@ def test_wrong_order_and_overflow(cluster, num_ranks: int):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_heap_that_is_too_small(cluster, num_ranks: int):
     assert flat(cluster(num_ranks).run(check_exhaustion)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_wrong_gradients(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_gradients)) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_errors_that_nobody_foresaw(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_unforeseen)) == []
+
+
+@pytest.mark.parametrize(("heap", "kind"), [(None, "NoneType"), ("host", "str")])
+def test_a_plan_without_a_heap(heap: object, kind: str):
+    """No peer can be told."""
+    with pytest.raises(ArgumentError, match=rf"heap \({kind}\) must be a SymmetricHeap"):
+        make_plan(torch.zeros(T, K, dtype=torch.int64), num_experts=2, heap=heap)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

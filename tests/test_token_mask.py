@@ -89,11 +89,11 @@ def check_wrong_mask(rank: int, num_ranks: int, options: dict) -> list[str]:
         {"topk_idx": torch.full((6, TOP_K), -2, dtype=torch.int32)},
     ]
     texts = [
-        r"token_mask is torch.bool [3] on cpu; it must be torch.bool [2, 3]",
-        r"token_mask is torch.float32 [2, 3]",
+        r"token_mask has shape [3]; it must be [2, 3]",
+        r"token_mask has dtype torch.float32; it must be torch.bool",
         r"token_mask (list)",
-        r"topk_idx is torch.int32 [6, 3] on cpu; it must be torch.int32 or torch.int64 [6, 2]",
-        r"topk_idx is torch.float32",
+        r"topk_idx has shape [6, 3]; it must be [6, 2]",
+        r"topk_idx has dtype torch.float32; it must be torch.int32 or torch.int64",
         f"{EXPERTS}",
         "-2",
     ]

@@ -46,7 +46,7 @@ def collect_rows(rows: torch.Tensor, plan: Plan, *, order: str) -> torch.Tensor:
     """
     with Collection(rows, plan, order=order) as collection:
         collection.collect()
-    return collection.out
+    return given("rows", collection.out)
 
 
 def collect_rows_and_values(
@@ -55,7 +55,7 @@ def collect_rows_and_values(
     """As :func:`collect_rows`, and brings one fp32 value per row home: [N_cap] to [T, K], 0 for slots without a row."""
     with Collection(rows, plan, order=order, row_values=row_values) as collection:
         collection.collect()
-    return collection.out, given("row_values", collection.values)
+    return given("rows", collection.out), given("row_values", collection.values)
 
 
 class Collection:
@@ -64,39 +64,45 @@ class Collection:
     Every call of :meth:`collect` is collective, and so is leaving the context.
 
     Args:
-        rows: [N_cap, H] on the heap; with order "rank" the primary rows of peers' tokens are overwritten.
-        row_values: fp32 [N_cap] that shall come home as well, complete before the first :meth:`collect`.
+        rows: [N_cap, H] on the heap; with order "rank" the primary rows of peers' tokens are overwritten. None: only
+            values come home.
+        row_values: fp32 [N_cap] that shall come home, complete before the first :meth:`collect`.
         num_panels: calls of :meth:`collect` that there will be, the same on all ranks.
+        gradients: of control.GRADIENTS, what this is, in backward; the same on all ranks.
 
     Attributes:
-        out: [T, H], complete after the context.
-        values: fp32 [T, K] or None, likewise.
+        out: [T, H], complete after the context; None without rows.
+        values: fp32 [T, K], likewise.
     """
 
     def __init__(
         self,
-        rows: torch.Tensor,
+        rows: torch.Tensor | None,
         plan: Plan,
         *,
         order: str,
         row_values: torch.Tensor | None = None,
         num_panels: int = 1,
+        gradients: int = 0,
     ) -> None:
         self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
-        self._ops, self._exit = kernels.for_device(rows.device), ExitStack()
+        self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
         self._agreed: control.CallFields = {
-            "hidden": rows.shape[1],
-            "dtype": control.DTYPES.index(rows.dtype),
             "order": control.ORDERS.index(order),
+            "gradients": gradients,
             "probs": int(row_values is not None),
             "panels": num_panels,
             "plan": plan.generation,
         }
-        self.out = torch.empty((plan.num_tokens, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+        # Here, not in `collect`: that may run on another stream.
+        self.out: torch.Tensor | None = None
+        if rows is not None:
+            self._agreed["hidden"], self._agreed["dtype"] = rows.shape[1], control.DTYPES.index(rows.dtype)
+            self.out = rows.new_empty((plan.num_tokens, rows.shape[1]))
         self.values: torch.Tensor | None = None
-        if row_values is not None:  # here, not in `collect`: that may run on another stream
-            self.values = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=rows.device)
+        if row_values is not None:
+            self.values = row_values.new_empty((plan.num_tokens, plan.top_k))
         self._has_values = row_values is None
 
     def __enter__(self) -> Collection:
@@ -110,7 +116,8 @@ class Collection:
                 self._ops.gather_values(self._row_values, self._packed_to_row, plan.num_packed, packed_values.tensor)
                 values_offset = packed_values.offset
             # Looked up before anything is written there.
-            self._publish = (heap.offset_of(self._rows, phase=PHASE), values_offset)
+            rows_offset = 0 if self._rows is None else heap.offset_of(self._rows, phase=PHASE)
+            self._publish = (rows_offset, values_offset)
             self._exit.enter_context(heap.one_call())
             self._exit = self._exit.pop_all()
         return self
@@ -126,19 +133,20 @@ class Collection:
 
     def _collect(self, columns: tuple[int, int] | None, num_ctas: int | None) -> None:
         plan, heap, ops = self._plan, self._plan.heap, self._ops
-        slots, part = (plan.slot_to_rank, plan.slot_to_row), {"columns": columns, "num_ctas": num_ctas}
-        if self._order == "rank":
+        part = {"columns": columns, "num_ctas": num_ctas}
+        if self._rows is not None and self._order == "rank":
             starts = plan.source_to_packed_start
             ops.pre_reduce(self._rows, self._packed_to_row, starts, rank=heap.rank, **part)
             # Autograd must refuse a later use of what stood in the primary rows: also where there are no peers, so
             # that what works on one rank works on several.
             wrote_into(self._rows)
         received = heap.barrier(PHASE, publish=self._publish, **self._agreed)
-        home = (heap.peers, received, self.out)
-        if self._order == "rank":
-            ops.pull_sums(plan.token_to_primary_row, *slots, *home, column=READY_ROWS, **part)
-        else:
-            ops.pull_rows(*slots, *home, column=READY_ROWS, **part)
+        if self.out is not None:
+            trip = (plan.slot_to_rank, plan.slot_to_row, heap.peers, received, self.out)
+            if self._order == "rank":
+                ops.pull_sums(plan.token_to_primary_row, *trip, column=READY_ROWS, **part)
+            else:
+                ops.pull_rows(*trip, column=READY_ROWS, **part)
         if not self._has_values:
             self._has_values = True
             ops.pull_values(

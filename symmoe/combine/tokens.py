@@ -8,14 +8,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.combine.collect import PHASE, collect_rows, on_heap
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.plan import Plan, is_one_of
 from symmoe.dispatch.send import send_expert_major_gradient
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.tokens import receive_gradient, rows_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.symm_mem.autograd import Context, Function, hand_on, in_flight_problem
-from symmoe.symm_mem.buffers import buffer_problem, stale_problem
+from symmoe.symm_mem.buffers import buffer_problem, memory_problem
+from symmoe.symm_mem.told import told
 
 
 def combine_tokens(
@@ -51,8 +52,9 @@ def combine_tokens(
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
-    heap.fail_for(_problem(expert_out, plan, order, grad_out), PHASE)
-    y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
+    with told(heap, PHASE):
+        heap.fail_for(_problem(expert_out, plan, order, grad_out), PHASE)
+        y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
     return y
 
 
@@ -78,28 +80,26 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan = ctx.plan
-        if ctx.grad_out is None:
-            d_rows = receive_gradient(dy.contiguous(), plan)
-        else:
-            plan.heap.fail_for(in_flight_problem("grad_out", ctx.grad_out), SEND)
-            send_expert_major_gradient(dy.contiguous(), plan, ctx.grad_out)
-            d_rows = ctx.handed_on = hand_on(ctx.grad_out)
+        with told(plan.heap, SEND):
+            plan.heap.fail_for(memory_problem("the gradient of y", dy), SEND)
+            if ctx.grad_out is None:
+                d_rows = receive_gradient(dy.contiguous(), plan)
+            else:
+                plan.heap.fail_for(in_flight_problem("grad_out", ctx.grad_out), SEND)
+                send_expert_major_gradient(dy.contiguous(), plan, ctx.grad_out)
+                d_rows = ctx.handed_on = hand_on(ctx.grad_out)
         if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
             d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
         return d_rows, None, None, None
 
 
 def _problem(expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None) -> SymmoeError | None:
-    if order not in control.ORDERS:
+    if not is_one_of(order, control.ORDERS):
         return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
     if plan.not_dispatched is not None:
         return plan.not_dispatched
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows
-    whole = isinstance(expert_out, torch.Tensor) and expert_out.dim() and expert_out.shape[0] == plan.row_capacity
-    error: SymmoeError | None = rows_problem(
-        "expert_out", expert_out, plan, num_rows=plan.row_capacity if whole else least
-    )
-    error = error or stale_problem("expert_out", expert_out)
+    error = rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
     if error is not None or grad_out is None:
         return error
     return buffer_problem(

@@ -76,10 +76,14 @@ def arriving(
 
 @contextmanager
 def rows_arriving(
-    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, division: Division
+    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, division: Division, gradients: int
 ) -> Iterator[Iterator[Part]]:
-    """As :func:`arriving`, rows alone, over a plan that has dispatched: what backward does. Yields the parts."""
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, None, layout, "overlapped")
+    """As :func:`arriving`, rows alone, over a plan that has dispatched: what backward does. Yields the parts.
+
+    gradients: of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
+    """
+    ops, heap = kernels.for_device(x.device), plan.heap
+    agreed = agreed_fields(x, plan, None, layout, "overlapped", gradients=gradients)
     packed_to_row, _ = plan.received_index()
 
     def receive(source: int, arrived: torch.Tensor) -> None:

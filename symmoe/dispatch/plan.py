@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError, StalePlan
+from symmoe.errors import ArgumentError, StaleLease, StalePlan
 from symmoe.kernels import control
 from symmoe.precision.names import precision_word
 from symmoe.precision.recipes import Recipe
+from symmoe.symm_mem.buffers import tensor_problem
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.told import told
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP}
@@ -162,18 +164,32 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
+    if not isinstance(heap, SymmetricHeap):
+        raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
     heap.check()
-    problem = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
-    heap.fail_for(problem or _find_number_problem(precision, quantized_wire), control.PHASE_PLAN)
-    topk_idx = topk_idx.detach().contiguous()
+    with told(heap, control.PHASE_PLAN):
+        problem = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
+        heap.fail_for(problem or _find_number_problem(precision, quantized_wire), control.PHASE_PLAN)
+        num_tokens, top_k = topk_idx.shape
+        if capacity is None:
+            limit, token_limit = -1, -1
+        else:
+            limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
+        header = _header(
+            num_tokens, top_k, num_experts, limit, token_limit, overflow, hidden, dtype, precision, quantized_wire
+        )
+        return _make_plan(topk_idx.detach().contiguous(), heap, header)
+
+
+def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]) -> Plan:
+    """As make_plan; `header` has its other arguments."""
     num_tokens, top_k = topk_idx.shape
+    num_experts, overflow = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_OVERFLOW]
+    limit, token_limit = header[control.HEAD_CAPACITY], header[control.HEAD_MAX_TOKENS]
+    is_exact = limit < 0
     num_ranks, device = heap.num_ranks, heap.device
     experts_per_rank = num_experts // num_ranks
     num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
-    if capacity is None:
-        limit, token_limit = -1, -1
-    else:
-        limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
     ops = kernels.for_device(device)
 
     def int32(*shape: int) -> torch.Tensor:
@@ -181,9 +197,6 @@ def make_plan(
 
     block_counts = int32(num_blocks, num_experts + num_ranks + 2)
     block_starts = int32(num_blocks, num_experts)
-    header = _header(
-        num_tokens, top_k, num_experts, limit, token_limit, overflow, hidden, dtype, precision, quantized_wire
-    )
     with heap.one_call():
         ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
         ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
@@ -203,8 +216,8 @@ def make_plan(
             heap.status,
             num_experts=num_experts,
             capacity=limit,
-            drop=overflow == "drop",
-            record_errors=capacity is not None,
+            drop=overflow == control.OVERFLOW_DROP,
+            record_errors=not is_exact,
             splits=splits,
             row_start=row_start,
             slot_start=slot_start,
@@ -233,7 +246,7 @@ def make_plan(
         slot_to_row, slot_to_rank, block_tokens, packed_start, token_to_packed_row, token_to_primary_row
     )
 
-    if capacity is None:
+    if is_exact:
         words = heap.read_back(report).tolist()
         if words[control.SUM_ERROR] != control.PLAN_OK:
             heap.check()  # a fault of a peer is on record
@@ -283,22 +296,21 @@ def _find_problem(
     max_tokens: int | None,
     hidden: int | None,
     dtype: torch.dtype | None,
-) -> ArgumentError | None:
+) -> ArgumentError | StaleLease | None:
     """What is wrong with this rank's arguments, found without looking at device memory."""
-    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2:
-        given = list(topk_idx.shape) if isinstance(topk_idx, torch.Tensor) else type(topk_idx).__name__
-        return ArgumentError(f"topk_idx ({given}) must be a tensor of shape [T, K]")
-    if topk_idx.dtype not in (torch.int32, torch.int64):
-        return ArgumentError(f"topk_idx has dtype {topk_idx.dtype}; it must be torch.int32 or torch.int64")
-    if topk_idx.device != heap.device:
-        return ArgumentError(f"topk_idx is on {topk_idx.device}; the heap is on {heap.device}")
+    dtypes = (torch.int32, torch.int64)
+    error = tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)
+    if error is not None:
+        return error
     if not 1 <= topk_idx.shape[1] <= MAX_TOP_K:
         return ArgumentError(f"topk_idx has K = {topk_idx.shape[1]} slots per token; K must be in [1, {MAX_TOP_K}]")
+    if topk_idx.numel() >= 2**31:  # a slot is known by its number
+        return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
     integers = {"num_experts": num_experts, "capacity": capacity, "max_tokens": max_tokens, "hidden": hidden}
     for name, value in integers.items():
         if value is None and name != "num_experts":
             continue
-        if not isinstance(value, int):
+        if not isinstance(value, int) or isinstance(value, bool):
             return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
         if value >= 2**31:
             return ArgumentError(f"{name} ({value}) must be less than 2**31")
@@ -306,11 +318,11 @@ def _find_problem(
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:
         return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
-    if overflow not in tuple(_OVERFLOW):
+    if not is_one_of(overflow, tuple(_OVERFLOW)):
         return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
     if hidden is not None and hidden < 1:
         return ArgumentError(f"hidden ({hidden}) must be at least 1")
-    if dtype is not None and dtype not in control.DTYPES:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in control.DTYPES):
         return ArgumentError(f"dtype ({dtype}) must be one of {', '.join(map(str, control.DTYPES))}")
     if capacity is None and (max_tokens is not None or overflow != "raise"):
         setting = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
@@ -324,11 +336,16 @@ def _find_problem(
     return None
 
 
+def is_one_of(word: object, words: tuple[str, ...]) -> bool:
+    """Whether `word` is one of the words. Without comparing what is none: an array would compare with each element."""
+    return isinstance(word, str) and word in words
+
+
 def _find_number_problem(precision: Recipe | None, quantized_wire: str) -> ArgumentError | None:
     """Likewise, in what rows are multiplied and travel as."""
     if precision is not None and not isinstance(precision, Recipe):
         return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
-    if quantized_wire not in control.QUANTIZED_WIRES:
+    if not is_one_of(quantized_wire, control.QUANTIZED_WIRES):
         return ArgumentError(f"quantized_wire ({quantized_wire!r}) must be one of {control.QUANTIZED_WIRES}")
     return None
 

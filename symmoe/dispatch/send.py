@@ -37,14 +37,18 @@ def send_expert_major(
     return row_probs
 
 
-def send_packed_gradient(dy: torch.Tensor, plan: Plan, packed: torch.Tensor) -> None:
-    """dy [T, H] to every rank's `packed` [P_cap, H], in backward. Collective; does not synchronise the host."""
-    _send_rows(dy, plan, packed, "packed")
+def send_packed_gradient(dy: torch.Tensor, plan: Plan, packed: torch.Tensor, *, gradients: int = 0) -> None:
+    """dy [T, H] to every rank's `packed` [P_cap, H], in backward. Collective; does not synchronise the host.
+
+    Args:
+        gradients: of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
+    """
+    _send_rows(dy, plan, packed, "packed", gradients)
 
 
-def send_expert_major_gradient(dy: torch.Tensor, plan: Plan, rows: torch.Tensor) -> None:
+def send_expert_major_gradient(dy: torch.Tensor, plan: Plan, rows: torch.Tensor, *, gradients: int = 0) -> None:
     """As :func:`send_packed_gradient`, to every rank's `rows` [N_cap, H] in expert-major order."""
-    _send_rows(dy, plan, rows, "expert-major")
+    _send_rows(dy, plan, rows, "expert-major", gradients)
     _fan_out(rows, plan)
 
 
@@ -56,13 +60,14 @@ def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
 
 
 def agreed_fields(
-    x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, layout: str, schedule: str
+    x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, layout: str, schedule: str, *, gradients: int = 0
 ) -> control.CallFields:
     """What all ranks must bring alike to a dispatch, or their rows would not fit each other's buffers."""
     return {
         "hidden": x.shape[1],
         "dtype": control.DTYPES.index(x.dtype),
         "probs": int(probs is not None),
+        "gradients": gradients,
         "layout": control.LAYOUTS.index(layout),
         "schedule": control.SCHEDULES.index(schedule),
         "plan": plan.generation,
@@ -74,8 +79,9 @@ def token_to_row(plan: Plan, layout: str) -> torch.Tensor:
     return plan.token_to_packed_row if layout == "packed" else plan.token_to_primary_row
 
 
-def _send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, layout: str) -> None:
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, None, layout, "serial")
+def _send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, layout: str, gradients: int) -> None:
+    ops, heap = kernels.for_device(x.device), plan.heap
+    agreed = agreed_fields(x, plan, None, layout, "serial", gradients=gradients)
     with heap.one_call(), heap.timed("dispatch"):
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
         ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)

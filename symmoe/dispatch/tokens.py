@@ -6,20 +6,23 @@ For experts of any kind that take rows sorted by expert. MoELayer uses the packe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol, overload
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from symmoe.combine.collect import collect_rows, collect_rows_and_values, on_heap
-from symmoe.dispatch.plan import Plan
+from symmoe.combine.collect import PHASE as COLLECT
+from symmoe.combine.collect import Collection, on_heap
+from symmoe.dispatch.plan import Plan, is_one_of
 from symmoe.dispatch.send import send_expert_major, send_packed, send_packed_gradient
 from symmoe.dispatch.slots import PHASE
-from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
+from symmoe.kernels.operands import given
 from symmoe.symm_mem.autograd import Context, Function, wrote_into
-from symmoe.symm_mem.buffers import buffer_problem, dtype_problem
+from symmoe.symm_mem.buffers import buffer_problem, memory_problem, tensor_problem
+from symmoe.symm_mem.told import told
 
 
 @overload
@@ -47,6 +50,9 @@ def dispatch_tokens(
     Rows are ordered expert, source rank, token, k; `plan.splits` says how many each local expert has. One copy of a
     token goes over the wire per rank, however many experts it has there.
 
+    Backward is collective too and computes what is asked for: each of `x` and `probs` requires a gradient on all ranks
+    or on none.
+
     Args:
         x: [T, H] fp32, fp16 or bf16, T as in the plan; H * itemsize must be a multiple of 16 on GPUs.
         plan: from make_plan.
@@ -72,8 +78,9 @@ def dispatch_tokens(
         raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
     heap = plan.heap
     heap.check()
-    heap.fail_for(rows_problem("x", x, plan, num_rows=plan.num_tokens) or _problem(x, plan, probs, out, order), PHASE)
-    rows, row_probs = _Dispatch.apply(x, probs, plan, out, order)
+    with told(heap, PHASE):
+        heap.fail_for(rows_problem("x", x, plan, plan.num_tokens) or _problem(x, plan, probs, out, order), PHASE)
+        rows, row_probs = _Dispatch.apply(x, probs, plan, out, order)
     return rows, row_probs
 
 
@@ -108,14 +115,19 @@ class _Dispatch(Function):
     def backward(
         ctx: _Context, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        plan = ctx.plan
-        d_probs: torch.Tensor | None = None
-        with on_heap(d_rows, plan, name="input gradients") as rows:
-            if ctx.needs_input_grad[1] and d_row_probs is not None:
-                dx, d_probs = collect_rows_and_values(rows, d_row_probs.contiguous(), plan, order=ctx.order)
-            else:
-                dx = collect_rows(rows, plan, order=ctx.order)
-        return dx, d_probs, None, None, None
+        plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
+        heap, gradients = plan.heap, control.gradients_index(x=needs_x, probs=needs_probs)
+        with told(heap, COLLECT):
+            problem = memory_problem("the gradient of rows", d_rows) if needs_x else None
+            if problem is None and needs_probs:
+                problem = memory_problem("the gradient of row_probs", given("d_row_probs", d_row_probs))
+            heap.fail_for(problem, COLLECT)
+            d_row_probs = given("d_row_probs", d_row_probs).contiguous() if needs_probs else None
+            with on_heap(d_rows, plan, name="input gradients") if needs_x else nullcontext() as rows:
+                collection = Collection(rows, plan, order=ctx.order, row_values=d_row_probs, gradients=gradients)
+                with collection:
+                    collection.collect()
+        return collection.out, collection.values, None, None, None
 
 
 def _send_and_unpack(
@@ -148,17 +160,15 @@ def unpack_rows(packed: torch.Tensor, plan: Plan) -> torch.Tensor:
     return packed.index_select(0, plan.rows_of(row_to_packed_row))
 
 
-def rows_problem(name: str, rows: object, plan: Plan, *, num_rows: int) -> ArgumentError | None:
-    """What is wrong with a [num_rows, H] tensor that is to travel by `plan`, or None."""
-    if not isinstance(rows, torch.Tensor) or rows.dim() != 2:
-        given = list(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
-        return ArgumentError(f"{name} ({given}) must be a tensor with 2 dimensions")
-    if rows.shape[0] != num_rows:
-        return ArgumentError(f"{name} has {rows.shape[0]} rows; this plan needs {num_rows}")
-    if (error := dtype_problem(name, rows.dtype)) is not None:
+def rows_problem(name: str, rows: torch.Tensor, plan: Plan, *num_rows: int) -> ArgumentError | StaleLease | None:
+    """What is wrong with a [N, H] tensor that is to travel by `plan`, or None. num_rows: what N may be."""
+    error = tensor_problem(name, rows, shape=("N", "H"), dtypes=control.DTYPES, device=plan.heap.device)
+    if error is not None:
         return error
-    if rows.device != plan.heap.device:
-        return ArgumentError(f"{name} is on {rows.device}; the heap is on {plan.heap.device}")
+    if rows.shape[0] not in num_rows:
+        return ArgumentError(f"{name} has {rows.shape[0]} rows; this plan needs {num_rows[0]}")
+    if not 1 <= rows.shape[1] <= control.MAX_HIDDEN:
+        return ArgumentError(f"{name} has rows of {rows.shape[1]} features; it must be 1 to {control.MAX_HIDDEN}")
     if rows.device.type == "cuda" and rows.shape[1] * rows.element_size() % control.ACCESS_BYTES:
         return ArgumentError(
             f"{name} has rows of {rows.shape[1]} x {rows.element_size()} bytes; on GPUs a row must be a multiple of "
@@ -170,15 +180,13 @@ def rows_problem(name: str, rows: object, plan: Plan, *, num_rows: int) -> Argum
 def _problem(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
 ) -> SymmoeError | None:
-    if order not in control.ORDERS:
+    if not is_one_of(order, control.ORDERS):
         return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
     if probs is not None:
-        if not isinstance(probs, torch.Tensor):
-            return ArgumentError(f"probs ({type(probs).__name__}) must be a tensor")
-        if tuple(probs.shape) != (plan.num_tokens, plan.top_k):
-            return ArgumentError(f"probs has shape {list(probs.shape)}; it must be {[plan.num_tokens, plan.top_k]}")
-        if probs.dtype != torch.float32 or probs.device != x.device:
-            return ArgumentError(f"probs is {probs.dtype} on {probs.device}; it must be torch.float32 on {x.device}")
+        shape = plan.num_tokens, plan.top_k
+        error = tensor_problem("probs", probs, shape=shape, dtypes=(torch.float32,), device=x.device)
+        if error is not None:
+            return error
     if out is None:
         return None
     shape = (plan.row_capacity, x.shape[1])

@@ -99,6 +99,9 @@ QUANTIZED_WIRES = ("none", "forward", "backward", "both")
 # the orders of combine's sums; a call holds the index
 ORDERS = ("rank", "slot")
 
+# what the backward pass of a trip computes beside the gradients of weights; a call holds the index, x + 2 * probs
+GRADIENTS = ("none", "x", "probs", "x and probs")
+
 # the layouts of received rows and the schedules of a step; a call holds the indices
 LAYOUTS = ("packed", "expert-major")
 SCHEDULES = ("serial", "overlapped")
@@ -150,21 +153,24 @@ PHASE_CLOSE = 6
 # The plan is known by its generation, of which the last bits have to do.
 CALL_FIELDS = {
     "phase": 8,
-    "order": 2,
-    "probs": 2,
+    "order": 1,
+    "gradients": 2,
+    "probs": 1,
     "dtype": 4,
     "hidden": 24,
-    "layout": 2,
-    "schedule": 2,
+    "layout": 1,
+    "schedule": 1,
     "panels": 7,
     "plan": 12,
 }
+MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
 
 
 class CallFields(TypedDict, total=False):
     """Values of CALL_FIELDS, beside the phase; those that are not given are 0."""
 
     order: int
+    gradients: int
     probs: int
     dtype: int
     hidden: int
@@ -172,6 +178,11 @@ class CallFields(TypedDict, total=False):
     schedule: int
     panels: int
     plan: int
+
+
+def gradients_index(*, x: bool, probs: bool) -> int:
+    """Of GRADIENTS."""
+    return int(x) + 2 * int(probs)
 
 
 def pack_call(**fields: int) -> int:

@@ -73,10 +73,16 @@ class AdaptedWeights(ExpertWeights):
         self.low2.add_up(given("t2", hidden.t2), x.row_start, out, columns=columns, num_sms=num_sms)
 
     def backward(
-        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, *, parts: Iterable[Part] | None = None
+        self,
+        x: ExpertRows,
+        hidden: Hidden,
+        d_out: torch.Tensor,
+        *,
+        parts: Iterable[Part] | None = None,
+        needs_scale: bool = True,
     ) -> AdaptedBackward:
         """The backward pass, its first step done."""
-        return AdaptedBackward(x, self, hidden, d_out, parts=parts)
+        return AdaptedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
 
 
 class AdaptedBackward(ExpertsBackward):

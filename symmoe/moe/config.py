@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from symmoe.dispatch.plan import is_one_of
 from symmoe.dispatch.wire import WireFormat, wire_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
@@ -178,7 +179,7 @@ class MoEConfig:
 def words_problem(words: Mapping[str, object]) -> ArgumentError | None:
     """What is wrong with words for fields that take one of a few, by the names of the fields, or None."""
     for name, word in words.items():
-        if word not in _CHOICES[name]:
+        if not is_one_of(word, _CHOICES[name]):
             return ArgumentError(f"{name} ({word!r}) must be one of {_CHOICES[name]}")
     return None
 

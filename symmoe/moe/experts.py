@@ -127,10 +127,16 @@ class ExpertWeights:
         )
 
     def backward(
-        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, *, parts: Iterable[Part] | None = None
+        self,
+        x: ExpertRows,
+        hidden: Hidden,
+        d_out: torch.Tensor,
+        *,
+        parts: Iterable[Part] | None = None,
+        needs_scale: bool = True,
     ) -> ExpertsBackward:
         """The backward pass, its first step done."""
-        return ExpertsBackward(x, self, hidden, d_out, parts=parts)
+        return ExpertsBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +196,7 @@ class ExpertsBackward:
         hidden: what forward returned.
         d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
         parts: of the first step, as ExpertWeights.first_layer takes them; `d_out` need not be complete before they are.
+        needs_scale: whether anybody will ask for `d_scale`, which is incomplete otherwise.
 
     Attributes:
         d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
@@ -205,6 +212,7 @@ class ExpertsBackward:
         d_out: torch.Tensor,
         *,
         parts: Iterable[Part] | None = None,
+        needs_scale: bool = True,
     ) -> None:
         h = hidden.h
         self._ops = ops = kernels.for_device(h.device)
@@ -221,7 +229,7 @@ class ExpertsBackward:
             gathered = {"dout_index": x.row_index}
             if self.db2 is not None:
                 ops.grouped_bias_grad(d_out, x.row_start, self.db2, scale=x.bias_scale, **gathered)
-            if x.bias_scale is not None:
+            if x.bias_scale is not None and needs_scale:
                 ops.grouped_bias_dot(d_out, weights.b2, x.row_start, self.d_scale, accumulate=True, **gathered)
 
     def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:

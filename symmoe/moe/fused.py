@@ -8,7 +8,7 @@ whether rows travel beside the GEMMs, is the caller's choice (moe/schedule.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -20,6 +20,7 @@ from symmoe.combine.collect import PHASE as COLLECT
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.wire import WireFormat, wire_problem
+from symmoe.kernels import control
 from symmoe.kernels.operands import given
 from symmoe.moe.arguments import kernel_rows
 from symmoe.moe.config import words_problem
@@ -30,7 +31,9 @@ from symmoe.moe.overlap import Sizes, num_sms_of, overlap, rates_of, received_la
 from symmoe.moe.quantized import FULL, Wire, takes_parts
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.symm_mem.autograd import Context, Function
+from symmoe.symm_mem.buffers import memory_problem
 from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.told import told
 
 RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
@@ -68,10 +71,12 @@ def expert_parallel_mlp(
     layout: str = "auto",
     schedule: str = "overlapped",
     quantized_wire: str = "none",
+    out_shape: torch.Size | None = None,
 ) -> torch.Tensor:
     """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
 
-    Backward is collective too and must be entered by all ranks in the same order.
+    Backward is collective too and must be entered by all ranks in the same order. It computes what is asked for: each
+    of `x` and `probs` requires a gradient on all ranks or on none.
 
     Args:
         x: [T, H] on the heap's device; the experts' weights are cast to its dtype.
@@ -83,9 +88,10 @@ def expert_parallel_mlp(
         layout: of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
         schedule: "serial" or "overlapped", see MoEConfig.
         quantized_wire: what travels quantised: "none", "forward", "backward" or "both", see MoEConfig.
+        out_shape: [..., H] of the result; None is [T, H].
 
     Returns:
-        [T, H].
+        [..., H].
 
     Raises:
         ArgumentError: order, stash, layout, schedule or quantized_wire is no such word; on every rank if it is on any
@@ -95,25 +101,27 @@ def expert_parallel_mlp(
     """
     words = {"order": order, "stash": stash, "layout": layout, "schedule": schedule, "quantized_wire": quantized_wire}
     plan.heap.check()
-    plan.heap.fail_for(words_problem(words), SEND)
-    plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
-    layout = received_layout(layout, experts.ffn, experts.precision)
-    weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
-    weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
-    b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
-    wire = _wire(experts, plan, quantized_wire)
-    call = _Call(
-        experts=experts,
-        plan=plan,
-        order=order,
-        stash=STASHES[stash],
-        layout=layout,
-        schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout, wire),
-        wire=wire,
-        trains=torch.is_grad_enabled(),
-    )
-    adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
-    y: torch.Tensor = _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2, *adapters)
+    with told(plan.heap, SEND):
+        plan.heap.fail_for(words_problem(words), SEND)
+        plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
+        layout = received_layout(layout, experts.ffn, experts.precision)
+        weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
+        weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
+        b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
+        wire = _wire(experts, plan, quantized_wire)
+        call = _Call(
+            experts=experts,
+            plan=plan,
+            order=order,
+            stash=STASHES[stash],
+            layout=layout,
+            schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout, wire),
+            wire=wire,
+            trains=torch.is_grad_enabled(),
+            out_shape=out_shape,
+        )
+        adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
+        y: torch.Tensor = _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2, *adapters)
     return y
 
 
@@ -169,6 +177,7 @@ class _Call:
     schedule: Schedule
     wire: Wire
     trains: bool
+    out_shape: torch.Size | None
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease for the like of these rows to arrive in from all ranks."""
@@ -181,10 +190,15 @@ class _Call:
         return self.plan.row_capacity if self.plan.num_rows is None else max(1, self.plan.num_rows)
 
     def weight_gradients(
-        self, linear: GroupedLinear, weights: tuple[torch.Tensor, ...], compute: Callable[..., None]
+        self,
+        linear: GroupedLinear,
+        weights: tuple[torch.Tensor, ...],
+        compute: Callable[..., None],
+        *,
+        is_beside: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """Of one linear layer, beside combine; a delayed one has nothing beside it."""
-        num_sms = None if linear.delay_wgrad else self.schedule.gradient_combine_sms
+        """Of one linear layer, beside combine or not; a delayed one has nothing beside it."""
+        num_sms = self.schedule.gradient_combine_sms if is_beside and not linear.delay_wgrad else None
         return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
 
     def operands(
@@ -196,9 +210,9 @@ class _Call:
         b2: torch.Tensor | None,
         tensors: Sequence[torch.Tensor],
         *,
-        keeps_h: bool,
+        trains: tuple[bool, bool],
     ) -> tuple[ExpertRows, ExpertWeights]:
-        """Inputs as the kernels take them. keeps_h: whether backward will use what the first layer leaves for it."""
+        """Inputs as the kernels take them. trains: as in expert_weights, of what this call's first layer leaves."""
         experts = self.experts
         bias_scale = None if b2 is None else row_probs
         weights = expert_weights(
@@ -207,7 +221,7 @@ class _Call:
             experts.fc2,
             (b1, b2),
             tensors,
-            trains=(keeps_h, keeps_h),
+            trains=trains,
             wire=self.wire,
         )
         row_index = row_to_packed_row if self.layout == "packed" else None
@@ -242,7 +256,8 @@ class _ExpertParallelMLP(Function):
         with schedule.dispatch(sent, plan, received.tensor, probs.contiguous()) as arrival:
             row_probs, index = given("row_probs", arrival.row_probs), arrival.row_to_packed_row
             keeps_h = keeps and call.trains and stash.keeps_h
-            rows, experts = call.operands(received.tensor, index, row_probs, b1, b2, tensors, keeps_h=keeps_h)
+            trains = keeps_h and ctx.needs_input_grad[1], keeps_h
+            rows, experts = call.operands(received.tensor, index, row_probs, b1, b2, tensors, trains=trains)
             computed, a = experts.first_layer(rows, num_rows=call.num_rows, parts=arrival.parts)
         if keeps:
             # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
@@ -257,40 +272,63 @@ class _ExpertParallelMLP(Function):
             def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
                 experts.second_layer(a, computed, rows, out.tensor, columns=columns, num_sms=num_sms)
 
-            return schedule.combine(out.tensor, plan, call.order, compute)
+            y = schedule.combine(out.tensor, plan, call.order, compute)
+        # No view, of which autograd would allow less than of a tensor, and which would lose FSDP's hooks when somebody
+        # writes into it. Here, so that no function stands between the caller's gradient and the check of it.
+        return y if call.out_shape is None else torch.ops.aten._unsafe_view(y, call.out_shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call = ctx.call
-        x, received, *rest = ctx.saved_tensors
-        computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
-        plan, schedule, fc1, fc2 = call.plan, call.schedule, call.experts.fc1, call.experts.fc2
-        weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
-        both = ((fc1, weights1), (fc2, weights2))
-        heap, hidden = plan.heap, dy.shape[1]
-        _, row_to_packed_row = plan.received_index()
-        arrived = None
-        if received is None:
-            sent = _on_wire(x, call.wire.rows)
-            received = call.receive(sent, name=RECEIVED).tensor
-            arrived = schedule.dispatch_rows(sent, plan, received)  # who goes where is in the plan
-        rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tensors, keeps_h=True)
-        with nullcontext() if arrived is None else arrived as parts:
-            if computed.h is None:
-                computed, _ = experts.first_layer(rows, num_rows=call.num_rows, parts=parts)
-        sent = _on_wire(kernel_rows(dy), call.wire.gradients)
-        d_out = call.receive(sent, name="output gradients").tensor
-        with schedule.dispatch_rows(sent, plan, d_out) as parts:
-            # Holds both leases, beyond this call if weight gradients are delayed.
-            step = experts.backward(rows, computed, d_out, parts=parts)
-        with heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT) as d_rows:
-            step.input_gradient(d_rows.tensor)
-            # Without weight gradients there is nothing to run beside; those of adapters take no time worth it.
-            computes = any(w.requires_grad and not fc.delay_wgrad for fc, ws in both for w in ws)
-            combining = schedule if computes else Serial(call.layout)
-            with combining.combine_beside(d_rows.tensor, plan, call.order, step.d_scale) as collection:
-                dw2 = call.weight_gradients(fc2, weights2, step.w2_gradient)
-                dw1 = call.weight_gradients(fc1, weights1, step.w1_gradient)
-                d_adapters = step.adapter_gradients()
-        return None, collection.out, collection.values, step.db1, step.db2, *dw1, *dw2, *d_adapters
+        heap = ctx.call.plan.heap
+        with told(heap, SEND):
+            heap.fail_for(memory_problem("the gradient of y", dy), SEND)
+            return _backward(ctx, dy.reshape(-1, dy.shape[-1]))
+
+
+def _backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    call = ctx.call
+    _, needs_x, needs_probs, *_ = ctx.needs_input_grad
+    gradients = control.gradients_index(x=needs_x, probs=needs_probs)
+    x, received, *rest = ctx.saved_tensors
+    computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
+    plan, schedule, fc1, fc2 = call.plan, call.schedule, call.experts.fc1, call.experts.fc2
+    weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
+    both = ((fc1, weights1), (fc2, weights2))
+    heap, hidden = plan.heap, dy.shape[1]
+    _, row_to_packed_row = plan.received_index()
+    arrived = None
+    if received is None:
+        sent = _on_wire(x, call.wire.rows)
+        received = call.receive(sent, name=RECEIVED).tensor
+        arrived = schedule.dispatch_rows(sent, plan, received, gradients=gradients)  # who goes where is in the plan
+    trains = needs_x, True
+    rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tensors, trains=trains)
+    with nullcontext() if arrived is None else arrived as parts:
+        if computed.h is None:
+            computed, _ = experts.first_layer(rows, num_rows=call.num_rows, parts=parts)
+    sent = _on_wire(kernel_rows(dy), call.wire.gradients)
+    d_out = call.receive(sent, name="output gradients").tensor
+    with schedule.dispatch_rows(sent, plan, d_out, gradients=gradients) as parts:
+        # Holds both leases, beyond this call if weight gradients are delayed.
+        step = experts.backward(rows, computed, d_out, parts=parts, needs_scale=needs_probs)
+    # Without weight gradients there is nothing to run beside; those of adapters take no time worth it.
+    computes = any(w.requires_grad and not fc.delay_wgrad for fc, ws in both for w in ws)
+    combining = schedule if computes else Serial(call.layout)
+    with ExitStack() as stack:
+        d_rows = dx = d_probs = collection = None
+        if needs_x:
+            lease = heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT)
+            d_rows = stack.enter_context(lease).tensor
+            step.input_gradient(d_rows)
+        if gradients:
+            d_scale = step.d_scale if needs_probs else None
+            trip = combining.combine_beside(d_rows, plan, call.order, d_scale, gradients=gradients)
+            collection = stack.enter_context(trip)
+        compute = partial(call.weight_gradients, is_beside=collection is not None)
+        dw2 = compute(fc2, weights2, step.w2_gradient)
+        dw1 = compute(fc1, weights1, step.w1_gradient)
+        d_adapters = step.adapter_gradients()
+    if collection is not None:
+        dx, d_probs = collection.out, collection.values
+    return None, dx, d_probs, step.db1, step.db2, *dw1, *dw2, *d_adapters

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from symmoe.dispatch.plan import MAX_TOP_K
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe import balance, operators
 from symmoe.moe.arguments import width_problem
@@ -21,8 +23,9 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.router import Router, RouterOutput, choice_problem, mask_problem
 from symmoe.moe.step import apply_experts, plan_step
-from symmoe.symm_mem.buffers import dtype_problem
+from symmoe.symm_mem.buffers import tensor_problem
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.told import told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +121,7 @@ class MoELayer(nn.Module):
         self.set_experts(experts)
         self.shared_expert = shared_expert
         self._expert_group = expert_group
+        self._has_warned = False
 
     def set_experts(self, experts: GroupedMLP) -> None:
         """Makes `experts` this rank's, instead of those that the layer has. Local.
@@ -160,23 +164,25 @@ class MoELayer(nn.Module):
         """
         if not torch.compiler.is_compiling():
             self.heap.check()
-            self.heap.fail_for(self._problem(x, token_mask, topk_idx), control.PHASE_PLAN)
+            with told(self.heap, control.PHASE_PLAN):
+                self.heap.fail_for(self._problem(x, token_mask, topk_idx), control.PHASE_PLAN)
+                self._warn_of_hooks()
         if operators.is_watched(self.experts):
             return self._forward_as_operator(x, token_mask, topk_idx)
         config = self.config
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        tokens = x.reshape(-1, config.hidden).to(dtype)
-        routed = self._route(x, token_mask, topk_idx)  # not `tokens`: autocast would round what it sees
-        if x.device.type == "cpu":  # elsewhere the host would have to wait for them
-            self.heap.fail_for(_logits_problem(routed.logits), control.PHASE_PLAN)
-        plan = plan_step(config, self.heap, routed.topk_idx, dtype)
-        shared = None
-        if self.shared_expert is not None:
-            # Enqueued before the trips, whose waits it is to fill.
-            shared = start_beside(self.shared_expert, x, self.heap.side_stream)
-        y = apply_experts(config, tokens, routed.probs, self.experts, plan)
+        with told(self.heap, control.PHASE_PLAN):
+            tokens = x.reshape(-1, config.hidden).to(dtype)
+            routed = self._route(x, token_mask, topk_idx)  # not `tokens`: autocast would round what it sees
+            if x.device.type == "cpu":  # elsewhere the host would have to wait for them
+                self.heap.fail_for(_logits_problem(routed.logits), control.PHASE_PLAN)
+            plan = plan_step(config, self.heap, routed.topk_idx, dtype)
+            shared = None
+            if self.shared_expert is not None:
+                # Enqueued before the trips, whose waits it is to fill.
+                shared = start_beside(self.shared_expert, x, self.heap.side_stream)
+            y = apply_experts(config, tokens, routed.probs, self.experts, plan, x.shape)
         y = self._count(y, plan.expert_load)
-        y = torch.ops.aten._unsafe_view(y, x.shape)  # a view would lose FSDP's hooks when somebody writes into it
         if shared is not None:
             y = y + join(shared, self.heap.side_stream)
         metrics = self._metrics(x, token_mask, routed, plan.expert_load, plan.num_dropped)
@@ -270,18 +276,51 @@ class MoELayer(nn.Module):
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
         return balance.load_balance_loss(shares, expert_load, token_mask)
 
+    def _warn_of_hooks(self) -> None:
+        """Once, of hooks of the experts' modules: kernels take the place of their calls, and nothing runs hooks."""
+        if self._has_warned or not (hooks := _hooks_of(cast(nn.Module, self._modules["experts"]))):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"MoELayer never runs the {', '.join(hooks)}: its kernels take the place of these modules' calls. Register "
+            "hooks on the layer, its router or shared expert, or on parameters",
+            stacklevel=5,  # of whoever called the layer
+        )
+
     def _problem(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None
-    ) -> ArgumentError | None:
-        if not isinstance(x, torch.Tensor) or x.dim() < 1 or x.shape[-1] != self.config.hidden:
-            given = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            return ArgumentError(f"x ({given}) must be a tensor whose last dimension is hidden ({self.config.hidden})")
-        if (error := dtype_problem("x", x.dtype)) is not None:
+    ) -> SymmoeError | None:
+        shape = ("...", self.config.hidden)
+        error: SymmoeError | None = tensor_problem("x", x, shape=shape, dtypes=control.DTYPES, device=self.heap.device)
+        if error is not None:
             return error
-        if x.device != self.heap.device:
-            return ArgumentError(f"x is on {x.device}; the heap is on {self.heap.device}")
         error = mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)
+        error = error or self._inference_problem(x=x, token_mask=token_mask, topk_idx=topk_idx)
         return error or width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)
+
+    def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
+        """What torch would refuse where it saves them for backward, when the peers wait already."""
+        if not torch.is_grad_enabled():
+            return None
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_inference() and any(p.requires_grad for p in self.parameters()):
+                return ArgumentError(f"{name} was made in inference_mode, and backward cannot use it: give its clone()")
+        return None
+
+
+def _hooks_of(experts: nn.Module) -> list[str]:
+    """Hooks of a module's call on the experts, their layers and activation: of which kind, and where."""
+    modules = (experts, *cast(Iterable[nn.Module], experts._modules.values()))
+    for m in modules:  # the quick way, for every call
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            break
+    else:
+        return []
+    names = ("experts", *(f"experts.{name}" for name in experts._modules))
+    kinds = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
+    return [
+        f"{kind} on {name}" for name, m in zip(names, modules, strict=True) for kind in kinds if vars(m)[f"_{kind}s"]
+    ]
 
 
 def _logits_problem(logits: torch.Tensor) -> ArgumentError | None:

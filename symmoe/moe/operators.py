@@ -96,8 +96,9 @@ def expert_parallel_step(
     biases, weights, adapters = ([tensor.to(tokens.dtype) for tensor in part] for part in local_parameters(experts))
     trains = torch.is_grad_enabled()
     trains_weights = trains and any(tensor.requires_grad for tensor in (*biases, *weights))
+    gradients = control.gradients_index(x=trains and tokens.requires_grad, probs=trains and probs.requires_grad)
     y, expert_load, num_dropped, _ = _moe_forward(
-        tokens, probs, topk_idx, biases, weights, adapters, step.number, trains, trains_weights
+        tokens, probs, topk_idx, biases, weights, adapters, step.number, trains, trains_weights, gradients
     )
     return y, expert_load, num_dropped
 
@@ -109,6 +110,11 @@ def _elsewhere(experts: GroupedMLP) -> str | None:
             if getattr(linear, option):
                 return option
     return None
+
+
+def _trained_inputs(gradients: int) -> tuple[bool, bool]:
+    """Whether x and whether probs is to get a gradient; of control.GRADIENTS."""
+    return bool(gradients & 1), bool(gradients & 2)
 
 
 class _Arguments:
@@ -166,6 +172,7 @@ def _moe_forward(
     step: int,
     trains: bool,
     trains_weights: bool,
+    gradients: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     this = _STEPS[step]
     this.heap.check()
@@ -180,10 +187,8 @@ def _moe_forward(
     arguments = _Arguments(tensors)
     # Leaves of a graph of this call's own.
     first_weight, first_adapter = 2 + len(biases), 2 + len(biases) + len(weights)
-    leaves = [
-        tensor.detach().requires_grad_(trains_weights or not 2 <= number < first_adapter)
-        for number, tensor in enumerate(tensors)
-    ]
+    trained = [*_trained_inputs(gradients)] + [trains_weights] * (first_adapter - 2) + [True] * len(adapters)
+    leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
     experts = with_parameters(
         experts, leaves[2:first_weight], leaves[first_weight:first_adapter], leaves[first_adapter:]
     )
@@ -208,6 +213,7 @@ def _(
     step: int,
     trains: bool,
     trains_weights: bool,
+    gradients: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     load = torch.empty(_STEPS[step].config.num_experts, dtype=torch.int32, device=x.device)
     num_dropped = torch.empty(1, dtype=torch.int32, device=x.device)
@@ -224,6 +230,7 @@ def _moe_backward(
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
     trains_weights: bool,
+    gradients: int,
 ) -> list[torch.Tensor]:
     kept: _State | None = getattr(state.untyped_storage(), "_symmoe_state", None)
     if kept is None:
@@ -246,8 +253,10 @@ def _(
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
     trains_weights: bool,
+    gradients: int,
 ) -> list[torch.Tensor]:
-    inputs = [x, probs, *(biases if trains_weights else ()), *(weights if trains_weights else ()), *adapters]
+    inputs = [tensor for tensor, is_trained in zip((x, probs), _trained_inputs(gradients), strict=True) if is_trained]
+    inputs += [*(biases if trains_weights else ()), *(weights if trains_weights else ()), *adapters]
     return [tensor.new_empty(tensor.shape) for tensor in inputs]
 
 
@@ -255,10 +264,11 @@ class _Context(Context, Protocol):
     num_biases: int
     num_weights: int
     trains_weights: bool
+    gradients: int
 
 
 def _keep(ctx: _Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, probs, _, biases, weights, adapters, _, _, ctx.trains_weights = inputs
+    x, probs, _, biases, weights, adapters, _, _, ctx.trains_weights, ctx.gradients = inputs
     ctx.num_biases, ctx.num_weights = len(biases), len(weights)
     ctx.save_for_backward(output[3], x, probs, *biases, *weights, *adapters)
 
@@ -269,11 +279,12 @@ def _backward(ctx: _Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
     biases, weights = rest[: ctx.num_biases], rest[ctx.num_biases : first_adapter]
     adapters = rest[first_adapter:]
     d_rest: list[torch.Tensor | None]
-    dx, d_probs, *d_rest = _moe_backward(dy, state, x, probs, biases, weights, adapters, ctx.trains_weights)
+    d_rest = _moe_backward(dy, state, x, probs, biases, weights, adapters, ctx.trains_weights, ctx.gradients)
+    dx, d_probs = (d_rest.pop(0) if is_trained else None for is_trained in _trained_inputs(ctx.gradients))
     if not ctx.trains_weights:
         d_rest = [*itertools.repeat(None, first_adapter), *d_rest]
     d_parts = d_rest[: ctx.num_biases], d_rest[ctx.num_biases : first_adapter], d_rest[first_adapter:]
-    return dx, d_probs, None, *d_parts, None, None, None
+    return dx, d_probs, None, *d_parts, None, None, None, None
 
 
 _moe_forward.register_autograd(_backward, setup_context=_keep)

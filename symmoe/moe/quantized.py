@@ -114,10 +114,17 @@ class QuantizedWeights(ExpertWeights):
         )
 
     def backward(
-        self, x: ExpertRows, hidden: Hidden, d_out: torch.Tensor, *, parts: Iterable[Part] | None = None
+        self,
+        x: ExpertRows,
+        hidden: Hidden,
+        d_out: torch.Tensor,
+        *,
+        parts: Iterable[Part] | None = None,
+        needs_scale: bool = True,
     ) -> QuantizedBackward:
         """The backward pass, its first step done."""
-        return QuantizedBackward(x.without_tail(hidden.h.shape[0]), self, hidden, d_out, parts=parts)
+        x = x.without_tail(hidden.h.shape[0])
+        return QuantizedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
 
 
 class QuantizedBackward(ExpertsBackward):

@@ -15,11 +15,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.drop import drop_over_capacity, expert_capacity
 from symmoe.moe.router_logits import router_logits
 from symmoe.symm_mem.autograd import Context, Function
+from symmoe.symm_mem.buffers import tensor_problem
 
 # Renormalising divides by the sum of K probs. Sigmoid scores that all underflow must give zeros, not NaN.
 _TINY = 1e-20
@@ -181,33 +182,19 @@ class Router(nn.Module):
         return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}"
 
 
-def mask_problem(token_mask: torch.Tensor | None, x: torch.Tensor) -> ArgumentError | None:
+def mask_problem(token_mask: torch.Tensor | None, x: torch.Tensor) -> SymmoeError | None:
     """What keeps `token_mask` from saying which tokens of x [..., H] count, or None."""
     if token_mask is None:
         return None
-    return _shape_problem("token_mask", token_mask, tuple(x.shape[:-1]), (torch.bool,), x.device)
+    return tensor_problem("token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device)
 
 
-def choice_problem(topk_idx: torch.Tensor | None, x: torch.Tensor, top_k: int) -> ArgumentError | None:
+def choice_problem(topk_idx: torch.Tensor | None, x: torch.Tensor, top_k: int) -> SymmoeError | None:
     """What keeps `topk_idx` from being the choice of x [..., H], or None."""
     if topk_idx is None:
         return None
-    num_tokens = math.prod(x.shape[:-1])
-    return _shape_problem("topk_idx", topk_idx, (num_tokens, top_k), (torch.int32, torch.int64), x.device)
-
-
-def _shape_problem(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> ArgumentError | None:
-    if not isinstance(tensor, torch.Tensor):
-        return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
-    if tuple(tensor.shape) == shape and tensor.dtype in dtypes and tensor.device == device:
-        return None
-    wanted = " or ".join(map(str, dtypes))
-    return ArgumentError(
-        f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
-        f"it must be {wanted} {list(shape)} on {device}"
-    )
+    shape, dtypes = (math.prod(x.shape[:-1]), top_k), (torch.int32, torch.int64)
+    return tensor_problem("topk_idx", topk_idx, shape=shape, dtypes=dtypes, device=x.device)
 
 
 class _Context(Context, Protocol):

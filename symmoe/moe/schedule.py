@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from symmoe.combine.collect import Collection
+from symmoe.combine.collect import Collection, collect_rows
 from symmoe.dispatch.arrival import Arrival, arriving, rows_arriving
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.send import (
@@ -22,6 +22,7 @@ from symmoe.dispatch.send import (
     send_packed,
     send_packed_gradient,
 )
+from symmoe.kernels.operands import given
 from symmoe.kernels.parts import Part
 from symmoe.moe.overlap import Overlap, panels
 
@@ -45,17 +46,23 @@ class Schedule(Protocol):
         """Context of an :class:`Arrival`: rows, slots and probs of x go to every rank's buffer."""
 
     def dispatch_rows(
-        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor
+        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int
     ) -> AbstractContextManager[Iterator[Part] | None]:
-        """Context of the parts of an :class:`Arrival`: rows of x alone go to every buffer, along a plan in use."""
+        """Context of the parts of an :class:`Arrival`: rows of x alone go to every buffer, along a plan in use.
+
+        gradients: of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
+        """
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """Has `rows` computed, and sums them at home: [T, H]."""
 
     def combine_beside(
-        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor
+        self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> AbstractContextManager[Collection]:
-        """Context of a :class:`Collection`, complete after it, beside which the caller may compute other things."""
+        """Context of a :class:`Collection`, complete after it, beside which the caller may compute other things.
+
+        gradients: as in :meth:`dispatch_rows`.
+        """
 
 
 class Serial:
@@ -75,25 +82,23 @@ class Serial:
         yield Arrival(None, row_probs, row_to_packed_row)
 
     @contextmanager
-    def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor) -> Iterator[None]:
+    def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int) -> Iterator[None]:
         """See Schedule."""
         send = send_packed_gradient if self._layout == "packed" else send_expert_major_gradient
-        send(x, plan, buffer)
+        send(x, plan, buffer, gradients=gradients)
         yield None
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """See Schedule."""
         compute(None, None)
-        with Collection(rows, plan, order=order) as collection:
-            collection.collect()
-        return collection.out
+        return collect_rows(rows, plan, order=order)
 
     @contextmanager
     def combine_beside(
-        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor
+        self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> Iterator[Collection]:
         """See Schedule."""
-        collection = Collection(rows, plan, order=order, row_values=row_values)
+        collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
         yield collection
         with collection:
             collection.collect()
@@ -124,13 +129,13 @@ class Overlapped:
         return arriving(x, plan, buffer, probs, layout=self._layout, division=division)
 
     def dispatch_rows(
-        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor
+        self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int
     ) -> AbstractContextManager[Iterator[Part] | None]:
         """See Schedule."""
         division = self._overlap.gradient_dispatch
         if division is None:
-            return self._serial.dispatch_rows(x, plan, buffer)
-        return rows_arriving(x, plan, buffer, layout=self._layout, division=division)
+            return self._serial.dispatch_rows(x, plan, buffer, gradients=gradients)
+        return rows_arriving(x, plan, buffer, layout=self._layout, division=division, gradients=gradients)
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """See Schedule."""
@@ -149,22 +154,21 @@ class Overlapped:
             finally:
                 branch.join()
             collection.collect(cut[-1])  # nothing runs beside it
-        return collection.out
+        return given("rows", collection.out)
 
     def combine_beside(
-        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor
+        self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> AbstractContextManager[Collection]:
         """See Schedule."""
         if self._overlap.gradient_combine is None:
-            return self._serial.combine_beside(rows, plan, order, row_values)
-        return self._combine_beside(rows, plan, order, row_values, self._overlap.gradient_combine.num_ctas)
+            return self._serial.combine_beside(rows, plan, order, row_values, gradients=gradients)
+        collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
+        return self._combine_beside(collection, plan, self._overlap.gradient_combine.num_ctas)
 
     @contextmanager
-    def _combine_beside(
-        self, rows: torch.Tensor, plan: Plan, order: str, row_values: torch.Tensor, num_ctas: int
-    ) -> Iterator[Collection]:
+    def _combine_beside(self, collection: Collection, plan: Plan, num_ctas: int) -> Iterator[Collection]:
         branch = plan.heap.branch()
-        with Collection(rows, plan, order=order, row_values=row_values) as collection:
+        with collection:
             point = branch.point()
             yield collection
             try:

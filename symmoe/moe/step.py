@@ -29,9 +29,14 @@ def plan_step(config: MoEConfig, heap: SymmetricHeap, topk_idx: torch.Tensor, dt
 
 
 def apply_experts(
-    config: MoEConfig, tokens: torch.Tensor, probs: torch.Tensor, experts: GroupedMLP, plan: Plan
+    config: MoEConfig,
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    experts: GroupedMLP,
+    plan: Plan,
+    out_shape: torch.Size | None = None,
 ) -> torch.Tensor:
-    """expert_parallel_mlp [T, H], as the configuration says. Collective, forward and backward."""
+    """expert_parallel_mlp, as the configuration says. Collective, forward and backward."""
     return expert_parallel_mlp(
         tokens,
         probs,
@@ -42,4 +47,5 @@ def apply_experts(
         layout=config.received_layout,
         schedule=config.schedule,
         quantized_wire=config.quantized_wire,
+        out_shape=out_shape,
     )

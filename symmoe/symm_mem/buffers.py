@@ -1,4 +1,4 @@
-"""One validator for every buffer a caller supplies for results to be written into."""
+"""One check for every tensor that a caller brings to be read, and one for buffers that results are written into."""
 
 from __future__ import annotations
 
@@ -9,12 +9,86 @@ from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import released_lease
 
+_PLAIN = torch.Tensor.__torch_dispatch__  # of a class of tensors that keeps its own memory
 
-def dtype_problem(name: str, dtype: torch.dtype) -> ArgumentError | None:
-    """What is wrong with `dtype` for rows that travel, or None."""
-    if dtype in control.DTYPES:
+
+def dtype_problem(
+    name: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...] = control.DTYPES
+) -> ArgumentError | None:
+    """What is wrong with `dtype`, by default for rows that travel, or None."""
+    if dtype in dtypes:
         return None
-    return ArgumentError(f"{name} has dtype {dtype}; it must be one of {', '.join(map(str, control.DTYPES))}")
+    return ArgumentError(f"{name} has dtype {dtype}; it must be {' or '.join(map(str, dtypes))}")
+
+
+def tensor_problem(
+    name: str,
+    tensor: object,
+    *,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> ArgumentError | StaleLease | None:
+    """What keeps `tensor` from being an argument that kernels read, or None. Looks at no device memory.
+
+    Args:
+        name: of the argument, for the text.
+        shape: that it must have; a word stands for any size, and "..." in front for any dimensions.
+        dtypes, device: what it may have, and where it must be.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor of shape {_shown(shape)}")
+    if (error := memory_problem(name, tensor)) is not None:
+        return error
+    if not _fits(tensor.shape, shape):
+        return ArgumentError(f"{name} has shape {list(tensor.shape)}; it must be {_shown(shape)}")
+    if tensor.device != device:
+        return ArgumentError(f"{name} is on {tensor.device}; it must be on {device}")
+    return dtype_problem(name, tensor.dtype, dtypes)
+
+
+def memory_problem(name: str, tensor: torch.Tensor) -> ArgumentError | StaleLease | None:
+    """What keeps kernels from reading the memory of `tensor` as its strides say, or None.
+
+    For a gradient that autograd brings, whose shape, dtype and device autograd has looked at.
+    """
+    if torch.compiler.is_compiling():  # which brings tensors without memory, and does not get as far as kernels
+        return None
+    kind = None
+    if tensor.is_nested:
+        kind = "a nested tensor"
+    elif tensor.layout is not torch.strided:
+        kind = str(tensor.layout)
+    elif type(tensor).__torch_dispatch__ is not _PLAIN and not _is_traced(tensor):
+        kind = type(tensor).__name__
+    elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        kind = "a tensor of torch.func"
+    elif tensor.numel() and not tensor.untyped_storage().nbytes():
+        kind = "a tensor whose memory has been freed"
+    if kind is not None:
+        return ArgumentError(f"{name} ({kind}) must be a strided tensor with memory of its own")
+    return stale_problem(name, tensor)
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Whether it is one of FakeTensorMode's, under a mode: then operators take it that need no memory."""
+    return hasattr(tensor, "fake_mode") and torch._C._len_torch_dispatch_stack() > 0
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
+    if wanted and wanted[0] == "...":
+        wanted = wanted[1:]
+        shape = shape[-len(wanted) :]
+    if len(shape) != len(wanted):
+        return False
+    for size, want in zip(shape, wanted, strict=True):
+        if size != want and not isinstance(want, str):
+            return False
+    return True
+
+
+def _shown(shape: tuple[int | str, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def stale_problem(name: str, tensor: torch.Tensor) -> StaleLease | None:
@@ -45,6 +119,8 @@ def buffer_problem(
     """
     if not isinstance(buffer, torch.Tensor):
         return ArgumentError(f"{name} ({type(buffer).__name__}) must be a tensor")
+    if (error := memory_problem(name, buffer)) is not None:
+        return error
     if tuple(buffer.shape) != shape:
         return ArgumentError(f"{name} has shape {list(buffer.shape)}; it must be {list(shape)}")
     if buffer.dtype != dtype:
@@ -58,8 +134,6 @@ def buffer_problem(
     start = buffer.data_ptr()
     if start % control.ACCESS_BYTES:
         return ArgumentError(f"{name} starts at address {start}; it must be aligned to {control.ACCESS_BYTES}")
-    if (error := stale_problem(name, buffer)) is not None:
-        return error
     if heap is not None and not heap.owns(buffer):
         return ArgumentError(f"{name} is not on this symmetric heap; make it with heap.lease")
     end = start + buffer.numel() * buffer.element_size()

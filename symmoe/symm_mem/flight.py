@@ -27,6 +27,7 @@ _STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort")
 _NAMES = {
     "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES],
     "order": control.ORDERS,
+    "gradients": control.GRADIENTS,
     "layout": control.LAYOUTS,
     "schedule": control.SCHEDULES,
 }
@@ -176,7 +177,7 @@ def _describe_call(entry: list[Any], wall_offset_s: float) -> dict[str, Any]:
     }
     if peer >= 0:
         described["signal_of"] = peer
-    elif fields["hidden"]:  # a trip
-        for name in ("hidden", "dtype", "order", "probs", "layout", "schedule", "panels", "plan"):
+    elif fields["hidden"] or fields["probs"]:  # a trip
+        for name in ("hidden", "dtype", "order", "gradients", "probs", "layout", "schedule", "panels", "plan"):
             described[name] = _NAMES[name][fields[name]] if name in _NAMES else fields[name]
     return {**described, **(counts or {})}

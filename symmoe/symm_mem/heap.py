@@ -18,6 +18,7 @@ import torch.distributed as dist
 from symmoe import kernels
 from symmoe.errors import (
     FAULT_BYTES,
+    TRAVELLING,
     ArgumentError,
     BackendUnavailable,
     ConfigMismatch,
@@ -44,7 +45,7 @@ from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 
 logger = logging.getLogger("symmoe")
 
-_PROTOCOL_VERSION = 3
+_PROTOCOL_VERSION = 4
 _FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend, timeout_s
 _BACKENDS = ("host", "nvshmem")
 
@@ -395,6 +396,23 @@ class SymmetricHeap:
                 self.fail(problem, phase)
         finally:
             del problem
+
+    def tell(self, error: Exception, phase: int) -> None:
+        """Has the peers raise an error that only this rank has, as :meth:`fail` does; the caller raises it here.
+
+        Synchronises. Does nothing if the peers cannot be told any more.
+        """
+        if self._closed or self._poison is not None:
+            return
+        text = str(error) if isinstance(error, SymmoeError) else f"{type(error).__name__}: {error}"
+        kind = next((kind for kind in TRAVELLING if kind is type(error)), SymmoeError)
+        try:
+            self.fail(kind(text), phase)
+        except SymmoeError:
+            pass  # of this rank or of an earlier one: what it says is for the others
+        except Exception as problem:  # noqa: BLE001 - a GPU that is out of order
+            logger.warning("rank %d cannot tell its peers of an error: %s", self.rank, problem)
+            self.abort(text)
 
     def agree(self, problem: SymmoeError | None) -> None:
         """Raises the first rank's problem on every rank; returns if nobody has one. For slow work on the host: it is

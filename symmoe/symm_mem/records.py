@@ -73,6 +73,7 @@ def mismatch_error(words: list[int]) -> ConfigMismatch:
         "dtype": control.DTYPES,
         "order": control.ORDERS,
         "probs": ("without", "with"),
+        "gradients": control.GRADIENTS,
         "layout": control.LAYOUTS,
         "schedule": control.SCHEDULES,
     }.get(field)

@@ -1,0 +1,48 @@
+"""What a rank does with an exception that nobody foresaw in the middle of a collective call: its peers are waiting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.utils.checkpoint import _StopRecomputationError
+
+from symmoe.errors import SymmoeError
+
+if TYPE_CHECKING:
+    from symmoe.symm_mem.heap import SymmetricHeap
+
+
+class told:
+    """A context around the part of a collective call after which the peers wait for this rank once more.
+
+    An exception that leaves it (no memory, a hook of the user's, a defect) makes the call fail on every rank, as a
+    wrong argument does: the peers raise a SymmoeError with its class and text, and the next correct call works. This
+    rank raises it as it is. Errors that all ranks raise already pass, and so does what is no Exception: who is to stop
+    at once (KeyboardInterrupt) does not wait for peers.
+
+    Args:
+        heap: of the call.
+        phase: the name of the wait, for what the heap records.
+    """
+
+    __slots__ = ("_heap", "_phase")
+
+    def __init__(self, heap: SymmetricHeap, phase: int) -> None:
+        self._heap, self._phase = heap, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not _is_known(error):
+            error._symmoe_told = True  # type: ignore[attr-defined]  # contexts may lie in each other
+            self._heap.tell(error, self._phase)
+
+
+def _is_known(error: Exception) -> bool:
+    """Whether all ranks have the error already: a barrier has found it, or recomputation ends early."""
+    if getattr(error, "_symmoe_told", False):
+        return True
+    if isinstance(error, SymmoeError):
+        return error.flight is not None
+    return isinstance(error, _StopRecomputationError)
