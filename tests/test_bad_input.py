@@ -535,6 +535,21 @@ def check_misuse(rank: int, num_ranks: int) -> list[str]:
             wanted = f"rank {num_ranks - 1} is routed {T * K * num_ranks} rows, more than capacity ({capacity})"
             findings.equal("overflow", stage.call({**stage.good, "topk_idx": last}), ("CapacityError", wanted))
             findings.check(round_trip(heap, capacity), "the next correct call is wrong")
+        if num_ranks == 1:
+            return findings.texts
+        # A static capacity and uneven T, without max_tokens.
+        stage = Stage("make_plan", heap, (("capacity", T * K * num_ranks),))
+        stage.good["topk_idx"] = stage.good["topk_idx"][rank:]
+        text = f"max_tokens differs: rank 0 has {T}, rank 1 has {T - 1}"
+        findings.equal("uneven T", stage.call(stage.good), ("ConfigMismatch", text))
+        findings.check(round_trip(heap, 2), "the next correct call is wrong")
+        # The order of dispatch is that of its backward.
+        plan = make_plan(routing(heap, 1), num_experts=num_experts, heap=heap)
+        x = torch.randn(T, H, requires_grad=True)
+        rows, _ = dispatch_tokens(x, plan, order="slot" if rank else "rank")
+        text = "order differs at 'combine: ready': rank 0 has rank, rank 1 has slot"
+        findings.equal("order", outcome(rows.sum().backward), ("ConfigMismatch", text))
+        findings.check(round_trip(heap, 3), "the next correct call is wrong")
     return findings.texts
 
 
@@ -902,6 +917,7 @@ def check_layer_mistakes(rank: int, num_ranks: int) -> list[str]:
 
 # -- gradients that a caller brings -----------------------------------------------------------------------------------
 
+PASSED_ON = ("sparse", "wrapper", "freed", "stale")  # autograd itself refuses others
 BACKWARDS = ("y of the layer", "y of combine_tokens", "rows", "row_probs")
 
 
@@ -909,9 +925,7 @@ def check_gradients(rank: int, num_ranks: int) -> list[str]:
     """A gradient that kernels cannot read, on one rank or on all: the same error on every rank; the next is right."""
     findings = Findings()
     sets = [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
-    kinds = [
-        bad for bad in unreadable("the gradient") if bad.name.split()[-1] in ("sparse", "wrapper", "freed", "stale")
-    ]
+    kinds = [bad for bad in unreadable("the gradient") if bad.name.split()[-1] in PASSED_ON]
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=5.0) as heap:
         torch.manual_seed(0)
         layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K), heap)
@@ -966,7 +980,7 @@ class Shared(torch.nn.Module):
         return x
 
 
-def check_unforeseen(rank: int, num_ranks: int) -> list[str]:
+def check_unforeseen(rank: int, num_ranks: int, schedule: str) -> list[str]:
     """One rank has an error of its own in the middle of a call: the others raise it too, at once. The heap lives."""
     findings = Findings()
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
@@ -1000,7 +1014,7 @@ def check_unforeseen(rank: int, num_ranks: int) -> list[str]:
                 findings.check(round_trip(heap, culprit), "the next correct call is wrong")
 
             torch.manual_seed(0)
-            config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, capacity=T * K * num_ranks)
+            config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule=schedule)
             layer = MoELayer(config, heap, shared_expert=Shared(False))
             x = torch.randn(T, H, requires_grad=True)
             ops = kernels.for_device(heap.device)
@@ -1011,10 +1025,7 @@ def check_unforeseen(rank: int, num_ranks: int) -> list[str]:
             for owner, name in (
                 (layer.router, "forward"),
                 (layer.shared_expert, "forward"),
-                *(
-                    (ops, name)
-                    for name in ("count_slots", "push_slots", "grouped_gemm_act", "grouped_gemm", "pull_sums")
-                ),
+                *((ops, name) for name in ("count_slots", "grouped_gemm_act", "grouped_gemm", "pull_sums")),
                 *((ops, name) for name in ("grouped_gemm_dact", "grouped_gemm_dgrad", "grouped_gemm_wgrad")),
             ):
                 findings.where = f"{name}, culprit {culprit}, rank {rank} of {num_ranks}"
@@ -1026,6 +1037,25 @@ def check_unforeseen(rank: int, num_ranks: int) -> list[str]:
             spoiled(lambda plan=plan, rows=rows: combine_tokens(rows.detach(), plan), ops, "pull_sums")
             spoiled(lambda rows=rows: rows.sum().backward(), ops, "pull_sums")
             findings.check(bool(layer(x)[0].isfinite().all()), "the layer works no more")
+    return findings.texts
+
+
+def check_signals(rank: int, num_ranks: int, broken: str) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank} of {num_ranks}"
+    with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
+        config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="overlapped")
+        layer, x, ops = MoELayer(config, heap), torch.randn(T, H), kernels.for_device(heap.device)
+        good, started = getattr(ops, broken), time.monotonic()
+        if rank == 0:
+            setattr(ops, broken, None)
+        found = outcome(layer, x)
+        setattr(ops, broken, good)
+        findings.check(time.monotonic() - started < 30, "the peer has waited")
+        text = "'NoneType' object is not callable"
+        wanted = ("TypeError", text) if rank == 0 else ("PeerAborted", f"rank 0 gave up: TypeError: {text}")
+        findings.equal("error", found, wanted)
+        findings.equal("next error", outcome(layer, x)[0], "HeapPoisoned")
     return findings.texts
 
 
@@ -1121,8 +1151,16 @@ def test_wrong_gradients(cluster, num_ranks: int):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_errors_that_nobody_foresaw(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks).run(check_unforeseen)) == []
+@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+def test_errors_that_nobody_foresaw(cluster, num_ranks: int, schedule: str):
+    assert flat(cluster(num_ranks).run(check_unforeseen, schedule)) == []
+
+
+@pytest.mark.parametrize("broken", ["push_slots", "push_rows"])
+def test_signals_that_cannot_be_sent(cluster, broken: str):
+    """Nothing but giving up ends the peers' waits for them."""
+    for texts in cluster(2).run(check_signals, broken):
+        assert texts == []
 
 
 @pytest.mark.parametrize(("heap", "kind"), [(None, "NoneType"), ("host", "str")])

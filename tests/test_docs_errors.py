@@ -687,6 +687,41 @@ def two_users(rank: int, num_ranks: int) -> tuple[str, str]:
     return found
 
 
+@together("Ranks want different gradients")
+def gradients_of_some_ranks(rank: int, num_ranks: int) -> tuple[str, str]:
+    with open_heap() as heap:
+        moe = layer(heap)
+
+        def step(num_tokens: int, requires_grad: bool) -> None:
+            x = torch.randn(num_tokens, SHAPE["hidden"], requires_grad=requires_grad)
+            moe(x)[0].sum().backward()
+
+        found = raised_by(lambda: step(0 if rank else 4, not rank))
+        step(0 if rank else 4, True)
+    return found
+
+
+@alone("A hook that never runs")
+def hook_on_experts() -> tuple[str, str]:
+    with open_heap() as heap:
+        moe, x, shapes = layer(heap), torch.randn(4, SHAPE["hidden"]), []
+
+        def see(module: torch.nn.Module, inputs: tuple, outputs: tuple) -> None:
+            shapes.append(outputs[0].shape)
+
+        handle = moe.experts.fc1.register_forward_hook(see)
+        with pytest.warns(UserWarning, match="never runs") as warned:
+            moe(x)
+            moe(x)
+        assert len(warned) == 1
+        assert shapes == []
+        handle.remove()
+        moe.register_forward_hook(see)
+        moe(x)
+        assert shapes == [x.shape]
+    return "UserWarning", str(warned[0].message)
+
+
 @together("Every rank trains alone")
 def heap_before_the_process_group(rank: int, num_ranks: int) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,7 @@ from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.parts import Division, Part
+from symmoe.symm_mem.heap import SymmetricHeap
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,11 @@ def arriving(
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
         with heap.timed("dispatch"):
             ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
-            slots.push(ready)
+            try:
+                slots.push(ready)
+            except Exception as error:
+                _give_up(heap, error)
+                raise
 
         def receive(source: int, arrived: torch.Tensor) -> None:
             begin, end = _packed_rows_of(plan, source)
@@ -96,6 +101,11 @@ def rows_arriving(
             yield parts
 
 
+def _give_up(heap: SymmetricHeap, error: Exception) -> None:
+    """Of a trip whose signals cannot be sent: peers wait for them, and not for a barrier, where they could be told."""
+    heap.abort(f"{type(error).__name__}: {error}")
+
+
 # What a rank does with rows that have come: (their source rank, what the wait for them returned).
 Receive = Callable[[int, torch.Tensor], None]
 
@@ -119,8 +129,11 @@ def _travelling(
         for _ in parts:  # those that nobody asked for
             pass
     except BaseException:
-        with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
-            trip.finish()
+        try:
+            with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
+                trip.finish()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the one that led here goes on
+            _give_up(plan.heap, error)
         raise
     finally:
         trip.branch.join()

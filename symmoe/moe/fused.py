@@ -8,7 +8,7 @@ whether rows travel beside the GEMMs, is the caller's choice (moe/schedule.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmoe.combine.collect import PHASE as COLLECT
+from symmoe.combine.collect import Collection
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.wire import WireFormat, wire_problem
@@ -315,20 +316,21 @@ def _backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...
     # Without weight gradients there is nothing to run beside; those of adapters take no time worth it.
     computes = any(w.requires_grad and not fc.delay_wgrad for fc, ws in both for w in ws)
     combining = schedule if computes else Serial(call.layout)
-    with ExitStack() as stack:
-        d_rows = dx = d_probs = collection = None
-        if needs_x:
-            lease = heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT)
-            d_rows = stack.enter_context(lease).tensor
+    lease: AbstractContextManager[Lease | None] = nullcontext()
+    if needs_x:
+        lease = heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT)
+    with lease as input_gradients:
+        d_rows = None if input_gradients is None else input_gradients.tensor
+        if d_rows is not None:
             step.input_gradient(d_rows)
+        trip: AbstractContextManager[Collection | None] = nullcontext()
         if gradients:
             d_scale = step.d_scale if needs_probs else None
             trip = combining.combine_beside(d_rows, plan, call.order, d_scale, gradients=gradients)
-            collection = stack.enter_context(trip)
-        compute = partial(call.weight_gradients, is_beside=collection is not None)
-        dw2 = compute(fc2, weights2, step.w2_gradient)
-        dw1 = compute(fc1, weights1, step.w1_gradient)
-        d_adapters = step.adapter_gradients()
-    if collection is not None:
-        dx, d_probs = collection.out, collection.values
+        with trip as collection:
+            compute = partial(call.weight_gradients, is_beside=collection is not None)
+            dw2 = compute(fc2, weights2, step.w2_gradient)
+            dw1 = compute(fc1, weights1, step.w1_gradient)
+            d_adapters = step.adapter_gradients()
+    dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
     return None, dx, d_probs, step.db1, step.db2, *dw1, *dw2, *d_adapters
