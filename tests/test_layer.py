@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
+from collections.abc import Callable
 
 import numpy as np
 import oracle
@@ -11,6 +13,7 @@ import pytest
 import routings
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 from worker import Findings, experts_of, is_poison, open_heap, poison, poisoned_lease
 
 from symmoe import (
@@ -25,6 +28,7 @@ from symmoe import (
 )
 from symmoe.errors import ArgumentError
 from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.precision import NVFP4, Float8Block, draw_signs
 
 H, I = 16, 24
 GPU_H, GPU_I = 64, 96
@@ -640,3 +644,99 @@ def check_reduction(rank: int, num_ranks: int, ep_size: int) -> list[str]:
 @pytest.mark.parametrize(("num_ranks", "ep_size"), [(1, 1), (2, 2), (4, 4), (4, 2), (2, 1)])
 def test_reduced_gradients_are_those_of_one_process(cluster, num_ranks: int, ep_size: int):
     assert flat(cluster(num_ranks).run(check_reduction, ep_size)) == []
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def hooks_on(module: torch.nn.Module) -> dict[str, Callable[[], RemovableHandle]]:
+    """How a hook of each kind is put on a module."""
+
+    def hook(*_: object) -> None:
+        raise AssertionError("it ran")
+
+    return {
+        "forward_pre_hook": lambda: module.register_forward_pre_hook(hook),
+        "forward_hook": lambda: module.register_forward_hook(hook),
+        "backward_pre_hook": lambda: module.register_full_backward_pre_hook(hook),
+        "backward_hook": lambda: module.register_full_backward_hook(hook),
+    }
+
+
+@pytest.mark.parametrize("where", ["experts", "experts.fc1", "experts.fc2", "experts.activation"])
+def test_hooks_that_never_run_are_warned_of(where: str):
+    with open_heap("cpu") as heap:
+        for kind in hooks_on(torch.nn.Module()):
+            layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2), heap)
+            x = torch.randn(3, H, requires_grad=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                layer(x)
+            hooks_on(layer.get_submodule(where))[kind]()
+            with pytest.warns(UserWarning, match=f"never runs the {kind} on {where}:") as warned:
+                layer(x)[0].sum().backward()
+            assert warned[0].filename == __file__
+            with warnings.catch_warnings():  # once
+                warnings.simplefilter("error")
+                layer(x)
+
+
+def test_hooks_elsewhere_run_without_a_warning():
+    ran = []
+    with open_heap("cpu") as heap, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shared = torch.nn.Linear(H, H)
+        layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2), heap, shared_expert=shared)
+        for name in ("", "router", "shared_expert"):
+            layer.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
+        layer.experts.fc1.weight.register_hook(lambda _: ran.append("weight"))
+        layer(torch.randn(3, H))[0].sum().backward()
+    assert sorted(ran) == ["", "router", "shared_expert", "weight"]
+
+
+# -- another default device -------------------------------------------------------------------------------------------
+
+
+def check_default_device(rank: int, num_ranks: int) -> list[str]:
+    """Under a default device that holds no numbers: whatever does not say where it is made gives itself away."""
+    findings = Findings()
+    options = (
+        {},
+        {"capacity": 64, "max_tokens": 8, "stash": "none"},
+        {"precision": Float8Block(), "quantized_wire": "both", "ffn": 32},
+        {"precision": NVFP4(hadamard_signs=5), "hidden": 64, "ffn": 32},
+    )
+    with open_heap("cpu") as heap:
+        for number, option in enumerate(options):
+            findings.where = f"rank {rank} of {num_ranks}, {option}"
+            features = {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "expert_bias": True, "aux_loss": "global"}
+            config = MoEConfig(
+                **{"hidden": H, "ffn": I, "num_experts": 2 * num_ranks, "top_k": 2, **features, **option}
+            )
+            layer, x = MoELayer(config, heap), tokens_of(rank, 5 + rank, config.hidden, salt=number)
+            mask = torch.ones(len(x), dtype=torch.bool)
+
+            def step(layer: MoELayer = layer, x: torch.Tensor = x, mask: torch.Tensor = mask) -> list[torch.Tensor]:
+                num_experts = layer.config.num_experts
+                leaf = x.clone().requires_grad_()
+                y, metrics = layer(leaf, mask)
+                (y.square().sum() + metrics.aux_loss).backward()
+                found = [y.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+                layer.zero_grad(set_to_none=True)
+                layer.router.step_load.zero_()
+                plan = make_plan(metrics.topk_idx, num_experts=num_experts, heap=heap)
+                rows, probs = dispatch_tokens(x, plan, probs=x.new_ones(metrics.topk_idx.shape))
+                return [*found, combine_tokens(rows * probs[:, None], plan)]
+
+            want = step()
+            with torch.device("meta"):
+                found = step()
+                findings.check(0 <= draw_signs() < 1 << 16, "signs")
+            for number, (got, wanted) in enumerate(zip(found, want, strict=True)):
+                findings.check(got.device.type == "cpu" and torch.equal(got, wanted), f"tensor {number} differs")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_default_device_does_not_matter(cluster, num_ranks: int):
+    assert flat(cluster(num_ranks).run(check_default_device)) == []
