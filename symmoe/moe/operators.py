@@ -112,9 +112,6 @@ def _elsewhere(experts: GroupedMLP) -> str | None:
     return None
 
 
-_ALL = control.gradients_index(x=True, probs=True)
-
-
 def _trained_inputs(gradients: int) -> tuple[bool, bool]:
     """Whether x and whether probs is to get a gradient; of control.GRADIENTS."""
     return bool(gradients & 1), bool(gradients & 2)
@@ -175,7 +172,7 @@ def _moe_forward(
     step: int,
     trains: bool,
     trains_weights: bool,
-    gradients: int = _ALL,
+    gradients: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     this = _STEPS[step]
     this.heap.check()
@@ -216,7 +213,7 @@ def _(
     step: int,
     trains: bool,
     trains_weights: bool,
-    gradients: int = _ALL,
+    gradients: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     load = torch.empty(_STEPS[step].config.num_experts, dtype=torch.int32, device=x.device)
     num_dropped = torch.empty(1, dtype=torch.int32, device=x.device)
@@ -233,7 +230,7 @@ def _moe_backward(
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
     trains_weights: bool,
-    gradients: int = _ALL,
+    gradients: int,
 ) -> list[torch.Tensor]:
     kept: _State | None = getattr(state.untyped_storage(), "_symmoe_state", None)
     if kept is None:
@@ -256,7 +253,7 @@ def _(
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
     trains_weights: bool,
-    gradients: int = _ALL,
+    gradients: int,
 ) -> list[torch.Tensor]:
     inputs = [tensor for tensor, is_trained in zip((x, probs), _trained_inputs(gradients), strict=True) if is_trained]
     inputs += [*(biases if trains_weights else ()), *(weights if trains_weights else ()), *adapters]

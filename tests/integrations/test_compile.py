@@ -270,11 +270,13 @@ def test_copied_state_is_refused(heap):
     x, probs = torch.ones(3, HIDDEN), torch.ones(3, 2)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
     weights = [p.detach() for p in layer.experts.parameters()]
-    _, _, _, state = torch.ops.symmoe.moe_forward(x, probs, topk_idx, [], weights, [], layer._step.number, True, True)
+    _, _, _, state = torch.ops.symmoe.moe_forward(
+        x, probs, topk_idx, [], weights, [], layer._step.number, True, True, 3
+    )
     dy = torch.ones(3, HIDDEN)
-    assert len(torch.ops.symmoe.moe_backward(dy, state, x, probs, [], weights, [], True)) == 4
+    assert len(torch.ops.symmoe.moe_backward(dy, state, x, probs, [], weights, [], True, 3)) == 4
     with pytest.raises(StalePlan, match="copy"):
-        torch.ops.symmoe.moe_backward(dy, state.clone(), x, probs, [], weights, [], True)
+        torch.ops.symmoe.moe_backward(dy, state.clone(), x, probs, [], weights, [], True, 3)
 
 
 def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
@@ -288,13 +290,13 @@ def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
     kept = [tensor.clone() for tensor in arguments]
 
     def forward() -> torch.Tensor:
-        return torch.ops.symmoe.moe_forward(x, probs, topk_idx, [], weights, [], layer._step.number, True, True)[3]
+        return torch.ops.symmoe.moe_forward(x, probs, topk_idx, [], weights, [], layer._step.number, True, True, 3)[3]
 
-    expected = torch.ops.symmoe.moe_backward(dy, forward(), x, probs, [], weights, [], True)
+    expected = torch.ops.symmoe.moe_backward(dy, forward(), x, probs, [], weights, [], True, 3)
     state = forward()
     for tensor in arguments:
         tensor.fill_(torch.nan)
-    found = torch.ops.symmoe.moe_backward(dy, state, kept[0], kept[1], [], kept[2:], [], True)
+    found = torch.ops.symmoe.moe_backward(dy, state, kept[0], kept[1], [], kept[2:], [], True, 3)
     assert all(map(torch.equal, found, expected))
 
 
@@ -304,6 +306,6 @@ def test_operators_pass_torchs_own_checks(heap):
     x, probs = torch.randn(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (x, probs, topk_idx, [], weights, [], layer._step.number, True, True)
+    arguments = (x, probs, topk_idx, [], weights, [], layer._step.number, True, True, 3)
     torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments, test_utils=checks)
     torch.library.opcheck(torch.ops.symmoe.select_experts.default, (torch.randn(5, 4), 2))
