@@ -168,8 +168,11 @@ def make_plan(
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
     heap.check()
     with told(heap, control.PHASE_PLAN):
-        problem = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
-        heap.fail_for(problem or _find_number_problem(precision, quantized_wire), control.PHASE_PLAN)
+        heap.fail_for(
+            _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
+            or _find_number_problem(precision, quantized_wire),
+            control.PHASE_PLAN,
+        )
         num_tokens, top_k = topk_idx.shape
         if capacity is None:
             limit, token_limit = -1, -1

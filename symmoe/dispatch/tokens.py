@@ -118,11 +118,14 @@ class _Dispatch(Function):
         plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
         heap, gradients = plan.heap, control.gradients_index(x=needs_x, probs=needs_probs)
         with told(heap, COLLECT):
-            problem = memory_problem("the gradient of rows", d_rows) if needs_x else None
-            if problem is None and needs_probs:
-                problem = memory_problem("the gradient of row_probs", given("d_row_probs", d_row_probs))
-            heap.fail_for(problem, COLLECT)
-            d_row_probs = given("d_row_probs", d_row_probs).contiguous() if needs_probs else None
+            if needs_x:
+                heap.fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
+            if needs_probs:
+                d_row_probs = given("d_row_probs", d_row_probs)
+                heap.fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
+                d_row_probs = d_row_probs.contiguous()
+            else:
+                d_row_probs = None
             with on_heap(d_rows, plan, name="input gradients") if needs_x else nullcontext() as rows:
                 collection = Collection(rows, plan, order=ctx.order, row_values=d_row_probs, gradients=gradients)
                 with collection:
