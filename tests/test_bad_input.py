@@ -837,10 +837,10 @@ def layer_mistakes() -> Iterator[Bad]:
             if not (name == "token_mask" and ("compressed" in bad.name or "jagged" in bad.name)):  # it is flat
                 yield bad
 
-    yield argument("list", of_x(lambda x: x.tolist()), "x (list)", f"[..., {H}]")
-    yield argument("width", of_x(lambda x: x[:, :-1]), f"x has shape [{T}, {H - 1}]", f"[..., {H}]")
-    yield argument("nothing", of_x(lambda x: x[:, :0]), f"x has shape [{T}, 0]", f"[..., {H}]")
-    yield argument("scalar", of_x(lambda x: x.sum()), "x has shape []", f"[..., {H}]")
+    yield argument("list", of_x(lambda x: x.tolist()), "x (list)", f"hidden ({H})")
+    yield argument("width", of_x(lambda x: x[:, :-1]), f"x ([{T}, {H - 1}])", f"hidden ({H})")
+    yield argument("nothing", of_x(lambda x: x[:, :0]), f"x ([{T}, 0])", f"hidden ({H})")
+    yield argument("scalar", of_x(lambda x: x.sum()), "x has shape []", f"hidden ({H})")
     yield argument("int", of_x(lambda x: x.int()), "x has dtype torch.int32", "torch.bfloat16")
     yield argument("double", of_x(lambda x: x.double()), "x has dtype torch.float64", "torch.float32")
     yield argument("quantized", of_x(quantized), "x has dtype torch.quint8", "torch.float32")

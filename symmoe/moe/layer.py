@@ -290,10 +290,13 @@ class MoELayer(nn.Module):
     def _problem(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None
     ) -> SymmoeError | None:
-        shape = ("...", self.config.hidden)
+        hidden = self.config.hidden
+        shape = ("...", f"hidden ({hidden})")
         error: SymmoeError | None = tensor_problem("x", x, shape=shape, dtypes=control.DTYPES, device=self.heap.device)
         if error is not None:
             return error
+        if x.shape[-1] != hidden:
+            return ArgumentError(f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({hidden})")
         error = mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)
         error = error or self._inference_problem(x=x, token_mask=token_mask, topk_idx=topk_idx)
         return error or width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)
