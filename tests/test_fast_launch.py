@@ -20,6 +20,7 @@ from triton.compiler import CompiledKernel, make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from symmoe import kernels  # noqa: E402
 from symmoe.kernels import control, gpu  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.control import ControlLayout, Peers  # noqa: E402
@@ -173,14 +174,18 @@ CHOICES = {
 
 def test_a_known_call_goes_straight_to_the_compiled_kernel(launch):
     kernel, jit = launch
+    num_compiled = kernels.compiled_counter(torch.device("cuda"))
+    before = num_compiled()
     args, kwargs = arguments()
     compiled = kernel[(3, 2)](*args, **kwargs)
     assert jit.calls == [(tuple(args), (3, 2), kwargs)]
     assert not compiled.launches  # the JIT has launched it
+    assert num_compiled() == before + 1
 
     other, _ = arguments()
     assert kernel[(5,)](*other, **kwargs) is compiled
     assert len(jit.calls) == 1
+    assert num_compiled() == before + 1
     desc, x, index, *numbers = other
     expected = [desc.data_ptr(), x.data_ptr(), index.data_ptr(), *numbers, 64, "some"]
     assert compiled.launches == [(5, 1, 1, STREAM, 5, ("metadata",), None, None, None, *expected)]

@@ -110,7 +110,8 @@ class Bootstrap:
             phase=control.PHASES[control.PHASE_START],
             expected=self._num_exchanges,
             seen=self._num_exchanges - 1,
-            timeout_s=timeout_s,
+            bound="start_timeout_s",
+            bound_s=timeout_s,
         )
 
     def _takes_cpu_tensors(self) -> bool:

@@ -37,6 +37,7 @@ from symmoe.symm_mem import host, nvshmem
 from symmoe.symm_mem.abort import Report, read_report, tell_peers
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.bootstrap import Bootstrap, warn_if_alone_by_mistake
+from symmoe.symm_mem.first_times import FirstTimes
 from symmoe.symm_mem.flight import FlightRecorder, flight_folder
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.records import abort_error, mismatch_error, plan_error, timeout_error
@@ -75,7 +76,8 @@ class SymmetricHeap:
         num_bytes: size of each rank's arena, the same on all ranks.
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
         timeout_s: bound of every wait for a peer. math.inf is no bound, for measuring what the bound costs.
-        start_timeout_s: bound of each wait for a peer during construction, which ranks may enter at different times.
+        start_timeout_s: bound, if it is longer, of waits for a peer that comes from something that ranks do once:
+            during construction, and in the first calls of each kind, for which they compile kernels.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
     raised (docs/reliability.md).
@@ -126,6 +128,7 @@ class SymmetricHeap:
         self._backend = backend_class(self._bootstrap, num_bytes)
         self.device = self._backend.device
         self._kernels = kernels.for_device(self.device)
+        self._first_times = FirstTimes(kernels.compiled_counter(self.device))
         self.peers = Peers(
             rank=self.rank,
             num_ranks=self.num_ranks,
@@ -303,7 +306,8 @@ class SymmetricHeap:
     def barrier(
         self, phase: int, *, publish: tuple[int, ...] = (), spoils: torch.Tensor | None = None, **agreed: int
     ) -> torch.Tensor:
-        """Waits (on the device) for every rank, bounded by `timeout_s`. Collective; does not synchronise the host.
+        """Waits (on the device) for every rank, bounded by `timeout_s`, or by `start_timeout_s` where ranks may have to
+        compile first. Collective; does not synchronise the host.
 
         Args:
             phase: one of control.PHASE_*; error texts show its name.
@@ -325,7 +329,7 @@ class SymmetricHeap:
         self._kernels.send_signal(self.peers, rank)
 
     def wait_for_signal(self, rank: int, phase: int, *, spoils: torch.Tensor | None = None) -> torch.Tensor:
-        """Waits (on the device) for `rank`'s signal since the last barrier, bounded by `timeout_s`.
+        """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is.
 
         Args:
             spoils: rows that are filled with NaN if the call has failed.
@@ -335,9 +339,10 @@ class SymmetricHeap:
         """
         arrived = torch.empty(1, dtype=torch.int64, device=self.device)
         self._flight.wait_launched(phase, rank)
+        timeout_ns = self._timeout_ns(self._first_times.is_first_signal(phase, rank, epoch=self.epoch))
         self._is_waiting = True
         self._kernels.wait_for_signal(
-            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=self._timeout_ns, spoils=spoils
+            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=spoils
         )
         self._is_waiting = False
         if self.device.type == "cpu":
@@ -472,6 +477,7 @@ class SymmetricHeap:
         received = torch.empty((self.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
         self._flight.barrier_launched(call)
+        timeout_ns = self._timeout_ns(self._first_times.is_first_barrier(call, epoch=self.epoch, fault=fault))
         self._is_waiting = True  # stays so if a signal handler raises in a wait of the host
         self._kernels.barrier(
             self.peers,
@@ -480,15 +486,22 @@ class SymmetricHeap:
             self.status,
             call=call,
             fault=fault,
-            timeout_ns=self._timeout_ns,
+            timeout_ns=timeout_ns,
             spoils=spoils,
         )
         self._is_waiting = False
         return received
 
-    @property
-    def _timeout_ns(self) -> int | None:
-        return None if self.timeout_s == math.inf else int(self.timeout_s * 1e9)
+    def _timeout_ns(self, first: bool) -> int | None:
+        """Bound of a wait, `first` as in FirstTimes; in a graph, where it is that of every replay, never a longer one."""
+        _, bound_s = self._bound(first and not capture_id(self.device))
+        return None if bound_s == math.inf else int(bound_s * 1e9)
+
+    def _bound(self, first: bool) -> tuple[str, float]:
+        """Name and value of the bound of a wait."""
+        if first and self.start_timeout_s > self.timeout_s:
+            return "start_timeout_s", self.start_timeout_s
+        return "timeout_s", self.timeout_s
 
     def _take_status(self, own: SymmoeError | None = None) -> SymmoeError:
         """The error on record. All but those of peers that are gone are over with it: the next barrier counts again.
@@ -539,16 +552,17 @@ class SymmetricHeap:
     def _peer_failure(self, words: list[int]) -> PeerError:
         """The error of a peer that did not come or gave up. Of the former, all ranks shall name the same one."""
         if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
-            timeout = timeout_error(words, self.timeout_s)
-            self._describe(timeout, words)  # before this rank writes over what its peers have sent
             phase = words[control.STATUS_PHASE]
-            self._give_up(Report(str(timeout), timeout.rank, phase, timeout.expected, timeout.seen))
+            first = self._first_times.was_first(words[control.STATUS_EPOCH], phase, words[control.STATUS_PEER])
+            timeout = timeout_error(words, *self._bound(first))
+            self._describe(timeout, words)  # before this rank writes over what its peers have sent
+            self._give_up(Report(str(timeout), timeout.rank, phase, timeout.expected, timeout.seen, int(first)))
             return timeout
         sender, report = words[control.STATUS_PEER], Report("it has not said why")
         if not capture_id(self.device):  # which may not read
             with self._streams.at_once():
                 report = read_report(self.peers, sender)
-        error = abort_error(report, sender, rank=self.rank, timeout_s=self.timeout_s)
+        error = abort_error(report, sender, self.rank, *self._bound(bool(report.first)))
         self._describe(error, words)
         return error
 
@@ -659,7 +673,7 @@ class SymmetricHeap:
                 raise ConfigMismatch(f"{field} differs between ranks: {shown}")
 
     def _warm_up(self) -> None:
-        """Compiles the barrier on every rank before any wait is bounded by the clock."""
+        """Compiles the barrier, and shows that ranks reach each other."""
         for _ in range(2):  # both halves of the mailbox
             self._launch_barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
         self._synchronize()
