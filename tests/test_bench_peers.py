@@ -309,7 +309,7 @@ def _one_rank_fails(rank: int, num_ranks: int, folder: str) -> tuple[int, dict[s
 def test_a_failure_of_one_rank_ends_all_and_is_told_by_all(cluster, tmp_path: Path):
     action = "if ranks.rank == 1:\n        raise RuntimeError('no such kernel')\n    time.sleep(600)"
     write_peer(tmp_path, "peer_that_fails_on_rank_1", action)
-    (zero, reasons), other = cluster(2).run(_one_rank_fails, str(tmp_path), timeout_s=60)
+    (zero, reasons), other = cluster(2).run(_one_rank_fails, str(tmp_path))
     assert (zero, reasons) == other
     assert zero == 0
     assert reasons["fails"] == "exit status 1: RuntimeError: no such kernel"

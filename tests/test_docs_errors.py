@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster, RankFailure
+from limits import HANG_S, PROMPT_S
 from torch.distributed.device_mesh import init_device_mesh
 
 import symmoe
@@ -415,7 +416,9 @@ def folder_of_the_name_of_the_package() -> tuple[str, str]:
     def start_in(folder: str) -> list[str]:
         command = [sys.executable, "-c", EDITABLE, folder, str(Path(symmoe.__file__).parent)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment, cwd="/")
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=HANG_S, check=True, env=environment, cwd="/"
+        )
         return done.stdout.splitlines()
 
     Path("home/symmoe/symmoe").mkdir(parents=True)
@@ -619,12 +622,13 @@ def checkpoint_of_dense_parameters_that_differ(rank: int, num_ranks: int) -> tup
 
 @together("A rank does not come")
 def a_rank_that_does_not_come(rank: int, num_ranks: int) -> tuple[str, str] | None:
-    heap, x = open_heap(timeout_s=0.5), torch.ones(4, 32)
+    heap, x = open_heap(), torch.ones(4, 32)
     model = layer(heap)
+    heap.timeout_s = heap.start_timeout_s = 0.5
     found = raised_by(lambda: model(x)) if rank == 0 else None
     dist.barrier()
     _close_broken(heap)
-    with open_heap(timeout_s=10.0) as patient:
+    with open_heap() as patient:  # longer than the delay
         model = layer(patient)
         if rank == 1:
             time.sleep(0.7)
@@ -650,8 +654,9 @@ def a_rank_that_raises(rank: int, num_ranks: int) -> tuple[str, str] | None:
 
 @together("A rank that others have given up")
 def a_rank_that_comes_too_late(rank: int, num_ranks: int) -> tuple[str, str] | None:
-    heap, x = open_heap(timeout_s=0.5), torch.ones(4, 32)
+    heap, x = open_heap(), torch.ones(4, 32)
     model = layer(heap)
+    heap.timeout_s = heap.start_timeout_s = 0.5
     if rank == 0:
         found = None
         raised_by(lambda: model(x))
@@ -660,7 +665,7 @@ def a_rank_that_comes_too_late(rank: int, num_ranks: int) -> tuple[str, str] | N
         found = raised_by(lambda: model(x))
     dist.barrier()
     heap.close()
-    with open_heap(timeout_s=10.0) as patient:
+    with open_heap() as patient:
         layer(patient)(x)
     return found
 
@@ -702,8 +707,9 @@ def heap_before_the_process_group(rank: int, num_ranks: int) -> tuple[str, str]:
 
 @together("A heap after a timeout")
 def a_heap_after_a_timeout(rank: int, num_ranks: int) -> tuple[str, str] | None:
-    heap = open_heap(timeout_s=0.5)
+    heap = open_heap()
     model, x, found = layer(heap), torch.ones(4, 32), None
+    heap.timeout_s = heap.start_timeout_s = 0.5
     if rank == 0:
         raised_by(lambda: model(x))
         found = raised_by(lambda: model(x))
@@ -727,7 +733,7 @@ def _close_broken(heap: symmoe.SymmetricHeap) -> None:
 def end_during_construction(rank: int, num_ranks: int, path: str) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    _write_down_and_end(path, start_timeout_s=5.0)
+    _write_down_and_end(path, start_timeout_s=PROMPT_S)
 
 
 def never_construct(rank: int, num_ranks: int, path: str) -> None:
@@ -820,7 +826,7 @@ def test_ranks_that_do_not_live_through_it(heading: str, tmp_path: Path):
     ranks, path = Cluster(2), tmp_path / "found"
     try:
         with pytest.raises(RankFailure, match="died with exit code"):
-            ranks.run(BROKEN[heading], str(path), timeout_s=30)
+            ranks.run(BROKEN[heading], str(path))
     finally:
         ranks.close()
     name, text = path.read_text().split("\n", 1)

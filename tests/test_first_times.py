@@ -173,7 +173,8 @@ def test_a_first_wait_is_remembered():
     phase = control.PHASE_DISPATCH_DONE
     assert [barrier(times, READY, epoch=epoch) for epoch in (4, 5, 6)] == [True, True, False]
     assert [times.is_first_signal(phase, peer, epoch=6) for peer in (1, 2)] == [True, True]
-    assert [times.was_first(epoch, control.PHASE_DISPATCH_READY, 2) for epoch in (3, 4, 5, 6)] == [False, True, True, False]
+    firsts = [times.was_first(epoch, control.PHASE_DISPATCH_READY, 2) for epoch in (3, 4, 5, 6)]
+    assert firsts == [False, True, True, False]
     assert [times.was_first(6, phase, peer) for peer in (0, 1, 2)] == [False, True, True]
 
 

@@ -151,17 +151,18 @@ def test_some_cases_again():
 def test_an_exception_of_one_work_ends_all():
     def numbers() -> Iterator[Outcome]:
         for number in range(100):
-            time.sleep(0.01)
+            yielded.append(number)
+            time.sleep(0.05)
             yield Outcome(number, 0.0, [])
 
     def broken() -> Iterator[Outcome]:
         yield Outcome(-1, 0.0, [])
         raise ZeroDivisionError("on purpose")
 
-    start, found = time.monotonic(), []
+    yielded: list[int] = []
     with pytest.raises(ZeroDivisionError, match="on purpose"):
-        found.extend(outcome.case for outcome in side_by_side([numbers, broken]))
-    assert time.monotonic() - start < 0.9  # the other one was stopped on its way
+        list(side_by_side([numbers, broken]))
+    assert len(yielded) < 100  # the other one was stopped on its way
     assert [outcome.case for outcome in side_by_side([numbers])] == list(range(100))
 
 
@@ -177,7 +178,7 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 def sleep_on_the_last_rank(rank: int, num_ranks: int) -> Iterator[str]:
     yield "here"
     if rank == num_ranks - 1:
-        time.sleep(60.0)
+        time.sleep(3600.0)
     yield "there"
 
 
@@ -192,10 +193,8 @@ def yield_pid(rank: int, num_ranks: int) -> Iterator[int]:
 
 
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
-    start = time.monotonic()
     with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught, launcher.start(2, "cpu") as job:
         list(job.stream(sleep_on_the_last_rank, deadline_s=1.0))
-    assert time.monotonic() - start < 10.0
     assert "in sleep_on_the_last_rank" in str(caught.value)
     assert job.processes() == []
 

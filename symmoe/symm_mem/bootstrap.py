@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from symmoe.errors import FAULT_BYTES, PeerError, PeerLost, PeerTimeout, SymmoeError, decode, encode
 from symmoe.kernels import control
+from symmoe.symm_mem.at_exit import wait_for_gloo_at_exit
 
 _TAG = 0x5E41  # keeps messages apart from what the user of the group sends
 
@@ -33,6 +34,8 @@ class Bootstrap:
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
         self._alone = group is None and not dist.is_initialized()
+        if not self._alone:
+            wait_for_gloo_at_exit()
         self._group = group
         self._timeout_s = timeout_s
         self._num_exchanges = 0

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from step_trace import StepTrace, trace_step, training_step
 from test_layer import WAYS, flat
-from worker import GPU_TIMEOUT_S, Findings, open_heap
+from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, CapacityError
@@ -305,7 +305,7 @@ def check_groups(rank: int, num_ranks: int) -> list[str]:
     size = num_ranks // 2
     groups = [dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)]
     group = groups[rank // size]
-    with SymmetricHeap(group, num_bytes=256 << 20, timeout_s=GPU_TIMEOUT_S) as heap:
+    with SymmetricHeap(group, num_bytes=256 << 20) as heap:
         layer = layer_for(heap, config_for(size))
         results = []
         for turn in range(30 + 10 * (rank // size)):  # the groups take different numbers of steps
