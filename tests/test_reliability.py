@@ -27,6 +27,7 @@ SLICES = {
 }
 # One of each kind, at other phases and with other victims.
 FAULTS = (13, 69, 104)
+PATIENCE = 10.0  # nothing here measures speed
 TWIN_MUTANTS = (
     "no wait for rows to arrive",
     "one half of the count table",
@@ -51,12 +52,12 @@ def failures(suite: str, run: Run, launcher: Launcher) -> list[str]:
 @pytest.mark.parametrize("suite", SLICES)
 def test_suite(launcher: Launcher, suite: str):
     numbers, num_ranks = SLICES[suite]
-    assert failures(suite, Run(tuple(numbers), num_ranks), launcher) == []
+    assert failures(suite, Run(tuple(numbers), num_ranks, patience=PATIENCE), launcher) == []
 
 
 @pytest.mark.parametrize("number", FAULTS)
 def test_fault(launcher: Launcher, number: int):
-    assert failures("faults", Run((number,), 3), launcher) == []
+    assert failures("faults", Run((number,), 3, patience=PATIENCE), launcher) == []
 
 
 def test_the_faults_are_all_kinds_in_all_phases_on_all_victims():
@@ -82,12 +83,12 @@ def test_a_mutant_of_the_model_is_found(mutant: str):
 
 @pytest.mark.parametrize("mutant", TWIN_MUTANTS)
 def test_a_mutant_of_the_twins_is_found(launcher: Launcher, mutant: str):
-    assert mutations.found_in_twins(Run((), 3), launcher, mutant, mutations.FOUND_BY[mutant])
+    assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, mutant, mutations.FOUND_BY[mutant])
 
 
 @pytest.mark.parametrize("part", sorted({mutations.FOUND_BY[mutant] for mutant in TWIN_MUTANTS}))
 def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
-    assert mutations.found_in_twins(Run((), 3), launcher, None, part) == ""
+    assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, None, part) == ""
 
 
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
