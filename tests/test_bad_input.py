@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_heap import outcome
 from limits import HANG_S
+from test_heap import outcome
 from worker import Findings, free_bytes, open_heap
 
 from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan

@@ -23,8 +23,8 @@ def for_device(device: torch.device) -> ModuleType:
 
 
 def compiled_counter(device: torch.device) -> Callable[[], int]:
-    """A function that says how many variants of the kernels for `device` this process has compiled, or found in a cache,
-    by now."""
+    """A function that says how many variants of the kernels for `device` this process has compiled so far, or found in
+    a cache."""
     if device.type == "cuda":
         from symmoe.kernels.gpu.launch import num_compiled
 

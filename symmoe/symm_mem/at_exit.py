@@ -1,8 +1,8 @@
 """What a process with a process group has to wait for at its end, on behalf of torch.
 
-A thread of gloo ends a collective first and drops its tensors later, and for that it wants Python's lock. If the
-interpreter has begun to end in between, Python (before 3.14) ends the thread in the middle of a destructor, which aborts
-the process: "terminate called without an active exception", seen with torch 2.13 on busy machines.
+A thread of gloo says that a collective has ended, and drops its tensors after that, for which it wants Python's lock.
+If the interpreter has begun to end in between, Python (before 3.14) ends the thread in the middle of a destructor. That
+aborts the process: "terminate called without an active exception", seen with torch 2.13 on busy machines.
 """
 
 from __future__ import annotations

@@ -493,7 +493,7 @@ class SymmetricHeap:
         return received
 
     def _timeout_ns(self, first: bool) -> int | None:
-        """Bound of a wait, `first` as in FirstTimes; in a graph, where it is that of every replay, never a longer one."""
+        """Bound of a wait, `first` as in FirstTimes; in a graph, where every replay has it, never the longer one."""
         _, bound_s = self._bound(first and not capture_id(self.device))
         return None if bound_s == math.inf else int(bound_s * 1e9)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
-from test_heap import outcome
 from limits import PROMPT_S
+from test_heap import outcome
 from worker import Findings
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
