@@ -69,6 +69,7 @@ class FirstTimes:
     def _goes_on_to(self, kind: Kind) -> bool:
         """Whether this is the first wait of its kind after one of the last kind."""
         stretch, self._last = (self._last, kind), kind
-        is_known = stretch in self._stretches
+        if stretch in self._stretches:
+            return False
         self._stretches.add(stretch)
-        return not is_known
+        return True
