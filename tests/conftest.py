@@ -89,7 +89,7 @@ def shared_memory() -> frozenset[str]:
     return frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else frozenset()
 
 
-def left_in_shared_memory(before: frozenset[str], *, wait_s: float = 3.0) -> set[str]:
+def left_in_shared_memory(before: frozenset[str], *, wait_s: float = 60.0) -> set[str]:
     """Names in /dev/shm that are new and that no process uses: other jobs of this machine have theirs mapped."""
     deadline = time.monotonic() + wait_s
     while new := shared_memory() - before:

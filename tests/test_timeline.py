@@ -680,7 +680,7 @@ def starting_late(rank: int, num_ranks: int, folder: str, where: str) -> float:
     return first[1] - first[0]
 
 
-LATE_S = 0.5
+LATE_S = 2.0
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
