@@ -40,7 +40,11 @@ class HeapExhausted(SymmoeError):
 
 
 class HeapClosed(SymmoeError):
-    """The heap was used after `close()`."""
+    """The heap was used after `close()`, or in a process that has been forked from the one that made it."""
+
+
+class ConcurrentUse(SymmoeError):
+    """A thread made a call on a heap on which another thread was in one."""
 
 
 class HeapPoisoned(SymmoeError):

@@ -162,7 +162,7 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    heap.check()
+    heap.check(control.PHASE_PLAN, waits=capacity is None)
     problem = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
     heap.fail_for(problem or _find_number_problem(precision, quantized_wire), control.PHASE_PLAN)
     topk_idx = topk_idx.detach().contiguous()

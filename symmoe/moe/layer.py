@@ -159,7 +159,7 @@ class MoELayer(nn.Module):
                 Inside torch.compile a wrong x, token_mask or topk_idx is the compiler's error, on that rank alone.
         """
         if not torch.compiler.is_compiling():
-            self.heap.check()
+            self.heap.check(control.PHASE_PLAN)
             self.heap.fail_for(self._problem(x, token_mask, topk_idx), control.PHASE_PLAN)
         if operators.is_watched(self.experts):
             return self._forward_as_operator(x, token_mask, topk_idx)

@@ -168,7 +168,7 @@ def _moe_forward(
     trains_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     this = _STEPS[step]
-    this.heap.check()
+    this.heap.check(control.PHASE_PLAN)
     experts = this.experts
     this.heap.fail_for(width_problem(experts.fc1, x) or width_problem(experts.fc2, x), control.PHASE_PLAN)
     plan = plan_step(this.config, this.heap, topk_idx, x.dtype)

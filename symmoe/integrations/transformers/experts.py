@@ -100,7 +100,7 @@ class ExpertParallelExperts(nn.Module):
                 Inside torch.compile wrong shapes are the compiler's error, on that rank alone.
         """
         if not torch.compiler.is_compiling():
-            self.heap.check()
+            self.heap.check(control.PHASE_PLAN)
             self.heap.fail_for(self._problem(hidden_states, top_k_index, top_k_weights), control.PHASE_PLAN)
         device_type = hidden_states.device.type
         autocast = torch.is_autocast_enabled(device_type)
