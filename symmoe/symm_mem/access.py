@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 
 from symmoe.errors import ConcurrentUse, HeapClosed
+from symmoe.symm_mem.streams import NoStreams, StreamOrder
 
 
 class Access:
@@ -60,37 +59,25 @@ class OneCall:
     """The context of a collective call's kernels: a thread's turn, and in it their place in the order of streams.
 
     Args:
-        memory: the lock of what that order keeps.
-        order: the context that makes it.
-        at_end: called at the end of a call that raises nothing.
+        memory: the lock of what is known of streams.
     """
 
-    __slots__ = ("_access", "_at_end", "_memory", "_order")
-
-    def __init__(
-        self,
-        access: Access,
-        memory: AbstractContextManager[object],
-        order: AbstractContextManager[None],
-        at_end: Callable[[], None],
-    ) -> None:
-        self._access, self._memory, self._order, self._at_end = access, memory, order, at_end
+    def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder | NoStreams) -> None:
+        self._access, self._memory, self._streams = access, memory, streams
 
     def __enter__(self) -> None:
         self._access.__enter__()
         try:
             with self._memory:
-                self._order.__enter__()
+                self._streams.begin_call()
         except BaseException:
             self._access.__exit__()
             raise
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         try:
             with self._memory:
-                self._order.__exit__(None, None, None)
-            if exc_type is None:
-                self._at_end()
+                self._streams.end_call()
         finally:
             self._access.__exit__()
 

@@ -5,13 +5,27 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from symmoe.errors import FAULT_BYTES, PeerError, PeerLost, PeerTimeout, SymmoeError, decode, encode
+from symmoe.errors import (
+    FAULT_BYTES,
+    ArgumentError,
+    BackendUnavailable,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    SymmoeError,
+    decode,
+    encode,
+)
 from symmoe.kernels import control
+
+_T = TypeVar("_T")
 
 _TAG = 0x5E41  # keeps messages apart from what the user of the group sends
 
@@ -32,6 +46,8 @@ class Bootstrap:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
+        if (problem := _group_problem(group)) is not None:
+            raise problem
         self._alone = group is None and not dist.is_initialized()
         self._group = group
         self._timeout_s = timeout_s
@@ -60,6 +76,22 @@ class Bootstrap:
         for rank, payload in enumerate(self.all_gather_bytes(mine, num_bytes=FAULT_BYTES)):
             if payload.strip(b"\0"):
                 raise decode(payload, rank=rank)
+
+    def attempt(self, step: Callable[[], _T]) -> _T:
+        """What `step`, which each rank takes by itself, returns; the first rank's error in it on every rank. An error
+        that is not symmoe's own is a BackendUnavailable there: something that a heap needs is missing."""
+        problem: SymmoeError | None = None
+        try:
+            result = step()
+        except SymmoeError as error:
+            problem = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait
+            problem = BackendUnavailable(f"{type(error).__name__}: {error}")
+        try:
+            self.agree(problem)
+        finally:
+            problem = None  # its traceback refers to this frame: a cycle that would keep what `step` has made
+        return result
 
     def barrier(self) -> None:
         """Every rank has arrived."""
@@ -116,6 +148,23 @@ class Bootstrap:
     def _takes_cpu_tensors(self) -> bool:
         # A group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU.
         return "cpu" in dist.get_backend_config(self._group) or dist.get_backend(self._group) == "gloo"
+
+
+def _group_problem(group: object) -> ArgumentError | None:
+    """What keeps this rank from talking to a group. Nobody can be told of it."""
+    if group is None:
+        return None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ArgumentError(
+            "group (GroupMember.NON_GROUP_MEMBER) is one that this rank is not in: it has no heap there"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        return ArgumentError(f"group ({group!r}) must be a torch.distributed.ProcessGroup, or None")
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        return ArgumentError(f"group is not usable: {error}")
+    return None if rank >= 0 else ArgumentError("group is one that this rank is not in: it has no heap there")
 
 
 def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:

@@ -42,6 +42,7 @@ from symmoe.symm_mem.bootstrap import Bootstrap, warn_if_alone_by_mistake
 from symmoe.symm_mem.flight import FlightRecorder, flight_folder
 from symmoe.symm_mem.garbage import Garbage
 from symmoe.symm_mem.lease import Lease, lease_problem
+from symmoe.symm_mem.machine import warn_if_too_large
 from symmoe.symm_mem.records import abort_error, mismatch_error, plan_error, timeout_error
 from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 from symmoe.symm_mem.unraised import UNRAISED, nobody_has_raised, was_left
@@ -51,6 +52,7 @@ logger = logging.getLogger("symmoe")
 _PROTOCOL_VERSION = 3
 _FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend, timeout_s
 _BACKENDS = ("host", "nvshmem")
+_MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
 
 
 @dataclass
@@ -79,7 +81,8 @@ class SymmetricHeap:
         num_bytes: size of each rank's arena, the same on all ranks.
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
         timeout_s: bound of every wait for a peer. math.inf is no bound, for measuring what the bound costs.
-        start_timeout_s: bound of each wait for a peer during construction, which ranks may enter at different times.
+        start_timeout_s: bound of each wait for a peer during construction, which ranks may enter at different times;
+            math.inf is the process group's own.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
     raised (docs/reliability.md).
@@ -93,7 +96,8 @@ class SymmetricHeap:
         trip_timer: gives a context for the kernels of a trip ("dispatch", "combine") on the current stream, or None.
 
     Raises:
-        ArgumentError: `num_bytes`, `backend` or `timeout_s` is not usable.
+        ArgumentError: `num_bytes`, `backend` or a timeout is not usable, on every rank; or `group` is none that this rank
+            is in, here alone.
         BackendUnavailable: on every rank, if any rank cannot take part.
         ConfigMismatch: on every rank, if ranks disagree on an argument.
         PeerTimeout, PeerLost: a rank did not come, or has ended.
@@ -115,7 +119,8 @@ class SymmetricHeap:
         self._access = Access()
         self._flight = FlightRecorder(flight_folder())
         self._patient_bootstrap = Bootstrap(group)
-        bound_s = start_timeout_s if _is_positive(start_timeout_s) else None
+        is_bounded = _timeout_problem("start_timeout_s", start_timeout_s) is None and start_timeout_s < math.inf
+        bound_s = start_timeout_s if is_bounded else None
         self._bootstrap = Bootstrap(group, bound_s)
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
         self._layout = ControlLayout(self.num_ranks)
@@ -124,7 +129,7 @@ class SymmetricHeap:
         self.backend, self.backend_reason = _pick_backend(backend)
         self.statistics = HeapStatistics()
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
-        self._bootstrap.agree(self._find_problem())
+        self._bootstrap.attempt(self._check_arguments)
         self._agree_on_configuration()
         logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
 
@@ -154,6 +159,7 @@ class SymmetricHeap:
         self._dropped: deque[tuple[Arena, tuple[int, int]]] = deque()
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
         self._garbage = Garbage()
+        self._one_call = OneCall(self._access, self._memory, self._streams)
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -306,12 +312,7 @@ class SymmetricHeap:
 
     def one_call(self) -> AbstractContextManager[None]:
         """Goes around the kernels of a collective call, which start after those of the last one (see streams.py)."""
-        return OneCall(self._access, self._memory, self._streams.one_call(), self._end_call)
-
-    def _end_call(self) -> None:
-        """On CPUs a call raises what it has found before another thread may come, which would raise it instead."""
-        if self.device.type == "cpu" and self._poison is None and not self._closed:
-            self._raise_status(None)
+        return self._one_call
 
     def timed(self, trip: str) -> AbstractContextManager[None]:
         """Goes around what a trip does on the current stream, whose time the `trip_timer` may want to know."""
@@ -735,19 +736,22 @@ class SymmetricHeap:
 
     # -- construction ---------------------------------------------------------------------------------------------
 
-    def _find_problem(self) -> SymmoeError | None:
+    def _check_arguments(self) -> None:
         least = self._layout.num_bytes + ALIGNMENT_BYTES
         if self.backend not in _BACKENDS:
-            return ArgumentError(f"backend ({self.backend!r}) must be 'auto', 'host' or 'nvshmem'")
-        if not isinstance(self.num_bytes, int) or self.num_bytes < least:
-            return ArgumentError(
-                f"num_bytes ({self.num_bytes!r}) must be an int of at least {least} for {self.num_ranks} ranks"
+            raise ArgumentError(f"backend ({self.backend!r}) must be 'auto', 'host' or 'nvshmem'")
+        if not isinstance(self.num_bytes, int) or not least <= self.num_bytes < 1 << 63:
+            raise ArgumentError(
+                f"num_bytes ({self.num_bytes!r}) must be an int of at least {least} for {self.num_ranks} ranks, "
+                "and less than 2**63"
             )
-        for name in ("timeout_s", "start_timeout_s"):
-            if not _is_positive(value := getattr(self, name)):
-                return ArgumentError(f"{name} ({value!r}) must be a number greater than 0")
+        raise_for(_timeout_problem("timeout_s", self.timeout_s))
+        raise_for(_timeout_problem("start_timeout_s", self.start_timeout_s))
         missing = host.preflight() if self.backend == "host" else nvshmem.preflight(self.num_bytes)
-        return BackendUnavailable(missing) if missing else None
+        if missing:
+            raise BackendUnavailable(missing)
+        if self.backend == "host" and self.rank == 0:
+            warn_if_too_large(self.num_bytes, self.num_ranks)
 
     def _agree_on_configuration(self) -> None:
         """Raises on every rank if ranks disagree. Collective."""
@@ -771,8 +775,10 @@ class SymmetricHeap:
             torch.cuda.synchronize(self.device)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and value > 0
+def _timeout_problem(name: str, value: object) -> ArgumentError | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and (0 < value <= _MAX_S or value == math.inf):
+        return None
+    return ArgumentError(f"{name} ({value!r}) must be a number greater than 0, of at most {_MAX_S:.0e} s or math.inf")
 
 
 def _pick_backend(backend: str) -> tuple[str, str]:
