@@ -96,8 +96,8 @@ class SymmetricHeap:
         trip_timer: gives a context for the kernels of a trip ("dispatch", "combine") on the current stream, or None.
 
     Raises:
-        ArgumentError: `num_bytes`, `backend` or a timeout is not usable, on every rank; or `group` is none that this rank
-            is in, here alone.
+        ArgumentError: `num_bytes`, `backend` or a timeout is not usable, on every rank; or `group` is none of this
+            rank, here alone.
         BackendUnavailable: on every rank, if any rank cannot take part.
         ConfigMismatch: on every rank, if ranks disagree on an argument.
         PeerTimeout, PeerLost: a rank did not come, or has ended.
