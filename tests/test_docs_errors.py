@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +194,49 @@ def use_after_close() -> tuple[str, str]:
     with open_heap() as again:
         layer(again)(x)
     return found
+
+
+@alone("A forked process calls the heap of its parent")
+def call_in_a_fork() -> tuple[str, str]:
+    with open_heap() as heap:
+        model, x = layer(heap), torch.ones(4, 32)
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(write, "\n".join(raised_by(lambda: model(x))).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as stream:
+            name, text = stream.read().split("\n", 1)
+        os.waitpid(child, 0)
+        model(x)
+    return name, text.replace(str(os.getpid()), "4711").replace(str(child), "4712")
+
+
+@alone("Two threads in a call on one heap")
+def call_in_two_threads() -> tuple[str, str]:
+    found: list[tuple[str, str]] = []
+    with open_heap() as heap, open_heap() as other:
+        model, x = layer(heap), torch.ones(4, 32)
+        with heap.one_call():
+            thread = threading.Thread(target=lambda: found.append(raised_by(lambda: model(x))), name="Thread-2")
+            thread.start()
+            thread.join()
+            thread = threading.Thread(target=lambda: found.append(layer(other)(x)))
+            thread.start()
+            thread.join()
+        model(x)
+    assert found[1][0].shape == x.shape
+    return found[0]
+
+
+@alone("A heap larger than the memory of the machine")
+def heap_larger_than_the_machine() -> tuple[str, str]:
+    with pytest.warns(UserWarning, match="num_bytes") as warned, open_heap(num_bytes=1 << 44) as heap:
+        layer(heap)(torch.ones(4, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_heap().close()
+    return "UserWarning", str(warned[0].message)
 
 
 @alone("A lease after its release")

@@ -52,6 +52,7 @@ logger = logging.getLogger("symmoe")
 _PROTOCOL_VERSION = 3
 _FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend, timeout_s
 _BACKENDS = ("host", "nvshmem")
+_START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
 
 
@@ -81,8 +82,7 @@ class SymmetricHeap:
         num_bytes: size of each rank's arena, the same on all ranks.
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
         timeout_s: bound of every wait for a peer. math.inf is no bound, for measuring what the bound costs.
-        start_timeout_s: bound of each wait for a peer during construction, which ranks may enter at different times;
-            math.inf is the process group's own.
+        start_timeout_s: bound of each wait for a peer during construction, which ranks may enter at different times.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
     raised (docs/reliability.md).
@@ -110,7 +110,7 @@ class SymmetricHeap:
         num_bytes: int,
         backend: str = "auto",
         timeout_s: float = 30.0,
-        start_timeout_s: float = 300.0,
+        start_timeout_s: float = _START_TIMEOUT_S,
     ) -> None:
         warn_if_alone_by_mistake(group)
         self._closed = True  # until everything below has worked
@@ -119,9 +119,9 @@ class SymmetricHeap:
         self._access = Access()
         self._flight = FlightRecorder(flight_folder())
         self._patient_bootstrap = Bootstrap(group)
-        is_bounded = _timeout_problem("start_timeout_s", start_timeout_s) is None and start_timeout_s < math.inf
-        bound_s = start_timeout_s if is_bounded else None
-        self._bootstrap = Bootstrap(group, bound_s)
+        # With a bound on every rank: messages without one go another way, and would not meet those of the peers.
+        problem = _timeout_problem("start_timeout_s", start_timeout_s)
+        self._bootstrap = Bootstrap(group, _START_TIMEOUT_S if problem else min(start_timeout_s, _MAX_S))
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
         self._layout = ControlLayout(self.num_ranks)
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
@@ -722,7 +722,7 @@ class SymmetricHeap:
             self._end(together=False)
 
     def __repr__(self) -> str:
-        if self._closed:
+        if getattr(self, "_closed", True):  # or not made yet
             return "SymmetricHeap(closed)"
         state = "open" if self._poison is None else f"poisoned: {self._poison}"
         return (

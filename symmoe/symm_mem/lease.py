@@ -50,9 +50,8 @@ def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
         return ArgumentError(f"dtype ({dtype!r}) must be a torch.dtype")
     if not isinstance(shape, (tuple, list)):
         return ArgumentError(f"shape ({shape!r}) must be a tuple of ints")
-    for size in shape:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            return ArgumentError(f"shape ({shape!r}) must be of ints of at least 0")
+    if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape):
+        return ArgumentError(f"shape ({shape!r}) must be of ints of at least 0")
     return None
 
 
