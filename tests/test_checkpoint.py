@@ -68,7 +68,7 @@ class Model(nn.Module):
 def named(model: nn.Module, first: int) -> Iterator[tuple[str, int | None, torch.Tensor]]:
     """Every tensor by the name it has whatever the ranks: (name, global expert or None, tensor of that expert)."""
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not getattr(tensor, "is_expert", False):
+        if ".experts." not in name:
             yield name, None, tensor
             continue
         layer, _, leaf = name.rpartition(".")
@@ -102,7 +102,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, first: int, 
 
 
 def fill_moment(moment: torch.Tensor, parameter: nn.Parameter, name: str, kind: str, first: int, seed: int) -> None:
-    if getattr(parameter, "is_expert", False):
+    if ".experts." in name:
         leaf = name.rpartition(".")[2].removeprefix("weight")
         rows = [moment] if leaf.isdigit() else list(moment)
         name = name.removesuffix(leaf) if leaf.isdigit() else name

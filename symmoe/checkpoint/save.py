@@ -286,7 +286,8 @@ def _compare(plan: _Plan, digests: list[bytes]) -> None:
             other, expected = seen.setdefault((key, run), (rank, digest))
             if digest != expected:
                 raise CheckpointError(
-                    f"{key} differs between rank {other} and rank {rank}, which must have the same bits"
+                    f"{key} differs between rank {other} and rank {rank}, which must have the same bits (unless it "
+                    "is an expert's: then its module has to say holds_experts = True)"
                 )
 
 

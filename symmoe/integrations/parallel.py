@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from symmoe.errors import ArgumentError
-from symmoe.moe.gradients import mark_expert
 from symmoe.moe.layer import MoELayer, MoEMetrics
+from symmoe.moe.ownership import trainable
 from symmoe.moe.router import RouterOutput
 
 EP = "ep"
@@ -103,8 +103,6 @@ def parallelize(
             mp_policy=expert_policy,
         )
         _divide_gradients(sharded, expert_mesh, divisor)
-        for parameter in layer.experts.parameters():
-            mark_expert(parameter)  # FSDP has made new ones
     for unit in units:
         if not isinstance(unit, FSDPModule):
             fully_shard(unit, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
@@ -179,9 +177,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
         for linear in (layer.experts.fc1, layer.experts.fc2):
             for name, parameter in list(linear.named_parameters()):
                 whole = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
-                sharded = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                mark_expert(sharded)
-                setattr(linear, name, sharded)
+                setattr(linear, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     return layers
 
 
@@ -190,9 +186,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
     Under :func:`data_parallel` only experts are DTensors, and foreach and fused optimizers refuse groups of both kinds.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    experts = [parameter for parameter in parameters if getattr(parameter, "is_expert", False)]
-    dense = [parameter for parameter in parameters if not getattr(parameter, "is_expert", False)]
+    dense, experts = trainable(model)
     return [{"params": dense}, {"params": experts}]
 
 

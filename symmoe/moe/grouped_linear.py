@@ -23,7 +23,6 @@ from symmoe.kernels.table import TensorTable
 from symmoe.moe import weight_grad
 from symmoe.moe.adjacent import addresses, lay_side_by_side
 from symmoe.moe.arguments import gradient_buffer, kernel_rows, result_buffers_problem, rows_problem, scale_problem
-from symmoe.moe.gradients import mark_expert
 from symmoe.moe.held_weight import HeldWeight
 from symmoe.moe.low_rank import low_rank
 from symmoe.moe.products import NOTHING, products_of, weight_gradient
@@ -59,13 +58,14 @@ class GroupedLinear(nn.Module):
             its `feature_multiple`.
         init_method: fills one group's [O, C] in place; None: uniform with the bound of nn.Linear.
 
-    Parameters carry `is_expert = True`, by which reduce_gradients tells them from data-parallel ones.
+    `holds_experts = True` tells reduce_gradients, and whoever else asks, that the parameters are not data-parallel.
 
     Raises:
         ArgumentError: a size is out of range.
     """
 
     num_extra_inputs = 1  # Sequential passes the splits
+    holds_experts = True
 
     def __init__(
         self,
@@ -106,11 +106,9 @@ class GroupedLinear(nn.Module):
             for g, weight in enumerate(whole.unbind(0)):  # in one storage: see packed_view
                 setattr(self, f"weight{g}", nn.Parameter(weight))
         self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
-        for parameter in self.parameters():
-            mark_expert(parameter)
+        self._weight_marks: dict[str, object] = {}
         if delay_wgrad:
-            for weight in self.weight_parameters():
-                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]  # Megatron's DDP: it comes later
+            self.mark_weights(skip_backward_post_hook=True)  # Megatron's DDP: the gradient comes later
         self.reset_parameters()
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
@@ -124,6 +122,11 @@ class GroupedLinear(nn.Module):
     def weight_parameters(self) -> tuple[torch.Tensor, ...]:
         """The one packed weight, or the G discrete ones; of a DTensor this rank's part, differentiable."""
         return (local_part(self.weight),) if self.is_packed else self._discrete_weights()
+
+    def mark_weights(self, **marks: object) -> None:
+        """Sets attributes of every weight that a trainer reads there. Parameters that take their place get them too."""
+        self._weight_marks |= marks
+        self._restate_marks()
 
     def held_problem(self) -> ArgumentError | None:
         """What keeps a forward pass from the weights as symmoe.constant_weights has them, or None."""
@@ -283,6 +286,7 @@ class GroupedLinear(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         before = None if self.is_packed else addresses(self._discrete_weights())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self._restate_marks()
         if self.is_packed:
             return self
         weights = self._discrete_weights()
@@ -303,6 +307,16 @@ class GroupedLinear(nn.Module):
                 if whole.shape[:1] == (self.num_groups,):
                     state_dict.update(zip(indexed, whole.unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._restate_marks()  # loading may assign
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self._restate_marks()  # of a copy
+
+    def _restate_marks(self) -> None:
+        if self._weight_marks:
+            for name in ["weight"] if self.is_packed else [f"weight{g}" for g in range(self.num_groups)]:
+                vars(self._parameters[name]).update(self._weight_marks)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

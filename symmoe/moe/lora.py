@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.moe.gradients import mark_expert
 from symmoe.moe.grouped_linear import GroupedLinear, local_part
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.low_rank import RANK_MULTIPLE
@@ -61,8 +60,6 @@ class LoRAGroupedLinear(GroupedLinear):
         num_groups, device = linear.num_groups, weight.device
         adapted.lora_a = nn.Parameter(torch.empty(num_groups, rank, linear.in_features, dtype=dtype, device=device))
         adapted.lora_b = nn.Parameter(torch.zeros(num_groups, linear.out_features, rank, dtype=dtype, device=device))
-        for adapter in (adapted.lora_a, adapted.lora_b):
-            mark_expert(adapter)
         adapted.scaling, adapted.rank_dropout, adapted.is_merged = alpha / rank, rank_dropout, False
         adapted.reset_adapters()
         return adapted

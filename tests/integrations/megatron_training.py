@@ -412,7 +412,9 @@ def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
     model_parallel_cuda_manual_seed(5)
     config = config_of(use_cpu_initialization=False)
     experts = SymmExperts(4, config)
-    for weight in experts.parameters():
+    experts.load_state_dict({name: value.clone() for name, value in experts.state_dict().items()}, assign=True)
+    copied = copy.deepcopy(experts.linear_fc1).to("meta").to_empty(device="cpu")
+    for weight in (*experts.parameters(), copied.weight):
         assert weight.allreduce is False
         assert weight.tensor_model_parallel is True
     use_groups(ep=1)

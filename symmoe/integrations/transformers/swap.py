@@ -83,14 +83,8 @@ def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: 
     for name, whole in local_weights(family, experts).items():
         linear, _, kind = name.partition(".")
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
-        set_parameter(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
+        setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
     return share.train(experts.training)
-
-
-def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replaces a parameter by another that is marked like it (GroupedLinear's `is_expert`)."""
-    parameter.__dict__.update(getattr(module, name).__dict__)
-    setattr(module, name, parameter)
 
 
 def _refuse_save_pretrained(*args: object, **kwargs: object) -> NoReturn:
