@@ -28,6 +28,7 @@ from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.moe.ownership import named_parameters, trainable
+from symmoe.moe.wrappers import ExpertParallelModule
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,9 +55,14 @@ def reduce_gradients(
             world is one EP group.
 
     Raises:
-        ArgumentError: a parameter is a DTensor.
+        ArgumentError: a parameter is a DTensor, or a layer is inside a DistributedDataParallel.
     """
     group = group or _default_group()
+    if any(isinstance(module, ExpertParallelModule) and module.replicas.ddp is not None for module in model.modules()):
+        raise ArgumentError(
+            "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
+            "reduce_gradients would do it again"
+        )
     dense, experts = trainable(model)
     for parameter in dense + experts:
         if hasattr(parameter, "device_mesh"):

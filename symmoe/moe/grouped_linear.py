@@ -66,6 +66,7 @@ class GroupedLinear(nn.Module):
 
     num_extra_inputs = 1  # Sequential passes the splits
     holds_experts = True
+    _is_fsdp_managed_module = False  # FSDP sets it
 
     def __init__(
         self,

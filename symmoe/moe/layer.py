@@ -21,6 +21,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.router import Router, RouterOutput, choice_problem, mask_problem
 from symmoe.moe.step import apply_experts, plan_step
+from symmoe.moe.wrappers import ExpertParallelModule, Replicas
 from symmoe.symm_mem.buffers import dtype_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -64,7 +65,7 @@ class MoEMetrics:
         return (self.expert_load == 0).sum()
 
 
-class MoELayer(nn.Module):
+class MoELayer(ExpertParallelModule):
     """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a heap's EP group.
 
     Rank r holds experts r * E / R to (r + 1) * E / R - 1. The router is replicated: its gradients are data-parallel,
@@ -80,8 +81,9 @@ class MoELayer(nn.Module):
             backward. It is replicated, so its gradients are data-parallel.
         dtype: of the expert weights. The layer computes in the dtype of its input, or in autocast's.
         device: of the parameters; None is the heap's.
-        expert_group: for aux_loss="global": as in reduce_gradients, the ranks that hold this rank's experts in the
-            other EP groups, over which each forward then sums the load. None: the world is one EP group.
+        expert_group: as in reduce_gradients, the ranks that hold this rank's experts in the other EP groups. For
+            aux_loss="global", over which each forward then sums the load, and for DDP (see prepare_for_ddp). None: the
+            world is one EP group.
 
     Raises:
         ArgumentError: the configuration does not fit the group, or `experts` does not fit the configuration.
@@ -117,7 +119,7 @@ class MoELayer(nn.Module):
             )
         self.set_experts(experts)
         self.shared_expert = shared_expert
-        self._expert_group = expert_group
+        self.replicas = Replicas(expert_group)
 
     def set_experts(self, experts: GroupedMLP) -> None:
         """Makes `experts` this rank's, instead of those that the layer has. Local.
@@ -160,7 +162,8 @@ class MoELayer(nn.Module):
         """
         if not torch.compiler.is_compiling():
             self.heap.check()
-            self.heap.fail_for(self._problem(x, token_mask, topk_idx), control.PHASE_PLAN)
+            problem = self.wrapper_problem() or self._problem(x, token_mask, topk_idx)
+            self.heap.fail_for(problem, control.PHASE_PLAN)
         if operators.is_watched(self.experts):
             return self._forward_as_operator(x, token_mask, topk_idx)
         config = self.config
@@ -263,8 +266,8 @@ class MoELayer(nn.Module):
             return balance.sequence_balance_loss(shares, routed.chosen_idx, sequence_length, token_mask)
         if config.aux_loss == "global":
             expert_load = load_so_far(self.router.step_load, expert_load)
-            if self._expert_group is not None:
-                dist.all_reduce(expert_load, group=self._expert_group)
+            if self.replicas.group is not None:
+                dist.all_reduce(expert_load, group=self.replicas.group)
         elif config.capacity_factor is not None:
             # What an expert is chosen for, not what it is left with: that says little about an overloaded one.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)

@@ -17,7 +17,7 @@ _TAG = 0x5E41  # keeps messages apart from what the user of the group sends
 
 
 class Bootstrap:
-    """The EP group as plain bytes. Every method is collective over the group.
+    """The EP group as plain bytes. Every method but `global_ranks` is collective over the group.
 
     `group=None` without an initialised process group is a group of one.
 
@@ -38,6 +38,11 @@ class Bootstrap:
         self._num_exchanges = 0
         self.rank = 0 if self._alone else dist.get_rank(group)
         self.num_ranks = 1 if self._alone else dist.get_world_size(group)
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The group's ranks in the default group, in rank order. Not collective."""
+        return [0] if self._alone else dist.get_process_group_ranks(self._group)
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
         """Every rank's `payload`, zero-padded to `num_bytes`, in rank order."""

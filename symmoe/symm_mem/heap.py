@@ -396,6 +396,11 @@ class SymmetricHeap:
         finally:
             del problem
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """Ranks of the heap's group in the default process group, in the order of the group. Local."""
+        return self._bootstrap.global_ranks
+
     def agree(self, problem: SymmoeError | None) -> None:
         """Raises the first rank's problem on every rank; returns if nobody has one. For slow work on the host: it is
         collective over the process group, waits as long as the group does, and uses no symmetric memory."""

@@ -10,6 +10,7 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
 from symmoe.integrations.transformers.families import Family, StockExperts, experts_modules, family_of
+from symmoe.moe.wrappers import prepare_for_ddp
 from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,6 +47,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     for path, share in swapped.items():
         model.set_submodule(path, share)
     vars(model)["save_pretrained"] = _refuse_save_pretrained
+    prepare_for_ddp(model)
     return model
 
 
