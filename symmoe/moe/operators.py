@@ -54,6 +54,10 @@ class Step:
     kind: tuple[object, ...]
     number: int = field(default_factory=itertools.count().__next__)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Step:
+        """Copies of a layer are like it, and share its step as they share the heap."""
+        return self
+
 
 _STEPS: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
 
@@ -176,7 +180,7 @@ def _moe_forward(
     problem = ddp_problem() or width_problem(experts.fc1, x) or width_problem(experts.fc2, x)
     this.heap.fail_for(problem, control.PHASE_PLAN)
     plan = plan_step(this.config, this.heap, topk_idx, x.dtype)
-    state = torch.empty(1, dtype=torch.int64, device="cpu")
+    state = torch.zeros(1, dtype=torch.int64, device="cpu")
     tensors = [x, probs, *biases, *weights, *adapters]
     if not trains:
         y = apply_experts(this.config, x, probs, with_parameters(experts, biases, weights, adapters), plan)

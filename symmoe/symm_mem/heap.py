@@ -637,6 +637,13 @@ class SymmetricHeap:
         """A copy of a model shares the heap, as it shares the process group."""
         return self
 
+    def __reduce__(self) -> NoReturn:
+        """What holds a heap (a layer, a model, a plan) cannot be pickled, nor sent to another process."""
+        raise ArgumentError(
+            "a SymmetricHeap, and a layer with it, belongs to this process and cannot be pickled: save the layer's "
+            "state_dict() or call symmoe.checkpoint.save_checkpoint, and load that into a layer on a heap of its own"
+        )
+
     # -- construction ---------------------------------------------------------------------------------------------
 
     def _find_problem(self) -> SymmoeError | None:
