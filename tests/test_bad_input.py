@@ -243,8 +243,8 @@ WORDS = (
     ("order", "fast", "('rank', 'slot')"),
     ("stash", "some", "('all', 'rows', 'hidden', 'none')"),
     ("layout", "expert_major", "('auto', 'packed', 'expert-major')"),
-    ("schedule", "overlap", "('serial', 'overlapped')"),
-    ("schedule", None, "('serial', 'overlapped')"),
+    ("schedule", "overlap", "('serial', 'overlapped', 'always-overlapped')"),
+    ("schedule", None, "('serial', 'overlapped', 'always-overlapped')"),
     ("quantized_wire", "forwards", "('none', 'forward', 'backward', 'both')"),
     ("quantized_wire", True, "('none', 'forward', 'backward', 'both')"),
 )

@@ -15,7 +15,7 @@ from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
 
 Stash = Literal["all", "rows", "hidden", "none"]
-Schedule = Literal["serial", "overlapped"]
+Schedule = Literal["serial", "overlapped", "always-overlapped"]
 QuantizedWire = Literal["none", "forward", "backward", "both"]
 
 # Fields that take one of a few words. The Literal annotations say the same to a type checker.
@@ -25,7 +25,7 @@ _CHOICES = {
     "score": ("softmax", "sigmoid"),
     "stash": ("all", "rows", "hidden", "none"),
     "layout": ("auto", *control.LAYOUTS),
-    "schedule": control.SCHEDULES,
+    "schedule": (*control.SCHEDULES, "always-overlapped"),
     "quantized_wire": control.QUANTIZED_WIRES,
     "aux_loss": ("micro_batch", "sequence", "global"),
     "drop_policy": ("probs", "position"),
@@ -55,7 +55,8 @@ class MoEConfig:
             per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
             takes less time, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
         schedule: "overlapped": rows travel beside the GEMMs where that pays (moe/overlap.py). "serial": dispatch,
-            experts, combine one after the other. Same bits.
+            experts, combine one after the other. "always-overlapped": beside the GEMMs in every trip, whether it pays
+            or not, for tests. Same bits. Ranks must agree on what travels beside what.
         precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
             None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
             symmoe.choose_precision takes it only where it is expected to be faster.

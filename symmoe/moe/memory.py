@@ -137,7 +137,7 @@ def _activation_bytes(
     # source_to_row_start
     small = (num_blocks + 3) * num_ranks + 1 + experts + control.SUMMARY_WORDS
     small += (3 + num_ranks) * (experts // num_ranks) + 1
-    if config.schedule == "overlapped" and num_ranks > 1:  # source_to_rows
+    if config.schedule != "serial" and num_ranks > 1:  # source_to_rows
         small += 2 * experts
     plan_bytes = INT_BYTES * (num_tokens * per_token + received + small)
     h_bytes = rows * width * itemsize if stash.keeps_h else 0
