@@ -91,7 +91,8 @@ def parallelize(
     for layer in layers:
         # The router computes in fp32 from the tokens as they come.
         keep_fp32 = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
-        fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
+        if layer.router is not None:
+            fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
         if layer.shared_expert is not None and any(True for _ in layer.shared_expert.parameters()):
             fully_shard(layer.shared_expert, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
         placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from symmoe.dispatch.wire import WireFormat, wire_problem
@@ -25,11 +25,27 @@ _CHOICES = {
     "score": ("softmax", "sigmoid"),
     "stash": ("all", "rows", "hidden", "none"),
     "layout": ("auto", *control.LAYOUTS),
+    "router": ("linear", "none"),
     "schedule": (*control.SCHEDULES, "always-overlapped"),
     "quantized_wire": control.QUANTIZED_WIRES,
     "aux_loss": ("micro_batch", "sequence", "global"),
     "drop_policy": ("probs", "position"),
 }
+
+
+# Fields that mean nothing without one.
+_OF_THE_ROUTER = (
+    "score",
+    "renormalize",
+    "num_groups",
+    "top_groups",
+    "route_scale",
+    "expert_bias",
+    "bias_update_rate",
+    "aux_loss_coef",
+    "aux_loss",
+    "z_loss_coef",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +79,9 @@ class MoEConfig:
         quantized_wire: what travels to the experts as the E4M3 numbers of `precision`, in about half the bytes: tokens
             ("forward"), the gradients of their results ("backward"), "both" or "none". What the experts compute from
             them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
+        router: "linear": the layer has one (symmoe.moe.router). "none": it has none, nor parameters of one, and each
+            call brings topk_idx and probs. What follows is about the router, but for capacity_factor and drop_policy,
+            and has to stay as it is then.
         score: how logits become scores.
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
@@ -97,6 +116,7 @@ class MoEConfig:
     schedule: Schedule = "overlapped"
     precision: Recipe | None = None
     quantized_wire: QuantizedWire = "none"
+    router: Literal["linear", "none"] = "linear"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     num_groups: int = 1
@@ -134,6 +154,7 @@ class MoEConfig:
         for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
             _check_factor(name, getattr(self, name))
         self._check_precision()
+        self._check_router()
         self._check_groups()
         self._check_capacity()
         self._check_capacity_factor()
@@ -142,6 +163,11 @@ class MoEConfig:
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
+
+    def _check_router(self) -> None:
+        for field in fields(self) if self.router == "none" else ():
+            if field.name in _OF_THE_ROUTER and (value := getattr(self, field.name)) != field.default:
+                raise ArgumentError(f"{field.name} ({value!r}) needs a router, but router is 'none'")
 
     def _check_groups(self) -> None:
         _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)

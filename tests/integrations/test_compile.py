@@ -314,7 +314,10 @@ def test_operators_pass_torchs_own_checks(heap):
     step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
     torch.library.opcheck(torch.ops.symmoe.load_so_far.default, (step_load, load))
     torch.library.opcheck(torch.ops.symmoe.add_load.default, (step_load, load))
-    x, weight = torch.randn(5, HIDDEN, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, HIDDEN).requires_grad_()
+    x, weight = (
+        torch.randn(5, HIDDEN, dtype=torch.bfloat16, requires_grad=True),
+        torch.randn(4, HIDDEN).requires_grad_(),
+    )
     torch.library.opcheck(torch.ops.symmoe.router_gemm.default, (x, weight))
     torch.library.opcheck(torch.ops.symmoe.router_gemm_grads.default, (torch.randn(5, 4), x.detach(), weight.detach()))
 
