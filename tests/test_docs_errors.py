@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster, RankFailure
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import symmoe
 from symmoe import errors, timeline
@@ -137,6 +139,17 @@ def logits_that_are_not_finite() -> tuple[str, str]:
         x[2, 5] = float("nan")
         found = raised_by(lambda: model(x))
         model(x.nan_to_num())
+    return found
+
+
+@alone("A layer is pickled")
+def pickled_layer() -> tuple[str, str]:
+    with open_heap() as heap:
+        found = raised_by(lambda: torch.save(layer(heap), io.BytesIO()))
+        saved = io.BytesIO()
+        torch.save(layer(heap).state_dict(), saved)
+        saved.seek(0)
+        layer(heap).load_state_dict(torch.load(saved))
     return found
 
 
@@ -552,6 +565,27 @@ def exact_capacity_in_a_graph() -> tuple[str, str]:
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------
+
+
+@together("Experts inside a DDP that did not know of them")
+def experts_in_plain_ddp(rank: int, num_ranks: int) -> tuple[str, str]:
+    x = torch.ones(4, 32)
+    with open_heap() as heap:
+        found = raised_by(lambda: DistributedDataParallel(torch.nn.Sequential(layer(heap)))(x))
+        model = torch.nn.Sequential(layer(heap))
+        symmoe.prepare_for_ddp(model)
+        DistributedDataParallel(model)(x)[0].sum().backward()
+    return found
+
+
+@together("Experts inside an FSDP that did not know of them")
+def experts_in_plain_fsdp(rank: int, num_ranks: int) -> tuple[str, str]:
+    x = torch.ones(4, 32)
+    with open_heap() as heap:
+        found = raised_by(lambda: fully_shard(torch.nn.Sequential(layer(heap)))(x))
+        mesh = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("efsdp", "ep"))
+        parallelize(torch.nn.Sequential(layer(heap)), mesh)(x)[0].sum().backward()
+    return found
 
 
 @together("An argument is wrong on one rank")
