@@ -27,7 +27,9 @@ from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
-_MET = "_symmoe_layers"  # on a DDP: ids of the layers in it that have met it
+_MET = "_symmoe_layers"  # on a DDP: ids of the layers in it that have met it, and of their experts' parameters
+_NUM_CALLS = "_symmoe_calls"  # on a DDP: of layers that are spread over ranks, in its forward
+_NUM_COMPARED = 8  # dense parameters, the smallest
 _COMPILED = "_orig_mod."  # before names, in what torch.compile makes of a model
 
 
@@ -130,23 +132,26 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     if ddp is None:
         return None
     met: set[int] = vars(ddp).get(_MET, set())
-    if met and (layer is None or id(layer) in met):
+    if not met or not (layer is None or id(layer) in met):
+        return join_ddp(ddp, [] if layer is None else [layer])
+    if layer is not None and not layer.is_spread:
         return None
-    return join_ddp(ddp, [] if layer is None else [layer])
+    num_calls = vars(ddp)[_NUM_CALLS] = vars(ddp).get(_NUM_CALLS, 0) + 1
+    return None if num_calls & (num_calls - 1) else _drift_problem(ddp)  # at 1, 2, 4, 8 ..
 
 
 def join_ddp(ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule] = ()) -> ArgumentError | None:
     """Makes the layers in a DDP, and others, part of it, or says why that cannot be."""
     inside = [module for module in ddp.module.modules() if isinstance(module, ExpertParallelModule)]
-    all_layers = list(dict.fromkeys([*inside, *layers]))
-    for layer in all_layers:
+    met: set[int] = vars(ddp).setdefault(_MET, set())
+    new_layers = [layer for layer in dict.fromkeys([*inside, *layers]) if id(layer) not in met]
+    for layer in new_layers:
         if (problem := _group_problem(ddp, layer)) is not None:
             return problem
-    done: set[int] = set()
-    for layer in all_layers:
+    for layer in new_layers:
         if layer.is_spread:
-            _average_gradients(ddp, layer, done)
-    vars(ddp)[_MET] = {id(layer) for layer in all_layers}
+            _average_gradients(ddp, layer, met)
+        met.add(id(layer))
     return None
 
 
@@ -234,6 +239,29 @@ def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) ->
             "expert_group to symmoe.prepare_for_ddp"
         )
     return gradients_elsewhere(layer.experts)
+
+
+@torch.no_grad()
+def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
+    """Whether dense parameters, of which DDP makes equal copies, have come to differ. Collective, and synchronises.
+
+    Whoever clips by a norm over `model.parameters()` counts this rank's experts, and no others: another factor on each
+    rank. Nothing else would show it.
+    """
+    trained = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+    if not trained or (trained[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    smallest = sorted(trained, key=torch.Tensor.numel)[:_NUM_COMPARED]
+    mine = torch.stack([parameter.detach().double().sum() for parameter in smallest]).nan_to_num()
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(ddp.process_group))]
+    dist.all_gather(theirs, mine, group=ddp.process_group)
+    if all(torch.equal(sums, theirs[0]) for sums in theirs):
+        return None
+    return ArgumentError(
+        "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it had "
+        "reduced them, otherwise on each rank. Clip with symmoe.clip_grad_norm: torch's clip_grad_norm_ (in a Trainer: "
+        "max_grad_norm, to be 0) counts this rank's experts alone"
+    )
 
 
 def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule, done: set[int]) -> None:

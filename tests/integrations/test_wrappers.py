@@ -311,6 +311,33 @@ def test_a_model_leaves_its_ddp(cluster: Callable[..., Cluster]):
     cluster(2).run(unwrapped_again)
 
 
+def clipped(rank: int, num_ranks: int) -> str:
+    """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
+    shares = (TOKENS // num_ranks,) * num_ranks
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        plain, model = model_of(heap), model_of(heap)
+        wrapped = DistributedDataParallel(prepared(model))
+
+        def reduce_and_clip() -> None:
+            symmoe.reduce_gradients(plain)
+            symmoe.clip_grad_norm(plain, 0.05)
+
+        expected = curve_of(plain, rank, num_ranks, reduce_and_clip)
+        found = curve_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
+        assert found == pytest.approx(expected, rel=BOUND)
+        wrapped = DistributedDataParallel(prepared(model_of(heap)))
+        with pytest.raises(ArgumentError) as caught:
+            curve_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
+        rank_loss(plain, 0, rank, shares).backward()
+        return str(caught.value)
+
+
+def test_clipping(cluster: Callable[..., Cluster]):
+    for text in cluster(2).run(clipped):
+        assert "dense parameters differ" in text
+        assert "symmoe.clip_grad_norm" in text
+
+
 # -- what cannot be made right ----------------------------------------------------------------------------------------
 
 
