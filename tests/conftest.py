@@ -27,6 +27,7 @@ _FIRST = (
     "test_combine_oracle",
     "test_parallel",
     "test_bad_input",
+    "test_wrappers",
     "test_transformers_example",
     "test_fsdp2_example",
     "test_checkpoint_kills",
