@@ -34,7 +34,7 @@ def block_scales_or_nan(bits, kind):
 
 
 def add_neighbours(x, steps):
-    for _ in range(steps):
+    for _ in range(steps.value):
         x = x[:, 0::2] + x[:, 1::2]
     return x
 
@@ -80,7 +80,7 @@ def expected_of(p, name):
     a = ((gate * up) * factor).to(p.dtype).float().numpy()
     sums = (da * (gate * up)).view(n, num_scale_sums(p.ffn), SUM_COLUMNS).numpy()
     while sums.shape[2] > 1:  # neighbours, then neighbouring sums
-        sums = np.add.reduce(sums.reshape(*sums.shape[:2], -1, 2), axis=3)
+        sums = sums[:, :, ::2] + sums[:, :, 1::2]
     return named(
         rows=operands_of(p, dh, name, block_format.scale, columns=False),
         columns=operands_of(p, dh, name, block_format.scale, columns=True),

@@ -2,10 +2,10 @@
 
 W is the width of the hidden rows h that an activation reads, I (ffn) the width of what it returns.
 
-The gradient of a row's scale, dscale = sum over I of da * act(h), has one order of its sum on a device, whichever kernel
-computes it: products are rounded to fp32; in blocks of SUM_COLUMNS columns (zeros past the last one) neighbours are
-added, then neighbouring sums, and so on; the blocks' sums are added from left to right. So tiles of any width that holds
-whole blocks give the same bits, and calls, layouts and schedules that take different kernels do.
+The gradient of a row's scale, dscale = sum over I of da * act(h), is summed in one order by every kernel: products are
+rounded to fp32; in blocks of SUM_COLUMNS columns (zeros past the last one) neighbours are added, then neighbouring
+sums, and so on; the blocks' sums are added from left to right. So tiles that hold whole blocks give the same bits
+whatever their width, and so do layouts and schedules that take different kernels.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def act_slopes(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def scale_terms(da, value):
-    """da * act(h), the terms of dscale. By an fma that adds 0, for the compiler to have no product to fuse with a sum."""
+    """da * act(h), the terms of dscale. By an fma that adds 0: the compiler has no product to fuse with a sum."""
     return tl.fma(da, value, 0.0)
 
 

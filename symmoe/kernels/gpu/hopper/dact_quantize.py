@@ -31,9 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import formats
 from symmoe.kernels.act_quantized import Buffers
-from symmoe.kernels.activation import Activation
+from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
-from symmoe.kernels.gpu.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
+from symmoe.kernels.gpu.activation import SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.gpu.gemm import device_num_sms
 from symmoe.kernels.gpu.hopper.pipeline import Groups, place_in_group, row_tile_prefix
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
@@ -41,6 +41,7 @@ from symmoe.kernels.gpu.quantize import block_scales_or_nan, column_scale, e4m3_
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 STRIP = gl.constexpr(64)  # rows
+NUM_SUMS = gl.constexpr(num_scale_sums(formats.TILE))  # of dscale, in a tile's row
 ALL = gl.constexpr(tl.PropagateNan.ALL)
 PROGRAMS_PER_SM, NUM_WARPS, REGISTERS = 2, 8, 128
 ACCESS_BYTES = 16  # of a copy to shared memory
@@ -160,7 +161,7 @@ def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_row
         das.slice(STRIP * i, STRIP).store((value * factor).to(DTYPE))
         sums = gl.convert_layout(add_neighbours(scale_terms(da, value), SUM_STEPS), SUMS)
         row = first_row + STRIP * i + gl.arange(0, STRIP, gl.SliceLayout(1, SUMS))
-        block = gl.arange(0, TILE // SUM_COLUMNS, gl.SliceLayout(0, SUMS))
+        block = gl.arange(0, NUM_SUMS, gl.SliceLayout(0, SUMS))
         place = tile_sums + block.to(gl.int64)[None, :] * num_rows + row[:, None]
         gl.store(place, sums, mask=(row < end)[:, None])
 
@@ -203,7 +204,7 @@ def hopper_dact_quantize_kernel(
         for this in range(tile, num_used, gl.num_programs(0)):
             _group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_start, PLAN)
             async_copy.wait_group(0)
-            tile_sums = workspace + n_tile.to(gl.int64) * (TILE // SUM_COLUMNS) * num_rows
+            tile_sums = workspace + n_tile.to(gl.int64) * NUM_SUMS * num_rows
             differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
             store_rows(gates, first_row, end, n_tile, data, scale, PLAN)
             store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
