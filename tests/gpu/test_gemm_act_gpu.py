@@ -197,7 +197,7 @@ BASE = {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 3, "num_war
 VARIANTS = {
     "parts 4": {"parts": 4},
     "lead 1": {"parts": 4, "lead": 1, "flatten": True},
-    "lead 2": {"parts": 8, "lead": 2, "load_policy": "evict_first", "store_policy": "evict_last"},
+    "lead 2": {"parts": 4, "lead": 2, "load_policy": "evict_first", "store_policy": "evict_last"},
     "prefetch": {"parts": 4, "prefetch": True},
     "prefetch flatten": {"block_n": 256, "parts": 8, "lead": 2, "prefetch": True, "flatten": True},
     "two programs": {"num_warps": 4, "programs_per_sm": 2, "max_registers": 255, "parts": 4, "lead": 1},

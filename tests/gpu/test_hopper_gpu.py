@@ -247,13 +247,13 @@ def test_public_functions_choose_these_kernels(monkeypatch):
     """And the others for what these do not take; repeated calls, which skip the JIT, say the same."""
     p, called = Problem(SPLITS[0], EXACT, BF16, SWIGLU), []
     for name in ("launch_gemm", "launch_act", "launch_dact"):
-        kernel = getattr(act, name)
+        kernel = getattr(launchers, name)
 
         def recorded(*args, _kernel=kernel, _name=name, **options):
             called.append(_name)
             return _kernel(*args, **options)
 
-        monkeypatch.setattr(act, name, recorded)
+        monkeypatch.setattr(launchers, name, recorded)
     results = []
     for _ in range(3):
         out = p.blank(p.ffn)
