@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500, method="thread")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Narrower than a tile; whole tiles; such that the last block of dscale's sum, the last tile, or both are not full.
 WIDTHS = (8, 24, 64, 72, 128, 200, 256, 264, 392, 512, 712, 768, 1032, 2048)
-HIDDEN = 512
+HIDDEN = (40, 512)  # a contraction of one step, and of many
 SPLITS = (70, 0, 1, 129, 35)
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,15 +34,9 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @dtypes
 @pytest.mark.parametrize("ffn", WIDTHS)
 def test_fused_is_three_modules(ffn, dtype):
-    sizes = Sizes(splits=SPLITS, lead=(16, 15), hidden=HIDDEN, ffn=ffn)
-    for seed, (activation, bias) in enumerate(
-        (
-            (None, False),
-            (None, True),
-            (ScaledClampedSwiGLU(interleave=8), False),
-            (ScaledSReLU(), True),
-        )
-    ):
+    cases = ((None, False), (None, True), (ScaledClampedSwiGLU(interleave=8), False), (ScaledSReLU(), True))
+    for seed, (hidden, (activation, bias)) in enumerate(itertools.product(HIDDEN, cases)):
+        sizes = Sizes(splits=SPLITS, lead=(16, 15), hidden=hidden, ffn=ffn)
         case = Case(dtype=dtype, bias=bias, buffers=())
         width = ffn if isinstance(activation, ScaledSReLU) else None
         inputs = make_inputs(case, sizes=sizes, width=width, device="cuda", seed=seed)
@@ -55,7 +49,7 @@ def test_fused_is_three_modules(ffn, dtype):
 
 # -- ranks: layouts, schedules, stashes -------------------------------------------------------------------------------
 
-NAMES = ("y", "dx", "dprobs", "dw1", "dw2")
+NAMES = ("y", "dx", "dprobs", "parameters' gradients")
 # Tokens of a rank, and K: few, and uneven.
 ROUTINGS = (((13, 9, 1, 20), 1), ((1, 1, 1, 1), 3), ((21, 4, 0, 7), 3), ((150, 301, 77, 260), 4))
 
@@ -65,22 +59,26 @@ def check_ways(rank: int, num_ranks: int, ffn: int, dtype: torch.dtype) -> list[
     num_experts = 8
     with open_heap("cuda", num_bytes=64 << 20) as heap:
         torch.manual_seed(rank)
-        experts = GroupedMLP(num_experts // num_ranks, HIDDEN, ffn, bias=False, dtype=dtype, device=heap.device)
-        for tokens, top_k in ROUTINGS:
+        # With biases where the contraction is one step.
+        options = {"dtype": dtype, "device": heap.device}
+        for hidden, (tokens, top_k) in itertools.product(HIDDEN, ROUTINGS):
+            experts = GroupedMLP(num_experts // num_ranks, hidden, ffn, bias=hidden == HIDDEN[0], **options)
             num_tokens = tokens[rank]
-            x = torch.randn(num_tokens, HIDDEN, device=heap.device).to(dtype).requires_grad_()
-            dy = torch.randn(num_tokens, HIDDEN, device=heap.device).to(dtype)
+            x = torch.randn(num_tokens, hidden, device=heap.device).to(dtype).requires_grad_()
+            dy = torch.randn(num_tokens, hidden, device=heap.device).to(dtype)
             probs = torch.rand(num_tokens, top_k, device=heap.device).requires_grad_()
             ids = torch.rand(num_tokens, num_experts, device=heap.device).argsort(1)[:, :top_k].contiguous()
             ids[::5] = -1  # tokens of a mask
-            leaves = (x, probs, experts.fc1.weight, experts.fc2.weight)
+            leaves = (x, probs, *experts.parameters())
             for order in ("rank", "slot"):
                 first = None
                 for way, stash in itertools.product(WAYS, STASHES):
-                    findings.where = f"rank {rank} of {num_ranks}, {tokens} tokens, K {top_k}, {order}, {way}, {stash}"
+                    call = f"hidden {hidden}, {tokens} tokens, K {top_k}, {order}, {way}, {stash}"
+                    findings.where = f"rank {rank} of {num_ranks}, {call}"
                     plan = make_plan(ids, num_experts=num_experts, heap=heap)
                     y = expert_parallel_mlp(x, probs, experts, plan, order=order, stash=stash, **way)
-                    found = (y.detach(), *torch.autograd.grad(y, leaves, dy))
+                    dx, dprobs, *rest = torch.autograd.grad(y, leaves, dy)
+                    found = (y.detach(), dx, dprobs, torch.cat([gradient.flatten() for gradient in rest]))
                     first = found if first is None else first
                     for name, got, want in zip(NAMES, found, first, strict=True):
                         num_other = int((got != want).sum())

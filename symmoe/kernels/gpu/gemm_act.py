@@ -58,6 +58,7 @@ from symmoe.kernels.gpu.gemm import (
     load_weight,
     locate_tile,
     matrix_pointer,
+    plus,
     row_tile_prefix,
     tile_constants,
     tile_mask,
@@ -189,10 +190,10 @@ def add_hidden_bias(
     if bias is not None:
         column = first_column + tl.arange(0, COLUMNS)
         pointers = bias + group.to(tl.int64) * WIDTH + gate_column(column, ACTIVATION)
-        gate = gate + tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :]
+        gate = plus(gate, tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :], 1.0)
         if ACTIVATION.is_gated:
             pointers = pointers + up_distance(ACTIVATION, FFN)
-            up = up + tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :]
+            up = plus(up, tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :], 1.0)
     return gate, up
 
 
