@@ -107,30 +107,35 @@ def steps_problem(steps: list[Step], x: object) -> Exception | None:
         error = step.problem(rows)
         if error is not None:
             return error
-    if not any({"out", "grad_input_out"} & keywords.keys() for step in steps for keywords in step.keywords):
+    return _shared_memory_problem(steps, x)
+
+
+def _shared_memory_problem(steps: list[Step], x: object) -> Exception | None:
+    """The error if a buffer shares memory with what any step reads, or with another one while both matter, or None.
+
+    A result matters to the steps after it, up to the first that is known to make memory of its own, or to the caller; a
+    graph may read it at any later time. Likewise a gradient matters to the steps before it. A result and a gradient
+    never share memory.
+    """
+    results = [(i, buffer) for i, step in enumerate(steps) if (buffer := step.buffer("out")) is not None]
+    gradients = [(i, buffer) for i, step in enumerate(steps) if (buffer := step.buffer("grad_input_out")) is not None]
+    if not results and not gradients:
         return None
     read = [x] if isinstance(x, torch.Tensor) else []
     read += itertools.chain.from_iterable(step.tensors() for step in steps)
-    return overlap_problem([*_buffers(steps, trains=_trains(read))], read)
-
-
-def _trains(read: list[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
-
-
-def _buffers(steps: list[Step], *, trains: bool) -> Iterator[Buffer]:
-    """What steps write, and when it matters: forward of step i is at time i, its backward at time 2 * n - i.
-
-    A result matters to the steps after it, up to the first that is known to make memory of its own, or to the caller; a
-    graph may read it at any later time. Likewise a gradient matters to the steps before it.
-    """
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
     known = [i for i, step in enumerate(steps) if step.is_known]
-    for i, step in enumerate(steps):
-        out, gradient = step.buffer("out"), step.buffer("grad_input_out")
-        if out is not None:
-            readers = [math.inf] if trains else [reader for reader in known if reader > i]
-            yield replace(out, first=i, last=min(readers, default=math.inf))
-        if gradient is not None:
-            reader = max((reader for reader in known if reader < i), default=None)
-            last = math.inf if reader is None or steps[reader].delays_gradients else 2 * len(steps) - reader
-            yield replace(gradient, first=2 * len(steps) - i, last=last)
+
+    def result(i: int, buffer: Buffer) -> Buffer:
+        reader = next((reader for reader in known if reader > i), None)
+        return replace(buffer, first=i, last=math.inf if trains or reader is None else reader)
+
+    def gradient(i: int, buffer: Buffer) -> Buffer:  # time goes on as the number of the step falls
+        reader = next((reader for reader in reversed(known) if reader < i), None)
+        last = math.inf if reader is None or steps[reader].delays_gradients else -reader
+        return replace(buffer, first=-i, last=last)
+
+    error = overlap_problem([result(*each) for each in results], read)
+    return error or overlap_problem(
+        [gradient(*each) for each in gradients], [*read, *(buffer.tensor for _, buffer in results)]
+    )
