@@ -484,9 +484,10 @@ def test_buffers_of_a_fused_part_and_of_others(how, num_fused):
         model[2].register_forward_hook(lambda *_: None)
     inputs = {"linears": (SPLITS, SPLITS), "hooked": (SPLITS, INPUTS.scale, SPLITS)}
     given, shared = inputs.get(how, (SPLITS, INPUTS.scale, SPLITS) * 2), buffer()
-    for op_kwargs in ({0: {"grad_input_out": shared}, -1: {"out": shared}}, {-1: {"out": INPUTS.x}}):
-        with pytest.raises(ArgumentError, match=rf"out of module {len(model) - 1} \(GroupedLinear\) .* overlaps"):
-            model(INPUTS.x, *given, op_kwargs=op_kwargs)
+    with pytest.raises(ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"):
+        model(INPUTS.x, *given, op_kwargs={0: {"grad_input_out": shared}, -1: {"out": shared}})
+    with pytest.raises(ArgumentError, match=rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps"):
+        model(INPUTS.x, *given, op_kwargs={-1: {"out": INPUTS.x}})
     assert (shared == SENTINEL).all()
     assert not num_fused
 
@@ -547,7 +548,8 @@ def test_a_dtype_that_hooks_may_change_is_the_modules_own_affair():
     out = torch.empty(N, H, dtype=torch.bfloat16)
     model[1].float()
     model[1].register_forward_pre_hook(lambda module, args: module.bfloat16() and None)
-    assert_same_bits(run_in_a_row(model, x.bfloat16(), {1: {"out": out}}), want)
+    y = run_in_a_row(model, x.bfloat16(), {1: {"out": out}})
+    assert_same_bits(y[: TINY.num_used], want[: TINY.num_used])
 
 
 def test_a_stale_buffer_of_a_later_module():
