@@ -33,6 +33,7 @@ from grouped_cases import (
 
 from symmoe import GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import ArgumentError
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
 
 PLAIN = Case(buffers=())
 FUSED_PATHS = PATHS[1:]
@@ -349,6 +350,22 @@ def test_another_default_device(kind):
         y.backward(inputs.d_y)
     assert_same_bits(y, want.tensors["y"])
     assert_same_bits(x.grad, want.tensors["d_x"])
+
+
+@pytest.mark.parametrize("precision", [MXFP8(), NVFP4(), Float8Block(), Float8Rowwise()], ids=str)
+def test_another_default_device_with_a_precision(precision):
+    model = GroupedMLP(2, 128, 128, precision=precision)
+    results = []
+    for device in ("cpu", "meta"):
+        x = torch.ones(8, 128, device="cpu").cumsum(0).requires_grad_()
+        model.zero_grad()
+        with torch.device(device):
+            torch.manual_seed(0)
+            y = model(x, [3, 5], x.detach()[:, 0])
+            y.backward(y.detach())
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for found, want in zip(*results, strict=True):
+        assert_same_bits(found, want)
 
 
 @pytest.mark.parametrize("name", ["num_groups", "hidden", "ffn"])

@@ -246,6 +246,14 @@ def up(value, multiple):
     return -(-value // multiple) * multiple
 
 
+def test_scales_are_swizzled_under_another_default_device():
+    weights, compact = weights_of(2, 128, 64), scales(2, 128, 2)
+    want = pack_weight_ptrs(weights, weights, fc1_scales=compact, fc2_scales=compact, scale_layout="mxfp8_rowwise")
+    with torch.device("meta"):
+        found = pack_weight_ptrs(weights, weights, fc1_scales=compact, fc2_scales=compact, scale_layout="mxfp8_rowwise")
+    assert torch.equal(found.swizzled, want.swizzled)
+
+
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("layout", ["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"])
 def test_scales_are_swizzled(layout, is_padded, monkeypatch):
