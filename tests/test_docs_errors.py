@@ -149,6 +149,36 @@ def buffer_of_another_shape() -> tuple[str, str]:
     return found
 
 
+@alone("A buffer shares memory with something else")
+def buffer_in_two_places() -> tuple[str, str]:
+    linears = symmoe.Sequential(symmoe.GroupedLinear(2, 16, 16), symmoe.GroupedLinear(2, 16, 16))
+    rows, splits, shared = torch.ones(6, 16), torch.tensor([2, 4]), torch.empty(6, 16)
+
+    def call(first: torch.Tensor) -> torch.Tensor:
+        return linears(rows, splits, splits, op_kwargs={0: {"out": first}, 1: {"out": shared}})
+
+    found = raised_by(lambda: call(shared))
+    call(torch.empty(6, 16))
+    return found
+
+
+@alone("A buffer that a spent graph has let go of")
+def backward_twice() -> tuple[str, str]:
+    with open_heap() as heap:
+        plan = symmoe.make_plan(torch.tensor([[0], [1]]), num_experts=2, heap=heap)
+        rows, _ = symmoe.dispatch_tokens(torch.ones(2, 16), plan)
+        grad_out = heap.lease((2, 16), torch.float32).tensor
+
+        def losses(*, retain_graph: bool) -> None:
+            loss = symmoe.combine_tokens(rows.clone().requires_grad_(), plan, grad_out=grad_out).sum()
+            loss.backward(retain_graph=retain_graph)
+            loss.backward()
+
+        found = raised_by(lambda: losses(retain_graph=False))
+        losses(retain_graph=True)
+    return found
+
+
 @alone("An expert that does not exist")
 def expert_id_out_of_range() -> tuple[str, str]:
     with open_heap() as heap:
