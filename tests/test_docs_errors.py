@@ -31,7 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import symmoe
 from symmoe import errors, timeline
 from symmoe.bench import stock
-from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.checkpoint import ExpertShard, files, load_checkpoint, save_checkpoint
+from symmoe.checkpoint.lock import locked
 from symmoe.cli import main
 from symmoe.integrations.parallel import parallelize
 from symmoe.symm_mem import nvshmem
@@ -402,6 +403,16 @@ def checkpoint_without_optimizer() -> tuple[str, str]:
     return found
 
 
+@alone("Another job saves to the same directory")
+def another_job_in_one_directory() -> tuple[str, str]:
+    save_checkpoint("runs/a", 40, model=torch.nn.Linear(8, 4))
+    with locked(Path("runs/a")):
+        found = raised_by(lambda: save_checkpoint("runs/a", 60, model=torch.nn.Linear(8, 4)))
+        save_checkpoint("runs/b", 60, model=torch.nn.Linear(8, 4))
+    save_checkpoint("runs/a", 60, model=torch.nn.Linear(8, 4))
+    return found
+
+
 @alone("A buffer is used again before its backward")
 def buffer_in_use() -> tuple[str, str]:
     fc1, fc2 = symmoe.GroupedLinear(2, 32, 16), symmoe.GroupedLinear(2, 16, 32)
@@ -647,6 +658,28 @@ def checkpoint_of_dense_parameters_that_differ(rank: int, num_ranks: int) -> tup
     return found
 
 
+@together("A rank leaves a save")
+def a_rank_that_leaves_a_save(rank: int, num_ranks: int) -> tuple[str, str] | None:
+    def interrupt(path: Path, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    model = {"x": ExpertShard(tensor=torch.ones(4), start=4 * rank, num_experts=8)}
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared, src=0)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(files, "write", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    save_checkpoint(shared[0], 40, model=model)
+                found = None
+            else:
+                found = raised_by(lambda: save_checkpoint(shared[0], 40, model=model))
+        save_checkpoint(shared[0], 40, model=model)
+        dist.barrier()
+    return found
+
+
 @together("A rank does not come")
 def a_rank_that_does_not_come(rank: int, num_ranks: int) -> tuple[str, str] | None:
     heap, x = open_heap(timeout_s=0.5), torch.ones(4, 32)
@@ -850,7 +883,7 @@ def test_ranks_that_do_not_live_through_it(heading: str, tmp_path: Path):
     ranks, path = Cluster(2), tmp_path / "found"
     try:
         with pytest.raises(RankFailure, match="died with exit code"):
-            ranks.run(BROKEN[heading], str(path), timeout_s=30)
+            ranks.run(BROKEN[heading], str(path))
     finally:
         ranks.close()
     name, text = path.read_text().split("\n", 1)
