@@ -53,11 +53,12 @@ def read_record(path: str) -> Record:
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ArgumentError(f"{path} has more than {MAX_BYTES} bytes: no flight record")
-        record = json.loads(data)
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise ArgumentError(f"{path} has more than {MAX_BYTES} bytes: no flight record")
+    try:
+        record = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
