@@ -57,6 +57,11 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.wire and not arguments.precision:
         parser.error("--wire needs a --precision")
+    for name in ("steps", "save_every", "ep"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} ({value}) must be at least 1")
+    if PRESETS[arguments.preset].device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--preset {arguments.preset} needs a CUDA GPU, and torch sees none")
     return arguments
 
 
