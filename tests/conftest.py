@@ -18,6 +18,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 # for as long as it takes. Others follow in the order of their names; a name that is not here, or gone, does no harm.
 _FIRST = (
     "test_train_lm",
+    "test_several_nodes",
     "test_megatron_example",
     "test_gemm_act_compile",
     "test_megatron",

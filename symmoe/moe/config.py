@@ -10,6 +10,7 @@ from typing import Literal
 from symmoe.dispatch.wire import WireFormat, wire_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
+from symmoe.moe.arguments import size_problem
 from symmoe.moe.overlap import received_layout
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
@@ -142,11 +143,10 @@ class MoEConfig:
         return WireFormat(self.precision, self.hidden).row_bytes
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups"):
-            _check_positive(name, getattr(self, name))
-        for name in ("capacity", "max_tokens"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+        sizes = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")
+        raise_for(size_problem(**{name: getattr(self, name) for name in sizes}))
+        bounds = {name: getattr(self, name) for name in ("capacity", "max_tokens")}
+        raise_for(size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
         raise_for(words_problem({name: getattr(self, name) for name in _CHOICES}))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
@@ -208,14 +208,6 @@ def words_problem(words: Mapping[str, object]) -> ArgumentError | None:
         if word not in _CHOICES[name]:
             return ArgumentError(f"{name} ({word!r}) must be one of {_CHOICES[name]}")
     return None
-
-
-def _check_positive(name: str, value: object) -> None:
-    # bool is an int to isinstance; top_k=True is a mistake all the same.
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
-    if value < 1:
-        raise ArgumentError(f"{name} ({value}) must be at least 1")
 
 
 def _check_factor(name: str, value: object) -> None:
