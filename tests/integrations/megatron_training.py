@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import megatron_shim
@@ -27,8 +28,10 @@ from megatron_cases import (
 )
 from small_model import without_semaphores
 
+import symmoe
 from symmoe.errors import SymmoeError
 
+PACKAGE = Path(symmoe.__file__).parent
 NUM_MICRO_BATCHES = 2
 SIGMOID_BIAS = {
     "moe_router_score_function": "sigmoid",
@@ -374,7 +377,7 @@ def compiled(rank: int, num_ranks: int, *, form: str) -> dict[str, Any]:
         "others in our files": [
             str(each)
             for each, match in zip(breaks, wanted, strict=True)
-            if match is None and any("/symmoe/" in frame.filename for frame in each.user_stack[-1:])
+            if match is None and any(Path(frame.filename).is_relative_to(PACKAGE) for frame in each.user_stack[-1:])
         ],
     }
 
