@@ -23,9 +23,9 @@ SHAPES = {  # G, O, C, N of a product
     "odd": (3, 712, 1040, 999),  # parts of tiles and of blocks
 }
 MAX_SPILLED = 8  # bytes: of a tile, not of its stages
-# Of grouped_gemm_fp8: bytes, and how often a stage goes to local memory. The same ptxas keeps less in registers of what
-# Triton 3.7 writes: mostly what a tile needs before and after its stages; eight bytes are read in a stage, by one of the
-# two warpgroups. No other order of these lines, nor other widths of what is kept, was found that spills less with it.
+# Of grouped_gemm_fp8: bytes, and how often a stage goes to local memory. The same ptxas keeps less in registers of
+# what Triton 3.7 writes: mostly what a tile needs before and after its stages; eight bytes are read in a stage, by one
+# of the two warpgroups. No order of these lines, nor other widths of what is kept, was found that spills less with it.
 GEMM_SPILLED, STAGE_SPILLS = {"3.6": (MAX_SPILLED, 0), "3.7": (52, 1)}[VERSION]
 ADDED_SPILLED = 32  # of a tile too, where it is added by TMA
 ODD_SPILLED = 128  # bytes, where tiles have to be masked
