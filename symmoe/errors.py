@@ -126,14 +126,14 @@ class PeerAborted(PeerError):
 
 
 class PeerLost(PeerError):
-    """The connection to a peer broke while a heap was under construction: its process has ended.
+    """The connection to a peer broke while a heap was under construction, or in `heap.agree`: its process has ended.
 
     Attributes:
         rank: the peer (rank in the EP group).
     """
 
     def __init__(self, *, rank: int, problem: str) -> None:
-        super().__init__(f"lost rank {rank} during construction: {problem}")
+        super().__init__(f"lost rank {rank}: {problem}")
         self.rank = rank
 
 

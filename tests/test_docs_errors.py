@@ -29,11 +29,14 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster, RankFailure
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import symmoe
 from symmoe import errors, timeline
 from symmoe.bench import stock
-from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.checkpoint import ExpertShard, files, load_checkpoint, save_checkpoint
+from symmoe.checkpoint.lock import locked
 from symmoe.cli import main
 from symmoe.integrations.parallel import parallelize
 from symmoe.symm_mem import nvshmem
@@ -142,12 +145,53 @@ def logits_that_are_not_finite() -> tuple[str, str]:
     return found
 
 
+@alone("A layer is pickled")
+def pickled_layer() -> tuple[str, str]:
+    with open_heap() as heap:
+        found = raised_by(lambda: torch.save(layer(heap), io.BytesIO()))
+        saved = io.BytesIO()
+        torch.save(layer(heap).state_dict(), saved)
+        saved.seek(0)
+        layer(heap).load_state_dict(torch.load(saved))
+    return found
+
+
 @alone("A buffer has another shape than the result")
 def buffer_of_another_shape() -> tuple[str, str]:
     fc = symmoe.GroupedLinear(2, 32, 16)
     rows, splits = torch.ones(6, 32), torch.tensor([2, 4])
     found = raised_by(lambda: fc(rows, splits, out=torch.empty(6, 32)))
     fc(rows, splits, out=torch.empty(6, 16))
+    return found
+
+
+@alone("A buffer shares memory with something else")
+def buffer_in_two_places() -> tuple[str, str]:
+    linears = symmoe.Sequential(symmoe.GroupedLinear(2, 16, 16), symmoe.GroupedLinear(2, 16, 16))
+    rows, splits, shared = torch.ones(6, 16), torch.tensor([2, 4]), torch.empty(6, 16)
+
+    def call(first: torch.Tensor) -> torch.Tensor:
+        return linears(rows, splits, splits, op_kwargs={0: {"out": first}, 1: {"out": shared}})
+
+    found = raised_by(lambda: call(shared))
+    call(torch.empty(6, 16))
+    return found
+
+
+@alone("A buffer that a spent graph has let go of")
+def backward_twice() -> tuple[str, str]:
+    with open_heap() as heap:
+        plan = symmoe.make_plan(torch.tensor([[0], [1]]), num_experts=2, heap=heap)
+        rows, _ = symmoe.dispatch_tokens(torch.ones(2, 16), plan)
+        grad_out = heap.lease((2, 16), torch.float32).tensor
+
+        def losses(*, retain_graph: bool) -> None:
+            loss = symmoe.combine_tokens(rows.clone().requires_grad_(), plan, grad_out=grad_out).sum()
+            loss.backward(retain_graph=retain_graph)
+            loss.backward()
+
+        found = raised_by(lambda: losses(retain_graph=False))
+        losses(retain_graph=True)
     return found
 
 
@@ -417,6 +461,16 @@ def checkpoint_without_optimizer() -> tuple[str, str]:
     return found
 
 
+@alone("Another job saves to the same directory")
+def another_job_in_one_directory() -> tuple[str, str]:
+    save_checkpoint("runs/a", 40, model=torch.nn.Linear(8, 4))
+    with locked(Path("runs/a")):
+        found = raised_by(lambda: save_checkpoint("runs/a", 60, model=torch.nn.Linear(8, 4)))
+        save_checkpoint("runs/b", 60, model=torch.nn.Linear(8, 4))
+    save_checkpoint("runs/a", 60, model=torch.nn.Linear(8, 4))
+    return found
+
+
 @alone("A buffer is used again before its backward")
 def buffer_in_use() -> tuple[str, str]:
     fc1, fc2 = symmoe.GroupedLinear(2, 32, 16), symmoe.GroupedLinear(2, 16, 32)
@@ -599,6 +653,27 @@ def exact_capacity_in_a_graph() -> tuple[str, str]:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
+@together("Experts inside a DDP that did not know of them")
+def experts_in_plain_ddp(rank: int, num_ranks: int) -> tuple[str, str] | None:
+    x = torch.ones(4, 32)
+    with open_heap() as heap:
+        found = raised_by(lambda: DistributedDataParallel(torch.nn.Sequential(layer(heap)))(x))
+        model = torch.nn.Sequential(layer(heap))
+        symmoe.prepare_for_ddp(model)
+        DistributedDataParallel(model)(x)[0].sum().backward()
+    return found if rank == 1 else None  # the first of those who notice is named
+
+
+@together("Experts inside an FSDP that did not know of them")
+def experts_in_plain_fsdp(rank: int, num_ranks: int) -> tuple[str, str] | None:
+    x = torch.ones(4, 32)
+    with open_heap() as heap:
+        found = raised_by(lambda: fully_shard(torch.nn.Sequential(layer(heap)))(x))
+        mesh = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("efsdp", "ep"))
+        parallelize(torch.nn.Sequential(layer(heap)), mesh)(x)[0].sum().backward()
+    return found if rank == 1 else None
+
+
 @together("An argument is wrong on one rank")
 def wrong_on_one_rank(rank: int, num_ranks: int) -> tuple[str, str] | None:
     with open_heap() as heap:
@@ -657,6 +732,28 @@ def checkpoint_of_dense_parameters_that_differ(rank: int, num_ranks: int) -> tup
         found = raised_by(lambda: save_checkpoint(shared[0], 40, model=model))
         for parameter in model.parameters():
             dist.broadcast(parameter.data, src=0)
+        save_checkpoint(shared[0], 40, model=model)
+        dist.barrier()
+    return found
+
+
+@together("A rank leaves a save")
+def a_rank_that_leaves_a_save(rank: int, num_ranks: int) -> tuple[str, str] | None:
+    def interrupt(path: Path, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    model = {"x": ExpertShard(tensor=torch.ones(4), start=4 * rank, num_experts=8)}
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared, src=0)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(files, "write", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    save_checkpoint(shared[0], 40, model=model)
+                found = None
+            else:
+                found = raised_by(lambda: save_checkpoint(shared[0], 40, model=model))
         save_checkpoint(shared[0], 40, model=model)
         dist.barrier()
     return found
@@ -865,7 +962,7 @@ def test_ranks_that_do_not_live_through_it(heading: str, tmp_path: Path):
     ranks, path = Cluster(2), tmp_path / "found"
     try:
         with pytest.raises(RankFailure, match="died with exit code"):
-            ranks.run(BROKEN[heading], str(path), timeout_s=30)
+            ranks.run(BROKEN[heading], str(path))
     finally:
         ranks.close()
     name, text = path.read_text().split("\n", 1)

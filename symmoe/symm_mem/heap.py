@@ -482,6 +482,11 @@ class SymmetricHeap:
         finally:
             del problem
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """Ranks of the heap's group in the default process group, in the order of the group. Local."""
+        return self._bootstrap.global_ranks
+
     def agree(self, problem: SymmoeError | None) -> None:
         """Raises the first rank's problem on every rank; returns if nobody has one. For slow work on the host: it is
         collective over the process group, waits as long as the group does, and uses no symmetric memory."""
@@ -733,6 +738,13 @@ class SymmetricHeap:
     def __deepcopy__(self, memo: dict[int, object]) -> SymmetricHeap:
         """A copy of a model shares the heap, as it shares the process group."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """What holds a heap (a layer, a model, a plan) cannot be pickled, nor sent to another process."""
+        raise ArgumentError(
+            "a SymmetricHeap, and a layer with it, belongs to this process and cannot be pickled: save the layer's "
+            "state_dict() or call symmoe.checkpoint.save_checkpoint, and load that into a layer on a heap of its own"
+        )
 
     # -- construction ---------------------------------------------------------------------------------------------
 
