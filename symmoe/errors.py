@@ -40,7 +40,11 @@ class HeapExhausted(SymmoeError):
 
 
 class HeapClosed(SymmoeError):
-    """The heap was used after `close()`."""
+    """The heap was used after `close()`, or in a process that has been forked from the one that made it."""
+
+
+class ConcurrentUse(SymmoeError):
+    """A thread made a call on a heap on which another thread was in one."""
 
 
 class HeapPoisoned(SymmoeError):
@@ -133,14 +137,14 @@ class PeerAborted(PeerError):
 
 
 class PeerLost(PeerError):
-    """The connection to a peer broke while a heap was under construction: its process has ended.
+    """The connection to a peer broke while a heap was under construction, or in `heap.agree`: its process has ended.
 
     Attributes:
         rank: the peer (rank in the EP group).
     """
 
     def __init__(self, *, rank: int, problem: str) -> None:
-        super().__init__(f"lost rank {rank} during construction: {problem}")
+        super().__init__(f"lost rank {rank}: {problem}")
         self.rank = rank
 
 

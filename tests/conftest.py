@@ -18,6 +18,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 # for as long as it takes. Others follow in the order of their names; a name that is not here, or gone, does no harm.
 _FIRST = (
     "test_train_lm",
+    "test_several_nodes",
     "test_megatron_example",
     "test_gemm_act_compile",
     "test_megatron",
@@ -27,6 +28,7 @@ _FIRST = (
     "test_combine_oracle",
     "test_parallel",
     "test_bad_input",
+    "test_wrappers",
     "test_transformers_example",
     "test_fsdp2_example",
     "test_checkpoint_kills",

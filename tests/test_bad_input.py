@@ -244,8 +244,8 @@ WORDS = (
     ("order", "fast", "('rank', 'slot')"),
     ("stash", "some", "('all', 'rows', 'hidden', 'none')"),
     ("layout", "expert_major", "('auto', 'packed', 'expert-major')"),
-    ("schedule", "overlap", "('serial', 'overlapped')"),
-    ("schedule", None, "('serial', 'overlapped')"),
+    ("schedule", "overlap", "('serial', 'overlapped', 'always-overlapped')"),
+    ("schedule", None, "('serial', 'overlapped', 'always-overlapped')"),
     ("quantized_wire", "forwards", "('none', 'forward', 'backward', 'both')"),
     ("quantized_wire", True, "('none', 'forward', 'backward', 'both')"),
 )
@@ -548,7 +548,7 @@ def check_scores(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         torch.manual_seed(0)
-        config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K)
+        config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="always-overlapped")
         for layer in (MoELayer(config, heap), MoELayer(dataclasses.replace(config, capacity=T * K * num_ranks), heap)):
             x = torch.randn(T, H)
             want = layer(x)[0].detach().clone()
@@ -606,6 +606,7 @@ def check_numbers(rank: int, num_ranks: int, capacity: int | None) -> list[str]:
                 capacity=capacity,
                 precision=recipe,
                 quantized_wire=wire,
+                schedule="always-overlapped",
             )
             layer, leaf = MoELayer(config, heap), x.clone().requires_grad_()
             y, _ = layer(leaf)
@@ -701,7 +702,9 @@ def check_exhaustion(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     sets = [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
-        layer = MoELayer(MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K), heap)
+        layer = MoELayer(
+            MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="always-overlapped"), heap
+        )
         for turn, culprits in enumerate(sets):
             for call in LEASING_CALLS:
                 for left in range(0, 1 << 14, 512):
@@ -768,7 +771,7 @@ def layer_mistakes() -> Iterator[tuple[str, Callable[[torch.Tensor], Any], tuple
 def check_layer_mistakes(rank: int, num_ranks: int) -> list[str]:
     findings = Findings()
     sets = [[r] for r in range(num_ranks)] + [list(range(num_ranks))] * (num_ranks > 1)
-    usual = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K}
+    usual = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K, "schedule": "always-overlapped"}
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
         torch.manual_seed(0)
         layer = MoELayer(MoEConfig(**usual), heap)

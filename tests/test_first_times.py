@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from worker import _cut_finely
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import PeerError, PeerTimeout
@@ -75,7 +74,7 @@ def step_of_parts(heap: SymmetricHeap) -> Callable[[], torch.Tensor]:
 
 STEPS = {
     "layer": step_of_layer,
-    "overlapped": lambda heap: step_of_layer(heap, schedule="overlapped", layout="packed"),
+    "overlapped": lambda heap: step_of_layer(heap, schedule="always-overlapped", layout="packed"),
     "static": lambda heap: step_of_layer(heap, capacity=64, stash="none", layout="expert-major"),
     "parts": step_of_parts,
 }
@@ -87,8 +86,6 @@ def start_cold(rank: int, num_ranks: int, way: str) -> tuple[bool, int]:
     with contextlib.ExitStack() as stack:
         heap = stack.enter_context(SymmetricHeap(num_bytes=4 << 20, backend="host"))
         cold = stack.enter_context(cold_kernels()) if rank == num_ranks - 1 else []
-        if way == "overlapped":
-            stack.enter_context(_cut_finely())
         step = STEPS[way](heap)
         heap.timeout_s = SHORT_S
         fine = bool(step().isfinite().all())

@@ -7,6 +7,7 @@ import ctypes
 import enum
 import gc
 import json
+import math
 import os
 import random
 import re
@@ -47,7 +48,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.parts import Division
-from symmoe.symm_mem import address, host, nvshmem
+from symmoe.symm_mem import address, garbage, host, machine, nvshmem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -204,6 +205,160 @@ def test_empty_leases(heap: SymmetricHeap):
     assert heap.owns(first.tensor)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [
+        ((-1, 4), torch.float32, "shape ((-1, 4)) must be of ints of at least 0"),
+        ((2.5, 4), torch.float32, "shape ((2.5, 4)) must be of ints of at least 0"),
+        ((True, 4), torch.float32, "shape ((True, 4)) must be of ints of at least 0"),
+        (("3",), torch.float32, "shape (('3',)) must be of ints of at least 0"),
+        (4, torch.float32, "shape (4) must be a tuple of ints"),
+        (None, torch.float32, "shape (None) must be a tuple of ints"),
+        ((4, 4), "float32", "dtype ('float32') must be a torch.dtype"),
+        ((4, 4), float, "dtype (<class 'float'>) must be a torch.dtype"),
+        ((4, 4), None, "dtype (None) must be a torch.dtype"),
+    ],
+)
+def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object, text: str):
+    assert outcome(heap.lease, shape, dtype) == ("ArgumentError", text)
+    assert (heap.leased_bytes, heap.statistics.num_leases) == (0, 0)
+    lease = heap.lease([np.int64(2), torch.tensor(3)], torch.float32)
+    assert lease.tensor.shape == (2, 3)
+
+
+def lease_badly(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """In a collective call all ranks raise it; outside, and for ranks that there are none of, this one alone."""
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        shape = (-1,) if rank == 1 else (1,)
+        found = [outcome(heap.lease, shape, torch.uint8, phase=control.PHASE_DISPATCH_READY)] if rank == 1 else []
+        if rank == 0:
+            found.append(outcome(heap.barrier, control.PHASE_DISPATCH_READY))
+        lease = heap.lease((1,), torch.uint8)
+        found += [outcome(lease.peer, peer) for peer in (-1, num_ranks, 5, True, 0.0, "0")]
+        assert all(lease.peer(peer).shape == (1,) for peer in range(num_ranks))
+        assert round_trip(heap)
+    return found
+
+
+def test_ranks_and_peers_of_a_lease(cluster):
+    for rank, ((name, text), *peers) in enumerate(cluster(2).run(lease_badly)):
+        assert (name, text.removeprefix("on rank 1: ")) == (
+            "ArgumentError",
+            "shape ((-1,)) must be of ints of at least 0",
+        )
+        assert text.startswith("on rank 1: ") == (rank == 0)
+        for (found, why), peer in zip(peers, (-1, 2, 5, True, 0.0, "0"), strict=True):
+            assert (found, why) == ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
+
+
+def test_a_heap_shows_itself():
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
+    capacity = NUM_BYTES - control.ControlLayout(1).num_bytes
+    lease = heap.lease((100,), torch.float32)
+    assert repr(heap) == f"SymmetricHeap(rank 0 of 1, host backend on cpu, 512 of {capacity} bytes leased, open)"
+    lease.release()
+    heap.abort("a test")
+    assert repr(heap).endswith("0 of 1036288 bytes leased, poisoned: this rank gave up: a test)")
+    heap.close()
+    assert repr(heap) == repr(SymmetricHeap.__new__(SymmetricHeap)) == "SymmetricHeap(closed)"
+
+
+class Collections:
+    """Counts the full collections of Python's collector."""
+
+    def __enter__(self) -> Collections:
+        self.number = 0
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        self.number += phase == "start" and info["generation"] == 2
+
+
+def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch):
+    now = [1000.0]
+
+    def clock() -> float:
+        now[0] += 0.01  # a collection takes so long
+        return now[0]
+
+    monkeypatch.setattr(garbage, "time", types.SimpleNamespace(monotonic=clock))
+    gc.disable()
+    try:
+        with Collections() as collections:
+            for _ in range(50):  # nobody holds anything
+                assert outcome(heap.lease, (NUM_BYTES,), torch.uint8)[0] == "HeapExhausted"
+            most = heap._arena.largest_free_bytes
+            kept = heap.lease((512,), torch.uint8)
+            for _ in range(50):  # more than the whole heap
+                assert outcome(heap.lease, (2 * NUM_BYTES,), torch.uint8)[0] == "HeapExhausted"
+            assert collections.number == 0
+            for _ in range(5):
+                assert outcome(heap.lease, (most,), torch.uint8)[0] == "HeapExhausted"
+            assert collections.number == 1
+            now[0] += 1.0  # something may have died meanwhile
+            assert outcome(heap.lease, (most,), torch.uint8)[0] == "HeapExhausted"
+            assert collections.number == 2
+            cycle = [heap.lease((1024,), torch.uint8)]
+            cycle.append(cycle)
+            del cycle
+            kept.release()  # the live leases are others by now
+            heap.lease((most,), torch.uint8).release()
+            assert collections.number == 3
+    finally:
+        gc.enable()
+
+
+def make_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+MEMINFO = "MemTotal: 8000 kB\nMemFree: 1 kB\nMemAvailable: 6000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({}, None),
+        ({"proc/meminfo": MEMINFO}, 6000 << 10),
+        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "1:cpu:/a\n"}, 6000 << 10),
+        ({"proc/meminfo": MEMINFO, "memory.max": "max\n", "memory.current": "5\n"}, 6000 << 10),
+        ({"proc/meminfo": MEMINFO, "a/memory.max": "5000\n", "a/memory.current": "1000\n"}, 4000),
+        ({"a/memory.max": "5000", "a/memory.current": "1000", "a/b/memory.max": "7", "a/b/memory.current": "8"}, 0),
+    ],
+)
+def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | None):
+    make_files(tmp_path, {"proc/self/cgroup": "0::/a/b\n"} if "proc/self/cgroup" not in files else {})
+    make_files(tmp_path, {n if n.startswith("proc") else f"sys/fs/cgroup/{n}": text for n, text in files.items()})
+    assert machine.available_bytes(tmp_path) == want
+
+
+def construct_large(rank: int, num_ranks: int) -> list[str]:
+    """Texts of warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with SymmetricHeap(num_bytes=1 << 44, backend="host") as heap:
+            assert round_trip(heap)
+        with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+            assert round_trip(heap)
+    for warning in caught:
+        assert warning.filename == __file__
+    return [str(warning.message) for warning in caught]
+
+
+def test_more_memory_than_the_machine_has_is_said_once(cluster):
+    [text], others = cluster(2).run(construct_large)
+    assert re.fullmatch(
+        r"num_bytes \(17592186044416\) times 2 ranks on this machine is more than .* \(\d+ bytes\): .*", text
+    )
+    assert others == []
+
+
 def test_owns(heap: SymmetricHeap):
     lease = heap.lease((16, 16), torch.float32)
     assert heap.owns(lease.tensor)
@@ -301,7 +456,13 @@ GOOD = {"num_bytes": NUM_BYTES, "backend": "host", "timeout_s": 5.0}
         ({"num_bytes": 1000}, ArgumentError, ["num_bytes (1000)", "at least"]),
         ({"num_bytes": 0}, ArgumentError, ["num_bytes (0)", "at least"]),
         ({"backend": "mpi"}, ArgumentError, ["backend ('mpi')", "'auto', 'host' or 'nvshmem'"]),
+        ({"num_bytes": 1 << 70}, ArgumentError, [f"num_bytes ({1 << 70})", "less than 2**63"]),
         ({"timeout_s": 0.0}, ArgumentError, ["timeout_s (0.0)", "greater than 0"]),
+        ({"timeout_s": 1e300}, ArgumentError, ["timeout_s (1e+300)", "at most 1e+09 s or math.inf"]),
+        ({"timeout_s": 9.3e9}, ArgumentError, ["timeout_s (9300000000.0)", "at most 1e+09 s or math.inf"]),
+        ({"timeout_s": True}, ArgumentError, ["timeout_s (True)"]),
+        ({"start_timeout_s": 1e300}, ArgumentError, ["start_timeout_s (1e+300)", "math.inf"]),
+        ({"start_timeout_s": -1.0}, ArgumentError, ["start_timeout_s (-1.0)"]),
         ({"timeout_s": float("nan")}, ArgumentError, ["timeout_s (nan)", "greater than 0"]),
         ({"num_bytes": "1 GiB"}, ArgumentError, ["num_bytes ('1 GiB')"]),
         ({"num_bytes": float(NUM_BYTES)}, ArgumentError, [f"num_bytes ({float(NUM_BYTES)})"]),
@@ -328,6 +489,74 @@ def test_ranks_that_disagree_fail_everywhere(cluster, bad: dict, field: str):
         values = [(bad if rank == culprit else GOOD)[field] for rank in range(3)]
         for name, text in cluster(3).run(construct, [culprit], GOOD, bad):
             assert (name, text) == ("ConfigMismatch", f"{field} differs between ranks: {values}")
+
+
+def construct_without(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
+    """A rank on a machine that lacks something, with an error that is not symmoe's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if missing == "address space":
+            return outcome(SymmetricHeap, num_bytes=1 << 62, backend="host")
+        if rank == 1:
+            if missing == "/proc":
+                stat = os.stat
+
+                def without_proc(path, *args, **kwargs):
+                    if str(path).startswith("/proc"):
+                        raise FileNotFoundError(2, "No such file or directory", path)
+                    return stat(path, *args, **kwargs)
+
+                patch.setattr(host.os, "stat", without_proc)
+            else:
+                patch.setattr(host, "preflight", lambda: [][0])
+        found = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        assert round_trip(heap)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("missing", "rank", "text"),
+    [
+        ("/proc", 1, "/proc/self/ns/pid"),
+        ("preflight", 1, "IndexError: list index"),
+        ("address space", 0, f"arenas of {1 << 62} bytes"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:num_bytes")
+def test_what_a_rank_lacks_fails_on_every_rank(cluster, missing: str, rank: int, text: str):
+    for name, found in cluster(2).run(construct_without, missing, timeout_s=20):
+        assert name == "BackendUnavailable"
+        assert found.startswith(f"on rank {rank}: ")
+        assert text in found
+
+
+def construct_with_other_groups(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """Groups that are none of this rank's raise here at once, and keep nobody else from anything."""
+    group = dist.new_group([0])
+    over = dist.new_group([rank])
+    dist.destroy_process_group(over)
+    start = time.monotonic()
+    found = []
+    if rank:
+        for other in (group, over, "ep", dist.GroupMember.NON_GROUP_MEMBER):
+            found.append(outcome(SymmetricHeap, other, num_bytes=NUM_BYTES, backend="host"))
+        assert time.monotonic() - start < 10.0
+    else:
+        with SymmetricHeap(group, num_bytes=NUM_BYTES, backend="host", start_timeout_s=math.inf) as heap:
+            assert round_trip(heap)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_a_group_that_this_rank_is_not_in(cluster):
+    none, found = cluster(2).run(construct_with_other_groups)
+    assert none == []
+    assert [name for name, _ in found] == ["ArgumentError"] * 4
+    texts = [text for _, text in found]
+    assert "this rank is not in: it has no heap there" in texts[0]
+    assert "group is not usable" in texts[1]
+    assert "group ('ep') must be a torch.distributed.ProcessGroup, or None" in texts[2]
+    assert "this rank is not in: it has no heap there" in texts[3]
 
 
 def construct_where_a_peer_cannot_open(rank: int, num_ranks: int) -> list[tuple[str, str]]:

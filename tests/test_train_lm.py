@@ -100,10 +100,16 @@ def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
     used = read_manifest(tmp_path / "checkpoints").extra["preset"]
     assert "precision=Float8Block(power_of_two=False)" in used
     assert "quantized_wire='both'" in used
-    command = [sys.executable, str(EXAMPLES / "train_lm.py"), "--wire"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"), [("--wire", "--wire needs a --precision"), ("--steps=-3", "--steps (-3) must be at least 1")]
+)
+def test_wrong_arguments(argument: str, text: str):
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), argument]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 2
-    assert "--wire needs a --precision" in done.stderr
+    assert text in done.stderr
 
 
 def test_resume_refuses_another_run(finished: Path):

@@ -11,10 +11,7 @@ import torch
 from limits import HANG_S
 
 from symmoe.kernels import control
-from symmoe.kernels.parts import PANEL_COLUMNS, Division
-from symmoe.moe import fused
 from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.overlap import MAX_PANELS, Overlap, Rates, Sizes
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 
@@ -23,41 +20,18 @@ POISON = 0xFF
 
 @contextlib.contextmanager
 def open_heap(device: str, *, num_bytes: int = 8 << 20, **kwargs) -> Iterator[SymmetricHeap]:
-    """A heap on `device`. As long as it is open, every torch.empty of this rank is filled with NaN or huge indices, and
-    overlapped calls are cut finely."""
+    """A heap on `device`. As long as it is open, every torch.empty of this rank is filled with NaN or huge
+    indices."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "nvshmem" if device == "cuda" else "host"
     if device == "cpu":  # which may be busy
         kwargs.setdefault("timeout_s", HANG_S / 2)
     try:
-        with SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs) as heap, _cut_finely():
+        with SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs) as heap:
             yield heap
     finally:
         torch.use_deterministic_algorithms(was)
-
-
-@contextlib.contextmanager
-def _cut_finely() -> Iterator[None]:
-    """Overlapped layers as small as those of tests are overlapped in every trip and combined in several panels."""
-    chosen = fused.overlap
-    fused.overlap = overlap_everything
-    try:
-        yield
-    finally:
-        fused.overlap = chosen
-
-
-def overlap_everything(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
-    """Whether it pays or not."""
-    division = Division(4, num_sms - 4)
-    return Overlap(
-        dispatch=division,
-        gradient_dispatch=division,
-        combine=division,
-        gradient_combine=division,
-        num_panels=max(1, min(MAX_PANELS, sizes.hidden // PANEL_COLUMNS)),
-    )
 
 
 def wait_for_arrivals(heap: SymmetricHeap, ranks: Iterable[int]) -> None:

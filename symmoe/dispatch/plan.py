@@ -162,7 +162,7 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    heap.check()
+    heap.check(control.PHASE_PLAN, waits=capacity is None)
     problem = _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
     heap.fail_for(problem or _find_number_problem(precision, quantized_wire), control.PHASE_PLAN)
     topk_idx = topk_idx.detach().contiguous()
@@ -228,6 +228,8 @@ def make_plan(
             block_tokens,
             experts_per_rank=experts_per_rank,
         )
+        if device.type == "cpu":
+            heap.check()  # before another thread has its turn, which would raise it instead
     token_to_packed_row, token_to_primary_row = int32(num_tokens, num_ranks), int32(num_tokens, num_ranks)
     ops.assign_packed_rows(
         slot_to_row, slot_to_rank, block_tokens, packed_start, token_to_packed_row, token_to_primary_row
@@ -243,8 +245,6 @@ def make_plan(
         row_capacity, packed_capacity = max(1, words[control.SUM_MAX_ROWS]), max(1, words[control.SUM_MAX_PACKED])
         expected_rows = row_capacity
     else:
-        if device.type == "cpu":
-            heap.check()
         num_rows = None
         row_capacity, packed_capacity = limit, max(1, min(limit, num_ranks * token_limit))
         expected_rows = max(1, min(limit, token_limit * top_k))

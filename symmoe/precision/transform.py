@@ -36,7 +36,7 @@ def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
 
 def draw_signs(generator: torch.Generator | None = None) -> int:
     """16 random signs for :func:`hadamard`, from a generator on the CPU."""
-    return int(torch.randint(1 << HADAMARD_SIZE, (), generator=generator))
+    return int(torch.randint(1 << HADAMARD_SIZE, (), generator=generator, device="cpu"))
 
 
 def check_signs(signs: int) -> None:

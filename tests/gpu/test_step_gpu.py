@@ -24,6 +24,7 @@ def config_for(num_ranks: int, **options) -> MoEConfig:
         "overflow": "drop",
         "aux_loss_coef": 1e-2,
         "z_loss_coef": 1e-3,
+        "schedule": "always-overlapped",
         **options,
     }
     return MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=8 * num_ranks, top_k=TOP_K, **options)
@@ -74,7 +75,7 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dic
         launched = " ".join(trace.kernels)
         for kernel in ("barrier", "push_rows", "pull_sums", "grouped_gemm"):
             assert kernel in launched
-        assert ("wait_for_signal" in launched) == (num_ranks > 1 and way["schedule"] == "overlapped")
+        assert ("wait_for_signal" in launched) == (num_ranks > 1 and way["schedule"] == "always-overlapped")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -243,7 +243,7 @@ def _read_in_c() -> Callable[[int, int, int, bool, list[torch.Tensor]], bytes | 
         return None
     functions = [ctypes.cast(reader, ctypes.c_void_p).value for reader in readers]
     types = (torch.Tensor, torch.nn.Parameter)
-    for probe in (torch.zeros(1), torch.nn.Parameter(torch.zeros(1))):
+    for probe in (torch.zeros(1, device="cpu"), torch.nn.Parameter(torch.zeros(1, device="cpu"))):
         if ctypes.c_void_p.from_address(id(probe) + object.__basicsize__).value != probe._cdata:
             return None
 

@@ -27,8 +27,8 @@ def philox(seed: int, counter: Words) -> Words:
 
 def random_words(seed: int, num_lines: int, width: int) -> torch.Tensor:
     """int64 [num_lines, width]: the word of element (line, k) is number k % 4 of counter (k // 4, line, 0, 0)."""
-    quads = torch.arange(-(-width // 4)).expand(num_lines, -1)
-    lines = torch.arange(num_lines)[:, None].expand_as(quads)
+    quads = torch.arange(-(-width // 4), device="cpu").expand(num_lines, -1)
+    lines = torch.arange(num_lines, device="cpu")[:, None].expand_as(quads)
     zeros = torch.zeros_like(quads)
     words = philox(seed, (quads, lines, zeros, zeros))
     return torch.stack(words, dim=2).flatten(1)[:, :width]

@@ -139,7 +139,7 @@ def lay_out(
     expert_load.copy_(load.flatten())
 
     report.zero_()
-    report[control.SUM_ERROR : control.SUM_WHERE + 1] = torch.tensor(error, dtype=torch.int32)
+    report[control.SUM_ERROR : control.SUM_WHERE + 1] = torch.tensor(error, dtype=torch.int32, device=report.device)
     report[control.SUM_NUM_ROWS] = kept[rank].sum()
     report[control.SUM_MAX_ROWS] = kept.sum(1).max()
     report[control.SUM_NUM_PACKED] = regions[:, rank].sum()

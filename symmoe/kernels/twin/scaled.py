@@ -60,7 +60,7 @@ def grouped_gemm_scaled(
     inside = slice(*columns) if columns else slice(None)
     num_groups, out_width, _ = weight.shape
     left = _numbers(rows, row_scale, row_start if group_start is None else group_start, block_format)
-    lines = torch.arange(num_groups + 1, dtype=torch.int32) * out_width
+    lines = torch.arange(num_groups + 1, dtype=torch.int32, device=row_start.device) * out_width
     right = _numbers(weight.flatten(0, 1), weight_scale, lines, block_format).view(num_groups, out_width, -1)
     for g, span in row_ranges(row_start):
         total = torch.zeros((span.stop - span.start, out_width), dtype=torch.float32, device=out.device)
@@ -98,7 +98,7 @@ def grouped_gemm_wgrad_scaled(
     block_format = check_scaled_wgrad(dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale)
     refuse_ranges(row_start, "a weight gradient")
     left, right = (
-        _numbers(data, scale, torch.tensor([0, data.shape[0]], dtype=torch.int32), block_format)
+        _numbers(data, scale, torch.tensor([0, data.shape[0]], dtype=torch.int32, device=data.device), block_format)
         for data, scale in ((dout, dout_scale), (rows, rows_scale))
     )
     first = 0

@@ -17,7 +17,7 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
     num_rows, width = rows.shape
     data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
     scale = rows.new_empty((num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype)
-    quantize_rows(rows, torch.tensor([0, num_rows], dtype=torch.int32), data, scale, block_format)
+    quantize_rows(rows, torch.tensor([0, num_rows], dtype=torch.int32, device=rows.device), data, scale, block_format)
     end = width + scale.shape[1] * scale.element_size()
     wire[:, :width], wire[:, width:end], wire[:, end:] = data.view(torch.uint8), scale.view(torch.uint8), 0
 
