@@ -1,10 +1,11 @@
-# make setup   create .venv and install everything the project needs
-# make train   the main job: train the example language model on CPUs (2 processes)
-# make test    the tests, after make lint
-# make lint    ruff, and mypy --strict on the package
-# make dist    wheel and sdist in dist/; the tests build and install them elsewhere
-# make docs    the documentation, into the folder site/
-# make plots   the pictures of benchmarks in docs/images, from the committed records
+# make setup     create .venv and install everything the project needs (requirements.txt)
+# make train     the main job: train the example language model on CPUs (2 processes)
+# make test      the tests, after make lint
+# make test-all  those that are marked slow, too: they take long, and other tests have most of them
+# make lint      ruff, and mypy --strict on the package
+# make dist      wheel and sdist in dist/; the tests build and install them elsewhere
+# make docs      the documentation, into the folder site/
+# make plots     the pictures of benchmarks in docs/images, from the committed records
 #
 # JOBS=1                  tests one after the other (needs no pytest-xdist)
 # PYTHON=python3.12       another interpreter for the virtual environment
@@ -18,23 +19,23 @@ ARGS ?=
 RECORDS := layer-h200-ep*.json layer-tokens-h200-ep*.json layer-skew-h200-ep*.json variants-h200-ep*.json
 
 ifeq ($(VENV),none)
-PY := $(PYTHON)
+PY := "$(PYTHON)"
 INSTALLED :=
 else
-PY := $(VENV)/bin/python
+PY := "$(VENV)/bin/python"
 INSTALLED := $(VENV)/installed
 endif
 
 export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 
-.PHONY: setup train test lint dist docs plots clean
+.PHONY: setup train test test-all lint dist docs plots clean
 
 setup: $(INSTALLED)
 	$(PY) -c "import torch, symmoe; print('symmoe', symmoe.__version__, 'with torch', torch.__version__)"
 
-$(VENV)/installed: pyproject.toml Makefile
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet torch==2.13.0 --editable '.[dev,docs,examples,transformers,megatron]'
+$(VENV)/installed: pyproject.toml requirements.txt Makefile
+	"$(PYTHON)" -m venv $(VENV)
+	$(PY) -m pip install --quiet --requirement requirements.txt
 	touch $@
 
 train: setup
@@ -48,8 +49,9 @@ lint: setup
 SPREAD := --dist loadfile --no-loadscope-reorder
 
 # An interpreter that is used as it is need not have ruff and mypy.
-test: setup $(if $(INSTALLED),lint)
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(if $(filter 1,$(JOBS)),,-n $(JOBS) $(SPREAD)) $(ARGS)
+test-all: MARKED := -m 'not gpu'
+test test-all: setup $(if $(INSTALLED),lint)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(MARKED) $(if $(filter 1,$(JOBS)),,-n $(JOBS) $(SPREAD)) $(ARGS)
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
 dist: setup

@@ -51,7 +51,7 @@ class Case:
         self.row_start = torch.zeros(self.num_groups + 1, dtype=torch.int32, device="cuda")
         self.row_start[1:] = (share.cumsum(0) / share.sum() * self.num_rows).round()
         self.dscale = torch.empty(self.num_rows, device="cuda")
-        self.workspace = torch.empty(dact_quantize_workspace_numel(self.num_rows, self.ffn, SWIGLU), device="cuda")
+        self.workspace = torch.empty(dact_quantize_workspace_numel(self.num_rows, self.ffn), device="cuda")
 
     def rows(self, width: int) -> Buffers:
         """Empty operands: rows, all bytes 0."""

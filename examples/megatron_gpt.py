@@ -462,7 +462,7 @@ def main() -> None:
         if num_bytes:
             if arguments.heap_mib is not None:
                 num_bytes = arguments.heap_mib << 20
-            heap = stack.enter_context(open_heap(num_bytes, timeout_s=120.0))
+            heap = stack.enter_context(open_heap(num_bytes))
         config = make_config(arguments, preset, trained)
         figures = about(arguments, preset, config, device)
         if preset.steps:

@@ -4,10 +4,14 @@
     torchrun --nproc-per-node=4 examples/train_lm.py --preset gpu    1, 2 or 4 GPUs
     python examples/train_lm.py                                      one process, all experts in it
 
-Dense parameters are data-parallel over all ranks, experts are expert-parallel. The batch, the initial model
-and the data do not depend on the number of ranks, so neither does the training. `--resume` continues from
-the newest checkpoint and ends in the same bits as a run that was never interrupted; it may do so on another
-number of ranks, with losses that then differ by rounding.
+On several nodes, with EP groups inside a node (the same on each, with its own --node-rank):
+
+    torchrun --nnodes=2 --node-rank=0 --master-addr=HOST --nproc-per-node=4 examples/train_lm.py --preset gpu --ep 4
+
+Dense parameters are data-parallel over all ranks, experts are expert-parallel in each EP group. The batch, the
+initial model and the data do not depend on the number of ranks, so neither does the training. `--resume`
+continues from the newest checkpoint and ends in the same bits as a run that was never interrupted; it may do
+so on another number of ranks, with losses that then differ by rounding.
 
 Leaves in --out: metrics.jsonl (one object per step), loss.png, experts.png, sample.txt, checkpoints/.
 """
@@ -40,6 +44,7 @@ PROMPT = b"def "
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu")
+    parser.add_argument("--ep", type=int, help="ranks of an EP group, each with its balance loss (default: all)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the preset's)")
     parser.add_argument("--order", choices=("rank", "slot"), help="order of combine's sums (default: the preset's)")
     parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: the working dtype)")
@@ -52,6 +57,11 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.wire and not arguments.precision:
         parser.error("--wire needs a --precision")
+    for name in ("steps", "save_every", "ep"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} ({value}) must be at least 1")
+    if PRESETS[arguments.preset].device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--preset {arguments.preset} needs a CUDA GPU, and torch sees none")
     return arguments
 
 
@@ -74,13 +84,14 @@ def train_step(
     """One optimizer step on this rank's part of the batch. Collective."""
     loss, output = predict(model, batch)
     (loss + output.aux_loss).backward()
-    reduce_gradients(model, group=ranks.group)
-    grad_norm = clip_grad_norm(model, 1.0, group=ranks.group)
+    groups = {"group": ranks.group, "expert_group": ranks.expert_group}
+    reduce_gradients(model, **groups)
+    grad_norm = clip_grad_norm(model, 1.0, **groups)
     optimizer.step()
     optimizer.zero_grad()
     mean_loss, mean_aux_loss = ranks.mean(torch.stack([loss.detach(), output.aux_loss.detach()])).tolist()
-    # The loads already are those of all ranks: the plan exchanges them.
-    expert_load = torch.stack([m.expert_load for m in output.moe_metrics]).tolist()
+    # The loads already are those of the EP group: the plan exchanges them.
+    expert_load = ranks.sum_of_replicas(torch.stack([m.expert_load for m in output.moe_metrics])).tolist()
     return {
         "loss": mean_loss,
         "train_bits_per_byte": mean_loss / math.log(2),
@@ -166,10 +177,10 @@ def main() -> None:
     if arguments.bf16:
         preset = dataclasses.replace(preset, autocast=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with open_ranks(preset.device) as ranks:
-        num_bytes = heap_bytes(preset, num_ranks=ranks.size)
+    with open_ranks(preset.device, arguments.ep) as ranks:
+        num_bytes = heap_bytes(preset, num_ranks=arguments.ep or ranks.size)
         backend = "nvshmem" if preset.device == "cuda" else "host"
-        with symmoe.SymmetricHeap(ranks.group, num_bytes=num_bytes, backend=backend) as heap:
+        with symmoe.SymmetricHeap(ranks.ep_group, num_bytes=num_bytes, backend=backend) as heap:
             train(arguments, preset, ranks, heap)
     if ranks.is_main:
         report.plot(arguments.out)

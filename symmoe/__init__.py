@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from symmoe.moe.replay import balanced_routing, record_routing, replay_routing
     from symmoe.moe.router import Router
     from symmoe.moe.sequential import Sequential
+    from symmoe.moe.wrappers import prepare_for_ddp
     from symmoe.symm_mem.heap import SymmetricHeap
     from symmoe.symm_mem.lease import Lease
 
@@ -75,6 +76,7 @@ _HOME = {
     "merge_lora": "symmoe.moe.lora",
     "pack_weight_ptrs": "symmoe.moe.pointers",
     "plan_memory": "symmoe.moe.memory",
+    "prepare_for_ddp": "symmoe.moe.wrappers",
     "record_routing": "symmoe.moe.replay",
     "reduce_gradients": "symmoe.moe.gradients",
     "replay_routing": "symmoe.moe.replay",
@@ -116,6 +118,7 @@ __all__ = [
     "merge_lora",
     "pack_weight_ptrs",
     "plan_memory",
+    "prepare_for_ddp",
     "record_routing",
     "reduce_gradients",
     "replay_routing",

@@ -82,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except ArgumentError as error:
         parser.error(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        parser.error(f"{error.filename}: {error.strerror}")
 
 
 def _plan(args: argparse.Namespace) -> int:

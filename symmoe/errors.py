@@ -40,7 +40,11 @@ class HeapExhausted(SymmoeError):
 
 
 class HeapClosed(SymmoeError):
-    """The heap was used after `close()`."""
+    """The heap was used after `close()`, or in a process that has been forked from the one that made it."""
+
+
+class ConcurrentUse(SymmoeError):
+    """A thread made a call on a heap on which another thread was in one."""
 
 
 class HeapPoisoned(SymmoeError):
@@ -82,28 +86,39 @@ class PeerError(SymmoeError):
 
 
 class PeerTimeout(PeerError):
-    """A peer did not arrive at a barrier within `timeout_s`.
+    """A peer did not arrive at a barrier in time.
 
     Attributes:
         rank: the missing peer (rank in the EP group).
         phase: the barrier's name, e.g. "dispatch: arrived".
         expected: the epoch that was waited for.
         seen: the last epoch the peer had reached.
+        bound, bound_s: which of the heap's bounds it was, timeout_s or start_timeout_s.
         reported_by: the rank whose wait ended first and that told the others; None: this one.
     """
 
     def __init__(
-        self, *, rank: int, phase: str, expected: int, seen: int, timeout_s: float, reported_by: int | None = None
+        self,
+        *,
+        rank: int,
+        phase: str,
+        expected: int,
+        seen: int,
+        bound: str,
+        bound_s: float,
+        reported_by: int | None = None,
     ) -> None:
         source = "" if reported_by is None else f" (reported by rank {reported_by})"
         super().__init__(
-            f"rank {rank} did not reach '{phase}' within timeout_s={timeout_s:g}: "
+            f"rank {rank} did not reach '{phase}' within {bound}={bound_s:g}: "
             f"expected epoch {expected}, seen {seen}{source}"
         )
         self.rank = rank
         self.phase = phase
         self.expected = expected
         self.seen = seen
+        self.bound = bound
+        self.bound_s = bound_s
         self.reported_by = reported_by
 
 
@@ -122,14 +137,14 @@ class PeerAborted(PeerError):
 
 
 class PeerLost(PeerError):
-    """The connection to a peer broke while a heap was under construction: its process has ended.
+    """The connection to a peer broke while a heap was under construction, or in `heap.agree`: its process has ended.
 
     Attributes:
         rank: the peer (rank in the EP group).
     """
 
     def __init__(self, *, rank: int, problem: str) -> None:
-        super().__init__(f"lost rank {rank} during construction: {problem}")
+        super().__init__(f"lost rank {rank}: {problem}")
         self.rank = rank
 
 

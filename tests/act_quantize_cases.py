@@ -102,7 +102,7 @@ def backward(kernels, p, name):
     rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
     a_columns, dscale = p.operand(p.ffn, name, columns=True), p.blank_dscale()
     workspace = torch.full(
-        (dact_quantize_workspace_numel(p.h.shape[0], p.ffn, p.activation),), torch.nan, device=p.device
+        (dact_quantize_workspace_numel(p.h.shape[0], p.ffn),), torch.nan, device=p.device
     )
     kernels.dact_quantize(
         p.da,
@@ -132,15 +132,3 @@ def backward_apart(kernels, p, name):
     forward = forward_apart(kernels, p, name)
     a_columns = forward["columns data"], forward["columns scale"]
     return named(rows=rows, columns=columns, a_columns=a_columns), dscale
-
-
-def same_dscale(kernels, p, dscale, expected):
-    """Whether they differ by no more than another order of sums makes, and are 0 in the tail."""
-    n = p.num_rows
-    value = torch.empty(n, p.ffn, dtype=p.dtype, device=p.device)
-    kernels.scaled_activation(p.h[:n], torch.ones_like(p.row_scale[:n]), value, p.activation)
-    size = (p.da[:n].double() * value.double()).abs().sum(dim=1)
-    found, expected = dscale[:n].double(), expected[:n].double()
-    is_near = (found - expected).abs() <= 1e-6 * size
-    is_near |= (found == expected) | (found.isnan() & expected.isnan())
-    return bool(is_near.all()) and bool((dscale[n:] == 0).all())

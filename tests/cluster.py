@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from limits import HANG_S
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "symmoe.symm_mem.heap", "symmoe.kernels.twin"])
@@ -41,7 +42,7 @@ class Cluster:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = HANG_S, **kwargs: Any) -> list[Any]:
         """`fn(rank, num_ranks, *args, **kwargs)` on every rank; results in rank order.
 
         Raises:
@@ -92,7 +93,7 @@ def _serve(pipe: Any, rank: int, num_ranks: int, store: str, device_type: str) -
         torch.cuda.set_device(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=90)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=HANG_S)
     )
     while True:
         try:

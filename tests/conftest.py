@@ -18,6 +18,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 # for as long as it takes. Others follow in the order of their names; a name that is not here, or gone, does no harm.
 _FIRST = (
     "test_train_lm",
+    "test_several_nodes",
     "test_megatron_example",
     "test_gemm_act_compile",
     "test_megatron",
@@ -27,6 +28,7 @@ _FIRST = (
     "test_combine_oracle",
     "test_parallel",
     "test_bad_input",
+    "test_wrappers",
     "test_transformers_example",
     "test_fsdp2_example",
     "test_checkpoint_kills",
@@ -89,7 +91,7 @@ def shared_memory() -> frozenset[str]:
     return frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else frozenset()
 
 
-def left_in_shared_memory(before: frozenset[str], *, wait_s: float = 3.0) -> set[str]:
+def left_in_shared_memory(before: frozenset[str], *, wait_s: float = 60.0) -> set[str]:
     """Names in /dev/shm that are new and that no process uses: other jobs of this machine have theirs mapped."""
     deadline = time.monotonic() + wait_s
     while new := shared_memory() - before:

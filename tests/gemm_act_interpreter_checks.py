@@ -20,8 +20,8 @@ from symmoe.kernels.table import TensorTable
 from symmoe.kernels.twin import activation as twin_activation
 from symmoe.kernels.twin import gemm_act as twin_gemm_act
 
-HIDDEN, FFN, NUM_PACKED, CAPACITY = 24, 40, 13, 64
-TILES = {"block_m": 16, "block_n": 32, "block_k": 16, "num_stages": 2, "num_warps": 4, "group_m": 2}
+HIDDEN, FFN, NUM_PACKED, CAPACITY = 24, 72, 13, 64
+TILES = {"block_m": 16, "block_n": 64, "block_k": 16, "num_stages": 2, "num_warps": 4, "group_m": 2}
 ACT_CONFIG, DACT_CONFIG = TileConfig(**TILES), gemm_act.DactConfig(**TILES)
 NUM_SMS = 3
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -29,10 +29,10 @@ SENTINEL = -77.0
 # splits, dtype, activation, (flatten, parts, lead), whether weights are tables
 CASES = [
     ([19, 0, 1, 32, 0], torch.float32, Activation(), (False, 1, 0), False),
-    ([0, 16, 0, 0, 47], torch.float16, Activation(alpha=1.702, limit=1.0, offset=1.0), (True, 4, 1), False),
+    ([0, 16, 0, 0, 47], torch.float16, Activation(alpha=1.702, limit=1.0, offset=1.0), (True, 2, 1), False),
     ([64, 0, 0], torch.float16, Activation(interleave=8), (False, 2, 2), True),
     ([5, 30, 4], torch.float32, Activation(interleave=1, limit=1.0), (True, 2, 1), True),
-    ([0, 0], torch.float32, Activation(interleave=4), (False, 4, 4), False),
+    ([0, 0], torch.float32, Activation(interleave=4), (False, 2, 2), False),
     ([33, 1, 9], torch.float16, Activation(kind="srelu"), (False, 2, 1), False),
     ([33, 1, 9], torch.float32, Activation(kind="srelu"), (True, 1, 0), True),
     ([20, 17], torch.float16, Activation(interleave=2), (False, 1, 0), False),

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 
 def _missing() -> str:
@@ -26,14 +27,14 @@ def _missing() -> str:
 interpreter = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
-def interpreted(script: Path, *, timeout_s: float = 120) -> str:
+def interpreted(script: Path) -> str:
     """What a script prints that runs kernels in the interpreter, and has to end well.
 
     In a process of its own: the interpreter has to be chosen before triton is imported.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", script]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -84,7 +84,7 @@ def launch_act(name, ffn, block_format, operand, dtype=BF16, *, ranges=False):
 def launch_dact(name, ffn, block_format, dtype=BF16):
     activation = ACTIVATIONS[name]
     hidden = activation.hidden_width(ffn)
-    workspace = meta(dact_quantize_workspace_numel(N, ffn, activation), dtype=FP32)
+    workspace = meta(dact_quantize_workspace_numel(N, ffn), dtype=FP32)
     act_quantized.dact_quantize(
         meta(N, ffn, dtype=dtype),
         meta(N, hidden, dtype=dtype),

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 pytest.importorskip("triton")
 pytest.importorskip("ml_dtypes")
@@ -17,6 +18,6 @@ def test_the_kernel_matches_the_oracle():
     """In a process of its own: the emulator takes Gluon's place before kernels are imported."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", CHECKS]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("all is well\n")

@@ -20,7 +20,6 @@ from act_quantize_cases import (
     forward,
     forward_apart,
     named,
-    same_dscale,
 )
 from grouped_cases import clamped_swiglu, interleaved_order, srelu, swiglu
 from quantize_cases import FILL, FORMATS, as_bytes, differences
@@ -150,7 +149,7 @@ def test_the_bits_of_what_is_fused(activation, dtype):
         assert differences(forward(twin, p, name), forward_apart(twin, p, name)) == []
         (found, dscale), (expected, wanted) = backward(twin, p, name), backward_apart(twin, p, name)
         assert differences(found, expected) == []
-        assert same_dscale(twin, p, dscale, wanted)
+        torch.testing.assert_close(dscale, wanted, rtol=0, atol=0, equal_nan=True)
     before = forward_apart(twin, p, name)
     p.row_scale[40] *= 2
     assert "columns data" in differences(forward(twin, p, name), before)
@@ -164,7 +163,7 @@ def test_operands_that_are_not_wanted():
         twin.act_quantize(p.h, p.row_scale, p.row_start, p.activation, FORMATS["mxfp8"], **{which: operand})
         assert differences(named(**{which: operand}), {k: v for k, v in both.items() if k.startswith(which)}) == []
     dscale, wanted = p.blank_dscale(), backward(twin, p, "mxfp8")[1]
-    workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 256, p.activation))
+    workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 256))
     arguments = (p.da, p.h, p.row_scale, p.row_start, dscale, workspace, p.activation, FORMATS["mxfp8"])
     twin.dact_quantize(*arguments)
     assert torch.equal(dscale.nan_to_num(7), wanted.nan_to_num(7))
@@ -244,11 +243,11 @@ def test_bad_columns():
 
 def test_bad_gradients():
     p = Problem(ACTIVATIONS["swiglu"], 288)
-    workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 288, p.activation))
+    workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 288))
     arguments = (p.da, p.h, p.row_scale, p.row_start, p.blank_dscale(), workspace, p.activation)
     with pytest.raises(ArgumentError, match=r"divide each half of h \(288\)"):
         twin.dact_quantize(*arguments, FORMATS["float8_block"])
-    with pytest.raises(ArgumentError, match="workspace must have 1011 contiguous fp32 elements"):
+    with pytest.raises(ArgumentError, match="workspace must have 1685 contiguous fp32 elements"):
         twin.dact_quantize(*arguments[:5], workspace[1:], p.activation, FORMATS["mxfp8"])
     with pytest.raises(ArgumentError, match=r"da must be of torch\.bfloat16, got torch\.float16"):
         twin.dact_quantize(p.da.half(), *arguments[1:], FORMATS["mxfp8"])

@@ -276,7 +276,7 @@ def test_optimizers_keep_their_parameters():
     before = layer.weight_parameters()
     layer.to(torch.float64)
     assert all(old is new for old, new in zip(before, layer.weight_parameters(), strict=True))
-    assert all(weight.is_leaf and weight.requires_grad and weight.is_expert for weight in before)
+    assert all(weight.is_leaf and weight.requires_grad for weight in before)
 
 
 # -- packed_view ------------------------------------------------------------------------------------------------------

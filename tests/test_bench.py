@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 import symmoe.bench.session  # noqa: F401 - all suites: imported while a test has replaced something, they would keep it
 from symmoe import cli
@@ -46,7 +47,7 @@ def run(num_ranks: int, folder: Path) -> tuple[list[dict], str]:
     )
     files = ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png")]
     command = [sys.executable, "-m", *launcher, "symmoe", "bench", *SUITES, *SIZES, "--skew", "hot", *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     return json.loads((folder / "out.json").read_text()), done.stdout

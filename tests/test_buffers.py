@@ -19,10 +19,22 @@ from grouped_cases import (
     make_linear,
     mlp_oracle,
 )
+from worker import free_bytes
 
-from symmoe import GroupedMLP, ScaledSwiGLU, Sequential, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe import (
+    GroupedMLP,
+    MoEConfig,
+    MoELayer,
+    ScaledSwiGLU,
+    Sequential,
+    SymmetricHeap,
+    combine_tokens,
+    dispatch_tokens,
+    make_plan,
+)
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
+from symmoe.symm_mem.buffers import Buffer, overlap_problem
 
 PLAIN = Case(buffers=())
 ND = Case(is_nd=True, buffers=())
@@ -74,7 +86,7 @@ def op(request) -> Op:
 
 @pytest.fixture(params=[name for name in OPS if name != "modules"])
 def single(request) -> Op:
-    """An op that sees both buffers and all tensors in one call; three modules each see their own."""
+    """An op whose backward is one step, which reads the gradient of the result while it writes that of x."""
     return Op(request.param)
 
 
@@ -158,12 +170,6 @@ def inside(layer: torch.nn.Module, name: str) -> torch.Tensor:
     return memory[: N * H].view(N, H)
 
 
-def is_seen_by_one_module(name: str, what: str) -> bool:
-    """Whether the module that takes the buffer `name` also takes the tensor that it overlaps."""
-    owner = {"weight": "grad_input_out", "bias": "grad_input_out", "weight of the second layer": "out"}
-    return owner.get(what, "grad_input_out" if "input" in what else name) == name
-
-
 def x_with_room(op: Op) -> torch.Tensor:
     """x as rows N to 2N of a larger tensor."""
     memory = torch.zeros(3 * N, H)
@@ -174,8 +180,6 @@ def x_with_room(op: Op) -> torch.Tensor:
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("what", "make", "parts"), [pytest.param(*mistake, id=mistake[0]) for mistake in mistakes()])
 def test_refused_in_forward(op, name, what, make, parts):
-    if op.name == "modules" and not is_seen_by_one_module(name, what):
-        pytest.skip("FC1 takes grad_input_out and x, FC2 takes out: neither sees what the other has")
     x = x_with_room(op)
     wrong = make(op, x)
     other = buffer()
@@ -203,10 +207,10 @@ def test_refused_without_gradients_too(op, name, context):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 1 - N])
-def test_the_two_buffers_overlap(single, shift):
+def test_the_two_buffers_overlap(op, shift):
     memory = buffer(3 * N, H)
     with pytest.raises(ArgumentError, match="overlaps a tensor of shape"):
-        single(single.inputs.x, out=memory[N : 2 * N], grad_input_out=memory[N + shift : 2 * N + shift])
+        op(op.inputs.x, out=memory[N : 2 * N], grad_input_out=memory[N + shift : 2 * N + shift])
 
 
 def test_neighbours_do_not_overlap(op):
@@ -255,6 +259,74 @@ def test_released_input_is_refused(op, heap):
     lease.release()
     with pytest.raises(StaleLease, match="mine"):
         op(x)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_splits_overlap(op, name):
+    memory = buffer(2 * N, H)
+    splits = memory.view(torch.int32).view(-1)[N * H - 4 : N * H].copy_(op.splits)
+    with pytest.raises(ArgumentError, match=f"{name}.*overlaps a tensor of shape"):
+        op(op.inputs.x, splits=splits, **{name: memory[:N]})
+    assert splits.tolist() == list(TINY.splits)
+
+
+def test_an_empty_tensor_overlaps_nothing():
+    """It has an address all the same."""
+    memory = torch.zeros(8, 4)
+    assert overlap_problem([Buffer("out", memory)], [memory[4:4]]) is None
+    assert overlap_problem([Buffer("out", memory[:4])], [memory[4:]]) is None
+    assert "overlaps a tensor of shape [5, 4]" in str(overlap_problem([Buffer("out", memory[:4])], [memory[3:]]))
+
+
+def released(heap: SymmetricHeap, like: torch.Tensor) -> torch.Tensor:
+    """Memory that was a lease's, and that somebody else has by now."""
+    lease = heap.lease(tuple(like.shape), like.dtype, name="mine")
+    tensor = lease.tensor.copy_(like)
+    lease.release()
+    return tensor
+
+
+def calls_with_released_memory() -> Iterator[tuple[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], object]]]:
+    """(argument, a call of a public function that is given a released tensor for it)."""
+    inputs = make_inputs(PLAIN)
+    x, scale, splits = inputs.x, inputs.scale, inputs.splits
+    linear = make_linear(PLAIN, inputs.w1, inputs.b1)
+    mlp, activation = GroupedMLP(TINY.num_groups, H, TINY.ffn), ScaledSwiGLU()
+    yield "x", lambda gone: linear(gone(x), splits)
+    yield "splits", lambda gone: linear(x, gone(splits))
+    yield "bias_scale", lambda gone: linear(x, splits, bias_scale=gone(scale))
+    yield "rows", lambda gone: mlp(gone(x), splits, scale)
+    yield "splits", lambda gone: mlp(x, gone(splits), scale)
+    yield "row_probs", lambda gone: mlp(x, splits, gone(scale))
+    yield "h", lambda gone: activation(gone(x), scale)
+    yield "scale", lambda gone: activation(x, gone(scale))
+    modules = Op("modules")
+    yield "splits", lambda gone: modules.model(x, splits, scale, gone(splits))
+    yield "scale", lambda gone: modules.model(x, splits, gone(scale), splits)
+
+
+@pytest.mark.parametrize(("name", "call"), list(calls_with_released_memory()))
+def test_every_tensor_of_a_call_must_live(heap, name, call):
+    with pytest.raises(StaleLease, match=rf"^{name} is memory of lease 'mine' \(generation 1\)"):
+        call(lambda like: released(heap, like))
+    call(lambda like: heap.lease(tuple(like.shape), like.dtype).tensor.copy_(like))
+
+
+def test_a_gradient_whose_lease_was_released(op, heap):
+    x = op.inputs.x.clone().requires_grad_()
+    y = op(x)
+    with pytest.raises(StaleLease, match=r"^d_y is memory of lease 'mine'"):
+        y.backward(released(heap, op.inputs.d_y))
+    assert x.grad is None
+    y.backward(op.inputs.d_y)
+    assert_near(used_rows_of(x.grad), op.oracle(op.inputs)["d_x"], torch.float32)
+
+
+def test_a_gradient_of_an_activation_whose_lease_was_released(heap):
+    h = torch.randn(N, H, requires_grad=True)
+    out = ScaledSwiGLU()(h, torch.ones(N))
+    with pytest.raises(StaleLease, match=r"^d_y is memory of lease 'mine'"):
+        out.backward(released(heap, out.detach()))
 
 
 def test_gradient_buffer_is_where_the_gradient_comes_from(single):
@@ -384,11 +456,11 @@ def test_layers_in_a_row_share_a_gradient_buffer(op):
     right_or_error(compute, lambda: assert_same_bits(used_rows_of(found[0]), used_rows_of(want)))
 
 
-def test_outputs_in_a_row_share_a_buffer(single):
+def test_outputs_in_a_row_share_a_buffer(op):
     out = buffer()
-    y = single(single.inputs.x, out=out)
+    y = op(op.inputs.x, out=out)
     with pytest.raises(ArgumentError, match=r"out .*overlaps"):
-        single(y, out=out)
+        op(y, out=out)
 
 
 @pytest.mark.usefixtures("raw_writes")
@@ -625,6 +697,91 @@ def test_output_lease_released_while_a_result_is_saved(op, heap, how):
     right_or_error(lambda: square.sum().backward(), check)
 
 
+# -- graphs that are spent --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_heap() -> Iterator[SymmetricHeap]:
+    """Room for two leases of [N, H]."""
+    heap = SymmetricHeap(num_bytes=heap_bytes(4096), backend="host")
+    yield heap
+    gc.collect()
+    heap.close()
+
+
+def heap_bytes(num_bytes: int) -> int:
+    """Of a heap of one rank with so much for leases."""
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        return (1 << 20) - free_bytes(heap) + num_bytes
+
+
+def test_losses_that_are_kept_keep_no_leases(op, small_heap):
+    x, losses = op.inputs.x.nan_to_num().requires_grad_(), []
+    want = torch.autograd.grad(used_rows_of(op(x)).square().sum(), x)[0]
+    for _ in range(200):
+        out, grad_input_out = leases(small_heap, 2)
+        loss = used_rows_of(op(x, out=out.tensor, grad_input_out=grad_input_out.tensor)).square().sum()
+        del out, grad_input_out
+        loss.backward()
+        losses.append(loss)
+        assert small_heap.leased_bytes == 0
+    assert_near(used_rows_of(x.grad), 200 * used_rows_of(want).double(), torch.float32)
+    assert not small_heap.owns(x.grad)
+
+
+def test_a_retained_graph_keeps_its_buffers_until_the_last_backward(op, small_heap):
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    out, grad_input_out = leases(small_heap, 2)
+    gradient = grad_input_out.tensor
+    y = op(x, out=out.tensor, grad_input_out=gradient)
+    loss = used_rows_of(y).square().sum()
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    gradient.fill_(SENTINEL)
+    x.grad = None
+    loss.backward(retain_graph=True)
+    assert_same_bits(used_rows_of(x.grad), used_rows_of(first))
+    assert_same_bits(used_rows_of(gradient), used_rows_of(first))
+    del out, grad_input_out, gradient, y
+    assert small_heap.leased_bytes > 0
+    loss.backward()
+    assert small_heap.leased_bytes == 0
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_backward_that_fails_can_be_tried_again(heap):
+    """The graph is not spent: its buffer is still the one that was given."""
+    op = Op("linear", Case(main_grad=True, buffers=()))
+    x, grad_input_out = op.inputs.x.nan_to_num().requires_grad_(), heap.lease((N, H), torch.float32).tensor
+    y, main_grad = op(x, grad_input_out=grad_input_out), op.fc1.weight.main_grad
+    op.fc1.weight.main_grad = None
+    with pytest.raises(ArgumentError, match="main_grad is missing"):
+        y.backward(op.inputs.d_y)
+    op.fc1.weight.main_grad = main_grad
+    grad_input_out.fill_(SENTINEL)
+    y.backward(op.inputs.d_y)
+    assert_near(used_rows_of(grad_input_out), op.oracle(op.inputs)["d_x"], torch.float32)
+
+
+def test_a_graph_without_its_rows_gradient_lets_go_too(op, small_heap):
+    """Only the weights' gradients are asked for."""
+    x = op.inputs.x.nan_to_num().requires_grad_()
+    grad_input_out = small_heap.lease((N, H), torch.float32)
+    y = op(x, grad_input_out=grad_input_out.tensor)
+    del grad_input_out
+    torch.autograd.grad(used_rows_of(y).sum(), op.fc1.weight)
+    assert small_heap.leased_bytes == 0
+
+
+def test_the_gradient_that_is_asked_for_is_the_buffer(op, heap):
+    """torch.autograd.grad gives it out without a copy, and whoever has it may use the buffer again."""
+    x, grad_input_out = op.inputs.x.nan_to_num().requires_grad_(), heap.lease((N, H), torch.float32).tensor
+    for _ in range(2):
+        (found,) = torch.autograd.grad(used_rows_of(op(x, grad_input_out=grad_input_out)).sum(), x)
+        assert found.data_ptr() == grad_input_out.data_ptr()
+
+
 # -- with dispatch and combine ----------------------------------------------------------------------------------------
 
 
@@ -643,6 +800,19 @@ class Step:
     def lease(self, plan, name: str) -> torch.Tensor:
         self.held = [*getattr(self, "held", []), self.heap.lease((plan.row_capacity, H), torch.float32, name=name)]
         return self.held[-1].tensor
+
+    def loss(self) -> torch.Tensor:
+        """Of a step whose buffers live on the heap and nowhere else."""
+        plan = make_plan(self.ids, num_experts=4, heap=self.heap)
+
+        def lease() -> torch.Tensor:
+            return self.heap.lease((plan.row_capacity, H), torch.float32).tensor
+
+        x = self.x.clone().requires_grad_()
+        rows, row_probs = dispatch_tokens(x, plan, probs=self.probs, out=lease())
+        out, grad_input_out, grad_out = (lease()[: rows.shape[0]] for _ in range(3))
+        out = self.model(rows, plan.splits, row_probs, out=out, grad_input_out=grad_input_out)
+        return combine_tokens(out, plan, grad_out=grad_out).square().sum()
 
     def run(self, *, on_heap: bool, **buffers) -> list[torch.Tensor]:
         """y, d_x, d_probs, gradients of the experts."""
@@ -706,3 +876,38 @@ def test_combine_overwrites_the_experts_output(heap):
     y = combine_tokens(out, plan, order="rank")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (y.sum() + penalty).backward()
+
+
+def test_losses_of_steps_that_are_kept_keep_no_leases(heap):
+    step, losses = Step(heap), []
+    for _ in range(50):
+        losses.append(step.loss())
+        losses[-1].backward()
+        assert heap.leased_bytes == 0
+
+
+def test_losses_of_a_layer_that_are_kept_keep_no_leases(heap):
+    layer = MoELayer(MoEConfig(hidden=H, ffn=TINY.ffn, num_experts=4, top_k=2), heap)
+    x, losses = torch.randn(7, H, requires_grad=True), []
+    for _ in range(50):
+        y, _ = layer(x)
+        losses.append(y.square().sum())
+        losses[-1].backward()
+        assert heap.leased_bytes == 0
+
+
+def test_a_second_backward_through_combine(heap):
+    """Right if the graph is retained; an error, on every rank alike, if its buffer has been let go of."""
+    step = Step(heap)
+    plan = make_plan(step.ids, num_experts=4, heap=heap)
+    rows, _ = dispatch_tokens(step.x, plan)
+    leaf = rows.clone().requires_grad_()
+    grad_out = step.lease(plan, "grad_out")[: rows.shape[0]]
+    y = combine_tokens(leaf, plan, grad_out=grad_out)
+    y.backward(step.d_y, retain_graph=True)
+    first = leaf.grad.clone()
+    y.backward(step.d_y)
+    assert_same_bits(leaf.grad, 2 * first)
+    with pytest.raises(ArgumentError, match=r"^grad_out was let go of .*retain_graph=True"):
+        y.backward(step.d_y)
+    assert step.run(on_heap=True)

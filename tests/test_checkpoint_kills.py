@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 pytest.importorskip("safetensors")
 
@@ -36,7 +37,9 @@ def run(prelude: str, *arguments: str, record: Path) -> tuple[int, dict]:
     code += "from tests.reliability.checkpoint_kills import main\nsys.exit(main(sys.argv[1:]))\n"
     command = [sys.executable, "-c", code, *arguments, "--json", str(record)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert record.exists(), done.stdout + done.stderr
     return done.returncode, json.loads(record.read_text())
 
@@ -59,7 +62,7 @@ def test_both_commands(tmp_path: Path, program: str):
         cwd=ROOT,
         env=environment,
         capture_output=True,
-        timeout=200,
+        timeout=HANG_S,
         check=True,
     )
     record = json.loads((tmp_path / "record.json").read_text())

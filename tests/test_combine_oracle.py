@@ -285,18 +285,18 @@ def flat(results: list[list[str]]) -> list[str]:
 
 @routings.RANKS_AND_CASES
 def test_sums_are_the_oracle_bit_for_bit(cluster, num_ranks: int, numbers: list[int]):
-    assert flat(cluster(num_ranks).run(check_combine, numbers, "cpu", timeout_s=280)) == []
+    assert flat(cluster(num_ranks).run(check_combine, numbers, "cpu")) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_combine_is_the_adjoint_of_dispatch(cluster, num_ranks: int):
     numbers = [n for n in routings.chosen() if n % 3 == 0 or len(routings.chosen()) == 1]
-    assert flat(cluster(num_ranks).run(check_adjoint, numbers, "cpu", timeout_s=280)) == []
+    assert flat(cluster(num_ranks).run(check_adjoint, numbers, "cpu")) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_gradients_with_foreign_experts(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks).run(check_gradients, with_gradients(), "cpu", timeout_s=280)) == []
+    assert flat(cluster(num_ranks).run(check_gradients, with_gradients(), "cpu")) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import convergence
 import pytest
+from limits import HANG_S
 
 SCRIPT = Path(convergence.__file__)
 # In the place of the example: metrics that are known, the time it took, and the end that its options ask for.
@@ -23,7 +24,7 @@ import json, os, pathlib, sys, time
 start, options = time.time(), dict(zip(sys.argv, sys.argv[1:]))
 out, seed, way = pathlib.Path(options["--out"]), int(options["--seed"]), options.get("--precision", "bf16")
 print("begins", flush=True)
-time.sleep(0.3 if seed < 90 else 60.0)
+time.sleep(0.3 if seed < 90 else 3600.0)
 if (way, seed) == ("nvfp4", 3):
     sys.exit("out of everything")
 bits = {"bf16": 1.0, "mxfp8": 1.01 + 0.02 * seed, "nvfp4": 0.99}[way] * (2 + seed)
@@ -148,11 +149,9 @@ def test_kept_runs_are_taken_if_they_are_the_same(compare, tmp_path: Path):
 
 
 def test_a_run_that_takes_too_long_is_stopped(compare):
-    began = time.monotonic()
-    code, record = compare("--ways", "bf16", "--seeds", "0,90", "--jobs", "2", "--timeout-s", "3")
-    assert time.monotonic() - began < 30
+    code, record = compare("--ways", "bf16", "--seeds", "0,90", "--jobs", "2", "--timeout-s", "15")
     assert code == 1
-    assert [(run["seed"], run["problem"]) for run in record["failed"]] == [(90, "stopped after 3 s")]
+    assert [(run["seed"], run["problem"]) for run in record["failed"]] == [(90, "stopped after 15 s")]
     assert [*record["results"]["bf16"]["final_bits_per_byte"]["seeds"]] == ["0"]
 
 
@@ -175,7 +174,7 @@ def test_two_runs_of_the_example(tmp_path: Path):
     command = [sys.executable, str(SCRIPT), "--preset=tiny", "--ranks=1", "--steps=1", "--ways", "mxfp8"]
     command += ["--jobs=2", f"--keep={keep}", f"--json={file}"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     record = json.loads(file.read_text())
     assert not record["failed"], done.stdout
     assert done.returncode == 0, done.stdout + done.stderr
@@ -191,7 +190,7 @@ def test_two_runs_of_the_example(tmp_path: Path):
             assert others.poll() is None
             time.sleep(0.1)
         others.terminate()
-        output, _ = others.communicate(timeout=60)
+        output, _ = others.communicate(timeout=HANG_S)
     finally:
         others.kill()
     assert "interrupted" in output

@@ -1,8 +1,6 @@
 """Compiles dact_quantize for Hopper without a GPU, with the arguments of its launcher. See test_fp8_compile.py."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +40,7 @@ CASES = {  # activation, FFN width, dtype, format, most spilled bytes
 
 def arguments(activation, ffn, dtype=BF16, num_rows=N):
     """da, h, row_scale, row_start, dscale, workspace of dact_quantize."""
-    workspace = meta(dact_quantize_workspace_numel(num_rows, ffn, activation), dtype=FP32)
+    workspace = meta(dact_quantize_workspace_numel(num_rows, ffn), dtype=FP32)
     numbers = meta(num_rows, ffn, dtype=dtype), meta(num_rows, 2 * ffn, dtype=dtype)
     return *numbers, meta(num_rows, dtype=FP32), meta(G + 1, dtype=torch.int32), meta(num_rows, dtype=FP32), workspace
 
@@ -55,19 +53,15 @@ def operands(ffn, name="float8_block"):
     }
 
 
-def compiled(launched, directory):
+def compiled(launched):
     """PTX, SASS and spilled bytes."""
     ((kernel, constants, *args),) = launched
     description, options = described(kernel, constants, args, TYPE_NAMES)
     code = compile_for(90, GluonASTSource(kernel, *description), options)
     programs = dact_quantize.PROGRAMS_PER_SM
     assert programs * (code.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
-    cubin = directory / "kernel.cubin"
-    cubin.write_bytes(code.asm["cubin"])
-    nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
     assert programs * code.registers * 32 * dact_quantize.NUM_WARPS <= 65536
-    return code.ptx, sass, code.spilled
+    return code.ptx, code.sass, code.spilled
 
 
 @pytest.fixture
@@ -79,12 +73,12 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_number_is_computed_once(launched, tmp_path, case):
+def test_every_number_is_computed_once(launched, case):
     activation, ffn, dtype, block_format, most_spilled = CASES[case]
     buffers_of = operands(ffn, "float8_block")
     inputs = arguments(activation, ffn, dtype)
     launchers.launch_dact_quantize(*inputs[:4], inputs[5], activation, block_format, *buffers_of.values(), num_sms=132)
-    ptx, sass, spilled = compiled(launched, tmp_path)
+    ptx, sass, spilled = compiled(launched)
     assert spilled <= most_spilled
     numbers = dact_quantize.TILE.value**2 // (32 * dact_quantize.NUM_WARPS)  # of a thread and a matrix
     assert ptx.count("ex2.approx.ftz.f32") == numbers

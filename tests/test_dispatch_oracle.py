@@ -167,7 +167,7 @@ def _check_index(plan: Plan, layout: oracle.Layout, rank: int, findings: Finding
 
 @routings.RANKS_AND_CASES
 def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, numbers: list[int]):
-    results = cluster(num_ranks).run(check_dispatch, numbers, "cpu", timeout_s=280)
+    results = cluster(num_ranks).run(check_dispatch, numbers, "cpu")
     assert [text for texts in results for text in texts] == []
 
 

@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +28,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster, RankFailure
+from limits import HANG_S, PROMPT_S
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import symmoe
 from symmoe import errors, timeline
 from symmoe.bench import stock
-from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.checkpoint import ExpertShard, files, load_checkpoint, save_checkpoint
+from symmoe.checkpoint.lock import locked
 from symmoe.cli import main
 from symmoe.integrations.parallel import parallelize
 from symmoe.symm_mem import nvshmem
@@ -140,12 +146,53 @@ def logits_that_are_not_finite() -> tuple[str, str]:
     return found
 
 
+@alone("A layer is pickled")
+def pickled_layer() -> tuple[str, str]:
+    with open_heap() as heap:
+        found = raised_by(lambda: torch.save(layer(heap), io.BytesIO()))
+        saved = io.BytesIO()
+        torch.save(layer(heap).state_dict(), saved)
+        saved.seek(0)
+        layer(heap).load_state_dict(torch.load(saved))
+    return found
+
+
 @alone("A buffer has another shape than the result")
 def buffer_of_another_shape() -> tuple[str, str]:
     fc = symmoe.GroupedLinear(2, 32, 16)
     rows, splits = torch.ones(6, 32), torch.tensor([2, 4])
     found = raised_by(lambda: fc(rows, splits, out=torch.empty(6, 32)))
     fc(rows, splits, out=torch.empty(6, 16))
+    return found
+
+
+@alone("A buffer shares memory with something else")
+def buffer_in_two_places() -> tuple[str, str]:
+    linears = symmoe.Sequential(symmoe.GroupedLinear(2, 16, 16), symmoe.GroupedLinear(2, 16, 16))
+    rows, splits, shared = torch.ones(6, 16), torch.tensor([2, 4]), torch.empty(6, 16)
+
+    def call(first: torch.Tensor) -> torch.Tensor:
+        return linears(rows, splits, splits, op_kwargs={0: {"out": first}, 1: {"out": shared}})
+
+    found = raised_by(lambda: call(shared))
+    call(torch.empty(6, 16))
+    return found
+
+
+@alone("A buffer that a spent graph has let go of")
+def backward_twice() -> tuple[str, str]:
+    with open_heap() as heap:
+        plan = symmoe.make_plan(torch.tensor([[0], [1]]), num_experts=2, heap=heap)
+        rows, _ = symmoe.dispatch_tokens(torch.ones(2, 16), plan)
+        grad_out = heap.lease((2, 16), torch.float32).tensor
+
+        def losses(*, retain_graph: bool) -> None:
+            loss = symmoe.combine_tokens(rows.clone().requires_grad_(), plan, grad_out=grad_out).sum()
+            loss.backward(retain_graph=retain_graph)
+            loss.backward()
+
+        found = raised_by(lambda: losses(retain_graph=False))
+        losses(retain_graph=True)
     return found
 
 
@@ -192,6 +239,49 @@ def use_after_close() -> tuple[str, str]:
     with open_heap() as again:
         layer(again)(x)
     return found
+
+
+@alone("A forked process calls the heap of its parent")
+def call_in_a_fork() -> tuple[str, str]:
+    with open_heap() as heap:
+        model, x = layer(heap), torch.ones(4, 32)
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(write, "\n".join(raised_by(lambda: model(x))).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as stream:
+            name, text = stream.read().split("\n", 1)
+        os.waitpid(child, 0)
+        model(x)
+    return name, text.replace(str(os.getpid()), "4711").replace(str(child), "4712")
+
+
+@alone("Two threads in a call on one heap")
+def call_in_two_threads() -> tuple[str, str]:
+    found: list[tuple[str, str]] = []
+    with open_heap() as heap, open_heap() as other:
+        model, x = layer(heap), torch.ones(4, 32)
+        with heap.one_call():
+            thread = threading.Thread(target=lambda: found.append(raised_by(lambda: model(x))), name="Thread-2")
+            thread.start()
+            thread.join()
+            thread = threading.Thread(target=lambda: found.append(layer(other)(x)))
+            thread.start()
+            thread.join()
+        model(x)
+    assert found[1][0].shape == x.shape
+    return found[0]
+
+
+@alone("A heap larger than the memory of the machine")
+def heap_larger_than_the_machine() -> tuple[str, str]:
+    with pytest.warns(UserWarning, match="num_bytes") as warned, open_heap(num_bytes=1 << 44) as heap:
+        layer(heap)(torch.ones(4, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_heap().close()
+    return "UserWarning", str(warned[0].message)
 
 
 @alone("A lease after its release")
@@ -372,6 +462,16 @@ def checkpoint_without_optimizer() -> tuple[str, str]:
     return found
 
 
+@alone("Another job saves to the same directory")
+def another_job_in_one_directory() -> tuple[str, str]:
+    save_checkpoint("runs/a", 40, model=torch.nn.Linear(8, 4))
+    with locked(Path("runs/a")):
+        found = raised_by(lambda: save_checkpoint("runs/a", 60, model=torch.nn.Linear(8, 4)))
+        save_checkpoint("runs/b", 60, model=torch.nn.Linear(8, 4))
+    save_checkpoint("runs/a", 60, model=torch.nn.Linear(8, 4))
+    return found
+
+
 @alone("A buffer is used again before its backward")
 def buffer_in_use() -> tuple[str, str]:
     fc1, fc2 = symmoe.GroupedLinear(2, 32, 16), symmoe.GroupedLinear(2, 16, 32)
@@ -415,7 +515,9 @@ def folder_of_the_name_of_the_package() -> tuple[str, str]:
     def start_in(folder: str) -> list[str]:
         command = [sys.executable, "-c", EDITABLE, folder, str(Path(symmoe.__file__).parent)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment, cwd="/")
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=HANG_S, check=True, env=environment, cwd="/"
+        )
         return done.stdout.splitlines()
 
     Path("home/symmoe/symmoe").mkdir(parents=True)
@@ -554,6 +656,27 @@ def exact_capacity_in_a_graph() -> tuple[str, str]:
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
+@together("Experts inside a DDP that did not know of them")
+def experts_in_plain_ddp(rank: int, num_ranks: int) -> tuple[str, str] | None:
+    x = torch.ones(4, 32)
+    with open_heap() as heap:
+        found = raised_by(lambda: DistributedDataParallel(torch.nn.Sequential(layer(heap)))(x))
+        model = torch.nn.Sequential(layer(heap))
+        symmoe.prepare_for_ddp(model)
+        DistributedDataParallel(model)(x)[0].sum().backward()
+    return found if rank == 1 else None  # the first of those who notice is named
+
+
+@together("Experts inside an FSDP that did not know of them")
+def experts_in_plain_fsdp(rank: int, num_ranks: int) -> tuple[str, str] | None:
+    x = torch.ones(4, 32)
+    with open_heap() as heap:
+        found = raised_by(lambda: fully_shard(torch.nn.Sequential(layer(heap)))(x))
+        mesh = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("efsdp", "ep"))
+        parallelize(torch.nn.Sequential(layer(heap)), mesh)(x)[0].sum().backward()
+    return found if rank == 1 else None
+
+
 @together("An argument is wrong on one rank")
 def wrong_on_one_rank(rank: int, num_ranks: int) -> tuple[str, str] | None:
     with open_heap() as heap:
@@ -617,14 +740,37 @@ def checkpoint_of_dense_parameters_that_differ(rank: int, num_ranks: int) -> tup
     return found
 
 
+@together("A rank leaves a save")
+def a_rank_that_leaves_a_save(rank: int, num_ranks: int) -> tuple[str, str] | None:
+    def interrupt(path: Path, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    model = {"x": ExpertShard(tensor=torch.ones(4), start=4 * rank, num_experts=8)}
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared, src=0)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(files, "write", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    save_checkpoint(shared[0], 40, model=model)
+                found = None
+            else:
+                found = raised_by(lambda: save_checkpoint(shared[0], 40, model=model))
+        save_checkpoint(shared[0], 40, model=model)
+        dist.barrier()
+    return found
+
+
 @together("A rank does not come")
 def a_rank_that_does_not_come(rank: int, num_ranks: int) -> tuple[str, str] | None:
-    heap, x = open_heap(timeout_s=0.5), torch.ones(4, 32)
+    heap, x = open_heap(), torch.ones(4, 32)
     model = layer(heap)
+    heap.timeout_s = heap.start_timeout_s = 0.5
     found = raised_by(lambda: model(x)) if rank == 0 else None
     dist.barrier()
     _close_broken(heap)
-    with open_heap(timeout_s=10.0) as patient:
+    with open_heap() as patient:  # longer than the delay
         model = layer(patient)
         if rank == 1:
             time.sleep(0.7)
@@ -650,8 +796,9 @@ def a_rank_that_raises(rank: int, num_ranks: int) -> tuple[str, str] | None:
 
 @together("A rank that others have given up")
 def a_rank_that_comes_too_late(rank: int, num_ranks: int) -> tuple[str, str] | None:
-    heap, x = open_heap(timeout_s=0.5), torch.ones(4, 32)
+    heap, x = open_heap(), torch.ones(4, 32)
     model = layer(heap)
+    heap.timeout_s = heap.start_timeout_s = 0.5
     if rank == 0:
         found = None
         raised_by(lambda: model(x))
@@ -660,7 +807,7 @@ def a_rank_that_comes_too_late(rank: int, num_ranks: int) -> tuple[str, str] | N
         found = raised_by(lambda: model(x))
     dist.barrier()
     heap.close()
-    with open_heap(timeout_s=10.0) as patient:
+    with open_heap() as patient:
         layer(patient)(x)
     return found
 
@@ -736,8 +883,9 @@ def heap_before_the_process_group(rank: int, num_ranks: int) -> tuple[str, str]:
 
 @together("A heap after a timeout")
 def a_heap_after_a_timeout(rank: int, num_ranks: int) -> tuple[str, str] | None:
-    heap = open_heap(timeout_s=0.5)
+    heap = open_heap()
     model, x, found = layer(heap), torch.ones(4, 32), None
+    heap.timeout_s = heap.start_timeout_s = 0.5
     if rank == 0:
         raised_by(lambda: model(x))
         found = raised_by(lambda: model(x))
@@ -761,7 +909,7 @@ def _close_broken(heap: symmoe.SymmetricHeap) -> None:
 def end_during_construction(rank: int, num_ranks: int, path: str) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    _write_down_and_end(path, start_timeout_s=5.0)
+    _write_down_and_end(path, start_timeout_s=PROMPT_S)
 
 
 def never_construct(rank: int, num_ranks: int, path: str) -> None:
@@ -854,7 +1002,7 @@ def test_ranks_that_do_not_live_through_it(heading: str, tmp_path: Path):
     ranks, path = Cluster(2), tmp_path / "found"
     try:
         with pytest.raises(RankFailure, match="died with exit code"):
-            ranks.run(BROKEN[heading], str(path), timeout_s=30)
+            ranks.run(BROKEN[heading], str(path))
     finally:
         ranks.close()
     name, text = path.read_text().split("\n", 1)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 pytest.importorskip("mkdocs", reason="make docs, or pip install 'symmoe[docs]'")
 pytest.importorskip("mkdocstrings")
@@ -23,7 +24,7 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(site)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import HANG_S
 
 from symmoe.cli import main
+from symmoe.doctor import checkup
 from symmoe.doctor.flight import MAX_BYTES, diagnose, read_record
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.flight import FORMAT
@@ -116,6 +121,20 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
             tmp_path, "d", json.dumps({k: v for k, v in good.items() if k not in ("calls", "epoch_of_rank")})
         ),
         "cannot read": str(tmp_path / "not there"),
+        "is no JSON: maximum recursion depth": write(tmp_path, "f", "[" * 100_000),
+        "has calls 3": write(tmp_path, "g", json.dumps({**good, "calls": 3})),
+        "one of calls is no object": write(tmp_path, "h", json.dumps({**good, "calls": [[]]})),
+        "error lacks ['text', 'type']": write(tmp_path, "i", json.dumps({**good, "error": {}})),
+        "error has reported_by '0'": write(
+            tmp_path, "j", json.dumps({**good, "error": {**good["error"], "reported_by": "0"}})
+        ),
+        "rank is 2, of 2 ranks": write(tmp_path, "k", json.dumps({**good, "rank": 2})),
+        "rank of error is -1": write(tmp_path, "l", json.dumps({**good, "error": {**good["error"], "rank": -1}})),
+        "epoch_of_rank is not a number of each": write(tmp_path, "m", json.dumps({**good, "num_ranks": 1 << 60})),
+        "has written_unix_s nan": write(tmp_path, "n", json.dumps({**good, "written_unix_s": float("nan")})),
+        "status has phase '\\udc00'": write(
+            tmp_path, "o", json.dumps({**good, "status": {**good["status"], "phase": "\udc00"}})
+        ),
         f"more than {MAX_BYTES} bytes": write(tmp_path, "e", " " * (MAX_BYTES + 1)),
     }
     fine = write(tmp_path, "fine", json.dumps(good))
@@ -132,3 +151,76 @@ def test_files_that_are_no_records(tmp_path: Path, capsys):
         diagnose([good, record(1, 4, timeout(3), CALLS)])
     with pytest.raises(SystemExit):
         main(["doctor", "--read"])
+
+
+def parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """Every place of a JSON value, as what holds it and the key there."""
+    places = []
+    for key in value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0):
+        places += [(value, key), *parts_of(value[key])]
+    return places
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_file_ends_in_a_traceback(tmp_path: Path, capsys, seed: int):
+    """Records with parts replaced, cut off, repeated, and of bytes: a sentence, or one line that names the file."""
+    draw = random.Random(seed)
+    odd = [None, True, -1, 0, 1, 1 << 70, 1.5, float("nan"), float("inf"), 1e300, "", "\ud800", "x" * 1000, [], {}]
+    odd += [[[]] * 3, {"rank": 1}, "PeerAborted", "PeerTimeout", "this rank gave up: x"]
+    sentences = 0
+    for _ in range(400):
+        given = [json.loads(json.dumps(record(rank, 2, timeout(1 - rank), CALLS))) for rank in range(2)]
+        for _ in range(draw.randrange(4)):
+            holder, key = draw.choice(parts_of(given))
+            holder[key] = draw.choice(odd)
+        paths = []
+        for number, each in enumerate(given):
+            data = json.dumps(each).encode()
+            if draw.random() < 0.1:
+                start = draw.randrange(len(data))
+                data = draw.choice([data[:start], data[:start] + draw.randbytes(3) + data[start + 3 :], b"", b"\0"])
+            (tmp_path / f"{number}.json").write_bytes(data)
+            paths.append(str(tmp_path / f"{number}.json"))
+        try:
+            status = main(["doctor", "--read", *paths])
+        except SystemExit as ended:
+            status = ended.code
+        said = capsys.readouterr()
+        if status == 0:
+            said.out.encode()
+            sentences += 1
+        else:
+            assert status == 2
+            *_, last = said.err.strip().splitlines()
+            assert last.startswith("symmoe: error: ")
+            assert str(tmp_path) in last or "the records are of groups" in last
+    assert 100 < sentences < 390
+
+
+def test_one_process_of_a_node_does_it(monkeypatch: pytest.MonkeyPatch, capsys):
+    examined = []
+    monkeypatch.setattr(checkup, "examine_and_try", lambda environment: examined.append(environment) or [])
+    for variables, does_it in (
+        ({"RANK": "5", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "4", "LOCAL_RANK": "0"}, True),  # the first of the second node
+        ({"RANK": "1"}, False),
+        ({"RANK": "0"}, True),
+        ({}, True),
+    ):
+        with monkeypatch.context() as patch:
+            for name in ("RANK", "LOCAL_RANK"):
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            examined.clear()
+            assert main(["doctor"]) == 0
+            assert len(examined) == does_it
+            assert bool("".join(capsys.readouterr())) == does_it
+
+
+def test_under_torchrun_it_says_everything_once():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    command = [*launcher, "-m", "symmoe", "doctor", "--no-self-test"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("symmoe can run here.") == 1

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from ahead_of_time import VERSION
 from test_gemm_compile import TYPE_NAMES, Recorder, meta
-from test_hopper_compile import compiled
+from test_hopper_compile import compiled, compiled_source
 from test_scaled_compile import BLACKWELL, HOPPER
 
 from symmoe.kernels.fp8 import BLOCK, num_blocks
@@ -22,6 +23,10 @@ SHAPES = {  # G, O, C, N of a product
     "odd": (3, 712, 1040, 999),  # parts of tiles and of blocks
 }
 MAX_SPILLED = 8  # bytes: of a tile, not of its stages
+# Of grouped_gemm_fp8: bytes, and how often a stage goes to local memory. The same ptxas keeps less in registers of
+# what Triton 3.7 writes: mostly what a tile needs before and after its stages; eight bytes are read in a stage, by one
+# of the two warpgroups. No order of these lines, nor other widths of what is kept, was found that spills less with it.
+GEMM_SPILLED, STAGE_SPILLS = {"3.6": (MAX_SPILLED, 0), "3.7": (52, 1)}[VERSION]
 ADDED_SPILLED = 32  # of a tile too, where it is added by TMA
 ODD_SPILLED = 128  # bytes, where tiles have to be masked
 PRODUCTS = "m64n128k32.f32.e4m3.e4m3"
@@ -87,8 +92,12 @@ def check_column_scales(ptx):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products(launched, shape):
     launchers.launch_fp8_gemm(*gemm_operands(SHAPES[shape]), zero_tail=True, num_sms=132)
-    ptx, spilled = compiled(launched)
-    assert spilled <= MAX_SPILLED
+    code = compiled_source(launched)
+    ptx = code.ptx
+    assert code.spilled <= GEMM_SPILLED
+    stages = code.loops_of("QGMMA")
+    assert [sum(name.startswith("QGMMA") for name in stage) for stage in stages] == [STAGE_PRODUCTS // 2] * 2
+    assert sum(name.startswith(("LDL", "STL")) for stage in stages for name in stage) <= STAGE_SPILLS
     check_products(ptx)
     assert "cp.async.bulk.tensor.3d.shared" in ptx
     assert ptx.count("cp.async.bulk.tensor.4d.global") == 8

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 pytest.importorskip("triton")
 
@@ -18,7 +19,7 @@ def test_kernels_match_the_oracle():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

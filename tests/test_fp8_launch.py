@@ -65,7 +65,7 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
         act_quantized.act_quantize(*arguments, rows=(data, scale), columns=columns)
         act_quantized.act_quantize(*arguments, rows=(data, scale))
         act_quantized.act_quantize(h, factor, ranges, activation, FLOAT8_BLOCK, rows=(data, scale))
-        workspace = empty(dact_quantize_workspace_numel(num_rows, I, activation))
+        workspace = empty(dact_quantize_workspace_numel(num_rows, I))
         act_quantized.dact_quantize(da, *arguments[:3], factor, workspace, *arguments[3:], a_columns=columns)
         dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
         dh_columns = empty(2 * I, tokens, dtype=E4M3), empty(num_blocks(tokens), 2 * I).t()

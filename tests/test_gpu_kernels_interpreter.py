@@ -15,7 +15,7 @@ CHECKS = Path(__file__).with_name("gpu_kernels_interpreter_checks.py")
 
 @interpreter
 def test_kernels_match_twins():
-    printed = interpreted(CHECKS, timeout_s=200)
+    printed = interpreted(CHECKS)
     print(printed)
     num_barriers = printed.count("barrier, ")
     assert num_barriers >= 30

@@ -16,8 +16,18 @@ WORLD, TOKENS, WIDTH, EXPERTS = 4, 6, 5, 4
 MAX_NORM = 0.05
 
 
+class Share(nn.Module):
+    """Some of the experts."""
+
+    holds_experts = True
+
+    def __init__(self, experts: torch.Tensor) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(experts)
+
+
 class Model(nn.Module):
-    """A dense matrix, `experts` [e, WIDTH], one dense parameter in another dtype and one that is never used.
+    """A dense matrix, `share.experts` [e, WIDTH], one dense parameter in another dtype and one that is never used.
 
     The token on place i of a rank adds dense(x) . expert[i % EXPERTS] to the rank's loss.
     """
@@ -30,8 +40,7 @@ class Model(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         whole = torch.randn(EXPERTS, WIDTH, generator=generator)
-        self.experts = nn.Parameter(whole[expert_ids.start : expert_ids.stop].clone())
-        self.experts.is_expert = True
+        self.share = Share(whole[expert_ids.start : expert_ids.stop].clone())
 
     def rank_loss(self, rank: int, experts: torch.Tensor) -> torch.Tensor:
         x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 + rank))
@@ -42,7 +51,7 @@ class Model(nn.Module):
 def reference() -> tuple[Model, torch.Tensor]:
     """Gradients of the mean loss of all ranks, all experts in one process, and their norm."""
     model = Model(range(EXPERTS))
-    torch.stack([model.rank_loss(rank, model.experts) for rank in range(WORLD)]).mean().backward()
+    torch.stack([model.rank_loss(rank, model.share.experts) for rank in range(WORLD)]).mean().backward()
     model.unused.grad = torch.zeros(3)
     square = sum(p.grad.double().square().sum() for p in model.parameters() if p.requires_grad)
     return model, square.sqrt()
@@ -52,11 +61,11 @@ def leave_gradients(model: Model, rank: int) -> None:
     """What backward leaves on `rank`: dense gradients of its own loss, expert gradients of its EP group's losses."""
     peers = [rank // 2 * 2, rank // 2 * 2 + 1]
     whole = Model(range(EXPERTS))
-    own = whole.rank_loss(rank, whole.experts.detach())
+    own = whole.rank_loss(rank, whole.share.experts.detach())
     model.dense.grad, model.scale.grad = torch.autograd.grad(own, [whole.dense, whole.scale])
-    group_loss = sum(whole.rank_loss(peer, whole.experts) for peer in peers)
-    (gradient,) = torch.autograd.grad(group_loss, whole.experts)
-    model.experts.grad = gradient.chunk(2)[rank % 2].clone()
+    group_loss = sum(whole.rank_loss(peer, whole.share.experts) for peer in peers)
+    (gradient,) = torch.autograd.grad(group_loss, whole.share.experts)
+    model.share.experts.grad = gradient.chunk(2)[rank % 2].clone()
     if rank == 3:  # a rank whose dense parameter took no part counts as zeros
         model.unused.grad = torch.zeros(3)
 
@@ -90,8 +99,8 @@ def test_gradients_are_those_of_the_mean_loss(results: list[dict], stage: str):
     factor = 1.0 if stage == "reduced" else MAX_NORM / norm.item()
     for rank, result in enumerate(results):
         for name, gradient in result[stage].items():
-            expected = getattr(model, name).grad
-            if name == "experts":
+            expected = model.get_parameter(name).grad
+            if name == "share.experts":
                 expected = expected.chunk(2)[rank % 2]
             torch.testing.assert_close(gradient, expected * factor, rtol=1e-5, atol=1e-7)
 
@@ -112,13 +121,13 @@ def test_norm_counts_every_parameter_once(results: list[dict]):
 
 def test_alone_it_changes_nothing_but_missing_gradients():
     model = Model(range(EXPERTS))
-    model.rank_loss(0, model.experts).backward()
-    before = model.experts.grad.clone()
+    model.rank_loss(0, model.share.experts).backward()
+    before = model.share.experts.grad.clone()
     reduce_gradients(model)
-    assert torch.equal(model.experts.grad, before)
+    assert torch.equal(model.share.experts.grad, before)
     assert torch.equal(model.unused.grad, torch.zeros(3))
     norm = clip_grad_norm(model, 1e9)
-    assert torch.equal(model.experts.grad, before)
+    assert torch.equal(model.share.experts.grad, before)
     expected = sum(p.grad.double().square().sum() for p in model.parameters() if p.requires_grad).sqrt()
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from grouped_cases import (
@@ -33,6 +35,7 @@ from grouped_cases import (
 
 from symmoe import GroupedLinear
 from symmoe.errors import ArgumentError, StaleRows
+from symmoe.moe.ownership import named_parameters
 
 OUT = LINEAR_OUT
 PLAIN = Case(buffers=())
@@ -129,16 +132,27 @@ def test_rows_need_not_be_contiguous():
 # -- splits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["int32", "int64", "list", "tuple", "strided"])
+INTEGERS = ("int8", "int16", "uint8", "uint16", "uint32", "uint64")
+HOST_SPLITS = {
+    "list": list,
+    "tuple": tuple,
+    "NumPy integers": lambda splits: list(np.array(splits)),
+    "NumPy bytes": lambda splits: [np.uint8(n) for n in splits],
+    "array": np.array,
+    "strided array": lambda splits: np.array([splits, splits], dtype=np.int16).T[:, 0],
+    "reversed array": lambda splits: np.array(splits[::-1], dtype=np.uint32)[::-1],
+}
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", *INTEGERS, *HOST_SPLITS, "strided"])
 @pytest.mark.parametrize("splits", [(3, 0, 2, 4), (0, 0, 0, 0), (12, 0, 0, 0), (0, 0, 0, 12), (1, 1, 1, 1)], ids=str)
 def test_splits(kind, splits):
-    given = {
-        "int32": torch.tensor(splits, dtype=torch.int32),
-        "int64": torch.tensor(splits),
-        "list": list(splits),
-        "tuple": splits,
-        "strided": torch.tensor([splits, splits]).t().contiguous()[:, 0],
-    }[kind]
+    if kind in HOST_SPLITS:
+        given = HOST_SPLITS[kind](splits)
+    elif kind == "strided":
+        given = torch.tensor([splits, splits]).t().contiguous()[:, 0]
+    else:
+        given = torch.tensor(splits, dtype=getattr(torch, kind))
     sizes = Sizes(splits=splits)
     inputs = linear_inputs(PLAIN, sizes=sizes)
     if sizes.num_used:
@@ -174,7 +188,20 @@ def test_no_rows(shape):
         (torch.tensor([[3, 0, 2, 4]]), ["splits has shape [1, 4]", "[4]"]),
         (torch.tensor(9), ["splits has shape []", "[4]"]),
         (torch.tensor([3.0, 0, 2, 4]), ["torch.float32", "torch.int32", "torch.int64"]),
-        (torch.tensor([3, 0, 2, 4], dtype=torch.int16), ["torch.int16", "torch.int32", "torch.int64"]),
+        (torch.tensor([3, 0, 2, 4], dtype=torch.complex64), ["torch.complex64", "torch.int32", "torch.int64"]),
+        (torch.tensor([3, 0, 2, 4]).to("meta"), ["splits is on meta; rows is on cpu"]),
+        (torch.tensor([3, 0, 2, 4]).to_sparse(), ["splits has layout torch.sparse_coo", "torch.strided"]),
+        (torch.tensor([3, 0, 2, 255], dtype=torch.uint8), ["splits ([3, 0, 2, 255])", "at most 12"]),
+        (torch.tensor([3, -1, 2, 4], dtype=torch.int8), ["splits ([3, -1, 2, 4])"]),
+        (torch.tensor([0, 0, 0, 2**64 - 1], dtype=torch.uint64), ["18446744073709551615", "at most 12"]),
+        (np.array([3, 0, 2, 8]), ["splits ([3, 0, 2, 8])", "at most 12"]),
+        (np.array([3.0, 0, 2, 4]), ["splits has dtype float64", "torch.int64"]),
+        (np.array([True, False, True, True]), ["splits has dtype bool", "torch.int64"]),
+        (np.array([3, 0, 2, 4], dtype=object), ["splits has dtype object"]),
+        (np.array([[3, 0, 2, 4]]), ["splits has shape [1, 4]", "[4]"]),
+        ([True, False, True, True], ["splits ([True, False, True, True])"]),
+        ([np.float32(3), 0, 2, 4], ["splits ([np.float32(3.0), 0, 2, 4])"]),
+        ([[3], [0], [2], [4]], ["splits ([[3], [0], [2], [4]])"]),
         (torch.tensor([True, False, True, True]), ["torch.bool", "torch.int64"]),
         ([3.0, 0, 2, 4], ["splits ([3.0, 0, 2, 4])"]),
         (["3", 0, 2, 4], ["splits (['3', 0, 2, 4])"]),
@@ -193,9 +220,25 @@ def test_wrong_splits(splits, parts):
     assert_same_bits(layer(inputs.x, inputs.splits), run_linear(PLAIN, inputs).tensors["y"])
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("kind", ["list", "int16", "int64"])
+def test_another_default_device(kind, device):
+    """As with torch.set_default_device: what is made in a call belongs on the device of its arguments."""
+    layer, inputs = layer_and_inputs(weights="discrete")
+    x, want = inputs.x.clone().requires_grad_(), run_linear(PLAIN, inputs)
+    splits = list(TINY.splits) if kind == "list" else inputs.splits.to(getattr(torch, kind))
+    with torch.device(device):
+        y = layer(x, splits)
+        y.backward(inputs.d_y)
+    assert_same_bits(y, want.tensors["y"])
+    assert_same_bits(x.grad, want.tensors["d_x"])
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
+        (lambda x: x.to_sparse(), ["x has layout torch.sparse_coo", "torch.strided"]),
+        (lambda x: x.to_mkldnn(), ["x has layout torch._mkldnn", "torch.strided"]),
         (lambda x: x.tolist(), ["x (list)", "tensor"]),
         (lambda x: x[0], ["x has shape [16]", "[..., 16]"]),
         (lambda x: x[:, :8], ["x has shape [12, 8]", "[..., 16]"]),
@@ -211,6 +254,47 @@ def test_wrong_x(change, parts):
         layer(change(inputs.x), inputs.splits)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_rows_and_weights_on_meta():
+    layer, inputs = layer_and_inputs()
+    with pytest.raises(ArgumentError, match="x and the weights are on meta; they must be on a CUDA device or the CPU"):
+        layer.to("meta")(inputs.x.to("meta"), inputs.splits)
+
+
+def test_a_sparse_gradient():
+    layer, inputs = layer_and_inputs()
+    y = layer(inputs.x, inputs.splits)
+    with pytest.raises(ArgumentError, match=r"d_y has layout torch\.sparse_coo; it must be torch\.strided"):
+        y.backward(inputs.d_y.to_sparse())
+    y.backward(inputs.d_y)
+    assert_near(layer.weight.grad, linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
+
+
+@pytest.mark.parametrize("name", ["out", "grad_input_out"])
+def test_a_sparse_buffer(name):
+    layer, inputs = layer_and_inputs()
+    buffer = torch.zeros(12, OUT if name == "out" else TINY.hidden).to_sparse()
+    with pytest.raises(ArgumentError, match=rf"{name} has layout torch\.sparse_coo; it must be torch\.strided"):
+        layer(inputs.x, inputs.splits, **{name: buffer})
+
+
+@pytest.mark.parametrize("value", [8.0, True, "8", None, torch.tensor(8), -1])
+@pytest.mark.parametrize("name", ["num_groups", "in_features", "out_features"])
+def test_sizes_that_are_none(name, value):
+    sizes = {"num_groups": 2, "in_features": 4, "out_features": 4, name: value}
+    wanted = "at least 1" if value == -1 else "an int, not"
+    with pytest.raises(ArgumentError, match=rf"^{name} \({re.escape(repr(value))}\) must be {wanted}"):
+        GroupedLinear(**sizes)
+
+
+NO_DTYPES = (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, "float32", float)
+
+
+@pytest.mark.parametrize("dtype", NO_DTYPES, ids=str)
+def test_dtypes_that_parameters_cannot_have(dtype):
+    with pytest.raises(ArgumentError, match=rf"^dtype \({re.escape(repr(dtype))}\) must be one of torch.float32, "):
+        GroupedLinear(2, 4, 4, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", ["num_groups", "in_features", "out_features"])
@@ -257,7 +341,7 @@ def test_discrete_parameters():
 @pytest.mark.parametrize("weights", FORMS)
 def test_parameters_are_expert_parallel(weights):
     layer = GroupedLinear(2, 4, 4, weights=weights)
-    assert all(parameter.is_expert for parameter in layer.parameters())
+    assert all(is_expert for _, _, is_expert in named_parameters(layer))
 
 
 @pytest.mark.parametrize("target", FORMS)
@@ -387,6 +471,8 @@ def test_bias_scale(dtype, is_nd, scale_dtype):
         ({}, lambda s: s.int(), ["bias_scale", "torch.int32"]),
         ({}, lambda s: s.tolist(), ["bias_scale (list)"]),
         ({}, lambda s: s.to("meta"), ["bias_scale", "meta"]),
+        ({}, lambda s: s.to_sparse(), ["bias_scale has layout torch.sparse_coo"]),
+        ({"bias": False}, lambda s: 3.0, ["bias_scale (float)", "needs a bias"]),
     ],
 )
 def test_wrong_bias_scale(options, change, parts):

@@ -33,6 +33,8 @@ from grouped_cases import (
 
 from symmoe import GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import ArgumentError
+from symmoe.moe.ownership import named_parameters
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
 
 PLAIN = Case(buffers=())
 FUSED_PATHS = PATHS[1:]
@@ -190,7 +192,7 @@ def test_constructor(weights):
     model = filled(PLAIN, inputs, weights=weights)
     y = model(inputs.x, inputs.splits, inputs.scale)
     assert_near(used(y, TINY), mlp_oracle(inputs, PLAIN)["y"], torch.float32)
-    assert all(parameter.is_expert for parameter in model.parameters())
+    assert all(is_expert for _, _, is_expert in named_parameters(model))
     other = GroupedMLP(TINY.num_groups, TINY.hidden, TINY.ffn, bias=True)
     other.load_state_dict(model.state_dict())
     assert_same_bits(other(inputs.x, inputs.splits, inputs.scale), y)
@@ -282,6 +284,9 @@ def test_autocast(weights):
         ({"rows": lambda x: x.double()}, ["rows is torch.float64", "torch.float32"]),
         ({"rows": lambda x: x[0]}, ["rows has shape [16]"]),
         ({"rows": lambda x: None}, ["rows (NoneType)"]),
+        ({"rows": lambda x: x.to_sparse()}, ["rows has layout torch.sparse_coo", "torch.strided"]),
+        ({"splits": lambda s: s.to("meta")}, ["splits is on meta; rows is on cpu"]),
+        ({"row_probs": lambda p: p.to_sparse()}, ["row_probs has layout torch.sparse_coo"]),
         ({"splits": lambda s: s[:3]}, ["splits has shape [3]", "[4]"]),
         ({"splits": lambda s: s + 1}, ["splits ([4, 1, 3, 5])", "12 rows"]),
         ({"splits": lambda s: s - 1}, ["splits ([2, -1, 1, 3])"]),
@@ -304,6 +309,64 @@ def test_wrong_arguments(change, parts):
     for part in parts:
         assert part in str(caught.value)
     assert_same_bits(model(**good), want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden": 8.0}, r"hidden \(8\.0\) must be an int, not float"),
+        ({"ffn": True}, r"ffn \(True\) must be an int, not bool"),
+        ({"num_groups": None}, r"num_groups \(None\) must be an int, not NoneType"),
+        ({"dtype": torch.int64}, r"dtype \(torch\.int64\) must be one of torch\.float32, "),
+        ({"dtype": torch.complex64}, r"dtype \(torch\.complex64\) must be one of"),
+        ({"dtype": torch.float8_e4m3fn}, r"dtype \(torch\.float8_e4m3fn\) must be one of"),
+        ({"activation": "swiglu"}, r"activation \('swiglu'\) must be a ScaledActivation, or None"),
+        ({"activation": ScaledSwiGLU}, r"activation \(<class .*\) must be a ScaledActivation, or None"),
+    ],
+)
+def test_wrong_constructor_arguments(changes, text):
+    with pytest.raises(ArgumentError, match=text):
+        GroupedMLP(**({"num_groups": 2, "hidden": 4, "ffn": 4} | changes))
+
+
+def test_a_model_is_made_in_the_default_dtype_and_cast_later():
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = GroupedMLP(2, 4, 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model.fc1.weight.dtype == torch.float64
+    assert model.bfloat16()(torch.ones(3, 4, dtype=torch.bfloat16), [1, 2], torch.ones(3)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["list", "int16"])
+def test_another_default_device(kind):
+    inputs = make_inputs(PLAIN)
+    model = filled(PLAIN, inputs, weights="discrete")
+    splits = list(TINY.splits) if kind == "list" else inputs.splits.short()
+    want = run_experts("mlp", PLAIN, inputs)
+    x = inputs.x.clone().requires_grad_()
+    with torch.device("meta"):
+        y = model(x, splits, inputs.scale)
+        y.backward(inputs.d_y)
+    assert_same_bits(y, want.tensors["y"])
+    assert_same_bits(x.grad, want.tensors["d_x"])
+
+
+@pytest.mark.parametrize("precision", [MXFP8(), NVFP4(), Float8Block(), Float8Rowwise()], ids=str)
+def test_another_default_device_with_a_precision(precision):
+    model = GroupedMLP(2, 128, 128, precision=precision)
+    results = []
+    for device in ("cpu", "meta"):
+        x = torch.ones(8, 128, device="cpu").cumsum(0).requires_grad_()
+        model.zero_grad()
+        with torch.device(device):
+            torch.manual_seed(0)
+            y = model(x, [3, 5], x.detach()[:, 0])
+            y.backward(y.detach())
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for found, want in zip(*results, strict=True):
+        assert_same_bits(found, want)
 
 
 @pytest.mark.parametrize("name", ["num_groups", "hidden", "ffn"])

@@ -7,6 +7,7 @@ import ctypes
 import enum
 import gc
 import json
+import math
 import os
 import random
 import re
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster, RankFailure
 from conftest import left_in_shared_memory
-from worker import Findings, is_poison, open_heap, poisoned_lease
+from limits import HANG_S, PROMPT_S
+from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.dispatch.arrival import arriving
@@ -46,7 +48,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.parts import Division
-from symmoe.symm_mem import address, host, nvshmem
+from symmoe.symm_mem import address, garbage, host, machine, nvshmem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -203,6 +205,160 @@ def test_empty_leases(heap: SymmetricHeap):
     assert heap.owns(first.tensor)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [
+        ((-1, 4), torch.float32, "shape ((-1, 4)) must be of ints of at least 0"),
+        ((2.5, 4), torch.float32, "shape ((2.5, 4)) must be of ints of at least 0"),
+        ((True, 4), torch.float32, "shape ((True, 4)) must be of ints of at least 0"),
+        (("3",), torch.float32, "shape (('3',)) must be of ints of at least 0"),
+        (4, torch.float32, "shape (4) must be a tuple of ints"),
+        (None, torch.float32, "shape (None) must be a tuple of ints"),
+        ((4, 4), "float32", "dtype ('float32') must be a torch.dtype"),
+        ((4, 4), float, "dtype (<class 'float'>) must be a torch.dtype"),
+        ((4, 4), None, "dtype (None) must be a torch.dtype"),
+    ],
+)
+def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object, text: str):
+    assert outcome(heap.lease, shape, dtype) == ("ArgumentError", text)
+    assert (heap.leased_bytes, heap.statistics.num_leases) == (0, 0)
+    lease = heap.lease([np.int64(2), torch.tensor(3)], torch.float32)
+    assert lease.tensor.shape == (2, 3)
+
+
+def lease_badly(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """In a collective call all ranks raise it; outside, and for ranks that there are none of, this one alone."""
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        shape = (-1,) if rank == 1 else (1,)
+        found = [outcome(heap.lease, shape, torch.uint8, phase=control.PHASE_DISPATCH_READY)] if rank == 1 else []
+        if rank == 0:
+            found.append(outcome(heap.barrier, control.PHASE_DISPATCH_READY))
+        lease = heap.lease((1,), torch.uint8)
+        found += [outcome(lease.peer, peer) for peer in (-1, num_ranks, 5, True, 0.0, "0")]
+        assert all(lease.peer(peer).shape == (1,) for peer in range(num_ranks))
+        assert round_trip(heap)
+    return found
+
+
+def test_ranks_and_peers_of_a_lease(cluster):
+    for rank, ((name, text), *peers) in enumerate(cluster(2).run(lease_badly)):
+        assert (name, text.removeprefix("on rank 1: ")) == (
+            "ArgumentError",
+            "shape ((-1,)) must be of ints of at least 0",
+        )
+        assert text.startswith("on rank 1: ") == (rank == 0)
+        for (found, why), peer in zip(peers, (-1, 2, 5, True, 0.0, "0"), strict=True):
+            assert (found, why) == ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
+
+
+def test_a_heap_shows_itself():
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
+    capacity = NUM_BYTES - control.ControlLayout(1).num_bytes
+    lease = heap.lease((100,), torch.float32)
+    assert repr(heap) == f"SymmetricHeap(rank 0 of 1, host backend on cpu, 512 of {capacity} bytes leased, open)"
+    lease.release()
+    heap.abort("a test")
+    assert repr(heap).endswith("0 of 1036288 bytes leased, poisoned: this rank gave up: a test)")
+    heap.close()
+    assert repr(heap) == repr(SymmetricHeap.__new__(SymmetricHeap)) == "SymmetricHeap(closed)"
+
+
+class Collections:
+    """Counts the full collections of Python's collector."""
+
+    def __enter__(self) -> Collections:
+        self.number = 0
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        self.number += phase == "start" and info["generation"] == 2
+
+
+def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, monkeypatch: pytest.MonkeyPatch):
+    now = [1000.0]
+
+    def clock() -> float:
+        now[0] += 0.01  # a collection takes so long
+        return now[0]
+
+    monkeypatch.setattr(garbage, "time", types.SimpleNamespace(monotonic=clock))
+    gc.disable()
+    try:
+        with Collections() as collections:
+            for _ in range(50):  # nobody holds anything
+                assert outcome(heap.lease, (NUM_BYTES,), torch.uint8)[0] == "HeapExhausted"
+            most = heap._arena.largest_free_bytes
+            kept = heap.lease((512,), torch.uint8)
+            for _ in range(50):  # more than the whole heap
+                assert outcome(heap.lease, (2 * NUM_BYTES,), torch.uint8)[0] == "HeapExhausted"
+            assert collections.number == 0
+            for _ in range(5):
+                assert outcome(heap.lease, (most,), torch.uint8)[0] == "HeapExhausted"
+            assert collections.number == 1
+            now[0] += 1.0  # something may have died meanwhile
+            assert outcome(heap.lease, (most,), torch.uint8)[0] == "HeapExhausted"
+            assert collections.number == 2
+            cycle = [heap.lease((1024,), torch.uint8)]
+            cycle.append(cycle)
+            del cycle
+            kept.release()  # the live leases are others by now
+            heap.lease((most,), torch.uint8).release()
+            assert collections.number == 3
+    finally:
+        gc.enable()
+
+
+def make_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+MEMINFO = "MemTotal: 8000 kB\nMemFree: 1 kB\nMemAvailable: 6000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({}, None),
+        ({"proc/meminfo": MEMINFO}, 6000 << 10),
+        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "1:cpu:/a\n"}, 6000 << 10),
+        ({"proc/meminfo": MEMINFO, "memory.max": "max\n", "memory.current": "5\n"}, 6000 << 10),
+        ({"proc/meminfo": MEMINFO, "a/memory.max": "5000\n", "a/memory.current": "1000\n"}, 4000),
+        ({"a/memory.max": "5000", "a/memory.current": "1000", "a/b/memory.max": "7", "a/b/memory.current": "8"}, 0),
+    ],
+)
+def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | None):
+    make_files(tmp_path, {"proc/self/cgroup": "0::/a/b\n"} if "proc/self/cgroup" not in files else {})
+    make_files(tmp_path, {n if n.startswith("proc") else f"sys/fs/cgroup/{n}": text for n, text in files.items()})
+    assert machine.available_bytes(tmp_path) == want
+
+
+def construct_large(rank: int, num_ranks: int) -> list[str]:
+    """Texts of warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with SymmetricHeap(num_bytes=1 << 44, backend="host") as heap:
+            assert round_trip(heap)
+        with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+            assert round_trip(heap)
+    for warning in caught:
+        assert warning.filename == __file__
+    return [str(warning.message) for warning in caught]
+
+
+def test_more_memory_than_the_machine_has_is_said_once(cluster):
+    [text], others = cluster(2).run(construct_large)
+    assert re.fullmatch(
+        r"num_bytes \(17592186044416\) times 2 ranks on this machine is more than .* \(\d+ bytes\): .*", text
+    )
+    assert others == []
+
+
 def test_owns(heap: SymmetricHeap):
     lease = heap.lease((16, 16), torch.float32)
     assert heap.owns(lease.tensor)
@@ -300,7 +456,13 @@ GOOD = {"num_bytes": NUM_BYTES, "backend": "host", "timeout_s": 5.0}
         ({"num_bytes": 1000}, ArgumentError, ["num_bytes (1000)", "at least"]),
         ({"num_bytes": 0}, ArgumentError, ["num_bytes (0)", "at least"]),
         ({"backend": "mpi"}, ArgumentError, ["backend ('mpi')", "'auto', 'host' or 'nvshmem'"]),
+        ({"num_bytes": 1 << 70}, ArgumentError, [f"num_bytes ({1 << 70})", "less than 2**63"]),
         ({"timeout_s": 0.0}, ArgumentError, ["timeout_s (0.0)", "greater than 0"]),
+        ({"timeout_s": 1e300}, ArgumentError, ["timeout_s (1e+300)", "at most 1e+09 s or math.inf"]),
+        ({"timeout_s": 9.3e9}, ArgumentError, ["timeout_s (9300000000.0)", "at most 1e+09 s or math.inf"]),
+        ({"timeout_s": True}, ArgumentError, ["timeout_s (True)"]),
+        ({"start_timeout_s": 1e300}, ArgumentError, ["start_timeout_s (1e+300)", "math.inf"]),
+        ({"start_timeout_s": -1.0}, ArgumentError, ["start_timeout_s (-1.0)"]),
         ({"timeout_s": float("nan")}, ArgumentError, ["timeout_s (nan)", "greater than 0"]),
         ({"num_bytes": "1 GiB"}, ArgumentError, ["num_bytes ('1 GiB')"]),
         ({"num_bytes": float(NUM_BYTES)}, ArgumentError, [f"num_bytes ({float(NUM_BYTES)})"]),
@@ -313,7 +475,7 @@ def test_bad_construction_fails_on_every_rank(cluster, num_ranks: int, bad: dict
     if "nvshmem" in bad.values() and torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU: with one, nvshmem may work")
     for culprits in [[rank] for rank in range(num_ranks)] + [list(range(num_ranks))]:
-        for name, text in cluster(num_ranks).run(construct, culprits, GOOD, bad, timeout_s=20):
+        for name, text in cluster(num_ranks).run(construct, culprits, GOOD, bad):
             assert name == error.__name__
             assert f"on rank {culprits[0]}: " in text
             assert all(part in text for part in parts), text
@@ -325,8 +487,76 @@ def test_bad_construction_fails_on_every_rank(cluster, num_ranks: int, bad: dict
 def test_ranks_that_disagree_fail_everywhere(cluster, bad: dict, field: str):
     for culprit in range(3):
         values = [(bad if rank == culprit else GOOD)[field] for rank in range(3)]
-        for name, text in cluster(3).run(construct, [culprit], GOOD, bad, timeout_s=20):
+        for name, text in cluster(3).run(construct, [culprit], GOOD, bad):
             assert (name, text) == ("ConfigMismatch", f"{field} differs between ranks: {values}")
+
+
+def construct_without(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
+    """A rank on a machine that lacks something, with an error that is not symmoe's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if missing == "address space":
+            return outcome(SymmetricHeap, num_bytes=1 << 62, backend="host")
+        if rank == 1:
+            if missing == "/proc":
+                stat = os.stat
+
+                def without_proc(path, *args, **kwargs):
+                    if str(path).startswith("/proc"):
+                        raise FileNotFoundError(2, "No such file or directory", path)
+                    return stat(path, *args, **kwargs)
+
+                patch.setattr(host.os, "stat", without_proc)
+            else:
+                patch.setattr(host, "preflight", lambda: [][0])
+        found = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        assert round_trip(heap)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("missing", "rank", "text"),
+    [
+        ("/proc", 1, "/proc/self/ns/pid"),
+        ("preflight", 1, "IndexError: list index"),
+        ("address space", 0, f"arenas of {1 << 62} bytes"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:num_bytes")
+def test_what_a_rank_lacks_fails_on_every_rank(cluster, missing: str, rank: int, text: str):
+    for name, found in cluster(2).run(construct_without, missing, timeout_s=20):
+        assert name == "BackendUnavailable"
+        assert found.startswith(f"on rank {rank}: ")
+        assert text in found
+
+
+def construct_with_other_groups(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """Groups that are none of this rank's raise here at once, and keep nobody else from anything."""
+    group = dist.new_group([0])
+    over = dist.new_group([rank])
+    dist.destroy_process_group(over)
+    start = time.monotonic()
+    found = []
+    if rank:
+        for other in (group, over, "ep", dist.GroupMember.NON_GROUP_MEMBER):
+            found.append(outcome(SymmetricHeap, other, num_bytes=NUM_BYTES, backend="host"))
+        assert time.monotonic() - start < 10.0
+    else:
+        with SymmetricHeap(group, num_bytes=NUM_BYTES, backend="host", start_timeout_s=math.inf) as heap:
+            assert round_trip(heap)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_a_group_that_this_rank_is_not_in(cluster):
+    none, found = cluster(2).run(construct_with_other_groups)
+    assert none == []
+    assert [name for name, _ in found] == ["ArgumentError"] * 4
+    texts = [text for _, text in found]
+    assert "this rank is not in: it has no heap there" in texts[0]
+    assert "group is not usable" in texts[1]
+    assert "group ('ep') must be a torch.distributed.ProcessGroup, or None" in texts[2]
+    assert "this rank is not in: it has no heap there" in texts[3]
 
 
 def construct_where_a_peer_cannot_open(rank: int, num_ranks: int) -> list[tuple[str, str]]:
@@ -509,7 +739,7 @@ def test_disjoint_groups_at_once(cluster):
 def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
     """The last rank stays away from `call`; what the others see, and how long everything takes."""
     missing = num_ranks - 1
-    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=timeout_s)
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
     ids, x = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 8)
     calls = {
         "make_plan": lambda plan: make_plan(ids, num_experts=num_ranks, heap=heap),
@@ -522,6 +752,9 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
         plan = calls[name](plan)
     dist.barrier()
     facts: dict = {}
+    if rank == 0:  # who loses patience with the last rank alone: the others, who have more, wait by then
+        wait_for_arrivals(heap, range(1, missing))
+        heap.timeout_s = heap.start_timeout_s = timeout_s
     start = time.monotonic()
     if rank != missing:
         try:
@@ -529,11 +762,10 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
         except PeerTimeout as error:
             facts = {"rank": error.rank, "phase": error.phase, "late": error.expected - error.seen, "text": str(error)}
         facts["took_s"] = time.monotonic() - start
+        heap.timeout_s = heap.start_timeout_s = HANG_S  # nobody waits any more
         facts["next"] = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
         # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
-        start = time.monotonic()
         facts["offsets"] = heap._launch_barrier(control.pack_call(phase=control.PHASE_START), (), fault=False).tolist()
-        facts["aborted_s"] = time.monotonic() - start
         facts["lease"] = outcome(heap.lease, (1,), torch.uint8)[0]
     dist.barrier()
     if rank == missing:
@@ -542,13 +774,9 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
             for name in names[names.index(call) :]:
                 plan = calls[name](plan)
 
-        start = time.monotonic()
         facts["next"] = outcome(rest)
-        facts["took_s"] = time.monotonic() - start
-    start = time.monotonic()
     heap.close()
     facts["closed"] = outcome(heap.check)[0]
-    facts["close_s"] = time.monotonic() - start
     dist.barrier()
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:  # a new heap works at once
         facts["works"] = round_trip(heap)
@@ -568,25 +796,24 @@ def test_a_peer_that_does_not_come(cluster, num_ranks: int, call: str, phase: st
     *waiting, missing = cluster(num_ranks).run(leave_out, call, 0.5)
     for facts in waiting:
         assert (facts["rank"], facts["phase"], facts["late"]) == (num_ranks - 1, phase, 1)
-        wanted = f"rank {num_ranks - 1} did not reach '{phase}' within timeout_s=0.5: expected epoch"
+        wanted = f"rank {num_ranks - 1} did not reach '{phase}' within "
         assert facts["text"].startswith(wanted)
-        assert 0.45 < facts["took_s"] < 2.0
+        assert 0.45 < facts["took_s"] < PROMPT_S
         assert facts["next"][0] == facts["lease"] == HeapPoisoned.__name__
         assert wanted in facts["next"][1]
         assert facts["offsets"] == [[-1] * control.NUM_PUBLISHED] * num_ranks
-        assert facts["aborted_s"] < 0.1
+    wanted += "timeout_s=0.5: expected epoch"
+    assert waiting[0]["text"].startswith(wanted)
     assert missing["next"][0] == PeerAborted.__name__
-    assert f"gave up: rank {num_ranks - 1} did not reach '{phase}' within timeout_s=0.5" in missing["next"][1]
-    assert missing["took_s"] < 0.5
+    assert f"rank 0 gave up: {wanted}" in missing["next"][1]
     for facts in [*waiting, missing]:
-        assert facts["close_s"] < 0.2
         assert facts["closed"] == HeapClosed.__name__
         assert facts["works"]
 
 
 def leave_early(rank: int, num_ranks: int) -> dict:
     """The last rank ends its heap without its peers; they close."""
-    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=20.0)
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=HANG_S)
     assert round_trip(heap)
     dist.barrier()  # all have seen the end of it
     facts: dict = {}
@@ -609,7 +836,7 @@ def test_close_does_not_wait_for_ever(cluster):
     *closing, _ = cluster(3).run(leave_early)
     for facts in closing:
         assert facts["close"] == (PeerAborted.__name__, "rank 2 gave up: ZeroDivisionError: ")
-        assert facts["took_s"] < 0.5
+        assert facts["took_s"] < PROMPT_S
         assert facts["again"] == ("", "")
         assert facts["use"] == HeapClosed.__name__
 
@@ -618,7 +845,7 @@ def run_ahead(rank: int, num_ranks: int) -> list[str]:
     """One rank fails a call whose barriers, and those of the next calls, its peers have launched without a look at
     the status, as the hosts of GPUs do: the fault is raised once, and all go on from the same epoch."""
     findings = Findings()
-    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=5.0) as heap:
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=PROMPT_S) as heap:
         for turn in range(4 * num_ranks):
             findings.where = f"rank {rank} of {num_ranks}, turn {turn}"
             if rank == turn % num_ranks:
@@ -648,14 +875,14 @@ def dawdle(rank: int, num_ranks: int, calls: int, timeout_s: float) -> bool:
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=timeout_s) as heap:
         for turn in range(calls):
             if generator.random() < 0.05:
-                time.sleep(generator.random() * timeout_s / 2)
+                time.sleep(generator.random())
             if not round_trip(heap, turn):
                 return False
     return True
 
 
 def test_slow_peers_are_waited_for(cluster):
-    assert cluster(3).run(dawdle, 60, 2.0) == [True] * 3
+    assert cluster(3).run(dawdle, 60, PROMPT_S) == [True] * 3
 
 
 def fail_in_dispatch(rank: int, num_ranks: int, way: str) -> list[str]:
@@ -746,40 +973,51 @@ def test_nothing_of_the_tokens_is_left(cluster, how: str):
 
 
 def stay_away_from_construction(rank: int, num_ranks: int, folder: str, how: str) -> None:
-    start = time.monotonic()
-    if rank == 1:
+    """Rank 0 does, until the others have found out."""
+    found = [Path(folder, str(survivor)) for survivor in range(1, num_ranks)]
+    if rank == 0:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(4.0)
+        _until_there(found)
         os._exit(3)
+    start, bound_s = time.monotonic(), 1.0 if how == "late" else HANG_S
     try:
-        SymmetricHeap(num_bytes=NUM_BYTES, backend="host", start_timeout_s=1.0)
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host", start_timeout_s=bound_s)
     except PeerError as error:
         facts = {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
-    Path(folder, str(rank)).write_text(json.dumps(facts | {"took_s": time.monotonic() - start}))
+    facts["took_s"] = time.monotonic() - start
+    written = Path(folder, f"{rank}.partial")
+    written.write_text(json.dumps(facts))
+    written.rename(found[rank - 1])
+    _until_there(found)
     os._exit(7)  # the process group is broken
 
 
-@pytest.mark.parametrize("how", ["killed", "late"])
-def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str):
-    ranks = Cluster(3)
+def _until_there(files: list[Path]) -> None:
+    while not all(file.exists() for file in files):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("how", "num_ranks"), [("killed", 3), ("late", 2)])
+def test_construction_does_not_wait_for_ever(tmp_path: Path, how: str, num_ranks: int):
+    ranks = Cluster(num_ranks)
     try:
         with pytest.raises(RankFailure, match="died with exit code"):
-            ranks.run(stay_away_from_construction, str(tmp_path), how, timeout_s=30)
+            ranks.run(stay_away_from_construction, str(tmp_path), how)
     finally:
         ranks.close()
-    found = {rank: json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 2)}
-    assert 1 in [facts["rank"] for facts in found.values()]
+    found = {rank: json.loads((tmp_path / str(rank)).read_text()) for rank in range(1, num_ranks)}
+    assert 0 in [facts["rank"] for facts in found.values()]
     for rank, facts in found.items():
-        # A survivor that has ended meanwhile is as lost as the one that was killed.
-        assert facts["rank"] == 1 or (how == "killed" and facts["rank"] == 2 - rank)
+        # gloo takes leave of all ranks when it has lost one: a survivor may be as lost as the one that was killed.
+        assert facts["rank"] == 0 or (how == "killed" and facts["rank"] == 3 - rank)
         if how == "late":
             assert facts["error"] == PeerTimeout.__name__
-            assert facts["text"].startswith("rank 1 did not reach 'start-up' within timeout_s=1")
-            assert 0.9 < facts["took_s"] < 3.0
+            assert facts["text"].startswith("rank 0 did not reach 'start-up' within start_timeout_s=1")
+            assert 0.9 < facts["took_s"] < PROMPT_S
         else:
-            assert facts["error"] in (PeerLost.__name__, PeerTimeout.__name__)
-            assert facts["took_s"] < 3.0
+            assert facts["error"] == PeerLost.__name__
+            assert facts["took_s"] < PROMPT_S  # and not start_timeout_s
 
 
 def without_bound(rank: int, num_ranks: int) -> bool:
@@ -945,6 +1183,9 @@ def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(monkeypatch, how: str
 # -- sudden death -----------------------------------------------------------------------------------------------------
 
 
+CHURN_S = 3.0  # longer than a rank that lives may be late
+
+
 def churn(rank: int, num_ranks: int, victim: int, delay_s: float, folder: str) -> None:
     """Makes and uses heaps until the victim is killed; survivors write down what they saw."""
     if rank == victim:
@@ -953,7 +1194,7 @@ def churn(rank: int, num_ranks: int, victim: int, delay_s: float, folder: str) -
         heap, phase = None, "construction"
         start = time.monotonic()
         try:
-            heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=1.0)
+            heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=CHURN_S, start_timeout_s=CHURN_S)
             phase = "use"
             for turn in range(20):
                 start = time.monotonic()
@@ -981,7 +1222,7 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path, shared_memory_befor
     ranks = Cluster(num_ranks)
     try:
         with pytest.raises(RankFailure) as caught:
-            ranks.run(churn, victim, delay_s, str(tmp_path), timeout_s=30)
+            ranks.run(churn, victim, delay_s, str(tmp_path))
     finally:
         ranks.close()
     assert re.fullmatch(r"(rank \d: died with exit code (-9|7|None)\n?)+", str(caught.value))  # nobody hangs
@@ -989,9 +1230,9 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path, shared_memory_befor
         facts = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         if facts["phase"] == "use":
             assert (facts["error"], facts["rank"]) == ("PeerTimeout", victim)
-            assert 0.9 < facts["took_s"] < 3.0
+            assert 0.9 * CHURN_S < facts["took_s"] < PROMPT_S
         else:
-            assert facts["took_s"] < 10.0
+            assert facts["took_s"] < PROMPT_S
     assert not left_in_shared_memory(shared_memory_before)
     assert not list(Path("/dev/shm").glob("*symmoe*"))
 

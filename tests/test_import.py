@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 PACKAGE = Path(__file__).resolve().parent.parent / "symmoe"
 MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
@@ -54,7 +55,7 @@ def imports_of(path: Path) -> list[str]:
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -63,9 +64,9 @@ def test_import_is_cheap_and_has_no_side_effects():
     heavy = ("torch", "triton", "nvshmem", "cuda", "numpy")
     out = run(
         "import sys, threading, time\n"
-        "start = time.perf_counter()\n"
+        "start = time.process_time()\n"
         "import symmoe\n"
-        "took = time.perf_counter() - start\n"
+        "took = time.process_time() - start\n"
         f"print([name for name in {heavy} if name in sys.modules], threading.active_count(), took < 1.0)\n"
     )
     assert out == "[] 1 True"

@@ -14,7 +14,7 @@ CHECKS = Path(__file__).with_name("litmus_interpreter_checks.py")
 
 @interpreter
 def test_what_kernels_count():
-    assert interpreted(CHECKS, timeout_s=200).count(": ok") == 10
+    assert interpreted(CHECKS).count(": ok") == 10
 
 
 def ptx_of(name: str, **constants: int) -> str:

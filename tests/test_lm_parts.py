@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from limits import HANG_S
 
 EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
 sys.path.insert(0, EXAMPLES)
@@ -178,7 +179,7 @@ print([open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdi
         env=os.environ | environment | {"PYTHONPATH": EXAMPLES},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=True,
     )
     assert "python" in done.stdout

@@ -22,6 +22,7 @@ from symmoe import (
 )
 from symmoe.errors import ArgumentError
 from symmoe.moe.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
+from symmoe.moe.ownership import named_parameters
 
 GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
 SPLITS = (4, 0, 5)
@@ -86,10 +87,10 @@ def test_adapters_equal_a_loop(bias: bool, weights: str):
     y = mlp(rows, SPLITS, probs)
     y.backward(dy)
     got = {"rows": rows.grad, "probs": probs.grad}
-    for name, parameter in mlp.named_parameters():
+    for name, parameter, is_expert in named_parameters(mlp):
+        assert is_expert
         if name.split(".")[1] in ADAPTERS:
             got[name] = parameter.grad
-            assert parameter.is_expert
         else:
             assert parameter.grad is None
             assert not parameter.requires_grad

@@ -58,7 +58,14 @@ def check_odd_routing(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> l
             limits = {"capacity": 30, "overflow": "drop"} if options.pop("drops", False) else {}
             plan = make_plan(ids, num_experts=EXPERTS, heap=heap, **limits)
             leaves = x.clone().requires_grad_(), probs.clone().requires_grad_()
-            y = expert_parallel_mlp(*leaves, experts, plan, order="slot", quantized_wire=wire, **options)
+            y = expert_parallel_mlp(
+                *leaves,
+                experts,
+                plan,
+                order="slot",
+                quantized_wire=wire,
+                **{"schedule": "always-overlapped", **options},
+            )
             weights = experts.fc1.weight, experts.fc2.weight
             found = [y.detach(), *torch.autograd.grad(y, (*leaves, *weights), dy)]
             return dict(zip(("y", "dx", "dprobs", "dw1", "dw2"), found, strict=True)) | {
@@ -159,7 +166,15 @@ def test_weights_are_quantised_for_dgrad_where_they_are_kept(monkeypatch, stash)
     monkeypatch.setattr(Quantized, "__init__", note)
     both = [(4, 64, 64), (4, 32, 64)]
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        config = MoEConfig(hidden=64, ffn=32, num_experts=4, top_k=2, precision=Float8Block(), stash=stash)
+        config = MoEConfig(
+            hidden=64,
+            ffn=32,
+            num_experts=4,
+            top_k=2,
+            precision=Float8Block(),
+            stash=stash,
+            schedule="always-overlapped",
+        )
         layer = MoELayer(config, heap)
         with torch.no_grad():
             layer(torch.randn(5, 64))

@@ -142,7 +142,9 @@ def run_cut(
         ids, probs, x, dy = (tensor[tokens].to(heap.device) for tensor in (ids, probs, x, dy))
         x.requires_grad_()
         plan = make_plan(ids, num_experts=EXPERTS, heap=heap)
-        y = expert_parallel_mlp(x, probs.requires_grad_(), experts, plan, order=order, quantized_wire=wire)
+        y = expert_parallel_mlp(
+            x, probs.requires_grad_(), experts, plan, order=order, schedule="always-overlapped", quantized_wire=wire
+        )
         y.backward(dy)
         found = {"y": y, "dx": x.grad, "dprobs": probs.grad}
         found |= {"dw1": experts.fc1.weight.grad, "dw2": experts.fc2.weight.grad}
@@ -169,7 +171,9 @@ def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
 
 
 def config_for(num_ranks: int, **options) -> MoEConfig:
-    return MoEConfig(hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=2, **options)
+    return MoEConfig(
+        hidden=64, ffn=32, num_experts=2 * num_ranks, top_k=2, **{"schedule": "always-overlapped", **options}
+    )
 
 
 class Watching(TorchDispatchMode):
@@ -401,7 +405,7 @@ def test_rows_that_are_kept_take_half_the_heap(cluster):
 def test_bytes_of_a_call(recipe, stash: str):
     for wire in ("none", "both") if recipe in WIRE_RECIPES else ("none",):
         options = {"precision": recipe, "quantized_wire": wire, "stash": stash, "capacity": 150}
-        config = MoEConfig(hidden=160, ffn=96, num_experts=8, top_k=3, **options)
+        config = MoEConfig(hidden=160, ffn=96, num_experts=8, top_k=3, schedule="always-overlapped", **options)
         plan = plan_memory(config, num_ranks=1, num_tokens=37, dtype=torch.float32)
         assert (plan.lease_bytes_per_call, plan.activation_bytes_per_call) == bytes_kept(config), wire
 

@@ -100,7 +100,7 @@ def configs(num_ranks: int, recipe, hidden: int, ffn: int) -> list[MoEConfig]:
     """One for each of WIRES."""
     sizes = {"hidden": hidden, "ffn": ffn, "num_experts": 2 * num_ranks, "top_k": 2, "precision": recipe}
     return [
-        MoEConfig(**sizes, quantized_wire=wire, stash=stash, layout=layout, **limits)
+        MoEConfig(**sizes, quantized_wire=wire, stash=stash, layout=layout, schedule="always-overlapped", **limits)
         for wire, stash, layout, limits in WIRES
     ]
 
@@ -161,7 +161,7 @@ def all_at_once(weights, wire, received, x, parts):
 def check_that_parts_matter(rank: int, num_ranks: int, wire: str) -> tuple[bool, bool]:
     """Whether y is right, as it is and if rank 0 does not wait for the rows of rank 1, which is late with them."""
     options = {"precision": Float8Block(), "quantized_wire": wire, "layout": "expert-major"}
-    config = MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=2, **options)
+    config = MoEConfig(hidden=H, ffn=I, num_experts=2 * num_ranks, top_k=2, schedule="always-overlapped", **options)
     found = []
     with open_heap("cpu", num_bytes=64 << 20) as heap:
         want = layer_step(heap, replace(config, schedule="serial"), torch.bfloat16)

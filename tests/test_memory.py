@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from limits import HANG_S
 
 from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, cli, plan_memory
 from symmoe.errors import ArgumentError
@@ -142,6 +143,6 @@ def test_a_command_that_makes_no_sense(extra: list[str], text: str, capsys: pyte
 
 def test_python_m_symmoe():
     done = subprocess.run(
-        [sys.executable, "-m", "symmoe", *ARGUMENTS], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "symmoe", *ARGUMENTS], capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert "heap, whole (num_bytes)" in done.stdout

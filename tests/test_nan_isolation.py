@@ -18,7 +18,7 @@ BAD = {"NaN": float("nan"), "Inf": float("inf"), "-Inf": float("-inf")}
 WAYS = [
     (layout, schedule, order)
     for layout in ("packed", "expert-major")
-    for schedule in ("serial", "overlapped")
+    for schedule in ("serial", "always-overlapped")
     for order in ("rank", "slot")
 ]
 
@@ -122,7 +122,7 @@ def check_recipe(rank: int, num_ranks: int, what: str, recipe: Recipe, wire: str
     with open_heap("cpu") as heap:
         for layout in ("packed", "expert-major"):
             findings.where = f"{what}, {recipe}, {wire}, {layout}, rank {rank} of {num_ranks}"
-            options = layout, "overlapped", "slot", torch.bfloat16, recipe, wire
+            options = layout, "always-overlapped", "slot", torch.bfloat16, recipe, wire
             clean, dirty = run(heap, 0.0, *options), run(heap, BAD[what], *options)
             compare(findings, rank, what, clean, dirty, same=same)
     return findings.texts

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import interpreted, interpreter
 
-from symmoe import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
-from symmoe.errors import ArgumentError
+from symmoe import SymmetricHeap, copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
+from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.twin.pointers import swizzled_scale_bytes
@@ -93,6 +93,53 @@ def emptied(*shape):
 def test_wrong_copies_are_refused(source, destination, message):
     with pytest.raises(ArgumentError, match=message):
         copy_host_to_device(source, destination)
+
+
+@pytest.fixture
+def stale():
+    """[4, 4] fp32 in memory of lease 'mine', which somebody else has by now; and what that one's lease shows."""
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        lease = heap.lease((4, 4), torch.float32, name="mine")
+        tensor = lease.tensor
+        lease.release()
+        with heap.lease((4, 4), torch.float32) as other:
+            assert other.tensor.data_ptr() == tensor.data_ptr()
+            yield tensor, other.tensor.fill_(UNTOUCHED)
+
+
+def test_the_memory_of_a_released_lease_is_not_written(stale):
+    tensor, others = stale
+    for destination in (tensor, tensor[1:], tensor.view(torch.uint8)):
+        with pytest.raises(StaleLease, match=r"^destination is memory of lease 'mine' \(generation 1\)"):
+            copy_host_to_device(b"1234", destination)
+    assert (others == UNTOUCHED).all()
+    with pytest.raises(StaleLease, match=r"^source is memory of lease 'mine'"):
+        copy_host_to_device(tensor, torch.zeros(16))
+    copy_host_to_device(b"1234", others)
+
+
+@pytest.mark.usefixtures("reader")
+def test_the_address_of_a_released_lease_is_not_given_out(stale):
+    tensor, others = stale
+    good = torch.zeros(4, 4)
+    with pytest.raises(StaleLease, match=r"^tensors\[2\] is memory of lease 'mine'"):
+        copy_data_ptrs_to_device([good, others, tensor[1:]], "cpu")
+    with pytest.raises(StaleLease, match=r"^fc2\[1\] is memory of lease 'mine'"):
+        pack_weight_ptrs([good, good], [good, tensor])
+    compact = {"fc1_scales": [good, good], "fc2_scales": [good, tensor]}
+    with pytest.raises(StaleLease, match=r"^fc2_scales\[1\] is memory of lease 'mine'"):
+        pack_weight_ptrs([good, good], [good, good], **compact)
+    assert copy_data_ptrs_to_device([good, others], "cpu").tolist() == [good.data_ptr(), others.data_ptr()]
+
+
+def test_sparse_tensors_are_refused():
+    sparse = torch.ones(4).to_sparse()
+    with pytest.raises(ArgumentError, match=r"^destination has layout torch\.sparse_coo"):
+        copy_host_to_device(b"1234", sparse)
+    with pytest.raises(ArgumentError, match=r"^source has layout torch\.sparse_coo"):
+        copy_host_to_device(sparse, torch.zeros(4))
+    with pytest.raises(ArgumentError, match=r"^tensors\[0\] is torch\.sparse_coo on cpu"):
+        copy_data_ptrs_to_device([sparse], "cpu")
 
 
 def test_nothing_to_copy_needs_no_memory():
@@ -197,6 +244,14 @@ def test_both_layers_are_packed_in_one_copy(monkeypatch):
 
 def up(value, multiple):
     return -(-value // multiple) * multiple
+
+
+def test_scales_are_swizzled_under_another_default_device():
+    weights, compact = weights_of(2, 128, 64), scales(2, 128, 2)
+    want = pack_weight_ptrs(weights, weights, fc1_scales=compact, fc2_scales=compact, scale_layout="mxfp8_rowwise")
+    with torch.device("meta"):
+        found = pack_weight_ptrs(weights, weights, fc1_scales=compact, fc2_scales=compact, scale_layout="mxfp8_rowwise")
+    assert torch.equal(found.swizzled, want.swizzled)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])

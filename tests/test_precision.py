@@ -9,6 +9,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+from limits import HANG_S
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled
 
 from symmoe.errors import ArgumentError
@@ -407,5 +408,5 @@ def test_import():
         "symmoe.precision.NVFP4().quantize(torch.ones(2, 32))\n"
         "assert not [name for name in ('triton', 'ml_dtypes', 'symmoe.moe') if name in sys.modules]\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG_S
 
 import symmoe
 from symmoe.doctor.versions import Versions, check_versions
@@ -67,7 +68,7 @@ def run(*command: str | Path, cwd: Path, exit_status: Iterable[int] = (0,)) -> s
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode in exit_status, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -27,6 +27,7 @@ SLICES = {
 }
 # One of each kind, at other phases and with other victims.
 FAULTS = (13, 69, 104)
+PATIENCE = 10.0  # nothing here measures speed
 TWIN_MUTANTS = (
     "no wait for rows to arrive",
     "one half of the count table",
@@ -51,12 +52,12 @@ def failures(suite: str, run: Run, launcher: Launcher) -> list[str]:
 @pytest.mark.parametrize("suite", SLICES)
 def test_suite(launcher: Launcher, suite: str):
     numbers, num_ranks = SLICES[suite]
-    assert failures(suite, Run(tuple(numbers), num_ranks), launcher) == []
+    assert failures(suite, Run(tuple(numbers), num_ranks, patience=PATIENCE), launcher) == []
 
 
 @pytest.mark.parametrize("number", FAULTS)
 def test_fault(launcher: Launcher, number: int):
-    assert failures("faults", Run((number,), 3), launcher) == []
+    assert failures("faults", Run((number,), 3, patience=PATIENCE), launcher) == []
 
 
 def test_the_faults_are_all_kinds_in_all_phases_on_all_victims():
@@ -82,12 +83,12 @@ def test_a_mutant_of_the_model_is_found(mutant: str):
 
 @pytest.mark.parametrize("mutant", TWIN_MUTANTS)
 def test_a_mutant_of_the_twins_is_found(launcher: Launcher, mutant: str):
-    assert mutations.found_in_twins(Run((), 3), launcher, mutant, mutations.FOUND_BY[mutant])
+    assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, mutant, mutations.FOUND_BY[mutant])
 
 
 @pytest.mark.parametrize("part", sorted({mutations.FOUND_BY[mutant] for mutant in TWIN_MUTANTS}))
 def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
-    assert mutations.found_in_twins(Run((), 3), launcher, None, part) == ""
+    assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, None, part) == ""
 
 
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
@@ -151,17 +152,18 @@ def test_some_cases_again():
 def test_an_exception_of_one_work_ends_all():
     def numbers() -> Iterator[Outcome]:
         for number in range(100):
-            time.sleep(0.01)
+            yielded.append(number)
+            time.sleep(0.05)
             yield Outcome(number, 0.0, [])
 
     def broken() -> Iterator[Outcome]:
         yield Outcome(-1, 0.0, [])
         raise ZeroDivisionError("on purpose")
 
-    start, found = time.monotonic(), []
+    yielded: list[int] = []
     with pytest.raises(ZeroDivisionError, match="on purpose"):
-        found.extend(outcome.case for outcome in side_by_side([numbers, broken]))
-    assert time.monotonic() - start < 0.9  # the other one was stopped on its way
+        list(side_by_side([numbers, broken]))
+    assert len(yielded) < 100  # the other one was stopped on its way
     assert [outcome.case for outcome in side_by_side([numbers])] == list(range(100))
 
 
@@ -177,7 +179,7 @@ def test_a_suite_that_is_out_of_time_leaves_a_record(launcher: Launcher):
 def sleep_on_the_last_rank(rank: int, num_ranks: int) -> Iterator[str]:
     yield "here"
     if rank == num_ranks - 1:
-        time.sleep(60.0)
+        time.sleep(3600.0)
     yield "there"
 
 
@@ -192,10 +194,8 @@ def yield_pid(rank: int, num_ranks: int) -> Iterator[int]:
 
 
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
-    start = time.monotonic()
     with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught, launcher.start(2, "cpu") as job:
-        list(job.stream(sleep_on_the_last_rank, deadline_s=1.0))
-    assert time.monotonic() - start < 10.0
+        list(job.stream(sleep_on_the_last_rank, deadline_s=10.0))
     assert "in sleep_on_the_last_rank" in str(caught.value)
     assert job.processes() == []
 

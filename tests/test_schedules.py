@@ -24,7 +24,9 @@ NUM_LAYERS = 2
 
 def config_for(num_ranks: int, device: str, **options) -> MoEConfig:
     hidden, ffn = (GPU_H, GPU_I) if device == "cuda" else (H, I)
-    return MoEConfig(hidden=hidden, ffn=ffn, num_experts=2 * num_ranks, top_k=2, **options)
+    return MoEConfig(
+        hidden=hidden, ffn=ffn, num_experts=2 * num_ranks, top_k=2, **{"schedule": "always-overlapped", **options}
+    )
 
 
 class Stack(torch.nn.Module):
@@ -139,7 +141,7 @@ def check_ways(rank: int, num_ranks: int, device: str, dtype: torch.dtype) -> li
                     y, _ = layer(x)
                 finally:
                     schedule.panels = panels
-                expected = [3] if num_ranks > 1 and way["schedule"] == "overlapped" else []
+                expected = [3] if num_ranks > 1 and way["schedule"] == "always-overlapped" else []
                 findings.equal("panels", [len(cut) for cut in cuts], expected)
                 time.sleep(0.01 * generator.random())
                 found = [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
@@ -456,7 +458,7 @@ def test_shared_expert_on_gpus(cluster, num_ranks: int):
 
 
 def test_experts_must_fit_the_config():
-    config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2)
+    config = MoEConfig(hidden=H, ffn=I, num_experts=4, top_k=2, schedule="always-overlapped")
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
         for wrong, text in (
             (GroupedMLP(3, H, I), "experts.num_groups (3) must be 4"),

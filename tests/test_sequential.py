@@ -6,6 +6,7 @@ import pytest
 import torch
 from grouped_cases import (
     PATHS,
+    SENTINEL,
     TINY,
     Case,
     assert_same_bits,
@@ -15,8 +16,8 @@ from grouped_cases import (
 )
 from torch import nn
 
-from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential
-from symmoe.errors import ArgumentError
+from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential, SymmetricHeap
+from symmoe.errors import ArgumentError, StaleLease
 from symmoe.moe import sequential
 
 PLAIN = Case(buffers=())
@@ -219,6 +220,12 @@ def test_module_that_stands_twice():
     assert notes.notes == [1, 2]
 
 
+@pytest.mark.parametrize("value", [[], [{"out": 1}], "out", 3], ids=str)
+def test_op_kwargs_that_are_no_mapping(value):
+    with pytest.raises(ArgumentError, match=rf"^op_kwargs \({type(value).__name__}\) must be a dict"):
+        call(experts(), op_kwargs=value)
+
+
 @pytest.mark.parametrize("value", [None, 3, ["out"]], ids=str)
 def test_keywords_that_are_no_mapping(value):
     with pytest.raises(ArgumentError, match="op_kwargs"):
@@ -372,3 +379,184 @@ def test_squared_relu_fuses(num_fused):
     inputs = make_inputs(PLAIN, width=TINY.ffn)
     run_experts("sequential", PLAIN, inputs, activation=ScaledSReLU())
     assert len(num_fused) == 1
+
+
+# -- arguments of all modules are looked at before the first one runs -------------------------------------------------
+
+N, H = TINY.num_rows, TINY.hidden
+
+
+def in_a_row(count: int = 3, *, between: nn.Module | None = None, **options) -> Sequential:
+    """Linear layers H -> H, with another module after each, or none."""
+    torch.manual_seed(0)
+    layers = [GroupedLinear(TINY.num_groups, H, H, **options) for _ in range(count)]
+    if between is None:
+        return Sequential(*layers)
+    return Sequential(*(module for layer in layers for module in (layer, between)))
+
+
+def run_in_a_row(model: Sequential, x: torch.Tensor, op_kwargs: dict | None = None) -> torch.Tensor:
+    count = sum(isinstance(module, GroupedLinear) for module in model)
+    return model(x, *[SPLITS] * count, op_kwargs=op_kwargs)
+
+
+def buffer() -> torch.Tensor:
+    return torch.full((N, H), SENTINEL)
+
+
+def results(model: Sequential, op_kwargs: dict | None = None) -> list[torch.Tensor]:
+    """y, dx and the weights' gradients."""
+    model.zero_grad()
+    x = INPUTS.x.nan_to_num().requires_grad_()
+    y = run_in_a_row(model, x, op_kwargs)
+    y.backward(INPUTS.d_y.nan_to_num())
+    return [tensor[: TINY.num_used] for tensor in (y.detach(), x.grad)] + [p.grad.clone() for p in model.parameters()]
+
+
+def shared_by_two() -> list[tuple[tuple[int, str], tuple[int, str], bool, bool]]:
+    """(module, keyword) twice of three linears in a row, and whether they may share memory: in training, without."""
+    out, gradient = "out", "grad_input_out"
+    cases = []
+    for i in range(3):
+        cases += [((i, out), (j, gradient), False, False) for j in range(3)]
+        cases += [((i, out), (j, out), False, j - i > 1) for j in range(i + 1, 3)]
+        cases += [((i, gradient), (j, gradient), j - i > 1, j - i > 1) for j in range(i + 1, 3)]
+    return cases
+
+
+@pytest.mark.parametrize(("first", "second", "when_training", "otherwise"), shared_by_two(), ids=str)
+@pytest.mark.parametrize("trains", [True, False])
+def test_two_buffers_of_modules_in_a_row_share_memory(first, second, when_training, otherwise, trains):
+    model, shared, other = in_a_row(), buffer(), buffer()
+    op_kwargs: dict[int, dict[str, torch.Tensor]] = {}
+    for module, keyword in (first, second):
+        op_kwargs.setdefault(module, {})[keyword] = shared
+    unused = next((i, n) for i in range(3) for n in ("out", "grad_input_out") if n not in op_kwargs.get(i, {}))
+    op_kwargs.setdefault(unused[0], {})[unused[1]] = other
+    want = results(model)
+    if when_training if trains else otherwise:
+        if trains:
+            for found, expected in zip(results(model, op_kwargs), want, strict=True):
+                assert_same_bits(found, expected)
+            return
+        with torch.no_grad():
+            y = run_in_a_row(model, INPUTS.x.nan_to_num(), op_kwargs)
+        assert_same_bits(y[: TINY.num_used], want[0])
+        return
+    with torch.set_grad_enabled(trains), pytest.raises(ArgumentError) as caught:
+        run_in_a_row(model, INPUTS.x.nan_to_num(), op_kwargs)
+    assert "(GroupedLinear) [12, 16] overlaps a tensor of shape [12, 16]" in str(caught.value)
+    assert (shared == SENTINEL).all(), "nothing has been computed"
+    assert (other == SENTINEL).all()
+
+
+@pytest.mark.parametrize("name", ["out", "grad_input_out"])
+@pytest.mark.parametrize("module", [0, 1])
+@pytest.mark.parametrize("what", ["x", "weight 0", "weight 1", "bias 1", "splits 1", "bias_scale 1"])
+def test_a_buffer_shares_memory_with_what_any_module_reads(what, module, name):
+    model, memory = in_a_row(2), torch.zeros(2 * N, H)
+    x, splits, scale = INPUTS.x.nan_to_num(), SPLITS, INPUTS.scale.nan_to_num()
+    kind, _, place = what.partition(" ")
+    if kind == "x":
+        x = memory[:N].copy_(x)
+    elif kind in ("weight", "bias"):
+        parameter = getattr(model[int(place)], kind)
+        memory = torch.zeros(max(2 * N * H, parameter.numel()))
+        parameter.data = memory[: parameter.numel()].view(parameter.shape).copy_(parameter.data)
+        memory = memory[: 2 * N * H].view(2 * N, H)
+    elif kind == "splits":
+        splits = memory.view(torch.int32).view(-1)[:4].copy_(SPLITS)
+    else:
+        scale = memory.view(-1)[:N].copy_(scale)
+    op_kwargs = {module: {name: memory[:N]}}
+    op_kwargs.setdefault(1, {})["bias_scale"] = scale
+    kept = memory.clone()
+    with pytest.raises(ArgumentError, match=rf"^{name} of module {module} .* overlaps a tensor of shape"):
+        model(x, SPLITS, splits, op_kwargs=op_kwargs)
+    assert_same_bits(memory, kept)
+
+
+@pytest.mark.parametrize("how", ["linears", "hooked", "twice fused"])
+def test_buffers_of_a_fused_part_and_of_others(how, num_fused):
+    """One tensor as the result and as the gradient of x: y would become that gradient."""
+    model = {"linears": in_a_row(2), "hooked": experts(), "twice fused": Sequential(*experts(), *experts())}[how]
+    if how == "hooked":
+        model[2].register_forward_hook(lambda *_: None)
+    inputs = {"linears": (SPLITS, SPLITS), "hooked": (SPLITS, INPUTS.scale, SPLITS)}
+    given, shared = inputs.get(how, (SPLITS, INPUTS.scale, SPLITS) * 2), buffer()
+    with pytest.raises(ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"):
+        model(INPUTS.x, *given, op_kwargs={0: {"grad_input_out": shared}, -1: {"out": shared}})
+    with pytest.raises(ArgumentError, match=rf"^out of module {len(model) - 1} \(GroupedLinear\) .* overlaps"):
+        model(INPUTS.x, *given, op_kwargs={-1: {"out": INPUTS.x}})
+    assert (shared == SENTINEL).all()
+    assert not num_fused
+
+
+@pytest.mark.parametrize("between", [nn.Identity(), ScaledSReLU()], ids=["unknown", "makes its own"])
+def test_a_module_between_may_hand_on_what_it_gets(between):
+    """Identity gives the buffer to the next layer; an activation makes memory of its own."""
+    model, shared = in_a_row(2, between=between), buffer()
+    inputs = [SPLITS, INPUTS.scale] * 2 if isinstance(between, ScaledSReLU) else [SPLITS] * 2
+    op_kwargs = {0: {"out": shared}, 2: {"out": shared}}
+    with torch.no_grad():
+        if isinstance(between, ScaledSReLU):
+            y = model(INPUTS.x.nan_to_num(), *inputs, op_kwargs=op_kwargs)
+            assert_same_bits(y[: TINY.num_used], model(INPUTS.x.nan_to_num(), *inputs)[: TINY.num_used])
+            return
+        with pytest.raises(ArgumentError, match="overlaps"):
+            model(INPUTS.x.nan_to_num(), *inputs, op_kwargs=op_kwargs)
+    assert (shared == SENTINEL).all()
+
+
+def test_gradients_that_are_left_for_later_are_not_overwritten():
+    """backward_dw of the middle layer reads the gradient of its result."""
+    model, shared = in_a_row(delay_wgrad=True), buffer()
+    op_kwargs = {2: {"grad_input_out": shared}, 0: {"grad_input_out": shared}}
+    with pytest.raises(ArgumentError, match="overlaps"):
+        run_in_a_row(model, INPUTS.x.nan_to_num().requires_grad_(), op_kwargs)
+
+
+def later_mistakes():
+    """(what, extra inputs of the last of two linears, its keywords, text)."""
+    yield "splits too large", [3, 0, 2, 8], {}, r"^splits \(\[3, 0, 2, 8\]\) .* at most 12 rows"
+    yield "splits too long", [3, 0, 2, 4, 0], {}, r"^splits has shape \[5\]; it must be \[4\]"
+    yield "splits on meta", SPLITS.to("meta"), {}, "^splits is on meta; rows is on cpu"
+    yield "splits of floats", SPLITS.float(), {}, r"^splits has dtype torch\.float32"
+    yield "out", SPLITS, {"out": torch.zeros(N + 1, H)}, r"^out has shape \[13, 16\]; it must be \[12, 16\]"
+    yield "gradient", SPLITS, {"grad_input_out": torch.zeros(N, 8)}, r"^grad_input_out has shape \[12, 8\]"
+    yield "strided", SPLITS, {"out": torch.zeros(N, 2 * H)[:, ::2]}, "^out has strides"
+    yield "bias_scale", SPLITS, {"bias_scale": torch.zeros(N - 1)}, r"^bias_scale is .* \[11\]"
+
+
+@pytest.mark.parametrize(
+    ("splits", "keywords", "text"), [pytest.param(*rest, id=name) for name, *rest in later_mistakes()]
+)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_mistakes_of_a_later_module_are_found_before_the_first_runs(splits, keywords, text, hooked):
+    model, out = in_a_row(2), buffer()
+    if hooked:
+        model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ArgumentError, match=text):
+        model(INPUTS.x.nan_to_num(), SPLITS, splits, op_kwargs={0: {"out": out}, 1: keywords})
+    assert (out == SENTINEL).all()
+
+
+def test_a_dtype_that_hooks_may_change_is_the_modules_own_affair():
+    """As with mixed precision, where hooks cast what goes in and the weights are others by then."""
+    model, x = in_a_row(2), INPUTS.x.nan_to_num()
+    want = run_in_a_row(model.bfloat16(), x.bfloat16())
+    out = torch.empty(N, H, dtype=torch.bfloat16)
+    model[1].float()
+    model[1].register_forward_pre_hook(lambda module, args: module.bfloat16() and None)
+    y = run_in_a_row(model, x.bfloat16(), {1: {"out": out}})
+    assert_same_bits(y[: TINY.num_used], want[: TINY.num_used])
+
+
+def test_a_stale_buffer_of_a_later_module():
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        lease = heap.lease((N, H), torch.float32, name="mine")
+        stale, out = lease.tensor, buffer()
+        lease.release()
+        with pytest.raises(StaleLease, match=r"^out is memory of lease 'mine'"):
+            run_in_a_row(in_a_row(2), INPUTS.x.nan_to_num(), {0: {"out": out}, 1: {"out": stale}})
+        assert (out == SENTINEL).all()

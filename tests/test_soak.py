@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 from reliability.soak import slope, what_grew
 
 STEPS = range(100, 20_001, 50)
@@ -55,7 +56,7 @@ def resident_after(more: str) -> int:
     path = os.pathsep.join([str(tests), str(tests.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", JUDGE_ONCE.format(more=more)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=True)
     return int(done.stdout)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import types
 
 import pytest
 import torch
 
 from symmoe.symm_mem import streams
+from symmoe.symm_mem.access import Access, OneCall
 from symmoe.symm_mem.arena import Arena
 from symmoe.symm_mem.streams import StreamOrder
 
@@ -59,9 +61,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return fake
 
 
+def one_call(order: StreamOrder) -> OneCall:
+    return OneCall(Access(), threading.RLock(), order)
+
+
 def call(fake: Fake, order: StreamOrder, stream: int) -> int:
     fake.current = stream
-    with order.one_call():
+    with one_call(order):
         return fake.launch()
 
 
@@ -92,7 +98,7 @@ def test_a_call_that_raises_is_waited_for(fake: Fake):
     fake.current = 1
 
     def fail() -> None:
-        with order.one_call():
+        with one_call(order):
             fake.launch()
             raise ValueError("in the middle")
 

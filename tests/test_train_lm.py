@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 from symmoe.checkpoint import read_manifest
 
@@ -21,7 +22,7 @@ def run(out: Path, *arguments: str, num_ranks: int) -> subprocess.CompletedProce
     """Runs the example to its end. --standalone picks a free port, so that runs do not meet."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, *launcher, str(EXAMPLES / "train_lm.py"), "--preset", "tiny", "--out", str(out)]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def train(out: Path, *arguments: str, num_ranks: int) -> list[dict]:
@@ -99,10 +100,16 @@ def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
     used = read_manifest(tmp_path / "checkpoints").extra["preset"]
     assert "precision=Float8Block(power_of_two=False)" in used
     assert "quantized_wire='both'" in used
-    command = [sys.executable, str(EXAMPLES / "train_lm.py"), "--wire"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"), [("--wire", "--wire needs a --precision"), ("--steps=-3", "--steps (-3) must be at least 1")]
+)
+def test_wrong_arguments(argument: str, text: str):
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), argument]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 2
-    assert "--wire needs a --precision" in done.stderr
+    assert text in done.stderr
 
 
 def test_resume_refuses_another_run(finished: Path):

@@ -14,6 +14,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 pytest.importorskip("mypy", reason="checks types: pip install 'symmoe[dev]'")
 
@@ -61,7 +62,7 @@ def test_a_user_who_is_wrong_is_told(tmp_path: Path, cache: Path) -> None:
 
 
 def test_the_program_runs() -> None:
-    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout) == (0, "[5, 16] [5, 16]\n[64, 16] [5, 16]\n"), done.stderr
 
 
@@ -85,7 +86,7 @@ def test_only_kernels_and_subclasses_are_excused() -> None:
 def _environment_with_symmoe(folder: Path) -> tuple[Path, Path]:
     """Python of an environment that has symmoe installed, and all else from where these tests have it; and symmoe."""
     environment = folder / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=HANG_S)
     packages = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)}))
     installed = packages / "symmoe"
     shutil.copytree(ROOT / "symmoe", installed, ignore=shutil.ignore_patterns("__pycache__"))
@@ -103,7 +104,7 @@ def _mypy(folder: Path, cache: Path, python: Path, program: Path | str) -> tuple
         env=alone,  # or another symmoe may be found, with its marker
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
         check=False,
     )
     assert not done.stderr

@@ -3,58 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from limits import HANG_S
 
-from symmoe.kernels.parts import PANEL_COLUMNS, Division
-from symmoe.moe import fused
+from symmoe.kernels import control
 from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.overlap import MAX_PANELS, Overlap, Rates, Sizes
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 
 POISON = 0xFF
-GPU_TIMEOUT_S = 120.0  # first calls compile kernels
 
 
 @contextlib.contextmanager
-def open_heap(device: str, *, num_bytes: int = 8 << 20, timeout_s: float = 30.0, **kwargs) -> Iterator[SymmetricHeap]:
-    """A heap on `device`. As long as it is open, every torch.empty of this rank is filled with NaN or huge indices, and
-    overlapped calls are cut finely."""
+def open_heap(device: str, *, num_bytes: int = 8 << 20, **kwargs) -> Iterator[SymmetricHeap]:
+    """A heap on `device`. As long as it is open, every torch.empty of this rank is filled with NaN or huge
+    indices."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     backend = "nvshmem" if device == "cuda" else "host"
-    timeout_s = GPU_TIMEOUT_S if device == "cuda" else timeout_s
+    if device == "cpu":  # which may be busy
+        kwargs.setdefault("timeout_s", HANG_S / 2)
     try:
-        with SymmetricHeap(num_bytes=num_bytes, backend=backend, timeout_s=timeout_s, **kwargs) as heap, _cut_finely():
+        with SymmetricHeap(num_bytes=num_bytes, backend=backend, **kwargs) as heap:
             yield heap
     finally:
         torch.use_deterministic_algorithms(was)
 
 
-@contextlib.contextmanager
-def _cut_finely() -> Iterator[None]:
-    """Overlapped layers as small as those of tests are overlapped in every trip and combined in several panels."""
-    chosen = fused.overlap
-    fused.overlap = overlap_everything
-    try:
-        yield
-    finally:
-        fused.overlap = chosen
-
-
-def overlap_everything(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
-    """Whether it pays or not."""
-    division = Division(4, num_sms - 4)
-    return Overlap(
-        dispatch=division,
-        gradient_dispatch=division,
-        combine=division,
-        gradient_combine=division,
-        num_panels=max(1, min(MAX_PANELS, sizes.hidden // PANEL_COLUMNS)),
-    )
+def wait_for_arrivals(heap: SymmetricHeap, ranks: Iterable[int]) -> None:
+    """Returns when these ranks of a heap on CPUs wait in the barrier that comes next."""
+    epoch, layout = heap.epoch + 1, heap.peers.layout
+    shape = (2, heap.num_ranks, control.MAIL_WORDS)
+    sent = heap.peers.region(heap.rank, layout.mailbox, shape, torch.int64)[epoch & 1, :, 0]
+    while not all(sent[rank] >= 2 * epoch for rank in ranks):
+        time.sleep(0.01)
 
 
 def free_bytes(heap: SymmetricHeap) -> int:

@@ -120,7 +120,7 @@ def init_parameters(model: LanguageModel, *, seed: int, ep_rank: int) -> None:
             parameter.zero_()
         elif parameter.dim() == 1:
             parameter.fill_(1.0)
-        elif getattr(parameter, "is_expert", False):
+        elif ".experts." in name:
             for i, expert in enumerate(parameter):
                 _normal_(expert, std, f"{seed}/{name}/{ep_rank * len(parameter) + i}")
         else:

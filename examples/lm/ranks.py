@@ -18,12 +18,20 @@ import torch.distributed.nn.functional
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """This process among its peers. `group` is None when it is alone."""
+    """This process among its peers.
+
+    Attributes:
+        group: all of them; None when it is alone.
+        ep_group: of those, the ones that share the experts.
+        expert_group: those that hold this rank's experts in the other EP groups, and this one; None: there are none.
+    """
 
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup | None
+    ep_group: dist.ProcessGroup | None
+    expert_group: dist.ProcessGroup | None
 
     @property
     def is_main(self) -> bool:
@@ -46,15 +54,30 @@ class Ranks:
         dist.all_reduce(total, group=self.group)
         return total / self.size
 
+    def sum_of_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over the EP groups of what is the same on all ranks of each. Collective."""
+        if self.expert_group is None:
+            return value
+        total = value.clone()
+        dist.all_reduce(total, group=self.expert_group)
+        return total
+
     def barrier(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)
 
 
 @contextlib.contextmanager
-def open_ranks(device_type: str) -> Iterator[Ranks]:
-    """Joins the process group that torchrun describes in the environment, if any, and leaves it at last."""
+def open_ranks(device_type: str, ep: int | None = None) -> Iterator[Ranks]:
+    """Joins the process group that torchrun describes in the environment, if any, and leaves it at last.
+
+    Args:
+        ep: ranks of an EP group, neighbours and so on one node if it divides the ranks of a node; None: all.
+    """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    ep = ep or size
+    if ep < 1 or size % ep:
+        raise ValueError(f"the number of ranks ({size}) must be divisible by the ranks of an EP group ({ep})")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -63,11 +86,17 @@ def open_ranks(device_type: str) -> Iterator[Ranks]:
         device = torch.device("cpu")
         torch.set_num_threads(1)  # one core per process
     if "RANK" not in os.environ:
-        yield Ranks(rank=0, size=1, device=device, group=None)
+        yield Ranks(rank=0, size=1, device=device, group=None, ep_group=None, expert_group=None)
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
     try:
-        yield Ranks(rank=rank, size=size, device=device, group=dist.group.WORLD)
+        world = dist.group.WORLD
+        ep_group, expert_group = world, None
+        if ep < size:
+            ep_group, _ = dist.new_subgroups(ep)
+            replicas = [list(range(first, size, ep)) for first in range(ep)]
+            expert_group, _ = dist.new_subgroups_by_enumeration(replicas)
+        yield Ranks(rank=rank, size=size, device=device, group=world, ep_group=ep_group, expert_group=expert_group)
     finally:
         dist.destroy_process_group()
 

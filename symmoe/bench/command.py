@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -109,10 +110,13 @@ def parse_options(args: argparse.Namespace) -> Options:
             raise ArgumentError(f"{name} ({value}) must be greater than 0")
     if args.peer_timeout >= GROUP_TIMEOUT_S:
         raise ArgumentError(f"peer-timeout ({args.peer_timeout}) must be less than {GROUP_TIMEOUT_S}, the ranks' own")
-    if args.heap_gib is not None and not args.heap_gib > 0:
-        raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0")
+    if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
+        raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30")
     if args.plot and not args.plot.endswith(".png"):
         raise ArgumentError(f"plot ({args.plot}) must end with .png")
+    for name, path in (("json", args.json), ("plot", args.plot)):  # before an hour of measuring
+        if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise ArgumentError(f"{name} ({path}) cannot be written: no folder of yours")
     return Options(
         suites=_names("suite", ",".join(args.suites or DEFAULT_SUITES), SUITES),
         cases=tuple(Case(shape, count, skew) for shape in shapes for count in tokens for skew in skews),

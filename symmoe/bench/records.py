@@ -111,7 +111,7 @@ def load(path: str) -> list[Record]:
     """
     try:
         records = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"cannot read records from {path}: {error}") from error
     if not isinstance(records, list) or not all(isinstance(r, dict) and "suite" in r for r in records):
         raise ArgumentError(f"{path} does not hold a list of records")

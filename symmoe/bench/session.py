@@ -39,7 +39,6 @@ CASE_SUITES: dict[str, Callable[[Problem, Run], list[Record]]] = {
     "gemm": bench_gemm,
 }
 PEER_SUITES = ("layer", "dispatch", "combine")
-HEAP_TIMEOUT_S = 120.0  # a rank may compile kernels while the others wait in a barrier
 
 
 def run_session(options: Options) -> int:
@@ -93,7 +92,7 @@ def _measure_all(options: Options, ranks: Ranks) -> list[Record]:
         check_case(case, ranks.num_ranks)
     report = _Report(options, ranks)
     num_bytes = int(options.heap_gib * 2**30) if options.heap_gib else _heap_bytes(options, ranks)
-    with SymmetricHeap(num_bytes=num_bytes, timeout_s=HEAP_TIMEOUT_S) as heap:
+    with SymmetricHeap(num_bytes=num_bytes) as heap:
         run = Run(ranks, heap, options.repetitions)
         for case in options.cases:
             problem = Problem(case, ranks)

@@ -4,12 +4,14 @@
     latest                          name and manifest's sha256 of the newest one
     .step-00000040.1f2e3d4c.tmp/    of a save that is running, or was killed, or of a checkpoint being deleted
     step-00000020.replaced/         the older checkpoint of a step that was saved twice, until the newer one is in place
+    .lock                           of the job that saves at this moment
 
-Rank 0 alone makes and renames; every rank writes files of its own into the temporary directory.
+Rank 0 alone locks, makes and renames; every rank writes files of its own into the temporary directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -19,9 +21,12 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from symmoe.checkpoint.manifest import MANIFEST, Manifest, parse, read_sealed
-from symmoe.errors import CheckpointError
+from symmoe.checkpoint.files import read, reading, sync, write
+from symmoe.checkpoint.lock import locked
+from symmoe.checkpoint.manifest import MANIFEST, SEAL, Manifest, parse, read_sealed, seal_of
+from symmoe.errors import ArgumentError, CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _LATEST = "latest"
@@ -30,6 +35,18 @@ _POINTER = re.compile(r"(step-\d{8}) ([0-9a-f]{64})\n")
 _TEMPORARY = re.compile(r"\.(step-\d{8}|latest)\.[0-9a-f]{8}\.tmp")
 _POINTER_BYTES = 79
 _BUFFER_BYTES = 16 << 20
+
+
+def path_of(directory: Any) -> Path:
+    """A caller's `directory`.
+
+    Raises:
+        ArgumentError: it is no path.
+    """
+    try:
+        return Path(directory)
+    except TypeError:
+        raise ArgumentError(f"directory is {directory!r}; it must be a path") from None
 
 
 def new_token() -> str:
@@ -47,11 +64,28 @@ def temporary(directory: Path, step: int, token: str) -> Path:
     return directory / f".{name_of(step)}.{token}.tmp"
 
 
-def prepare(directory: Path, step: int, token: str) -> None:
-    """Makes the directories for a save, after what killed saves have left is cleaned away."""
+@contextlib.contextmanager
+def saving(directory: Path, step: int, token: str) -> Iterator[None]:
+    """The directory is this job's until the end; a place to write is there, and is gone at the end if it was not named.
+
+    Raises:
+        CheckpointError: another job is saving to it.
+    """
     if not directory.exists():
         directory.mkdir(mode=0o700, parents=True)
-        _sync(directory.parent)
+        sync(directory.parent)
+    with locked(directory):
+        try:
+            prepare(directory, step, token)
+            yield
+        finally:
+            for path in (temporary(directory, step, token), _pointer(directory, token)):
+                with contextlib.suppress(OSError):
+                    _delete(path)
+
+
+def prepare(directory: Path, step: int, token: str) -> None:
+    """Makes the temporary directory of a save, after what killed saves have left is cleaned away."""
     for path in list(directory.iterdir()):
         if _TEMPORARY.fullmatch(path.name):
             _delete(path)
@@ -61,40 +95,26 @@ def prepare(directory: Path, step: int, token: str) -> None:
                 _remove(path)
             else:  # the save that was to replace it did not come that far
                 path.rename(place)
-    _sync(directory)
+    sync(directory)
     temporary(directory, step, token).mkdir(mode=0o700)
 
 
-def write(path: Path, data: bytes) -> None:
-    """A new file with these bytes, on disk when this returns.
-
-    Raises:
-        OSError: it exists, or cannot be written.
-    """
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(file, rest) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def publish(directory: Path, step: int, token: str) -> None:
-    """Gives the temporary directory its name and makes `latest` say it. All files are on disk, and stay so."""
+def publish(directory: Path, step: int, token: str, manifest: bytes) -> None:
+    """Writes the manifest, gives the temporary directory its name, and makes `latest` say it. The ranks' files are on
+    disk, and stay so."""
     unfinished, place = temporary(directory, step, token), directory / name_of(step)
-    digest = hashlib.sha256((unfinished / MANIFEST).read_bytes()).hexdigest()
-    _sync(unfinished)
+    write(unfinished / MANIFEST, manifest)
+    write(unfinished / SEAL, seal_of(manifest))
+    sync(unfinished)
     replaced = place.with_name(place.name + ".replaced")
     if place.exists():
         place.rename(replaced)
     unfinished.rename(place)
-    _sync(directory)
-    pointer = directory / f".{_LATEST}.{token}.tmp"
-    write(pointer, f"{place.name} {digest}\n".encode())
+    sync(directory)
+    pointer = _pointer(directory, token)
+    write(pointer, f"{place.name} {hashlib.sha256(manifest).hexdigest()}\n".encode())
     pointer.rename(directory / _LATEST)
-    _sync(directory)
+    sync(directory)
     if replaced.exists():
         _remove(replaced)
 
@@ -106,16 +126,11 @@ def prune(directory: Path, step: int, keep_last: int) -> None:
         _remove(path)
 
 
-def abandon(directory: Path, step: int, token: str) -> None:
-    """Deletes what a save that failed has written."""
-    shutil.rmtree(temporary(directory, step, token), ignore_errors=True)
+def find(directory: Path, step: int | None) -> tuple[Path, str, Manifest]:
+    """The checkpoint of a step, or the newest: its directory, its manifest's sha256, and the manifest.
 
-
-def find(directory: Path, step: int | None) -> tuple[Path, bytes]:
-    """The checkpoint of a step, or the newest, and the bytes of its manifest.
-
-    The newest is the one that `latest` names. If that is missing or torn, or its checkpoint has been deleted, it is the
-    complete one of the highest step, and a warning is logged.
+    The newest is the one that `latest` names. If that is missing, torn or no plain file, or its checkpoint has been
+    deleted, it is the complete one of the highest step, and a warning is logged.
 
     Raises:
         CheckpointError: there is none, or its manifest is not what was written.
@@ -124,28 +139,43 @@ def find(directory: Path, step: int | None) -> tuple[Path, bytes]:
     if step is not None:
         for name in (name_of(step), name_of(step) + ".replaced"):
             if name in there:
-                return directory / name, read_sealed(directory / name)
+                return directory / name, *open_(directory / name)
         raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has steps {sorted(there.values())}")
-    pointer = _read_pointer(directory / _LATEST)
-    if pointer is None:
-        reason = "is missing or torn"
-    elif pointer[0] not in there:
-        reason = f"names {pointer[0]}, which is not there"
+    path = directory / _LATEST
+    try:
+        match = _POINTER.fullmatch(read(path, _POINTER_BYTES).decode(errors="replace"))
+    except CheckpointError as problem:
+        reason = str(problem)
     else:
-        manifest = read_sealed(directory / pointer[0])
-        if hashlib.sha256(manifest).hexdigest() == pointer[1]:
-            return directory / pointer[0], manifest
-        reason = f"names {pointer[0]} with the sha256 of another manifest"
+        if match is None:
+            reason = f"{path} is torn"
+        elif match[1] not in there:
+            reason = f"{path} names {match[1]}, which is not there"
+        else:
+            data = read_sealed(directory / match[1])
+            if hashlib.sha256(data).hexdigest() == match[2]:
+                return directory / match[1], match[2], _parse(directory / match[1], data)
+            reason = f"{path} names {match[1]} with the sha256 of another manifest"
     for name in sorted(there, key=lambda name: (-there[name], name)):
         try:
-            manifest = read_sealed(directory / name)
-            check_sizes(directory / name, parse(manifest, directory / name / MANIFEST))
+            digest, manifest = open_(directory / name)
+            check_sizes(directory / name, manifest)
         except CheckpointError as problem:
             _LOG.warning("%s is passed over: %s", directory / name, problem)
             continue
-        _LOG.warning("%s %s; taking %s, the newest complete checkpoint", directory / _LATEST, reason, name)
-        return directory / name, manifest
-    raise CheckpointError(f"{directory} has no complete checkpoint; {_LATEST} {reason}")
+        _LOG.warning("%s; taking %s, the newest complete checkpoint", reason, name)
+        return directory / name, digest, manifest
+    raise CheckpointError(f"{directory} has no complete checkpoint; {reason}")
+
+
+def open_(checkpoint: Path) -> tuple[str, Manifest]:
+    """Sha256 and content of a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: it is not what was written, or that of another step.
+    """
+    data = read_sealed(checkpoint)
+    return hashlib.sha256(data).hexdigest(), _parse(checkpoint, data)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -169,10 +199,10 @@ def check_content(path: Path, sha256: str) -> None:
     """A file has the content that was written.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: it has not, or cannot be read.
     """
     digest, buffer = hashlib.sha256(), bytearray(_BUFFER_BYTES)
-    with path.open("rb", buffering=0) as file:
+    with reading(path) as file:
         while length := file.readinto(buffer):
             digest.update(memoryview(buffer)[:length])
     if digest.hexdigest() != sha256:
@@ -190,13 +220,16 @@ def _complete(directory: Path) -> Iterator[tuple[Path, int]]:
             yield path, int(match[1])
 
 
-def _read_pointer(path: Path) -> tuple[str, str] | None:
-    try:
-        with path.open("rb") as file:
-            match = _POINTER.fullmatch(file.read(_POINTER_BYTES + 1).decode(errors="replace"))
-    except OSError:
-        return None
-    return (match[1], match[2]) if match else None
+def _parse(checkpoint: Path, data: bytes) -> Manifest:
+    manifest, match = parse(data, checkpoint / MANIFEST), _COMPLETE.fullmatch(checkpoint.name)
+    if match is None or manifest.step != int(match[1]):
+        raise CheckpointError(f"{checkpoint / MANIFEST}: step is {manifest.step}, not that of {checkpoint.name}")
+    return manifest
+
+
+def _pointer(directory: Path, token: str) -> Path:
+    """What becomes `latest`."""
+    return directory / f".{_LATEST}.{token}.tmp"
 
 
 def _remove(path: Path) -> None:
@@ -211,12 +244,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _sync(folder: Path) -> None:
-    """What has a name in the folder now keeps it."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from symmoe.checkpoint import folder
-from symmoe.checkpoint.manifest import MANIFEST, NAMES, Manifest, StoredSlice, parse, read_sealed
+from symmoe.checkpoint.manifest import MANIFEST, NAMES, Manifest, StoredSlice
 from symmoe.checkpoint.optimizer_state import PREFIX, State, check_record, empty_state, install
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.places import Place, places_of
@@ -62,44 +61,50 @@ def load_checkpoint(
         group: all ranks that load together; None: the default group, or this process alone.
 
     Raises:
-        ArgumentError: on every rank: the model or the optimizer has something that has no place in a checkpoint.
-        CheckpointError: on every rank: there is none, it is not what was written, or not that of the model. The text
-            names the file or the key. Model and optimizer are untouched unless a file broke after it was verified.
+        ArgumentError: on every rank: `directory` is no path, or the model or the optimizer has something that has no
+            place in a checkpoint.
+        CheckpointError: on every rank: there is none, it is not what was written, or not that of the model; or a rank
+            is gone, does not come, or has left by an interrupt. The text names the file, the key or the rank. Model and
+            optimizer are untouched unless a file broke, or a rank was lost, after everything was verified.
     """
-    peers, directory = Peers(group), Path(directory)
-    path, manifest = _choose(peers, directory, step)
+    with Peers(group) as peers:
+        path, manifest = _choose(peers, directory, step)
 
-    def match() -> tuple[list[Place], bytes]:
-        places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
-        _check_places(path, places, manifest)
-        if optimizer is not None:
-            check_record(optimizer, places, manifest)
+        def match() -> list[Place]:
+            places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
+            _check_places(path, places, manifest)
+            if optimizer is not None:
+                check_record(optimizer, places, manifest)
+            return places
+
+        places = peers.together(match)
         keys = {place.key for place in places}
-        return places, bytes(key in keys or key.startswith(PREFIX) for key in manifest.tensors)
+        wanted = peers.gather(lambda: bytes(key in keys or key.startswith(PREFIX) for key in manifest.tensors))
+        peers.together(lambda: _check_wanted(path, manifest, wanted))
 
-    places, wanted = peers.together(match)
-    somewhere = peers.gather(wanted)
-    peers.together(lambda: _check_wanted(path, manifest, somewhere))
+        def verify() -> None:
+            folder.check_sizes(path, manifest)
+            for name in _verified_by(manifest, peers.rank, peers.num_ranks):
+                folder.check_content(path / name, manifest.files[name].sha256)
 
-    def verify() -> None:
-        folder.check_sizes(path, manifest)
-        for name in _verified_by(manifest, peers.rank, peers.num_ranks):
-            folder.check_content(path / name, manifest.files[name].sha256)
+        peers.together(verify)
 
-    peers.together(verify)
+        def allocate() -> tuple[State, list[Place]]:
+            state: State = {}
+            of_optimizer: list[Place] = []
+            if optimizer is not None:
+                state, of_optimizer = empty_state(optimizer, places, manifest)
+            _check_headers(path, manifest, reads := [*places, *of_optimizer])
+            return state, reads
 
-    def allocate() -> tuple[State, list[Place]]:
-        state: State = {}
-        of_optimizer: list[Place] = []
-        if optimizer is not None:
-            state, of_optimizer = empty_state(optimizer, places, manifest)
-        _check_headers(path, manifest, reads := [*places, *of_optimizer])
-        return state, reads
+        state, reads = peers.together(allocate)
+        peers.together(lambda: _read(path, manifest, reads))
 
-    state, reads = peers.together(allocate)
-    peers.together(lambda: _read(path, manifest, reads))
-    if optimizer is not None:
-        peers.together(lambda: install(optimizer, state, manifest))
+        def finish() -> None:
+            if optimizer is not None:
+                install(optimizer, state, manifest)
+
+        peers.together(finish, is_last=True)
     own = manifest.rank_extra[peers.rank] if manifest.num_ranks == peers.num_ranks else None
     return LoadedCheckpoint(step=manifest.step, extra=manifest.extra, rank_extra=own)
 
@@ -108,29 +113,34 @@ def read_manifest(directory: str | os.PathLike[str], step: int | None = None) ->
     """What the checkpoint of a step (None: the newest) consists of. Local; reads no tensors.
 
     Raises:
+        ArgumentError: `directory` is no path.
         CheckpointError: there is none, or its manifest is not what was written.
     """
-    path, data = folder.find(Path(directory), step)
-    return parse(data, path / MANIFEST)
+    return folder.find(folder.path_of(directory), step)[2]
 
 
-def _choose(peers: Peers, directory: Path, step: int | None) -> tuple[Path, Manifest]:
+def _choose(peers: Peers, directory: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest]:
     """Rank 0 looks, so that all ranks load the same one."""
+    found: list[Manifest] = []
 
-    def look() -> bytes:
+    def look() -> list[str]:
+        path = folder.path_of(directory)
         if peers.rank:
-            return b""
-        path, data = folder.find(directory, step)
-        return hashlib.sha256(data).digest() + path.name.encode()
+            return []
+        path, digest, manifest = folder.find(path, step)
+        found.append(manifest)
+        return [path.name, digest]
 
-    choice = peers.gather(peers.together(look))[0]
-    digest, path = choice[:32], directory / choice[32:].decode()
+    name, digest = peers.gather_json(look)[0]
+    path = Path(directory) / name
 
     def read() -> Manifest:
-        data = read_sealed(path)
-        if hashlib.sha256(data).digest() != digest:
+        if found:
+            return found[0]
+        own, manifest = folder.open_(path)
+        if own != digest:
             raise CheckpointError(f"{path / MANIFEST} is not the file that rank 0 sees")
-        return parse(data, path / MANIFEST)
+        return manifest
 
     return path, peers.together(read)
 

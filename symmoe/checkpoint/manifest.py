@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from symmoe.checkpoint.files import read
 from symmoe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -143,9 +144,9 @@ def read_sealed(folder: Path) -> bytes:
     """The manifest's bytes, which match their seal. Local.
 
     Raises:
-        CheckpointError: one of the two files is missing, too large, or not what was written.
+        CheckpointError: one of the two files is missing, no plain file, too large, or not what was written.
     """
-    manifest, seal = _read(folder / MANIFEST), _read(folder / SEAL)
+    manifest, seal = (read(folder / name, MAX_MANIFEST_BYTES) for name in (MANIFEST, SEAL))
     if seal != seal_of(manifest):
         raise CheckpointError(f"{folder / MANIFEST} and {SEAL} beside it do not match: one of them has been changed")
     return manifest
@@ -263,14 +264,3 @@ class _Checker:
             return str(value)
 
         return read
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes")
-    return data

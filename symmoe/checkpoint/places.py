@@ -16,6 +16,7 @@ from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.moe.grouped_linear import GroupedLinear
+from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _DISCRETE = re.compile(r"weight(\d+)")
@@ -121,11 +122,12 @@ def _walk(prefix: str, node: Any, rank: int, num_ranks: int) -> Iterator[Place]:
 
 def _module_places(prefix: str, module: nn.Module, rank: int, num_ranks: int) -> Iterator[Place]:
     heaps = {path: child.heap for path, child in module.named_modules() if _has_heap(child)}
+    experts = {name for name, _, is_expert in named_parameters(module, shared=True) if is_expert}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{prefix}.{name} is of type {type(tensor).__name__}; only tensors have a place")
         key = f"{prefix}.{name}"
-        if not getattr(tensor, "is_expert", False):
+        if name not in experts:
             yield _plain(key, Place(key=key, tensor=tensor))
             continue
         path, _, leaf = name.rpartition(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -18,26 +19,23 @@ import torch.distributed as dist
 from torch import nn
 
 import symmoe
-from symmoe.checkpoint import folder
+from symmoe.checkpoint import files, folder
 from symmoe.checkpoint.manifest import (
     DTYPES,
-    MANIFEST,
     MAX_STEP,
     NAMES,
-    SEAL,
     Manifest,
     StoredFile,
     StoredSlice,
     StoredTensor,
     num_rows,
-    seal_of,
     stored_name,
     tiling_problem,
 )
 from symmoe.checkpoint.optimizer_state import record_of, state_places
 from symmoe.checkpoint.peers import Peers
 from symmoe.checkpoint.places import Place, places_of
-from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
+from symmoe.errors import ArgumentError, CheckpointError
 
 MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once
 _DIGEST_BYTES = 32
@@ -63,7 +61,7 @@ def save_checkpoint(
     Collective over `group`.
 
     Args:
-        directory: of the job; all ranks see the same. One job at a time may write to it.
+        directory: of the job; all ranks see the same. One job at a time may save to it.
         step: a checkpoint of the same step is replaced.
         model: a module, or a nested dict of tensors, ExpertShards and modules. Tensors of a module's state dict count.
         optimizer: of the model's parameters.
@@ -77,59 +75,51 @@ def save_checkpoint(
 
     Raises:
         ArgumentError: on every rank: an argument does not fit.
-        CheckpointError: on every rank: a rank cannot write, ranks disagree on what they all have, experts are missing.
+        CheckpointError: on every rank: a rank cannot write, ranks disagree on what they all have, experts are missing,
+            another job is saving to the directory; or a rank is gone, does not come within the process group's timeout,
+            or has left by an interrupt (which is raised there). The text names the file, the key or the rank.
     """
-    peers, directory = Peers(group), Path(directory)
+    with contextlib.ExitStack() as held, Peers(group) as peers:
 
-    def collect() -> tuple[dict[str, _Part], dict[str, Any] | None]:
-        _check_arguments(step, keep_last)
-        places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
-        if optimizer is None:
-            return _parts(places), None
-        return _parts([*places, *state_places(optimizer, places)]), record_of(optimizer, places)
+        def collect() -> tuple[Path, dict[str, _Part], dict[str, Any] | None]:
+            _check_arguments(step, keep_last)
+            place = folder.path_of(directory)
+            places = places_of(model, rank=peers.rank, num_ranks=peers.num_ranks)
+            if optimizer is None:
+                return place, _parts(places), None
+            return place, _parts([*places, *state_places(optimizer, places)]), record_of(optimizer, places)
 
-    parts, record = peers.together(collect)
-    table = peers.together(
-        lambda: _table(parts, rank_extra, step=step, keep_last=keep_last, optimizer=record, extra=extra)
-    )
-    tables = peers.gather_json(table)
-    token = tables[0]["token"]
-    plan = peers.together(lambda: _plan(tables))
-    digests = peers.gather(
-        peers.together(lambda: b"".join(_digest(parts[key]) for key in plan.compared_by(peers.rank)))
-    )
-    peers.together(lambda: _compare(plan, digests))
+        place, parts, record = peers.together(collect)
+        tables = peers.gather_json(
+            lambda: _table(parts, rank_extra, step=step, keep_last=keep_last, optimizer=record, extra=extra)
+        )
+        token = tables[0]["token"]
+        plan = peers.together(lambda: _plan(tables))
+        digests = peers.gather(lambda: b"".join(_digest(parts[key]) for key in plan.compared_by(peers.rank)))
+        peers.together(lambda: _compare(plan, digests))
 
-    def prepare() -> None:
-        if peers.rank == 0:
-            folder.prepare(directory, step, token)
+        def prepare() -> None:
+            if peers.rank == 0:  # until all know how it ended
+                held.enter_context(folder.saving(place, step, token))
 
-    def write() -> dict[str, Any]:
-        mine = {key: parts[key] for key, _ in plan.writes[peers.rank]}
-        return _write(folder.temporary(directory, step, token), mine, peers.rank)
+        def write() -> dict[str, Any]:
+            mine = {key: parts[key] for key, _ in plan.writes[peers.rank]}
+            return _write(folder.temporary(place, step, token), mine, peers.rank)
 
-    def publish() -> None:
-        if peers.rank == 0:
-            data = _manifest(plan, written, tables, step=step, optimizer=record, extra=extra).to_bytes()
-            unfinished = folder.temporary(directory, step, token)
-            folder.write(unfinished / MANIFEST, data)
-            folder.write(unfinished / SEAL, seal_of(data))
-            folder.publish(directory, step, token)
+        def publish() -> None:
+            if peers.rank == 0:
+                manifest = _manifest(plan, written, tables, step=step, optimizer=record, extra=extra)
+                folder.publish(place, step, token, manifest.to_bytes())
 
-    def prune() -> None:
-        if peers.rank == 0 and keep_last is not None:
-            folder.prune(directory, step, keep_last)
+        def prune() -> None:
+            if peers.rank == 0 and keep_last is not None:
+                folder.prune(place, step, keep_last)
 
-    try:
         peers.together(prepare)
-        written = peers.gather_json(peers.together(write))
+        written = peers.gather_json(write)
         peers.together(publish)
-    except SymmoeError:
-        if peers.rank == 0:
-            folder.abandon(directory, step, token)
-        raise
-    peers.together(prune)
-    return directory / folder.name_of(step)
+        peers.together(prune, is_last=True)
+    return place / folder.name_of(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +276,8 @@ def _compare(plan: _Plan, digests: list[bytes]) -> None:
             other, expected = seen.setdefault((key, run), (rank, digest))
             if digest != expected:
                 raise CheckpointError(
-                    f"{key} differs between rank {other} and rank {rank}, which must have the same bits"
+                    f"{key} differs between rank {other} and rank {rank}, which must have the same bits (unless it "
+                    "is an expert's: then its module has to say holds_experts = True)"
                 )
 
 
@@ -305,7 +296,7 @@ def _write(unfinished: Path, parts: Mapping[str, _Part], rank: int) -> dict[str,
     for number, shard in enumerate(shards):
         file = f"rank-{rank:05d}-{number:04d}.safetensors"
         data = safetensors.torch.save({name: parts[key].to_host() for name, key in shard.items()}, {"format": "pt"})
-        folder.write(unfinished / file, data)
+        files.write(unfinished / file, data)
         digest = hashlib.sha256(data).hexdigest()
         written[file] = {"bytes": len(data), "sha256": digest, "keys": list(shard.values())}
     return written

@@ -14,7 +14,7 @@ from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.tokens import receive_gradient, rows_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.autograd import Context, Function, hand_on, in_flight_problem
+from symmoe.symm_mem.autograd import Context, Function, GradientBuffer
 from symmoe.symm_mem.buffers import buffer_problem, memory_problem
 from symmoe.symm_mem.told import told
 
@@ -60,8 +60,7 @@ def combine_tokens(
 
 class _Context(Context, Protocol):
     plan: Plan
-    grad_out: torch.Tensor | None
-    handed_on: torch.Tensor
+    grad_out: GradientBuffer
     num_rows: int
 
 
@@ -72,22 +71,22 @@ class _Combine(Function):
     def forward(
         ctx: _Context, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.plan, ctx.grad_out, ctx.num_rows = plan, grad_out, expert_out.shape[0]
+        ctx.plan, ctx.grad_out, ctx.num_rows = plan, GradientBuffer("grad_out", grad_out), expert_out.shape[0]
         with on_heap(expert_out, plan, name="expert output") as rows:
             return collect_rows(rows, plan, order=order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan = ctx.plan
+        plan, buffer = ctx.plan, ctx.grad_out.tensor
         with told(plan.heap, SEND):
-            plan.heap.fail_for(memory_problem("the gradient of y", dy), SEND)
-            if ctx.grad_out is None:
+            plan.heap.fail_for(memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND)
+            if buffer is None:
                 d_rows = receive_gradient(dy.contiguous(), plan)
             else:
-                plan.heap.fail_for(in_flight_problem("grad_out", ctx.grad_out), SEND)
-                send_expert_major_gradient(dy.contiguous(), plan, ctx.grad_out)
-                d_rows = ctx.handed_on = hand_on(ctx.grad_out)
+                send_expert_major_gradient(dy.contiguous(), plan, buffer)
+                d_rows = ctx.grad_out.hand_on(buffer)
+            ctx.grad_out.end_backward()
         if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
             d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
         return d_rows, None, None, None

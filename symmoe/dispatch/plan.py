@@ -166,7 +166,7 @@ def make_plan(
     """
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
-    heap.check()
+    heap.check(control.PHASE_PLAN, waits=capacity is None)
     with told(heap, control.PHASE_PLAN):
         heap.fail_for(
             _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
@@ -244,6 +244,8 @@ def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, .
             block_tokens,
             experts_per_rank=experts_per_rank,
         )
+        if device.type == "cpu":
+            heap.check()  # before another thread has its turn, which would raise it instead
     token_to_packed_row, token_to_primary_row = int32(num_tokens, num_ranks), int32(num_tokens, num_ranks)
     ops.assign_packed_rows(
         slot_to_row, slot_to_rank, block_tokens, packed_start, token_to_packed_row, token_to_primary_row
@@ -259,8 +261,6 @@ def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, .
         row_capacity, packed_capacity = max(1, words[control.SUM_MAX_ROWS]), max(1, words[control.SUM_MAX_PACKED])
         expected_rows = row_capacity
     else:
-        if device.type == "cpu":
-            heap.check()
         num_rows = None
         row_capacity, packed_capacity = limit, max(1, min(limit, num_ranks * token_limit))
         expected_rows = max(1, min(limit, token_limit * top_k))

@@ -14,7 +14,8 @@ from symmoe.doctor.flight import diagnose, read_record
 _DESCRIPTION = """\
 Says on one screen whether this machine can run symmoe and how well: GPUs, links, versions, limits, environment, and a
 self-test of heap, dispatch and combine on every GPU (at most 4) or on 2 CPU processes. What stands behind -> helps.
-The exit status is 1 if there is a problem. docs/doctor.md has all that it looks for.
+Under torchrun the first process of each node does all that, the others say nothing. The exit status is 1 if there is a
+problem. docs/doctor.md has all that it looks for.
 """
 
 
@@ -38,6 +39,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(args: argparse.Namespace) -> int:
+    # torchrun has started one per rank. They would only be in each other's way.
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
+        return 0
     return _read(args) if args.read else _examine(args)
 
 

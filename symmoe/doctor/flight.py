@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.flight import FORMAT
 
 MAX_BYTES = 16 << 20  # a record has some 30 KB
+_END_OF_TIME_S = 253_402_300_800  # of what a date can say: the year 10000
 
 Record = dict[str, Any]
 
@@ -47,22 +48,22 @@ def read_record(path: str) -> Record:
     """A flight record from a file.
 
     Raises:
-        ArgumentError: it cannot be read, or is none.
+        ArgumentError: it cannot be read, or is none. The text names the field.
     """
     try:
-        file = Path(path)
-        if file.stat().st_size > MAX_BYTES:
-            raise ArgumentError(f"{path} has more than {MAX_BYTES} bytes: no flight record")
-        record = json.loads(file.read_text())
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    if len(data) > MAX_BYTES:
+        raise ArgumentError(f"{path} has more than {MAX_BYTES} bytes: no flight record")
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ArgumentError(f"{path} is no flight record of this version ({FORMAT!r})")
-    missing = {"rank", "num_ranks", "error", "status", "calls", "epoch_of_rank", "written_unix_s"} - set(record)
-    if missing:
-        raise ArgumentError(f"{path} lacks {sorted(missing)}")
+    _check_record(path, record)
     return record
 
 
@@ -86,6 +87,83 @@ def diagnose(records: Iterable[Record]) -> Diagnosis:
     if told or gave_up:
         return _abort(by_rank, told, gave_up, sizes[0])
     return _error(by_rank, sizes[0])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and -1 <= value < 1 << 63
+
+
+def _is_count_or_none(value: object) -> bool:
+    return value is None or _is_count(value)
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= cast(float, value) < _END_OF_TIME_S
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # half of a pair of surrogates, which cannot be printed
+        return False
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+_Fields = Mapping[str, Callable[[object], bool]]
+_RECORD: _Fields = {
+    "rank": _is_count,
+    "num_ranks": _is_count,
+    "written_unix_s": _is_time,
+    "error": _is_object,
+    "status": _is_object,
+    "calls": _is_list,
+    "epoch_of_rank": _is_list,
+}
+_ERROR: _Fields = {"type": _is_text, "text": _is_text}
+_ABORT: _Fields = {"rank": _is_count}
+_TIMEOUT: _Fields = {
+    "rank": _is_count,
+    "phase": _is_text,
+    "expected": _is_count,
+    "seen": _is_count,
+    "reported_by": _is_count_or_none,
+}
+_STATUS: _Fields = {"phase": _is_text, "peer": _is_count, "epoch": _is_count}
+_CALL: _Fields = {"phase": _is_text, "epoch": _is_count, "launched_unix_s": _is_time}
+
+
+def _check_record(path: str, record: Record) -> None:
+    """Every field that is used below is there and of its type: files may come from anywhere."""
+    _check(path, record, _RECORD)
+    error, num_ranks = record["error"], record["num_ranks"]
+    _check(f"{path}: error", error, _ERROR)
+    _check(f"{path}: error", error, {"PeerTimeout": _TIMEOUT, "PeerAborted": _ABORT}.get(error["type"], {}))
+    _check(f"{path}: status", record["status"], _STATUS)
+    for call in record["calls"]:
+        _check(f"{path}: one of calls", call, _CALL)
+    if len(record["epoch_of_rank"]) != num_ranks or not all(map(_is_count, record["epoch_of_rank"])):
+        raise ArgumentError(f"{path}: epoch_of_rank is not a number of each of {num_ranks} ranks")
+    peer = error["rank"] if error["type"] in ("PeerTimeout", "PeerAborted") else 0
+    for name, rank in (("rank", record["rank"]), ("rank of error", peer)):
+        if not 0 <= rank < num_ranks:
+            raise ArgumentError(f"{path}: {name} is {rank}, of {num_ranks} ranks")
+
+
+def _check(where: str, value: object, fields: _Fields) -> None:
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{where} is no object")
+    if missing := sorted(set(fields) - set(value)):
+        raise ArgumentError(f"{where} lacks {missing}")
+    for name, fits in fields.items():
+        if not fits(value[name]):
+            raise ArgumentError(f"{where} has {name} {ascii(value[name])[:60]}, which is none")
 
 
 def _timeout(by_rank: dict[int, Record], waits: dict[int, int], num_ranks: int) -> Diagnosis:
@@ -124,7 +202,7 @@ def _abort(by_rank: dict[int, Record], told: dict[int, int], gave_up: list[int],
     status = by_rank[witnesses[0]]["status"] if witnesses else None
     phase, epoch = (status["phase"], status["epoch"]) if status else (None, None)
     since = [call["launched_unix_s"] for rank in witnesses if (call := _call(by_rank[rank], phase, epoch))]
-    source = by_rank[culprits[0] if culprits[0] in by_rank else witnesses[0]]["error"]["text"]
+    source = by_rank[next(rank for rank in (*culprits, *witnesses) if rank in by_rank)]["error"]["text"]
     reason = source.partition("gave up: ")[2].partition(" (flight record")[0] or source
     last_call = _last_call(by_rank, culprits[0], None, 0, []) if culprits[0] in by_rank else None
     sentence = f"{_ranks(culprits)} gave up: {reason.rstrip('. ')}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from symmoe.doctor.findings import Finding
 from symmoe.symm_mem import host
+from symmoe.symm_mem.machine import available_bytes
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NEEDED_SHM_BYTES = 64 << 20  # NCCL's buffers of a few ranks; Docker's default is this, less what is in use
@@ -67,7 +68,7 @@ def read_system(environment: Mapping[str, str]) -> System:
         python=platform.python_version(),
         host_problem=host.preflight() or _memfd_problem(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        free_bytes=_least(_available_bytes(), _left(group, "memory")),
+        free_bytes=available_bytes(),
         shm_bytes=shm.total if shm else None,
         shm_free_bytes=shm.free if shm else None,
         max_files=_soft_limit(resource.RLIMIT_NOFILE),
@@ -151,13 +152,6 @@ def _memfd_problem() -> str:
     except OSError as error:
         return f"memfd_create: {error.strerror}"
     return ""
-
-
-def _available_bytes() -> int | None:
-    for line in (_text(Path("/proc/meminfo")) or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
 
 
 def _control_group() -> Path | None:

@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,10 +30,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from symmoe.errors import ArgumentError
-from symmoe.moe.gradients import mark_expert
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.layer import MoELayer, MoEMetrics
+from symmoe.moe.ownership import trainable
 from symmoe.moe.router import RouterOutput
+from symmoe.moe.wrappers import gradients_elsewhere, join_ddp, prepare_for_ddp
 
 EP = "ep"
 
@@ -91,7 +91,8 @@ def parallelize(
     for layer in layers:
         # The router computes in fp32 from the tokens as they come.
         keep_fp32 = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
-        fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
+        if layer.router is not None:
+            fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
         if layer.shared_expert is not None and any(True for _ in layer.shared_expert.parameters()):
             fully_shard(layer.shared_expert, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
         placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
@@ -103,8 +104,6 @@ def parallelize(
             mp_policy=expert_policy,
         )
         _divide_gradients(sharded, expert_mesh, divisor)
-        for parameter in layer.experts.parameters():
-            mark_expert(parameter)  # FSDP has made new ones
     for unit in units:
         if not isinstance(unit, FSDPModule):
             fully_shard(unit, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
@@ -131,27 +130,12 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> Dis
         ArgumentError: as in :func:`parallelize`.
     """
     replicas = mesh[_replica_names(mesh)]
-    layers = shard_experts(model, mesh)
-    ignored = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    shard_experts(model, mesh)
+    group = (replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")).get_group()
+    prepare_for_ddp(model, expert_group=group)
     everybody = mesh._flatten("symmoe_dense").get_group()
     ddp = DistributedDataParallel(model, process_group=everybody, **ddp_options)
-    group = (replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")).get_group()
-    ep = mesh[EP].size()
-
-    def to_replica_mean(parameter: nn.Parameter) -> None:
-        if ddp.require_backward_grad_sync and replicas.size() > 1:
-            gradient = _local(parameter.grad)
-            # A mean, like DDP's own: what has been averaged before stays what it is.
-            dist.all_reduce(gradient, group=group)
-            gradient.div_(replicas.size())
-
-    for layer in layers:
-        for parameter in layer.experts.parameters():
-            dist.broadcast(_local(parameter.detach()), group=group, group_src=0)
-            if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: gradient / ep)
-                parameter.register_post_accumulate_grad_hook(to_replica_mean)
+    raise_for(join_ddp(ddp))
     return ddp
 
 
@@ -179,9 +163,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
         for linear in (layer.experts.fc1, layer.experts.fc2):
             for name, parameter in list(linear.named_parameters()):
                 whole = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
-                sharded = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-                mark_expert(sharded)
-                setattr(linear, name, sharded)
+                setattr(linear, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     return layers
 
 
@@ -190,9 +172,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 
     Under :func:`data_parallel` only experts are DTensors, and foreach and fused optimizers refuse groups of both kinds.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    experts = [parameter for parameter in parameters if getattr(parameter, "is_expert", False)]
-    dense = [parameter for parameter in parameters if not getattr(parameter, "is_expert", False)]
+    dense, experts = trainable(model)
     return [{"params": dense}, {"params": experts}]
 
 
@@ -213,9 +193,7 @@ def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
         )
     if not linear.is_packed:
         raise ArgumentError("experts.fc1.weights ('discrete') must be 'packed': a DTensor holds all experts of a rank")
-    for name in ("accumulate_into_main_grad", "delay_wgrad"):
-        if getattr(linear, name) or getattr(layer.experts.fc2, name):
-            raise ArgumentError(f"experts.{name} (True) must be False: FSDP and DDP read `.grad` when backward is over")
+    raise_for(gradients_elsewhere(layer.experts))
     if any(isinstance(parameter, DTensor) for parameter in layer.experts.parameters()):
         raise ArgumentError("the experts of a layer are DTensors already; a model is put on a mesh once")
 

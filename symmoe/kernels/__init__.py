@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -19,3 +20,13 @@ def for_device(device: torch.device) -> ModuleType:
     from symmoe.kernels import twin
 
     return twin
+
+
+def compiled_counter(device: torch.device) -> Callable[[], int]:
+    """A function that says how many variants of the kernels for `device` this process has compiled so far, or found in
+    a cache."""
+    if device.type == "cuda":
+        from symmoe.kernels.gpu.launch import num_compiled
+
+        return num_compiled
+    return int  # PyTorch compiles nothing of the twins

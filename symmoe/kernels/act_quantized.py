@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.activation import Activation
+from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.operands import check_column_scale, check_operand
 from symmoe.kernels.parts import are_ranges, num_groups_of, refuse_ranges
@@ -39,9 +39,9 @@ def dact_features(activation: Activation) -> int:
     return FEATURES if activation.interleave is None else ALTERNATING_FEATURES
 
 
-def dact_quantize_workspace_numel(num_rows: int, ffn: int, activation: Activation) -> int:
-    """Elements of dact_quantize's fp32 workspace: sums of every row and tile of features."""
-    return num_rows * -(-ffn // dact_features(activation))
+def dact_quantize_workspace_numel(num_rows: int, ffn: int) -> int:
+    """Elements of dact_quantize's fp32 workspace: sums of every row and block of features."""
+    return num_rows * num_scale_sums(ffn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def check_dact_quantize(
         )
     check_operand("da", da, (sizes.num_rows, sizes.ffn), (h.dtype,))
     check_operand("dscale", dscale, (sizes.num_rows,), SCALE)
-    least = dact_quantize_workspace_numel(sizes.num_rows, sizes.ffn, activation)
+    least = dact_quantize_workspace_numel(sizes.num_rows, sizes.ffn)
     if workspace.dtype != torch.float32 or workspace.numel() < least or not workspace.is_contiguous():
         raise ArgumentError(
             f"workspace must have {least} contiguous fp32 elements, got {workspace.dtype} {list(workspace.shape)}"

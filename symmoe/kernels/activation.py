@@ -1,6 +1,11 @@
 """The activations between the two GEMMs of an expert, as data that kernels and modules share.
 
 W is the width of the hidden rows h that an activation reads, I (ffn) the width of what it returns.
+
+The gradient of a row's scale, dscale = sum over I of da * act(h), is summed in one order by every kernel: products are
+rounded to fp32; in blocks of SUM_COLUMNS columns (zeros past the last one) neighbours are added, then neighbouring
+sums, and so on; the blocks' sums are added from left to right. So tiles that hold whole blocks give the same bits
+whatever their width, and so do layouts and schedules that take different kernels.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from symmoe.errors import ArgumentError
 
 SWIGLU = "swiglu"
 SRELU = "srelu"
+SUM_COLUMNS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +54,8 @@ class Activation:
     def hidden_width(self, ffn: int) -> int:
         """W, columns of h for `ffn` columns of the result."""
         return 2 * ffn if self.is_gated else ffn
+
+
+def num_scale_sums(ffn: int) -> int:
+    """Blocks of columns whose sums make up a row's dscale."""
+    return -(-ffn // SUM_COLUMNS)

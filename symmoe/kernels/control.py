@@ -48,7 +48,7 @@ ABORT_RANK_SHIFT = 48
 EPOCH_MASK = (1 << ABORT_RANK_SHIFT) - 1
 
 # a slot of the fault inbox: the epoch of the faulted barrier or the word of a rank that gave up (8 bytes), the error,
-# four integers of the latter (see symm_mem/abort.py), padding to 64 bytes
+# five integers of the latter (see symm_mem/abort.py), padding to 64 bytes
 INBOX_BYTES = 64 + FAULT_BYTES
 INBOX_DETAILS = 8 + FAULT_BYTES  # where the integers start
 

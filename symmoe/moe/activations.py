@@ -15,11 +15,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels import control
 from symmoe.kernels.activation import SRELU, Activation
-from symmoe.moe.arguments import scale_problem
+from symmoe.moe.arguments import RowsLike, check_gradient, scale_problem
 from symmoe.symm_mem.autograd import Context, Function
+from symmoe.symm_mem.buffers import memory_problem, stale_problem
 
 
 class ScaledActivation(nn.Module):
@@ -46,7 +47,7 @@ class ScaledActivation(nn.Module):
             [..., I] in the dtype of h.
 
         Raises:
-            ArgumentError: a shape, dtype or device is wrong.
+            ArgumentError, StaleLease: a shape, dtype, layout or device is wrong, or memory has been released.
         """
         raise_for(self._problem(h, scale))
         out: torch.Tensor = _ScaledActivation.apply(h, scale.float(), self.activation)
@@ -58,15 +59,15 @@ class ScaledActivation(nn.Module):
     def extra_repr(self) -> str:
         return str(self.activation)
 
-    def _problem(self, h: torch.Tensor, scale: torch.Tensor) -> ArgumentError | None:
-        if not isinstance(h, torch.Tensor):
-            return ArgumentError(f"h ({type(h).__name__}) must be a tensor")
+    def _problem(self, h: object, scale: object) -> ArgumentError | StaleLease | None:
+        if not isinstance(h, torch.Tensor) or h.layout is not torch.strided:
+            return memory_problem("h", h)
         if h.dim() < 1 or h.dtype not in control.DTYPES:
             return ArgumentError(f"h is {h.dtype} {list(h.shape)}; it must be [..., W] of {control.DTYPES}")
         if h.shape[-1] % self.activation.hidden_width(self.activation.interleave or 1):
             unit = self.activation.hidden_width(self.activation.interleave or 1)
             return ArgumentError(f"h has {h.shape[-1]} columns; {self.activation} needs a multiple of {unit}")
-        return scale_problem("scale", scale, h)
+        return stale_problem("h", h) or scale_problem("scale", scale, RowsLike(h.shape[:-1], h.dtype, h.device))
 
 
 class ScaledSwiGLU(ScaledActivation):
@@ -151,6 +152,7 @@ class _ScaledActivation(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        check_gradient(d_out)
         h, scale = ctx.saved_tensors
         width, ffn = h.shape[-1], d_out.shape[-1]
         d_h, d_scale = torch.empty_like(h), torch.empty_like(scale)

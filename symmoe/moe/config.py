@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from symmoe.dispatch.plan import is_one_of
 from symmoe.dispatch.wire import WireFormat, wire_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
+from symmoe.moe.arguments import size_problem
 from symmoe.moe.overlap import received_layout
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
 
 Stash = Literal["all", "rows", "hidden", "none"]
-Schedule = Literal["serial", "overlapped"]
+Schedule = Literal["serial", "overlapped", "always-overlapped"]
 QuantizedWire = Literal["none", "forward", "backward", "both"]
 
 # Fields that take one of a few words. The Literal annotations say the same to a type checker.
@@ -26,11 +27,27 @@ _CHOICES = {
     "score": ("softmax", "sigmoid"),
     "stash": ("all", "rows", "hidden", "none"),
     "layout": ("auto", *control.LAYOUTS),
-    "schedule": control.SCHEDULES,
+    "router": ("linear", "none"),
+    "schedule": (*control.SCHEDULES, "always-overlapped"),
     "quantized_wire": control.QUANTIZED_WIRES,
     "aux_loss": ("micro_batch", "sequence", "global"),
     "drop_policy": ("probs", "position"),
 }
+
+
+# Fields that mean nothing without one.
+_OF_THE_ROUTER = (
+    "score",
+    "renormalize",
+    "num_groups",
+    "top_groups",
+    "route_scale",
+    "expert_bias",
+    "bias_update_rate",
+    "aux_loss_coef",
+    "aux_loss",
+    "z_loss_coef",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +73,17 @@ class MoEConfig:
             per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
             takes less time, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
         schedule: "overlapped": rows travel beside the GEMMs where that pays (moe/overlap.py). "serial": dispatch,
-            experts, combine one after the other. Same bits.
+            experts, combine one after the other. "always-overlapped": beside the GEMMs in every trip, whether it pays
+            or not, for tests. Same bits. Ranks must agree on what travels beside what.
         precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
             None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
             symmoe.choose_precision takes it only where it is expected to be faster.
         quantized_wire: what travels to the experts as the E4M3 numbers of `precision`, in about half the bytes: tokens
             ("forward"), the gradients of their results ("backward"), "both" or "none". What the experts compute from
             them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
+        router: "linear": the layer has one (symmoe.moe.router). "none": it has none, nor parameters of one, and each
+            call brings topk_idx and probs. What follows is about the router, but for capacity_factor and drop_policy,
+            and has to stay as it is then.
         score: how logits become scores.
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
@@ -97,6 +118,7 @@ class MoEConfig:
     schedule: Schedule = "overlapped"
     precision: Recipe | None = None
     quantized_wire: QuantizedWire = "none"
+    router: Literal["linear", "none"] = "linear"
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     num_groups: int = 1
@@ -122,11 +144,10 @@ class MoEConfig:
         return WireFormat(self.precision, self.hidden).row_bytes
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups"):
-            _check_positive(name, getattr(self, name))
-        for name in ("capacity", "max_tokens"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+        sizes = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")
+        raise_for(size_problem(**{name: getattr(self, name) for name in sizes}))
+        bounds = {name: getattr(self, name) for name in ("capacity", "max_tokens")}
+        raise_for(size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
         raise_for(words_problem({name: getattr(self, name) for name in _CHOICES}))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
@@ -134,6 +155,7 @@ class MoEConfig:
         for name in ("route_scale", "bias_update_rate", "aux_loss_coef", "z_loss_coef"):
             _check_factor(name, getattr(self, name))
         self._check_precision()
+        self._check_router()
         self._check_groups()
         self._check_capacity()
         self._check_capacity_factor()
@@ -142,6 +164,11 @@ class MoEConfig:
         raise_for(precision_problem(self.precision, hidden=self.hidden, ffn=self.ffn))
         if self.quantized_wire != "none" and (problem := wire_problem(self.precision)) is not None:
             raise ArgumentError(f"quantized_wire ({self.quantized_wire!r}): {problem}")
+
+    def _check_router(self) -> None:
+        for field in fields(self) if self.router == "none" else ():
+            if field.name in _OF_THE_ROUTER and (value := getattr(self, field.name)) != field.default:
+                raise ArgumentError(f"{field.name} ({value!r}) needs a router, but router is 'none'")
 
     def _check_groups(self) -> None:
         _check_at_most("top_k", self.top_k, "num_experts", self.num_experts)
@@ -182,14 +209,6 @@ def words_problem(words: Mapping[str, object]) -> ArgumentError | None:
         if not is_one_of(word, _CHOICES[name]):
             return ArgumentError(f"{name} ({word!r}) must be one of {_CHOICES[name]}")
     return None
-
-
-def _check_positive(name: str, value: object) -> None:
-    # bool is an int to isinstance; top_k=True is a mistake all the same.
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
-    if value < 1:
-        raise ArgumentError(f"{name} ({value}) must be at least 1")
 
 
 def _check_factor(name: str, value: object) -> None:

@@ -28,7 +28,7 @@ from symmoe.moe.config import words_problem
 from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden
 from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
-from symmoe.moe.overlap import Sizes, num_sms_of, overlap, rates_of, received_layout
+from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, rates_of, received_layout
 from symmoe.moe.quantized import FULL, Wire, takes_parts
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.symm_mem.autograd import Context, Function
@@ -87,7 +87,7 @@ def expert_parallel_mlp(
         order: of the sums in combine, "rank" or "slot".
         stash: what is kept for backward, see MoEConfig.
         layout: of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
-        schedule: "serial" or "overlapped", see MoEConfig.
+        schedule: "serial", "overlapped" or "always-overlapped", see MoEConfig.
         quantized_wire: what travels quantised: "none", "forward", "backward" or "both", see MoEConfig.
         out_shape: [..., H] of the result; None is [T, H].
 
@@ -116,7 +116,7 @@ def expert_parallel_mlp(
             order=order,
             stash=STASHES[stash],
             layout=layout,
-            schedule=Serial(layout) if schedule == "serial" else _overlapped(x, experts, plan, order, layout, wire),
+            schedule=_schedule(schedule, x, experts, plan, order, layout, wire),
             wire=wire,
             trains=torch.is_grad_enabled(),
             out_shape=out_shape,
@@ -136,10 +136,12 @@ def _wire(experts: GroupedMLP, plan: Plan, quantized_wire: str) -> Wire:
     return Wire(*(wire if quantized_wire in (direction, "both") else None for direction in ("forward", "backward")))
 
 
-def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str, wire: Wire) -> Schedule:
+def _schedule(
+    word: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str, wire: Wire
+) -> Schedule:
     """How the schedule cuts a call depends on nothing but what all ranks agree on."""
     num_ranks = plan.heap.num_ranks
-    if num_ranks == 1:
+    if num_ranks == 1 or word == "serial":
         return Serial(layout)
     sizes = Sizes(
         num_rows=_rounded_up(plan.expected_rows),
@@ -154,7 +156,11 @@ def _overlapped(x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, la
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
-    chosen = overlap(sizes, num_sms_of(x.device), rates_of(experts.precision))
+    num_sms = num_sms_of(x.device)
+    if word == "always-overlapped":
+        chosen = overlap_everything(sizes, num_sms)
+    else:
+        chosen = overlap(sizes, num_sms, rates_of(experts.precision))
     if not takes_parts(experts.precision):  # its GEMMs begin when all rows are there
         chosen = replace(chosen, dispatch=None, gradient_dispatch=None)
     return Overlapped(layout, chosen)

@@ -11,8 +11,8 @@ their mean, L = (1/W) * sum_r L_r.
   into D EP groups, the expert has D replicas that saw different tokens: sum over the replicas (the
   `expert_group`), then divide by W, which is not the size of that group.
 
-Parameters say which kind they are by the attribute `is_expert` (set by GroupedLinear). It is `.grad` that is
-reduced: with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
+Which kind a parameter is follows from the module that owns it (symmoe.moe.ownership). It is `.grad` that is reduced:
+with `accumulate_into_main_grad`, the trainer that owns `main_grad` reduces it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ import torch.distributed as dist
 from torch import nn
 
 from symmoe.errors import ArgumentError
+from symmoe.moe.ownership import named_parameters, trainable
+from symmoe.moe.wrappers import ExpertParallelModule
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-def mark_expert(parameter: nn.Parameter) -> None:
-    """Says of a parameter that it is an expert's."""
-    parameter.is_expert = True  # type: ignore[attr-defined]  # our own, as trainers have theirs
 
 
 @torch.no_grad()
@@ -58,10 +55,15 @@ def reduce_gradients(
             world is one EP group.
 
     Raises:
-        ArgumentError: a parameter is a DTensor.
+        ArgumentError: a parameter is a DTensor, or a layer is inside a DistributedDataParallel.
     """
     group = group or _default_group()
-    dense, experts = _trainable(model)
+    if any(isinstance(module, ExpertParallelModule) and module.replicas.ddp is not None for module in model.modules()):
+        raise ArgumentError(
+            "a layer is inside a DistributedDataParallel, which reduces gradients in backward, the experts' too: "
+            "reduce_gradients would do it again"
+        )
+    dense, experts = trainable(model)
     for parameter in dense + experts:
         if hasattr(parameter, "device_mesh"):
             placements = _dtensor(parameter).placements
@@ -123,13 +125,13 @@ def clip_grad_norm(
 def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> dict[int, list[torch.Tensor]]:
     """This rank's part of every gradient, by the number of ranks that have the same part."""
     parts: dict[int, list[torch.Tensor]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter, is_expert in named_parameters(model):
         gradient = parameter.grad
         if gradient is None or not parameter.requires_grad:
             continue
         mesh = getattr(gradient, "device_mesh", None)
         if mesh is None:
-            num_copies = num_replicas if getattr(parameter, "is_expert", False) else num_ranks
+            num_copies = num_replicas if is_expert else num_ranks
         else:
             placements = _dtensor(gradient).placements
             if any(placement.is_partial() for placement in placements):
@@ -144,16 +146,6 @@ def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> 
 def _dtensor(tensor: torch.Tensor) -> DTensor:
     """What has a mesh is one. (Asked for like that, since nothing else here needs torch's module of them.)"""
     return cast("DTensor", tensor)
-
-
-def _trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(dense, experts): parameters that take a gradient, in the order of `model.parameters()`."""
-    dense: list[nn.Parameter] = []
-    experts: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (experts if getattr(parameter, "is_expert", False) else dense).append(parameter)
-    return dense, experts
 
 
 def _sum_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None) -> None:

@@ -18,20 +18,29 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels.table import TensorTable
 from symmoe.moe import weight_grad
 from symmoe.moe.adjacent import addresses, lay_side_by_side
-from symmoe.moe.arguments import gradient_buffer, kernel_rows, result_buffers_problem, rows_problem, scale_problem
-from symmoe.moe.gradients import mark_expert
+from symmoe.moe.arguments import (
+    RowsLike,
+    check_gradient,
+    gradient_rows,
+    kernel_rows,
+    parameter_dtype_problem,
+    result_buffers_problem,
+    rows_problem,
+    scale_problem,
+    shared_memory_problem,
+    size_problem,
+)
 from symmoe.moe.held_weight import HeldWeight
 from symmoe.moe.low_rank import low_rank
 from symmoe.moe.products import NOTHING, products_of, weight_gradient
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
-from symmoe.symm_mem.autograd import Context, Function, Unmodified, hand_on, wrote_into
-from symmoe.symm_mem.buffers import stale_problem
+from symmoe.symm_mem.autograd import Context, Function, GradientBuffer, Unmodified, wrote_into
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -59,13 +68,15 @@ class GroupedLinear(nn.Module):
             its `feature_multiple`.
         init_method: fills one group's [O, C] in place; None: uniform with the bound of nn.Linear.
 
-    Parameters carry `is_expert = True`, by which reduce_gradients tells them from data-parallel ones.
+    `holds_experts = True` tells reduce_gradients, and whoever else asks, that the parameters are not data-parallel.
 
     Raises:
-        ArgumentError: a size is out of range.
+        ArgumentError: a size is no int or out of range, or the dtype is not one of numbers with a gradient.
     """
 
     num_extra_inputs = 1  # Sequential passes the splits
+    holds_experts = True
+    _is_fsdp_managed_module = False  # FSDP sets it
 
     def __init__(
         self,
@@ -84,9 +95,8 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
-            if value < 1:
-                raise ArgumentError(f"{name} ({value}) must be at least 1")
+        raise_for(size_problem(num_groups=num_groups, in_features=in_features, out_features=out_features))
+        raise_for(parameter_dtype_problem(dtype))
         if weights not in ("packed", "discrete"):
             raise ArgumentError(f"weights ({weights!r}) must be 'packed' or 'discrete'")
         raise_for(precision_problem(precision, in_features=in_features, out_features=out_features))
@@ -106,11 +116,9 @@ class GroupedLinear(nn.Module):
             for g, weight in enumerate(whole.unbind(0)):  # in one storage: see packed_view
                 setattr(self, f"weight{g}", nn.Parameter(weight))
         self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
-        for parameter in self.parameters():
-            mark_expert(parameter)
+        self._weight_marks: dict[str, object] = {}
         if delay_wgrad:
-            for weight in self.weight_parameters():
-                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]  # Megatron's DDP: it comes later
+            self.mark_weights(skip_backward_post_hook=True)  # Megatron's DDP: the gradient comes later
         self.reset_parameters()
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
@@ -124,6 +132,11 @@ class GroupedLinear(nn.Module):
     def weight_parameters(self) -> tuple[torch.Tensor, ...]:
         """The one packed weight, or the G discrete ones; of a DTensor this rank's part, differentiable."""
         return (local_part(self.weight),) if self.is_packed else self._discrete_weights()
+
+    def mark_weights(self, **marks: object) -> None:
+        """Sets attributes of every weight that a trainer reads there. Parameters that take their place get them too."""
+        self._weight_marks |= marks
+        self._restate_marks()
 
     def held_problem(self) -> ArgumentError | None:
         """What keeps a forward pass from the weights as symmoe.constant_weights has them, or None."""
@@ -167,8 +180,9 @@ class GroupedLinear(nn.Module):
         Args:
             x: [..., C] in the dtype of the weights (or any, under autocast); the leading dimensions, flattened, are
                 the rows.
-            splits: int32 or int64 [G] on the device of x: rows of each group. A list or CPU tensor is checked and
-                copied, outside of CUDA-graph capture. Device values are not checked: kernels stay inside the rows.
+            splits: integers [G] on the device of x: rows of each group. A list, a NumPy array or a CPU tensor is
+                checked and copied, outside of CUDA-graph capture. Device values are not checked: kernels stay inside
+                the rows.
             out: [..., O] buffer for the result, e.g. of a heap lease.
             grad_input_out: [..., C] buffer for the gradient of x. Autograd hands it on as it is to a single producer
                 of x, and copies it for a leaf or a second consumer.
@@ -181,21 +195,23 @@ class GroupedLinear(nn.Module):
         Raises:
             ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
         """
-        raise_for(linear_problem(self, x, splits, out, grad_input_out, bias_scale))
+        raise_for(rows_problem("x", x, self) or self.held_problem())
+        raise_for(
+            linear_problem(self, RowsLike.of(x), splits, out, grad_input_out, bias_scale)
+            or shared_memory_problem(out, grad_input_out, (x, splits, bias_scale, *self.parameters()))
+        )
         x, weights, bias = self.operands(x)
-        num_rows = math.prod(x.shape[:-1])
         call = _Call(
             linear=self,
-            row_start=splits_to_row_start(splits, rows=x, num_rows=num_rows),
-            out=out,
-            grad_input_out=grad_input_out,
             overwrite_main_grad=is_first_microbatch,
             trains_x=torch.is_grad_enabled() and x.requires_grad,
         )
+        row_start = splits_to_row_start(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
+        buffers = (out, grad_input_out)
         added_bias = None if self.return_bias else bias
         scale = None if bias_scale is None else bias_scale.float()
         adapters = (adapter.to(x.dtype) for adapter in self.adapters())
-        y: torch.Tensor = _GroupedLinear.apply(call, x, added_bias, scale, *weights, *adapters)
+        y: torch.Tensor = _GroupedLinear.apply(call, buffers, row_start, x, added_bias, scale, *weights, *adapters)
         return (y, bias) if self.return_bias else y
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
@@ -283,6 +299,7 @@ class GroupedLinear(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         before = None if self.is_packed else addresses(self._discrete_weights())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self._restate_marks()
         if self.is_packed:
             return self
         weights = self._discrete_weights()
@@ -303,6 +320,16 @@ class GroupedLinear(nn.Module):
                 if whole.shape[:1] == (self.num_groups,):
                     state_dict.update(zip(indexed, whole.unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._restate_marks()  # loading may assign
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self._restate_marks()  # of a copy
+
+    def _restate_marks(self) -> None:
+        if self._weight_marks:
+            for name in ["weight"] if self.is_packed else [f"weight{g}" for g in range(self.num_groups)]:
+                vars(self._parameters[name]).update(self._weight_marks)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -313,41 +340,34 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 def linear_problem(
     linear: GroupedLinear,
-    x: torch.Tensor,
+    rows: RowsLike,
     splits: Splits,
     out: torch.Tensor | None,
     grad_input_out: torch.Tensor | None,
     bias_scale: torch.Tensor | None,
-) -> Exception | None:
-    """What is wrong with the arguments of a forward pass, or None. Looks at no device memory."""
-    error = rows_problem("x", x, linear) or stale_problem("x", x) or linear.held_problem()
-    if error is None:
-        error = splits_problem(splits, num_groups=linear.num_groups, rows=x, num_rows=x.numel() // linear.in_features)
+) -> ArgumentError | StaleLease | None:
+    """What is wrong with any one argument of a forward pass but the rows, or None. Looks at no device memory."""
+    error = splits_problem(splits, num_groups=linear.num_groups, device=rows.device, num_rows=rows.num_rows)
     if error is None and bias_scale is not None:
         if linear.bias is None or linear.return_bias:
-            return ArgumentError(f"bias_scale {list(bias_scale.shape)} needs a bias that is added; {linear} adds none")
-        error = scale_problem("bias_scale", bias_scale, x)
-    if error is not None or (out is None and grad_input_out is None):
-        return error
-    inputs = (x, bias_scale, *linear.parameters())
-    return result_buffers_problem(x, linear.out_features, out, grad_input_out, inputs=inputs)
+            given = list(bias_scale.shape) if isinstance(bias_scale, torch.Tensor) else type(bias_scale).__name__
+            return ArgumentError(f"bias_scale ({given}) needs a bias that is added; {linear} adds none")
+        error = scale_problem("bias_scale", bias_scale, rows)
+    return error or result_buffers_problem(rows, linear.in_features, linear.out_features, out, grad_input_out)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one call of a linear layer hands to autograd beside the tensors it differentiates."""
+    """What one call of a linear layer hands to autograd beside tensors."""
 
     linear: GroupedLinear
-    row_start: torch.Tensor
-    out: torch.Tensor | None
-    grad_input_out: torch.Tensor | None
     overwrite_main_grad: bool
     trains_x: bool
 
 
 class _Context(Context, Protocol):
     call: _Call
-    handed_on: torch.Tensor
+    grad_input_out: GradientBuffer
 
 
 class _GroupedLinear(Function):
@@ -355,48 +375,49 @@ class _GroupedLinear(Function):
     def forward(
         ctx: _Context,
         call: _Call,
+        buffers: tuple[torch.Tensor | None, torch.Tensor | None],
+        row_start: torch.Tensor,
         x: torch.Tensor,
         bias: torch.Tensor | None,
         bias_scale: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        linear = call.linear
+        linear, (out, grad_input_out) = call.linear, buffers
         weights, adapters = linear.split(tensors)
         x = kernel_rows(x)
         bias_scale = None if bias_scale is None else bias_scale.contiguous()
         shape = (*x.shape[:-1], linear.out_features)
-        y = x.new_empty(shape) if call.out is None else call.out
+        y = x.new_empty(shape) if out is None else out
         products = products_of(linear.precision, weights, trains_rows=call.trains_x, held=linear.held_weight)
         products.forward(
             x.view(-1, linear.in_features),
-            call.row_start,
+            row_start,
             y.view(-1, linear.out_features),
             bias=bias,
             bias_scale=None if bias_scale is None else bias_scale.view(-1),
-            zero_tail=call.out is None,
+            zero_tail=out is None,
         )
         low, t = low_rank(adapters), None
         if low is not None:
             t = low.new_rows(math.prod(x.shape[:-1]))
-            low.down(x.view(-1, linear.in_features), call.row_start, t)
-            low.add_up(t, call.row_start, y.view(-1, linear.out_features))
-        ctx.save_for_backward(x, bias, bias_scale, t, *products.kept(), *tensors)
-        # Not save_for_backward: what the gradient's buffer holds until then is nobody's business. Held here, it is
-        # also what keeps autograd from taking the buffer itself for the `.grad` of a leaf.
-        ctx.call = call
+            low.down(x.view(-1, linear.in_features), row_start, t)
+            low.add_up(t, row_start, y.view(-1, linear.out_features))
+        ctx.save_for_backward(row_start, x, bias, bias_scale, t, *products.kept(), *tensors)
+        ctx.call, ctx.grad_input_out = call, GradientBuffer("grad_input_out", grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
-        return y if call.out is None else wrote_into(y).detach()
+        return y if out is None else wrote_into(y).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, bias, bias_scale, t, *rest = ctx.saved_tensors
+        check_gradient(d_y)
+        row_start, x, bias, bias_scale, t, *rest = ctx.saved_tensors
         call = ctx.call
         linear, ops = call.linear, kernels.for_device(x.device)
         kept, tensors = tuple(rest[: len(NOTHING)]), rest[len(NOTHING) :]
         weights, adapters = linear.split(tensors)
         products = products_of(linear.precision, weights, kept)
-        _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
+        _, _, _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
         d_y = kernel_rows(d_y).view(-1, linear.out_features)
         rows = x.view(-1, linear.in_features)
         d_x = d_bias = d_scale = None
@@ -404,29 +425,29 @@ class _GroupedLinear(Function):
         d_adapters: tuple[torch.Tensor | None, ...] = ()
         if low is not None:
             d_t = low.new_rows(rows.shape[0])
-            low.down_gradient(d_y, call.row_start, d_t)
-            d_adapters = low.gradients(rows, t, d_y, d_t, call.row_start)
+            low.down_gradient(d_y, row_start, d_t)
+            d_adapters = low.gradients(rows, t, d_y, d_t, row_start)
         if needs_x:
-            d_x = gradient_buffer(call.grad_input_out, x, d_y)
-            d_rows, zero_tail = d_x.view(-1, linear.in_features), call.grad_input_out is None
-            products.input_gradient(d_y, call.row_start, d_rows, zero_tail=zero_tail)
+            d_x = gradient_rows(ctx.grad_input_out, x, d_y)
+            d_rows, zero_tail = d_x.view(-1, linear.in_features), ctx.grad_input_out.tensor is None
+            products.input_gradient(d_y, row_start, d_rows, zero_tail=zero_tail)
             if low is not None:
-                low.add_up_gradient(d_t, call.row_start, d_x.view(-1, linear.in_features))
-            if call.grad_input_out is not None:
-                d_x = ctx.handed_on = hand_on(d_x)
+                low.add_up_gradient(d_t, row_start, d_x.view(-1, linear.in_features))
+            d_x = ctx.grad_input_out.hand_on(d_x)
         if needs_bias:
             d_bias = torch.empty_like(bias)
             scale = None if bias_scale is None else bias_scale.view(-1)
-            ops.grouped_bias_grad(d_y, call.row_start, d_bias, scale=scale)
+            ops.grouped_bias_grad(d_y, row_start, d_bias, scale=scale)
         if needs_scale:
             d_scale = torch.zeros_like(bias_scale)
-            ops.grouped_bias_dot(d_y, bias, call.row_start, d_scale.view(-1))
+            ops.grouped_bias_dot(d_y, bias, row_start, d_scale.view(-1))
 
         inputs = Unmodified(x=x, d_y=d_y)
 
         def wgrad(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
             inputs.check()
-            weight_gradient(linear.precision, d_y, rows, call.row_start, out, accumulate=accumulate)
+            weight_gradient(linear.precision, d_y, rows, row_start, out, accumulate=accumulate)
 
         d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=call.overwrite_main_grad)
-        return None, d_x, d_bias, d_scale, *d_weights, *d_adapters
+        ctx.grad_input_out.end_backward()
+        return None, None, None, d_x, d_bias, d_scale, *d_weights, *d_adapters

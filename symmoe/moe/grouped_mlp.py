@@ -16,31 +16,34 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from symmoe.errors import ArgumentError, raise_for
+from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels.table import TensorTable
 from symmoe.moe.activations import ScaledActivation, ScaledSwiGLU
 from symmoe.moe.adapted import AdaptedWeights
 from symmoe.moe.adjacent import check_uniform, packed_view
 from symmoe.moe.arguments import (
-    gradient_buffer,
+    RowsLike,
+    check_gradient,
+    gradient_rows,
     kernel_rows,
     result_buffers_problem,
     rows_problem,
     scale_problem,
+    shared_memory_problem,
+    size_problem,
     width_problem,
 )
 from symmoe.moe.experts import ExpertRows, ExpertWeights, Hidden, experts_forward
 from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.low_precision import packed_weight
 from symmoe.moe.low_rank import RANK_MULTIPLE, LowRank
-from symmoe.moe.pointers import pack_weight_ptrs
+from symmoe.moe.pointers import load_weight_addresses
 from symmoe.moe.products import kernel_weight
 from symmoe.moe.quantized import FULL, QuantizedWeights, Wire
 from symmoe.moe.splits import Splits, splits_problem, splits_to_row_start
 from symmoe.moe.weight_grad import packed_shape
 from symmoe.precision.recipes import Recipe
-from symmoe.symm_mem.autograd import Context, Function, hand_on, wrote_into
-from symmoe.symm_mem.buffers import stale_problem
+from symmoe.symm_mem.autograd import Context, Function, GradientBuffer, wrote_into
 
 
 class GroupedMLP(nn.Module):
@@ -56,6 +59,9 @@ class GroupedMLP(nn.Module):
     Attributes:
         fc1: GroupedLinear H -> W (W = 2I for gated activations).
         fc2: GroupedLinear I -> H.
+
+    Raises:
+        ArgumentError: as in GroupedLinear; or `activation` is something else.
     """
 
     num_extra_inputs = 2  # Sequential passes the splits and the scale
@@ -76,9 +82,9 @@ class GroupedMLP(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("num_groups", num_groups), ("hidden", hidden), ("ffn", ffn)):
-            if value < 1:
-                raise ArgumentError(f"{name} ({value}) must be at least 1")
+        raise_for(size_problem(num_groups=num_groups, hidden=hidden, ffn=ffn))
+        if activation is not None and not isinstance(activation, ScaledActivation):
+            raise ArgumentError(f"activation ({activation!r}) must be a ScaledActivation, or None")
         self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
         self.activation = ScaledSwiGLU() if activation is None else activation
         linear = partial(
@@ -173,7 +179,11 @@ def fused_mlp(
         is_first_microbatch: of fc1 and of fc2.
         The rest: as in GroupedMLP.forward.
     """
-    raise_for(_problem(fc1, fc2, x, splits, scale, out, grad_input_out))
+    raise_for(rows_problem("rows", x, fc1) or width_problem(fc2, x) or fc1.held_problem() or fc2.held_problem())
+    raise_for(
+        mlp_problem(fc1, fc2, RowsLike.of(x), splits, scale, out, grad_input_out)
+        or shared_memory_problem(out, grad_input_out, (x, splits, scale, *fc1.parameters(), *fc2.parameters()))
+    )
     x, weights1, b1 = fc1.operands(x)
     _, weights2, b2 = fc2.operands(x)
     tensors = (x, scale, b1, b2, *weights1, *weights2)
@@ -183,15 +193,15 @@ def fused_mlp(
         fc1=fc1,
         fc2=fc2,
         activation=activation,
-        row_start=splits_to_row_start(splits, rows=x, num_rows=math.prod(x.shape[:-1])),
         scale_bias=scale_bias and b2 is not None,
-        out=out,
-        grad_input_out=grad_input_out,
         overwrite_main_grad=is_first_microbatch,
         trains=(trains_rows, trains),
     )
+    row_start = splits_to_row_start(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
     adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2))
-    y: torch.Tensor = _FusedMLP.apply(call, x, scale.float(), b1, b2, *weights1, *weights2, *adapters)
+    y: torch.Tensor = _FusedMLP.apply(
+        call, (out, grad_input_out), row_start, x, scale.float(), b1, b2, *weights1, *weights2, *adapters
+    )
     return y
 
 
@@ -260,53 +270,47 @@ def kernel_weights(
         check_uniform(weights2)
         w1, w2 = packed_view(weights1), packed_view(weights2)
         if w1 is None and w2 is None:
-            pointers = pack_weight_ptrs(weights1, weights2)
+            pointers1, pointers2 = load_weight_addresses(weights1, weights2)
             return (
-                TensorTable(pointers.fc1, packed_shape(weights1), weights1[0].dtype),
-                TensorTable(pointers.fc2, packed_shape(weights2), weights2[0].dtype),
+                TensorTable(pointers1, packed_shape(weights1), weights1[0].dtype),
+                TensorTable(pointers2, packed_shape(weights2), weights2[0].dtype),
             )
         return kernel_weight(weights1) if w1 is None else w1, kernel_weight(weights2) if w2 is None else w2
     return kernel_weight(weights1), kernel_weight(weights2)
 
 
-def _problem(
+def mlp_problem(
     fc1: GroupedLinear,
     fc2: GroupedLinear,
-    x: torch.Tensor,
+    rows: RowsLike,
     splits: Splits,
     scale: torch.Tensor,
     out: torch.Tensor | None,
     grad_input_out: torch.Tensor | None,
-) -> Exception | None:
-    error = rows_problem("rows", x, fc1) or width_problem(fc2, x) or stale_problem("rows", x)
-    error = error or fc1.held_problem() or fc2.held_problem()
-    if error is None:
-        num_rows = math.prod(x.shape[:-1])
-        error = splits_problem(splits, num_groups=fc1.num_groups, rows=x, num_rows=num_rows)
-    error = error or scale_problem("row_probs", scale, x)
-    if error is not None or (out is None and grad_input_out is None):
-        return error
-    inputs = (x, scale, *fc1.parameters(), *fc2.parameters())
-    return result_buffers_problem(x, fc2.out_features, out, grad_input_out, inputs=inputs)
+) -> ArgumentError | StaleLease | None:
+    """What is wrong with any one argument of :func:`fused_mlp` but the rows, or None. Looks at no device memory."""
+    return (
+        splits_problem(splits, num_groups=fc1.num_groups, device=rows.device, num_rows=rows.num_rows)
+        or scale_problem("row_probs", scale, rows)
+        or result_buffers_problem(rows, fc1.in_features, fc2.out_features, out, grad_input_out)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one call hands to autograd beside the tensors it differentiates."""
+    """What one call hands to autograd beside tensors."""
 
     fc1: GroupedLinear
     fc2: GroupedLinear
     activation: ScaledActivation
-    row_start: torch.Tensor
     scale_bias: bool
-    out: torch.Tensor | None
-    grad_input_out: torch.Tensor | None
     overwrite_main_grad: tuple[bool, bool]
     trains: tuple[bool, bool]
 
     def operands(
         self,
         x: torch.Tensor,
+        row_start: torch.Tensor,
         scale: torch.Tensor,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
@@ -315,14 +319,14 @@ class _Call:
         """Inputs as the kernels take them."""
         scale = scale.view(-1)
         return (
-            ExpertRows(x.view(-1, x.shape[-1]), self.row_start, scale, scale if self.scale_bias else None),
+            ExpertRows(x.view(-1, x.shape[-1]), row_start, scale, scale if self.scale_bias else None),
             expert_weights(self.fc1, self.activation, self.fc2, (b1, b2), tensors, trains=self.trains),
         )
 
 
 class _Context(Context, Protocol):
     call: _Call
-    handed_on: torch.Tensor
+    grad_input_out: GradientBuffer
 
 
 class _FusedMLP(Function):
@@ -330,6 +334,8 @@ class _FusedMLP(Function):
     def forward(
         ctx: _Context,
         call: _Call,
+        buffers: tuple[torch.Tensor | None, torch.Tensor | None],
+        row_start: torch.Tensor,
         x: torch.Tensor,
         scale: torch.Tensor,
         b1: torch.Tensor | None,
@@ -337,34 +343,33 @@ class _FusedMLP(Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         x, scale = kernel_rows(x), scale.contiguous()
-        hidden = call.fc2.out_features
-        y = x.new_empty((*x.shape[:-1], hidden)) if call.out is None else call.out
-        rows, experts = call.operands(x, scale, b1, b2, tensors)
-        kept = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=call.out is None)
-        ctx.save_for_backward(x, scale, b1, b2, *kept, *tensors)
-        # Not save_for_backward: what the gradient's buffer holds until then is nobody's business. Held here, it is
-        # also what keeps autograd from taking the buffer itself for the `.grad` of a leaf.
-        ctx.call = call
+        hidden, (out, grad_input_out) = call.fc2.out_features, buffers
+        y = x.new_empty((*x.shape[:-1], hidden)) if out is None else out
+        rows, experts = call.operands(x, row_start, scale, b1, b2, tensors)
+        kept = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=out is None)
+        ctx.save_for_backward(x, row_start, scale, b1, b2, *kept, *tensors)
+        ctx.call, ctx.grad_input_out = call, GradientBuffer("grad_input_out", grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
-        return y if call.out is None else wrote_into(y).detach()
+        return y if out is None else wrote_into(y).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, scale, b1, b2, *rest = ctx.saved_tensors
+        check_gradient(d_y)
+        x, row_start, scale, b1, b2, *rest = ctx.saved_tensors
         call = ctx.call
         hidden, tensors = Hidden(*rest[: len(Hidden._fields)]), rest[len(Hidden._fields) :]
         weights1, weights2, _ = split_tensors(call.fc1, call.fc2, tensors)
-        rows, experts = call.operands(x, scale, b1, b2, tensors)
+        rows, experts = call.operands(x, row_start, scale, b1, b2, tensors)
         step = experts.backward(rows, hidden, kernel_rows(d_y).view(-1, d_y.shape[-1]))
         d_x = None
-        if ctx.needs_input_grad[1]:
-            d_x = gradient_buffer(call.grad_input_out, x, d_y)
-            step.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=call.grad_input_out is None)
-            if call.grad_input_out is not None:
-                d_x = ctx.handed_on = hand_on(d_x)
+        if ctx.needs_input_grad[3]:
+            d_x = gradient_rows(ctx.grad_input_out, x, d_y)
+            step.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=ctx.grad_input_out.tensor is None)
+            d_x = ctx.grad_input_out.hand_on(d_x)
         first, second = call.overwrite_main_grad
         d_w2 = call.fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=second)
         d_w1 = call.fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=first)
         d_scale, d_adapters = step.d_scale.view(scale.shape), step.adapter_gradients()
-        return None, d_x, d_scale, step.db1, step.db2, *d_w1, *d_w2, *d_adapters
+        ctx.grad_input_out.end_backward()
+        return None, None, None, d_x, d_scale, step.db1, step.db2, *d_w1, *d_w2, *d_adapters

@@ -14,6 +14,7 @@ from torch import nn
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
+from symmoe.kernels.operands import given
 from symmoe.moe import balance, operators
 from symmoe.moe.arguments import width_problem
 from symmoe.moe.beside import join, start_beside
@@ -21,8 +22,9 @@ from symmoe.moe.bias import count_in_backward, load_so_far
 from symmoe.moe.calls import Call, Calls
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.router import Router, RouterOutput, choice_problem, mask_problem
+from symmoe.moe.router import Choice, Router, RouterOutput, choice_of, choice_problem, mask_problem, probs_problem
 from symmoe.moe.step import apply_experts, plan_step
+from symmoe.moe.wrappers import ExpertParallelModule, Replicas
 from symmoe.symm_mem.buffers import tensor_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.told import told
@@ -33,7 +35,8 @@ class MoEMetrics:
     """What one call of MoELayer says of itself. Tensors on the device; reading them is up to the caller.
 
     Attributes:
-        aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0.
+        aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0, or if the
+            call brought probs.
         expert_load: int32 [E], slots of each expert over the whole EP group, before a static capacity drops any.
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
         topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
@@ -67,11 +70,12 @@ class MoEMetrics:
         return (self.expert_load == 0).sum()
 
 
-class MoELayer(nn.Module):
+class MoELayer(ExpertParallelModule):
     """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a heap's EP group.
 
-    Rank r holds experts r * E / R to (r + 1) * E / R - 1. The router is replicated: its gradients are data-parallel,
-    those of `experts` are not (see reduce_gradients).
+    Rank r holds experts r * E / R to (r + 1) * E / R - 1. The router (None with
+    config.router "none") is replicated: its gradients are data-parallel, those of `experts` are not (see
+    reduce_gradients).
 
     Args:
         config: the same on all ranks.
@@ -83,8 +87,9 @@ class MoELayer(nn.Module):
             backward. It is replicated, so its gradients are data-parallel.
         dtype: of the expert weights. The layer computes in the dtype of its input, or in autocast's.
         device: of the parameters; None is the heap's.
-        expert_group: for aux_loss="global": as in reduce_gradients, the ranks that hold this rank's experts in the
-            other EP groups, over which each forward then sums the load. None: the world is one EP group.
+        expert_group: as in reduce_gradients, the ranks that hold this rank's experts in the other EP groups. For
+            aux_loss="global", over which each forward then sums the load, and for DDP (see prepare_for_ddp). None: the
+            world is one EP group.
 
     Raises:
         ArgumentError: the configuration does not fit the group, or `experts` does not fit the configuration.
@@ -112,7 +117,7 @@ class MoELayer(nn.Module):
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
         self.calls = Calls(heap, num_experts=config.num_experts, order=config.order)
-        self.router = Router(config, device=device)
+        self.router = Router(config, device=device) if config.router == "linear" else None
         num_local = config.num_experts // heap.num_ranks
         if experts is None:
             experts = GroupedMLP(
@@ -120,7 +125,7 @@ class MoELayer(nn.Module):
             )
         self.set_experts(experts)
         self.shared_expert = shared_expert
-        self._expert_group = expert_group
+        self.replicas = Replicas(expert_group)
         self._has_warned = False
 
     def set_experts(self, experts: GroupedMLP) -> None:
@@ -142,7 +147,12 @@ class MoELayer(nn.Module):
         self._step = operators.step_of(self.config, self.heap, experts)
 
     def forward(
-        self, x: torch.Tensor, token_mask: torch.Tensor | None = None, *, topk_idx: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None = None,
+        *,
+        topk_idx: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, MoEMetrics]:
         """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity (one
         small read in make_plan).
@@ -153,36 +163,41 @@ class MoELayer(nn.Module):
             token_mask: bool [...]; tokens of False (padding) go to no expert and count in no load and no loss. Their y
                 is 0, plus the shared expert, which sees all tokens as it does in Megatron-Core.
             topk_idx: int [T, K], experts to take instead of the router's choice (see symmoe.moe.replay); -1 is none.
+            probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of a router of one's own.
+                They are taken as they are, and get their gradient. The layer's router, if it has one, does not run:
+                its losses are 0, and the call does not count for balance_step.
 
         Returns:
             y like x (in autocast's dtype under autocast), and the metrics of the call.
 
         Raises:
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank. On
-                CPUs also for router logits of NaN or Inf; on GPUs such a token's own y is NaN.
-                Inside torch.compile a wrong x, token_mask or topk_idx is the compiler's error, on that rank alone.
+                CPUs also for router logits, or probs, of NaN or Inf; on GPUs such a token's own y is NaN.
+                Inside torch.compile a wrong x, token_mask, topk_idx or probs is the compiler's error, on that rank
+                alone.
         """
         if not torch.compiler.is_compiling():
-            self.heap.check()
+            self.heap.check(control.PHASE_PLAN)
             with told(self.heap, control.PHASE_PLAN):
-                self.heap.fail_for(self._problem(x, token_mask, topk_idx), control.PHASE_PLAN)
+                problem = self.wrapper_problem() or self._problem(x, token_mask, topk_idx, probs)
+                self.heap.fail_for(problem, control.PHASE_PLAN)
                 self._warn_of_hooks()
         if operators.is_watched(self.experts):
-            return self._forward_as_operator(x, token_mask, topk_idx)
+            return self._forward_as_operator(x, token_mask, topk_idx, probs)
         config = self.config
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         with told(self.heap, control.PHASE_PLAN):
             tokens = x.reshape(-1, config.hidden).to(dtype)
-            routed = self._route(x, token_mask, topk_idx)  # not `tokens`: autocast would round what it sees
+            routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
             if x.device.type == "cpu":  # elsewhere the host would have to wait for them
-                self.heap.fail_for(_logits_problem(routed.logits), control.PHASE_PLAN)
+                self.heap.fail_for(_numbers_problem(routed), control.PHASE_PLAN)
             plan = plan_step(config, self.heap, routed.topk_idx, dtype)
             shared = None
             if self.shared_expert is not None:
                 # Enqueued before the trips, whose waits it is to fill.
                 shared = start_beside(self.shared_expert, x, self.heap.side_stream)
             y = apply_experts(config, tokens, routed.probs, self.experts, plan, x.shape)
-        y = self._count(y, plan.expert_load)
+        y = self._count(y, routed, plan.expert_load)
         if shared is not None:
             y = y + join(shared, self.heap.side_stream)
         metrics = self._metrics(x, token_mask, routed, plan.expert_load, plan.num_dropped)
@@ -193,17 +208,21 @@ class MoELayer(nn.Module):
         __call__ = forward  # of which nn.Module says nothing
 
     def _forward_as_operator(
-        self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        probs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, MoEMetrics]:
         """As forward, of operations that torch.compile and dispatch modes can see; nothing runs beside another."""
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         # Reshaped twice, as in forward: gradients are added up in the same order.
         tokens = x.reshape(-1, self.config.hidden).to(dtype)
-        routed = self._route(x, token_mask, topk_idx)
+        routed = self._route(x, token_mask, topk_idx, probs)
         y, expert_load, num_dropped = operators.expert_parallel_step(
             self._step, tokens, routed.probs, routed.topk_idx, self.experts
         )
-        y = self._count(y, expert_load)
+        y = self._count(y, routed, expert_load)
         y = y.view(x.shape)
         if self.shared_expert is not None:
             y = y + self.shared_expert(x)
@@ -211,30 +230,40 @@ class MoELayer(nn.Module):
         self._tell(routed, metrics, dtype)
         return y, metrics
 
-    def _route(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> RouterOutput:
+    def _route(
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        probs: torch.Tensor | None,
+    ) -> Choice:
         token_mask = None if token_mask is None else token_mask.reshape(-1)
+        if self.router is None or probs is not None:
+            topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
+            return choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask)
         return self.router(x.reshape(-1, self.config.hidden), token_mask=token_mask, topk_idx=topk_idx)
 
-    def _count(self, y: torch.Tensor, expert_load: torch.Tensor) -> torch.Tensor:
-        """y; its backward counts the load for the optimizer step."""
-        if self.router.step_load is None or not self.training or not torch.is_grad_enabled():
+    def _count(self, y: torch.Tensor, routed: Choice, expert_load: torch.Tensor) -> torch.Tensor:
+        """y; its backward counts the load of the router's choice for the optimizer step."""
+        step_load = None if self.router is None or not isinstance(routed, RouterOutput) else self.router.step_load
+        if step_load is None or not self.training or not torch.is_grad_enabled():
             return y
-        return count_in_backward(y, expert_load, self.router.step_load)
+        return count_in_backward(y, expert_load, step_load)
 
     def _metrics(
         self,
         x: torch.Tensor,
         token_mask: torch.Tensor | None,
-        routed: RouterOutput,
+        routed: Choice,
         expert_load: torch.Tensor,
         num_dropped: torch.Tensor,
     ) -> MoEMetrics:
         losses = []
         token_mask = None if token_mask is None else token_mask.reshape(-1)
-        if self.config.aux_loss_coef:
+        if self.config.aux_loss_coef and isinstance(routed, RouterOutput):
             length = x.shape[-2] if x.dim() > 1 else 1
             losses.append(self.config.aux_loss_coef * self._balance_loss(routed, expert_load, token_mask, length))
-        if self.config.z_loss_coef:
+        if self.config.z_loss_coef and isinstance(routed, RouterOutput):
             losses.append(self.config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
         return MoEMetrics(
             aux_loss=sum(losses[1:], start=losses[0]) if losses else torch.zeros((), device=expert_load.device),
@@ -244,7 +273,7 @@ class MoELayer(nn.Module):
             num_over_capacity=routed.num_over_capacity,
         )
 
-    def _tell(self, routed: RouterOutput, metrics: MoEMetrics, dtype: torch.dtype) -> None:
+    def _tell(self, routed: Choice, metrics: MoEMetrics, dtype: torch.dtype) -> None:
         if not self.calls.listeners:
             return
         call = Call(
@@ -268,9 +297,10 @@ class MoELayer(nn.Module):
         if config.aux_loss == "sequence":
             return balance.sequence_balance_loss(shares, routed.chosen_idx, sequence_length, token_mask)
         if config.aux_loss == "global":
+            assert self.router is not None  # `routed` comes from it
             expert_load = load_so_far(self.router.step_load, expert_load)
-            if self._expert_group is not None:
-                dist.all_reduce(expert_load, group=self._expert_group)
+            if self.replicas.group is not None:
+                dist.all_reduce(expert_load, group=self.replicas.group)
         elif config.capacity_factor is not None:
             # What an expert is chosen for, not what it is left with: that says little about an overloaded one.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
@@ -288,7 +318,11 @@ class MoELayer(nn.Module):
         )
 
     def _problem(
-        self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        token_mask: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        probs: torch.Tensor | None,
     ) -> SymmoeError | None:
         hidden = self.config.hidden
         shape = ("...", f"hidden ({hidden})")
@@ -298,7 +332,8 @@ class MoELayer(nn.Module):
         if x.shape[-1] != hidden:
             return ArgumentError(f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({hidden})")
         error = mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)
-        error = error or self._inference_problem(x=x, token_mask=token_mask, topk_idx=topk_idx)
+        error = error or probs_problem(probs, topk_idx, x, self.config)
+        error = error or self._inference_problem(x=x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
         return error or width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)
 
     def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
@@ -326,8 +361,11 @@ def _hooks_of(experts: nn.Module) -> list[str]:
     ]
 
 
-def _logits_problem(logits: torch.Tensor) -> ArgumentError | None:
-    bad = (~logits.isfinite()).any(1).nonzero()
+def _numbers_problem(routed: Choice) -> ArgumentError | None:
+    what, numbers = (
+        ("the router's logits", routed.logits) if isinstance(routed, RouterOutput) else ("probs", routed.probs)
+    )
+    bad = (~numbers.isfinite()).any(1).nonzero()
     if not len(bad):
         return None
-    return ArgumentError(f"the router's logits of token {int(bad[0])} are not finite ({len(bad)} such tokens)")
+    return ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)")

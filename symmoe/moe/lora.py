@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from symmoe.errors import ArgumentError
-from symmoe.moe.gradients import mark_expert
+from symmoe.errors import ArgumentError, raise_for
+from symmoe.moe.arguments import parameter_dtype_problem, size_problem
 from symmoe.moe.grouped_linear import GroupedLinear, local_part
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.low_rank import RANK_MULTIPLE
@@ -61,8 +61,6 @@ class LoRAGroupedLinear(GroupedLinear):
         num_groups, device = linear.num_groups, weight.device
         adapted.lora_a = nn.Parameter(torch.empty(num_groups, rank, linear.in_features, dtype=dtype, device=device))
         adapted.lora_b = nn.Parameter(torch.zeros(num_groups, linear.out_features, rank, dtype=dtype, device=device))
-        for adapter in (adapted.lora_a, adapted.lora_b):
-            mark_expert(adapter)
         adapted.scaling, adapted.rank_dropout, adapted.is_merged = alpha / rank, rank_dropout, False
         adapted.reset_adapters()
         return adapted
@@ -170,8 +168,7 @@ def add_lora(
         ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or
             one that has adapters already. Nothing has been changed.
     """
-    if not isinstance(rank, int) or rank < 1:
-        raise ArgumentError(f"rank ({rank!r}) must be an int of at least 1")
+    raise_for(size_problem(rank=rank) or parameter_dtype_problem(dtype))
     if not 0.0 <= rank_dropout < 1.0:
         raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
     mlps = [module for module in model.modules() if isinstance(module, GroupedMLP)]

@@ -137,7 +137,7 @@ def _activation_bytes(
     # source_to_row_start
     small = (num_blocks + 3) * num_ranks + 1 + experts + control.SUMMARY_WORDS
     small += (3 + num_ranks) * (experts // num_ranks) + 1
-    if config.schedule == "overlapped" and num_ranks > 1:  # source_to_rows
+    if config.schedule != "serial" and num_ranks > 1:  # source_to_rows
         small += 2 * experts
     plan_bytes = INT_BYTES * (num_tokens * per_token + received + small)
     h_bytes = rows * width * itemsize if stash.keeps_h else 0
@@ -235,7 +235,8 @@ def _heap_bytes(calls: _Calls, schedule: list[tuple[str, int, int]], num_ranks: 
             key = (step[1:], micro_batch, layer)
             if step[0] == "+":
                 span = take(num_bytes)
-                assert span is not None  # the arena is endless
+                if span is None:
+                    raise ArgumentError(f"these sizes would need a heap of more than {_ENDLESS_BYTES} bytes")
                 live[key] = span
                 end = max(end, sum(span))
             else:

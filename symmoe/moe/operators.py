@@ -32,6 +32,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.stand_in import kind, local_parameters, with_parameters, without_memory
 from symmoe.moe.step import apply_experts, plan_step
+from symmoe.moe.wrappers import ddp_problem, fsdp_problem
 from symmoe.symm_mem.autograd import Context, Unmodified
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -52,6 +53,10 @@ class Step:
     experts: GroupedMLP
     kind: tuple[object, ...]
     number: int = field(default_factory=itertools.count().__next__)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Step:
+        """Copies of a layer are like it, and share its step as they share the heap."""
+        return self
 
 
 _STEPS: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
@@ -91,6 +96,8 @@ def expert_parallel_step(
     """
     if (option := _elsewhere(experts)) is not None:
         raise ArgumentError(f"experts.{option} (True) must be False inside torch.compile")
+    if (problem := fsdp_problem(experts, step.heap.num_ranks)) is not None:
+        raise problem
     if kind(experts) != step.kind:
         raise ArgumentError(f"experts are {kind(experts)}; the layer was made with {step.kind}")
     biases, weights, adapters = ([tensor.to(tokens.dtype) for tensor in part] for part in local_parameters(experts))
@@ -175,11 +182,12 @@ def _moe_forward(
     gradients: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     this = _STEPS[step]
-    this.heap.check()
+    this.heap.check(control.PHASE_PLAN)
     experts = this.experts
-    this.heap.fail_for(width_problem(experts.fc1, x) or width_problem(experts.fc2, x), control.PHASE_PLAN)
+    problem = ddp_problem() or width_problem(experts.fc1, x) or width_problem(experts.fc2, x)
+    this.heap.fail_for(problem, control.PHASE_PLAN)
     plan = plan_step(this.config, this.heap, topk_idx, x.dtype)
-    state = torch.empty(1, dtype=torch.int64, device="cpu")
+    state = torch.zeros(1, dtype=torch.int64, device="cpu")
     tensors = [x, probs, *biases, *weights, *adapters]
     if not trains:
         y = apply_experts(this.config, x, probs, with_parameters(experts, biases, weights, adapters), plan)

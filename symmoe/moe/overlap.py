@@ -282,6 +282,18 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
     )
 
 
+def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
+    """Every trip beside a GEMM, and FC2 in as many panels as there may be, whether it pays or not: for tests."""
+    division = Division(4, num_sms - 4)
+    return Overlap(
+        dispatch=division,
+        gradient_dispatch=division,
+        combine=division,
+        gradient_combine=division,
+        num_panels=max(1, min(MAX_PANELS, sizes.hidden // PANEL_COLUMNS)),
+    )
+
+
 def panels(width: int, number: int) -> list[tuple[int, int]]:
     """About `number` panels (first column, the one past the last) of a matrix, in order; none of them cuts a tile."""
     num_tiles = -(-width // PANEL_COLUMNS)

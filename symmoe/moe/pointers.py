@@ -17,9 +17,10 @@ from typing import Literal
 import torch
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels.twin.pointers import HostBytes, host_bytes, swizzled_scale_bytes
 from symmoe.symm_mem.autograd import wrote_into
+from symmoe.symm_mem.buffers import memory_problem, stale_problem
 
 ScaleLayout = Literal["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"]
 
@@ -38,11 +39,9 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
         destination: contiguous tensor of any dtype.
 
     Raises:
-        ArgumentError: an argument is wrong; nothing has been copied.
+        ArgumentError, StaleLease: an argument is wrong; nothing has been copied.
     """
-    error = _destination_problem(destination) or _source_problem(source)
-    if error is not None:
-        raise error
+    raise_for(_destination_problem(destination) or _source_problem(source))
     data = host_bytes(source)
     num_bytes = destination.numel() * destination.element_size()
     if len(data) > num_bytes:
@@ -78,10 +77,22 @@ def copy_data_ptrs_to_device(
 
     Raises:
         ArgumentError: a tensor is elsewhere, empty, misaligned or not contiguous.
+        StaleLease: a tensor is memory of a lease that has been released.
     """
-    device = _with_index(device)
-    payload = _addresses({"tensors": tensors}, device, alignment=alignment, contiguous=contiguous)
-    pointers = torch.empty(len(tensors), dtype=torch.int64, device=device)
+    raise_for(_stale_problem({"tensors": tensors}))
+    return load_addresses({"tensors": tensors}, _with_index(device), alignment=alignment, contiguous=contiguous)
+
+
+def load_addresses(
+    lists: Mapping[str, Sequence[torch.Tensor]], device: torch.device, *, alignment: int = 1, contiguous: bool = False
+) -> torch.Tensor:
+    """The addresses of all named lists, one after the other, as int64 [N] on `device`; for tensors that live.
+
+    Raises:
+        ArgumentError: as in :func:`copy_data_ptrs_to_device`.
+    """
+    payload = _addresses(lists, device, alignment=alignment, contiguous=contiguous)
+    pointers = torch.empty(sum(map(len, lists.values())), dtype=torch.int64, device=device)
     if payload:
         kernels.for_device(device).copy_host_to_device(payload, pointers)
     return pointers
@@ -127,17 +138,17 @@ def pack_weight_ptrs(
             are swizzled into 128x4 tiles with zeros for padding. None: scales are passed on as they lie.
 
     Raises:
-        ArgumentError: an argument is wrong; nothing has been computed.
+        ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
     """
     if not fc1 or not fc2:
         raise ArgumentError(f"fc1 ({len(fc1)} matrices) and fc2 ({len(fc2)} matrices) must not be empty")
     _check_scales_go_together(fc1, fc2, fc1_scales, fc2_scales, scale_layout)
+    weights, scales = {"fc1": fc1, "fc2": fc2}, {"fc1_scales": fc1_scales or (), "fc2_scales": fc2_scales or ()}
+    raise_for(_stale_problem(weights | scales))
     device = fc1[0].device
-    payload = _addresses({"fc1": fc1, "fc2": fc2}, device, alignment=16, contiguous=True)
     if fc1_scales is None or fc2_scales is None:  # both
-        pointers = torch.empty(len(fc1) + len(fc2), dtype=torch.int64, device=device)
-        kernels.for_device(device).copy_host_to_device(payload, pointers)
-        return PackedPointers(*pointers.split([len(fc1), len(fc2)]))
+        return PackedPointers(*load_weight_addresses(fc1, fc2))
+    payload = _addresses(weights, device, alignment=16, contiguous=True)
     payload += _addresses({"fc1_scales": fc1_scales, "fc2_scales": fc2_scales}, device)
     sizes = [len(fc1), len(fc2), len(fc1_scales), len(fc2_scales)]
     if scale_layout is None:
@@ -145,6 +156,15 @@ def pack_weight_ptrs(
         kernels.for_device(device).copy_host_to_device(payload, pointers)
         return PackedPointers(*pointers.split(sizes))
     return _pack_swizzled(payload, sizes, (fc1, fc2), (fc1_scales, fc2_scales), scale_layout)
+
+
+def load_weight_addresses(
+    fc1: Sequence[torch.Tensor], fc2: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`pack_weight_ptrs` of living weights without scales: int64 [G] each."""
+    pointers = load_addresses({"fc1": fc1, "fc2": fc2}, fc1[0].device, alignment=16, contiguous=True)
+    first, second = pointers.split([len(fc1), len(fc2)])
+    return first, second
 
 
 def _pack_swizzled(
@@ -223,7 +243,7 @@ def _check_scales_go_together(
 
 
 def _addresses(
-    lists: dict[str, Sequence[torch.Tensor]], device: torch.device, *, alignment: int = 1, contiguous: bool = False
+    lists: Mapping[str, Sequence[torch.Tensor]], device: torch.device, *, alignment: int = 1, contiguous: bool = False
 ) -> bytes:
     """The addresses of tensors on `device`, of all named lists one after the other, as native int64."""
     tensors = list(itertools.chain.from_iterable(lists.values()))
@@ -232,6 +252,14 @@ def _addresses(
     if payload is None:
         raise _address_problem(lists, tensors, device, alignment)
     return payload
+
+
+def _stale_problem(lists: Mapping[str, Sequence[object]]) -> StaleLease | None:
+    """The error if one of the tensors is memory of a released lease, or None."""
+    tensors = list(itertools.chain.from_iterable(lists.values()))
+    found = (i for i, tensor in enumerate(tensors) if stale_problem("", tensor) is not None)
+    i = next(found, None)
+    return None if i is None else stale_problem(_label(lists, i), tensors[i])
 
 
 def _address_problem(
@@ -274,25 +302,27 @@ def _with_index(device: torch.device | str | int) -> torch.device:
     return device
 
 
-def _destination_problem(destination: object) -> ArgumentError | None:
-    if not isinstance(destination, torch.Tensor):
-        return ArgumentError(f"destination ({type(destination).__name__}) must be a tensor")
+def _destination_problem(destination: object) -> ArgumentError | StaleLease | None:
+    if not isinstance(destination, torch.Tensor) or destination.layout is not torch.strided:
+        return memory_problem("destination", destination)
     if destination.device.type not in ("cuda", "cpu"):
         return ArgumentError(f"destination is on {destination.device}; it must be on a CUDA device or the CPU")
     if not destination.is_contiguous():
         return ArgumentError(f"destination has strides {list(destination.stride())}; it must be contiguous")
     if destination.requires_grad:
         return ArgumentError(f"destination {list(destination.shape)} requires a gradient; it must not")
-    return None
+    return stale_problem("destination", destination)
 
 
-def _source_problem(source: HostBytes) -> ArgumentError | None:
+def _source_problem(source: HostBytes) -> ArgumentError | StaleLease | None:
     if isinstance(source, torch.Tensor):
+        if source.layout is not torch.strided:
+            return memory_problem("source", source)
         if source.device.type != "cpu":
             return ArgumentError(f"source is on {source.device}; it must be on the CPU")
         if not source.is_contiguous():
             return ArgumentError(f"source has strides {list(source.stride())}; it must be contiguous")
-        return None
+        return stale_problem("source", source)
     try:
         is_contiguous = memoryview(source).c_contiguous
     except TypeError:

@@ -197,7 +197,7 @@ class _Step:
             copies_s = self._moved_s(copied, rates.fan_out_bytes)
         fc1_s, fc2_s = (slower * self._gemm_s(width, rates.flops, FULL_BYTES) for width in self._widths)
         push_s = self._push_s(config, "forward")
-        if config.schedule == "overlapped":  # with a GEMM: it costs that the SMs it takes, and to be cut into parts
+        if config.schedule != "serial":  # with a GEMM: it costs that the SMs it takes, and to be cut into parts
             beside_s = self._sizes.wire_bytes / (overlap.H200.program_push_bytes * overlap.H200_SMS)
             push_s = min(push_s, beside_s + (self.num_ranks - 1) * overlap.H200.part_s)
         return [

@@ -18,7 +18,7 @@ from symmoe.moe import low_precision
 from symmoe.moe.adjacent import in_one_piece
 from symmoe.moe.held_weight import HeldWeight, weight_operands
 from symmoe.moe.low_precision import LowPrecision, packed_weight, product
-from symmoe.moe.pointers import copy_data_ptrs_to_device
+from symmoe.moe.pointers import load_addresses
 from symmoe.moe.weight_grad import packed_shape
 from symmoe.precision.operands import Operand, multiply
 from symmoe.precision.recipes import Recipe
@@ -170,5 +170,6 @@ def kernel_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor | TensorTable
     if packed is not None:
         return packed
     first = weights[0]
-    pointers = copy_data_ptrs_to_device(weights, first.device, alignment=control.ACCESS_BYTES, contiguous=True)
+    lists = {"weight": weights}
+    pointers = load_addresses(lists, first.device, alignment=control.ACCESS_BYTES, contiguous=True)
     return TensorTable(pointers, packed_shape(weights), first.dtype)

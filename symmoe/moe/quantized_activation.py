@@ -118,7 +118,7 @@ def hidden_gradients(
     num_rows, ffn = da.shape
     takes = act_quantized.takes_dact_quantize(ffn, activation, row_format)
     if takes and h.dtype in act_quantized.H and db1 is None:  # which needs dh itself
-        numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn, activation)
+        numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         recipe = numbers.recipe
         made = (

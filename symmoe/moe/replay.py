@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels import control
 from symmoe.moe.calls import Call, calls_of, layers_with_calls
 from symmoe.moe.layer import MoELayer
 
@@ -108,6 +109,8 @@ def _layers(model: nn.Module) -> dict[str, MoELayer]:
                 f"layer {name!r} ({type(layer).__name__}) must be a MoELayer: routing can be given to symmoe's router "
                 "alone, and this layer's is its trainer's (Megatron has moe_router_force_load_balancing)"
             )
+        if layer.router is None:
+            raise ArgumentError(f"layer {name!r} has no router (router='none') that could weigh a choice it is given")
         layers[name] = layer
     return layers
 
@@ -124,6 +127,9 @@ def _choose(
                 module: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name
             ) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 left.discard(name)
+                if kwargs.get("probs") is not None:
+                    problem = ArgumentError(f"layer {name!r} is called with probs, which are of another choice")
+                    module.heap.fail_for(problem, control.PHASE_PLAN)
                 x = args[0] if args else kwargs["x"]
                 return args, {**kwargs, "topk_idx": choice(name, module, x)}
 

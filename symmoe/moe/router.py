@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.drop import drop_over_capacity, expert_capacity
 from symmoe.moe.router_logits import router_logits
@@ -27,25 +28,33 @@ _TINY = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RouterOutput:
-    """What the router decided for T tokens.
+class Choice:
+    """Where T tokens go.
 
     Attributes:
-        topk_idx: [T, K] int32, chosen experts, best first; all different within a token. -1 for a masked token, and
-            where the capacity factor has dropped a slot.
+        topk_idx: [T, K] int32, chosen experts. -1 for a masked token, and where the capacity factor has dropped a slot.
         probs: [T, K] fp32, weight of each choice, differentiable; 0 where topk_idx is -1.
-        scores: [T, E] fp32, scores of all experts without the bias, differentiable.
-        logits: [T, E] fp32, differentiable.
         chosen_idx: [T, K] int32, topk_idx before the capacity factor's drops.
         num_over_capacity: int32 [1], slots that the capacity factor has dropped; None without one.
     """
 
     topk_idx: torch.Tensor
     probs: torch.Tensor
-    scores: torch.Tensor
-    logits: torch.Tensor
     chosen_idx: torch.Tensor
     num_over_capacity: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterOutput(Choice):
+    """What the router decided for T tokens: experts best first, all different within a token.
+
+    Attributes:
+        scores: [T, E] fp32, scores of all experts without the bias, differentiable.
+        logits: [T, E] fp32, differentiable.
+    """
+
+    scores: torch.Tensor
+    logits: torch.Tensor
 
 
 class Router(nn.Module):
@@ -120,23 +129,14 @@ class Router(nn.Module):
                 probs = probs / (probs.sum(-1, keepdim=True) + _TINY)
             if config.route_scale != 1.0:
                 probs = probs * config.route_scale
-            if token_mask is not None:
-                padding_T1 = ~token_mask.unsqueeze(1)
-                topk_idx, probs = topk_idx.masked_fill(padding_T1, -1), probs.masked_fill(padding_T1, 0.0)
-            chosen_idx = topk_idx = topk_idx.int()
-            num_over_capacity = None
-            if config.capacity_factor is not None:
-                capacity = expert_capacity(len(x), config.top_k, config.num_experts, config.capacity_factor)
-                topk_idx, probs, num_over_capacity = drop_over_capacity(
-                    topk_idx, probs, num_experts=config.num_experts, capacity=capacity, policy=config.drop_policy
-                )
+            choice = choice_of(config, topk_idx, probs, token_mask)
         return RouterOutput(
-            topk_idx=topk_idx,
-            probs=probs,
+            topk_idx=choice.topk_idx,
+            probs=choice.probs,
             scores=scores,
             logits=logits,
-            chosen_idx=chosen_idx,
-            num_over_capacity=num_over_capacity,
+            chosen_idx=choice.chosen_idx,
+            num_over_capacity=choice.num_over_capacity,
         )
 
     if TYPE_CHECKING:
@@ -182,6 +182,23 @@ class Router(nn.Module):
         return f"hidden={c.hidden}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}"
 
 
+def choice_of(
+    config: MoEConfig, topk_idx: torch.Tensor, probs: torch.Tensor, token_mask: torch.Tensor | None
+) -> Choice:
+    """The choice of experts int [T, K] with these weights fp32 [T, K], without padding and what is over capacity."""
+    if token_mask is not None:
+        padding_T1 = ~token_mask.unsqueeze(1)
+        topk_idx, probs = topk_idx.masked_fill(padding_T1, -1), probs.masked_fill(padding_T1, 0.0)
+    chosen_idx = topk_idx = topk_idx.int()
+    num_over_capacity = None
+    if config.capacity_factor is not None:
+        capacity = expert_capacity(len(topk_idx), config.top_k, config.num_experts, config.capacity_factor)
+        topk_idx, probs, num_over_capacity = drop_over_capacity(
+            topk_idx, probs, num_experts=config.num_experts, capacity=capacity, policy=config.drop_policy
+        )
+    return Choice(topk_idx=topk_idx, probs=probs, chosen_idx=chosen_idx, num_over_capacity=num_over_capacity)
+
+
 def mask_problem(token_mask: torch.Tensor | None, x: torch.Tensor) -> SymmoeError | None:
     """What keeps `token_mask` from saying which tokens of x [..., H] count, or None."""
     if token_mask is None:
@@ -195,6 +212,20 @@ def choice_problem(topk_idx: torch.Tensor | None, x: torch.Tensor, top_k: int) -
         return None
     shape, dtypes = (math.prod(x.shape[:-1]), top_k), (torch.int32, torch.int64)
     return tensor_problem("topk_idx", topk_idx, shape=shape, dtypes=dtypes, device=x.device)
+
+
+def probs_problem(
+    probs: torch.Tensor | None, topk_idx: torch.Tensor | None, x: torch.Tensor, config: MoEConfig
+) -> SymmoeError | None:
+    """What keeps `probs` from being the weights of the choice `topk_idx` for x [..., H], or None."""
+    if probs is None and config.router == "none":
+        return ArgumentError("probs (None) must be given, and topk_idx with it: the configuration has router='none'")
+    if probs is None:
+        return None
+    if topk_idx is None:
+        return ArgumentError("topk_idx (None) must be given with probs: which experts have these weights?")
+    shape = math.prod(x.shape[:-1]), config.top_k
+    return tensor_problem("probs", probs, shape=shape, dtypes=control.DTYPES, device=x.device)
 
 
 class _Context(Context, Protocol):

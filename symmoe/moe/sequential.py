@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.activations import ScaledActivation
 from symmoe.moe.grouped_linear import GroupedLinear
 from symmoe.moe.grouped_mlp import fused_mlp
+from symmoe.moe.sequential_steps import Step, Three, has_hooks, steps_problem
 from symmoe.moe.splits import same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]
-_Three = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 
 # What the fused kernels can honour; any other argument brings the three modules back.
 _FUSED_FC1_KEYWORDS = {"grad_input_out", "is_first_microbatch"}
@@ -68,24 +67,37 @@ class Sequential(nn.Module):
         Raises:
             ArgumentError: the number of extra inputs is wrong; or a key of op_kwargs names no module, names one twice,
                 or names one that does not take the keyword. Nothing has been computed.
+            ArgumentError, StaleLease: what a grouped layer or activation is given is wrong, or its buffers share memory
+                with what another of the modules uses. Nothing has been computed, as far as that can be told from the
+                modules before it: not if one is of another kind.
         """
         modules = list(self)
+        if op_kwargs is not None and not isinstance(op_kwargs, Mapping):
+            raise ArgumentError(f"op_kwargs ({type(op_kwargs).__name__}) must be a dict from modules or indices")
         keywords = _route(modules, op_kwargs or {})
         inputs = _deal(modules, extra_inputs)
+        steps = _steps(modules, inputs, keywords)
+        if len(steps) > 1:  # a single one looks at everything itself
+            raise_for(steps_problem(steps, x))
         outputs: list[Any] = []
-        i = 0
-        while i < len(modules):
-            three = _fusible(modules[i : i + 3], inputs[i : i + 3], keywords[i : i + 3])
-            if three is not None:
-                x = _run_fused(three, x, inputs[i : i + 3], keywords[i : i + 3])
-                i += 3
-                continue
-            x = modules[i](x, *inputs[i], **keywords[i])
+        for step in steps:
+            x = _run_fused(step, x) if step.is_fused else step.modules[0](x, *step.inputs[0], **step.keywords[0])
             if isinstance(x, tuple):
                 x, *more = x
                 outputs += more
-            i += 1
         return (x, *outputs) if outputs else x
+
+
+def _steps(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> list[Step]:
+    """The modules with what they take, three as one where they can be fused."""
+    steps: list[Step] = []
+    i = 0
+    while i < len(modules):
+        count = 3 if _are_fusible(modules[i : i + 3], inputs[i : i + 3], keywords[i : i + 3]) else 1
+        part = slice(i, i + count)
+        steps.append(Step(i, modules[part], inputs[part], keywords[part]))
+        i += count
+    return steps
 
 
 def _deal(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -145,19 +157,19 @@ def _keywords(module: nn.Module) -> set[str] | None:
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | set(positional)
 
 
-def _fusible(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> _Three | None:
-    """The three modules, if the fused kernels give what they would, and nobody looks in between."""
+def _are_fusible(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> bool:
+    """Whether these are three modules, the fused kernels give what they would, and nobody looks in between."""
     if len(modules) < 3:
-        return None
+        return False
     fc1, activation, fc2 = modules
     # Subclasses may compute something else, hooks would not be called: only the plain modules are known well enough.
     if not (type(fc1) is GroupedLinear and isinstance(activation, ScaledActivation) and type(fc2) is GroupedLinear):
-        return None
-    if type(activation).forward is not ScaledActivation.forward or any(_has_hooks(module) for module in modules):
-        return None
+        return False
+    if type(activation).forward is not ScaledActivation.forward or any(has_hooks(module) for module in modules):
+        return False
     (splits1,), (scale,), (splits2,) = inputs
     bias_scale = keywords[2].get("bias_scale")
-    fits = (
+    return (
         fc1.num_groups == fc2.num_groups
         and fc1.out_features == activation.activation.hidden_width(fc2.in_features)
         and fc1.weight_parameters()[0].dtype == fc2.weight_parameters()[0].dtype
@@ -169,14 +181,12 @@ def _fusible(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: 
         and keywords[2].keys() <= _FUSED_FC2_KEYWORDS
         and (bias_scale is None or (bias_scale is scale and fc2.bias is not None))
     )
-    return (fc1, activation, fc2) if fits else None
 
 
-def _run_fused(
-    three: _Three, x: torch.Tensor, inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]
-) -> torch.Tensor:
-    fc1, activation, fc2 = three
-    (splits,), (scale,), _ = inputs
+def _run_fused(step: Step, x: torch.Tensor) -> torch.Tensor:
+    fc1, activation, fc2 = cast(Three, step.modules)
+    (splits,), (scale,), _ = step.inputs
+    first, _, last = step.keywords
     return fused_mlp(
         fc1,
         activation,
@@ -184,19 +194,10 @@ def _run_fused(
         x,
         splits,
         scale,
-        scale_bias=keywords[2].get("bias_scale") is not None,
-        out=keywords[2].get("out"),
-        grad_input_out=keywords[0].get("grad_input_out"),
-        is_first_microbatch=(
-            keywords[0].get("is_first_microbatch", False),
-            keywords[2].get("is_first_microbatch", False),
-        ),
-    )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return _has_any_global_hook() or bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        scale_bias=last.get("bias_scale") is not None,
+        out=last.get("out"),
+        grad_input_out=first.get("grad_input_out"),
+        is_first_microbatch=(first.get("is_first_microbatch", False), last.get("is_first_microbatch", False)),
     )
 
 

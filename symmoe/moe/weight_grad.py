@@ -17,7 +17,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.table import TensorTable
 from symmoe.moe.adjacent import packed_view
-from symmoe.moe.pointers import copy_data_ptrs_to_device
+from symmoe.moe.pointers import load_addresses
 
 # compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
 Compute = Callable[[torch.Tensor | TensorTable, bool], None]
@@ -87,7 +87,7 @@ def _kernel_target(targets: Sequence[torch.Tensor]) -> torch.Tensor | TensorTabl
     packed = packed_view(targets)
     if packed is not None:
         return packed
-    table = copy_data_ptrs_to_device(targets, first.device, alignment=control.ACCESS_BYTES)
+    table = load_addresses({"main_grad": targets}, first.device, alignment=control.ACCESS_BYTES)
     return TensorTable(table, packed_shape(targets), first.dtype)
 
 

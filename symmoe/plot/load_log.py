@@ -51,12 +51,12 @@ def read_loads(path: str | Path) -> list[LayerLoad]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"cannot read the log {path}: {error}") from error
     whole = text[: text.rfind("\n") + 1].splitlines()
     try:
         lines = {line["step"]: _layers_of(line) for line in map(json.loads, whole)}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArgumentError(f"{path} is no log of expert loads: {error!r}") from error
     if not lines:
         raise ArgumentError(f"{path} holds no whole line")

@@ -12,7 +12,7 @@ from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 
 _WORD = struct.Struct("<q")
-_DETAILS = struct.Struct("<qqqq")  # missing, phase, expected, seen
+_DETAILS = struct.Struct("<qqqqq")  # missing, phase, expected, seen, first
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class Report:
         reason: in words.
         missing: the peer it has waited for in vain; -1: it has not, the trouble is its own.
         phase, expected, seen: where, and the epochs, as in a status record.
+        first: 1 if that wait was bounded by start_timeout_s, see FirstTimes.
     """
 
     reason: str
@@ -30,6 +31,7 @@ class Report:
     phase: int = 0
     expected: int = 0
     seen: int = 0
+    first: int = 0
 
 
 def tell_peers(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> None:
@@ -41,7 +43,7 @@ def tell_peers(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> No
             must be if this rank has sent an epoch whose end it has not seen: a late peer would take it for a success.
     """
     word = _word(peers.rank)
-    details = _DETAILS.pack(report.missing, report.phase, report.expected, report.seen)
+    details = _DETAILS.pack(report.missing, report.phase, report.expected, report.seen, report.first)
     message = bytearray(_WORD.pack(word) + encode(SymmoeError(report.reason)) + details)
     payload = torch.frombuffer(message, dtype=torch.uint8)
     # First of all: barriers that this rank has still on its stream would send epochs over what is written here.
@@ -64,9 +66,8 @@ def read_report(peers: Peers, sender: int) -> Report:
     for slot in inbox[:, sender].cpu():
         message = slot.numpy().tobytes()
         if _WORD.unpack_from(message)[0] == _word(sender):
-            missing, phase, expected, seen = _DETAILS.unpack_from(message, control.INBOX_DETAILS)
             reason = decode_text(message[_WORD.size : _WORD.size + FAULT_BYTES])
-            return Report(reason, missing, phase, expected, seen)
+            return Report(reason, *_DETAILS.unpack_from(message, control.INBOX_DETAILS))
     return Report("it has not said why")
 
 

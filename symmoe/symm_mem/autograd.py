@@ -58,13 +58,55 @@ class Unmodified:
                 )
 
 
-def hand_on(buffer: torch.Tensor) -> torch.Tensor:
+class GradientBuffer:
+    """A caller's buffer for the gradient of one input, in the context of a graph node, until the graph is spent.
+
+    Autograd does not save it: what it holds until backward is nobody's business, and hooks on what is saved may give
+    back a copy. It is let go of when autograd frees what it has saved: no lease lives as long as a loss that is kept.
+
+    Args:
+        name: of the argument, for texts.
+        tensor: None if the caller gave none.
+
+    Attributes:
+        tensor: the buffer; None if there was none, or if it has been let go.
+    """
+
+    def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
+        self.tensor = tensor
+        self._name, self._is_given = name, tensor is not None
+
+    def problem(self) -> ArgumentError | None:
+        """What keeps a backward pass from writing into the buffer, or None."""
+        if self.tensor is not None:
+            return in_flight_problem(self._name, self.tensor)
+        if not self._is_given:
+            return None
+        return ArgumentError(
+            f"{self._name} was let go of when the first backward pass (retain_graph=False) ended; a second one through "
+            "the same graph needs retain_graph=True in the first"
+        )
+
+    def hand_on(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What backward returns for `gradient`, which is the buffer if there is one, and has been written."""
+        return gradient if self.tensor is None else _hand_on(gradient)
+
+    def end_backward(self) -> None:
+        """Lets the buffer go unless the graph is retained. For the end of a backward that has gone well."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.tensor = None
+
+
+def _hand_on(buffer: torch.Tensor) -> torch.Tensor:
     """What a backward pass returns for a gradient that it has written into a caller's buffer.
 
-    The caller keeps it as long as its graph node lives. That second reference keeps autograd from making the buffer's
-    memory the `.grad` of a leaf, and :func:`in_flight_problem` finds out by it whether autograd still needs it.
+    A second reference to it lives until the pass ends: it keeps autograd from making the buffer's memory the `.grad`
+    of a leaf, and :func:`in_flight_problem` finds out by it whether autograd still needs it.
     """
     gradient = wrote_into(buffer).detach()
+    held = [gradient]
+    # Cleared, and not just dropped: a thread of autograd's may keep the callback a little longer than the pass.
+    torch.autograd.Variable._execution_engine.queue_callback(held.clear)
     start = gradient.data_ptr()
     storage = buffer.untyped_storage()
     pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
@@ -89,5 +131,5 @@ def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
 
 def _is_in_flight(reference: weakref.ref[torch.Tensor]) -> bool:
     gradient = reference()
-    # One reference is the graph node's own; autograd holds one more until the gradient has been used or added up.
+    # All of Python's references count as one; autograd holds one more until the gradient has been used or added up.
     return gradient is not None and gradient._use_count() > 1  # type: ignore[attr-defined]  # torch's stubs leave it out

@@ -5,25 +5,40 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from symmoe.errors import FAULT_BYTES, PeerError, PeerLost, PeerTimeout, SymmoeError, decode, encode
+from symmoe.errors import (
+    FAULT_BYTES,
+    ArgumentError,
+    BackendUnavailable,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    SymmoeError,
+    decode,
+    encode,
+)
 from symmoe.kernels import control
+from symmoe.symm_mem.at_exit import wait_for_gloo_at_exit
+
+_T = TypeVar("_T")
 
 _TAG = 0x5E41  # keeps messages apart from what the user of the group sends
 
 
 class Bootstrap:
-    """The EP group as plain bytes. Every method is collective over the group.
+    """The EP group as plain bytes. Every method but `global_ranks` is collective over the group.
 
     `group=None` without an initialised process group is a group of one.
 
     Args:
-        timeout_s: bound of each wait for a peer; None: as long as the group waits. After a wait that has failed, the
-            process group may be broken too.
+        timeout_s: bound of each wait for a peer; None: the group's own. After a wait that has failed, the process group
+            may be broken too.
 
     Every method raises:
         PeerTimeout: a peer did not come in time. A group without CPU tensors (NCCL alone) cannot tell which, then it is
@@ -32,12 +47,24 @@ class Bootstrap:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
+        if (problem := _group_problem(group)) is not None:
+            raise problem
         self._alone = group is None and not dist.is_initialized()
+        if not self._alone:
+            wait_for_gloo_at_exit()
         self._group = group
         self._timeout_s = timeout_s
         self._num_exchanges = 0
         self.rank = 0 if self._alone else dist.get_rank(group)
         self.num_ranks = 1 if self._alone else dist.get_world_size(group)
+        # Of the thread that makes this: another one, which may exchange on its behalf, has a current GPU of its own.
+        needs_gpu = self.rank >= 0 and not (self._alone or self._takes_cpu_tensors())
+        self._device = torch.device("cuda", torch.cuda.current_device()) if needs_gpu else torch.device("cpu")
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The group's ranks in the default group, in rank order. Not collective."""
+        return [0] if self._alone else dist.get_process_group_ranks(self._group)
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
         """Every rank's `payload`, zero-padded to `num_bytes`, in rank order."""
@@ -48,10 +75,7 @@ class Bootstrap:
             return [padded]
         self._num_exchanges += 1
         mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-        if self._timeout_s is None or not self._takes_cpu_tensors():
-            theirs = self._gather(mine)
-        else:
-            theirs = self._exchange(mine, self._timeout_s)
+        theirs = self._exchange(mine) if self._device.type == "cpu" else self._gather(mine.to(self._device))
         return [bytes(t.cpu().numpy().tobytes()) for t in theirs]
 
     def agree(self, problem: SymmoeError | None) -> None:
@@ -61,28 +85,36 @@ class Bootstrap:
             if payload.strip(b"\0"):
                 raise decode(payload, rank=rank)
 
+    def attempt(self, step: Callable[[], _T]) -> _T:
+        """What `step`, which each rank takes by itself, returns; the first rank's error in it on every rank. An error
+        that is not symmoe's own is a BackendUnavailable there: something that a heap needs is missing."""
+        problem: SymmoeError | None = None
+        try:
+            result = step()
+        except SymmoeError as error:
+            problem = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait
+            problem = BackendUnavailable(f"{type(error).__name__}: {error}")
+        try:
+            self.agree(problem)
+        finally:
+            problem = None  # its traceback refers to this frame: a cycle that would keep what `step` has made
+        return result
+
     def barrier(self) -> None:
         """Every rank has arrived."""
         self.all_gather_bytes(b"", num_bytes=8)
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        if not self._takes_cpu_tensors():
-            mine = mine.to(torch.device("cuda", torch.cuda.current_device()))
         theirs = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         start = time.monotonic()
         try:
-            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
-            if self._timeout_s is None:
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=self._timeout_s))
+            self._wait(dist.all_gather(theirs, mine, group=self._group, async_op=True), start)
         except RuntimeError as error:
-            if self._timeout_s is None:
-                raise
-            raise self._failure(-1, start, self._timeout_s, error) from error
+            raise self._failure(-1, start, error) from error
         return theirs
 
-    def _exchange(self, mine: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+    def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """The same, message by message, so that one that does not come has a sender."""
         theirs = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)]
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
@@ -95,27 +127,54 @@ class Bootstrap:
                 received[peer] = dist.irecv(theirs[peer], group_src=peer, group=self._group, tag=_TAG)
             for works in (received, sent):
                 for peer in peers:
-                    left_s = max(1e-3, start + timeout_s - time.monotonic())
-                    if (work := works[peer]) is not None:
-                        work.wait(timedelta(seconds=left_s))
+                    self._wait(works[peer], start)
         except RuntimeError as error:
-            raise self._failure(peer, start, timeout_s, error) from error
+            raise self._failure(peer, start, error) from error
         return theirs
 
-    def _failure(self, rank: int, start: float, timeout_s: float, error: RuntimeError) -> PeerError:
-        if time.monotonic() - start < timeout_s:
+    def _wait(self, work: dist.Work | None, start: float) -> None:
+        if work is None:
+            return
+        if self._timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(1e-3, start + self._timeout_s - time.monotonic())))
+
+    def _failure(self, rank: int, start: float, error: RuntimeError) -> PeerError:
+        waited_s = time.monotonic() - start
+        # Nobody tells the group's own bound, but gloo says that it is over.
+        is_late = "imed out" in str(error) if self._timeout_s is None else waited_s >= self._timeout_s
+        if not is_late:
             return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
         return PeerTimeout(
             rank=rank,
             phase=control.PHASES[control.PHASE_START],
             expected=self._num_exchanges,
             seen=self._num_exchanges - 1,
-            timeout_s=timeout_s,
+            bound="the process group's timeout" if self._timeout_s is None else "start_timeout_s",
+            bound_s=waited_s if self._timeout_s is None else self._timeout_s,
         )
 
     def _takes_cpu_tensors(self) -> bool:
         # A group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU.
         return "cpu" in dist.get_backend_config(self._group) or dist.get_backend(self._group) == "gloo"
+
+
+def _group_problem(group: object) -> ArgumentError | None:
+    """What keeps this rank from talking to a group. Nobody can be told of it."""
+    if group is None:
+        return None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ArgumentError(
+            "group (GroupMember.NON_GROUP_MEMBER) is one that this rank is not in: it has no heap there"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        return ArgumentError(f"group ({group!r}) must be a torch.distributed.ProcessGroup, or None")
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        return ArgumentError(f"group is not usable: {error}")
+    return None if rank >= 0 else ArgumentError("group is one that this rank is not in: it has no heap there")
 
 
 def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:

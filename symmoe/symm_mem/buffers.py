@@ -1,6 +1,10 @@
-"""One check for every tensor that a caller brings to be read, and one for buffers that results are written into."""
+"""What can be wrong with memory that a caller gives: tensors to read, and buffers for results to be written into."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -47,11 +51,10 @@ def tensor_problem(
     return dtype_problem(name, tensor.dtype, dtypes)
 
 
-def memory_problem(name: str, tensor: torch.Tensor) -> ArgumentError | StaleLease | None:
-    """What keeps kernels from reading the memory of `tensor` as its strides say, or None.
-
-    For a gradient that autograd brings, whose shape, dtype and device autograd has looked at.
-    """
+def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | None:
+    """What keeps kernels from reading or writing the memory of `tensor` as its strides say, or None; wherever it is."""
+    if not isinstance(tensor, torch.Tensor):
+        return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
     if torch.compiler.is_compiling():  # which brings tensors without memory, and does not get as far as kernels
         return None
     kind = None
@@ -91,21 +94,70 @@ def _shown(shape: tuple[int | str, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def stale_problem(name: str, tensor: torch.Tensor) -> StaleLease | None:
-    """The error if `tensor` is memory of a lease that has been released, or None."""
+def stale_problem(name: str, tensor: object) -> StaleLease | None:
+    """The error if `tensor` is memory of a lease that has been released, or None; also for what is no dense tensor."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
     lease = released_lease(tensor)
     if lease is None:
         return None
     return StaleLease(f"{name} is memory of lease '{lease.name}' (generation {lease.generation}), which was released")
 
 
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that a call writes, and from when to when what it holds matters.
+
+    Attributes:
+        name: of the argument, for texts.
+        tensor: contiguous.
+        first, last: points in time in any unit, both included; a call that is one step needs none.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    first: float = 0
+    last: float = math.inf
+
+
+def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[torch.Tensor]) -> ArgumentError | None:
+    """The error if a buffer shares memory with an input, or with another buffer while both matter, or None.
+
+    Args:
+        buffers: what is written.
+        inputs: what is read or saved for backward, at any time; what is not dense has no memory to compare.
+    """
+    if not buffers:
+        return None
+    spans = [(_span(buffer.tensor), buffer) for buffer in buffers]
+    lowest, highest = min(start for (start, _), _ in spans), max(end for (_, end), _ in spans)
+    near = [
+        (span, tensor)
+        for tensor in inputs
+        if tensor.layout is torch.strided and _meet(span := _span(tensor), (lowest, highest))
+    ]
+    for i, (span, buffer) in enumerate(spans):
+        others = [
+            (other_span, other.tensor)
+            for other_span, other in spans[:i]
+            if buffer.first <= other.last and other.first <= buffer.last
+        ]
+        for other_span, tensor in (*near, *others):
+            if _meet(span, other_span) and tensor.device == buffer.tensor.device:
+                return ArgumentError(
+                    f"{buffer.name} {list(buffer.tensor.shape)} overlaps a tensor of shape {list(tensor.shape)} that "
+                    "the call also uses"
+                )
+    return None
+
+
 def buffer_problem(
     name: str,
     buffer: object,
     *,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    shape: tuple[int, ...] | None,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
     inputs: tuple[torch.Tensor, ...] = (),
     heap: SymmetricHeap | None = None,
 ) -> ArgumentError | StaleLease | None:
@@ -113,19 +165,18 @@ def buffer_problem(
 
     Args:
         name: of the argument, for the text.
-        shape, dtype, device: what it must have.
+        shape, dtype, device: what it must have; None: nobody knows.
         inputs: tensors it must not overlap: what is read or saved for backward, and other buffers.
         heap: given if peers will reach into the buffer, which then must lie on this heap.
     """
-    if not isinstance(buffer, torch.Tensor):
-        return ArgumentError(f"{name} ({type(buffer).__name__}) must be a tensor")
     if (error := memory_problem(name, buffer)) is not None:
         return error
-    if tuple(buffer.shape) != shape:
+    assert isinstance(buffer, torch.Tensor)
+    if shape is not None and tuple(buffer.shape) != shape:
         return ArgumentError(f"{name} has shape {list(buffer.shape)}; it must be {list(shape)}")
-    if buffer.dtype != dtype:
+    if dtype is not None and buffer.dtype != dtype:
         return ArgumentError(f"{name} has dtype {buffer.dtype}; it must be {dtype}")
-    if buffer.device != device:
+    if device is not None and buffer.device != device:
         return ArgumentError(f"{name} is on {buffer.device}; it must be on {device}")
     if not buffer.is_contiguous():
         return ArgumentError(f"{name} has strides {list(buffer.stride())}; it must be contiguous")
@@ -136,14 +187,7 @@ def buffer_problem(
         return ArgumentError(f"{name} starts at address {start}; it must be aligned to {control.ACCESS_BYTES}")
     if heap is not None and not heap.owns(buffer):
         return ArgumentError(f"{name} is not on this symmetric heap; make it with heap.lease")
-    end = start + buffer.numel() * buffer.element_size()
-    for tensor in inputs:
-        other_start, other_end = _span(tensor)
-        if tensor.device == buffer.device and start < other_end and other_start < end:
-            return ArgumentError(
-                f"{name} {list(buffer.shape)} overlaps a tensor of shape {list(tensor.shape)} that the call also uses"
-            )
-    return None
+    return overlap_problem([Buffer(name, buffer)], inputs)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -155,3 +199,8 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def _meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two ranges of addresses share one; an empty range shares none."""
+    return max(span[0], other[0]) < min(span[1], other[1])

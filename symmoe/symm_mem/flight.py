@@ -72,6 +72,23 @@ class FlightRecorder:
             known = self._calls[-1][-1]
             self._calls[-1][-1] = counts if known is None else {**known, **counts}
 
+    @property
+    def is_in_dispatch(self) -> bool:
+        """Whether the last of them was a dispatch's, whose rows have not been combined."""
+        return bool(self._calls) and self._calls[-1][2] & 0xFF in (
+            control.PHASE_DISPATCH_READY,
+            control.PHASE_DISPATCH_DONE,
+        )
+
+    def phases_since(self, epoch: int) -> list[int]:
+        """Phases of what has been launched after the barrier of `epoch`; none if that is not among the last ones."""
+        phases: list[int] = []
+        for _, other_epoch, call, peer, *_ in reversed(self._calls):
+            if other_epoch == epoch and peer < 0:
+                return phases[::-1]
+            phases.append(call & 0xFF)
+        return []
+
     def describe(self, error: SymmoeError, status: list[int], peers: Peers, facts: dict[str, Any]) -> dict[str, Any]:
         """The record as JSON has it. Reads the control block, on the current stream.
 

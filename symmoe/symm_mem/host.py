@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import struct
+from functools import partial
 
 import torch
 
@@ -34,33 +35,13 @@ class HostBackend:
 
     def __init__(self, bootstrap: Bootstrap, num_bytes: int) -> None:
         self.device, self._rank = torch.device("cpu"), bootstrap.rank
-        namespace = os.stat("/proc/self/ns/pid").st_ino
         files: list[int] = []
         try:
-            problem, ticket = None, b""
-            try:
-                files.append(_create(num_bytes))
-                inode = os.fstat(files[0]).st_ino
-                ticket = _TICKET.pack(os.getpid(), files[0], inode, namespace, os.geteuid())
-            except OSError as error:
-                problem = BackendUnavailable(f"cannot make an arena of {num_bytes} bytes: {error}")
-            bootstrap.agree(problem)
+            namespace, ticket = bootstrap.attempt(partial(_make_arena, num_bytes, files))
             tickets = [_TICKET.unpack(t) for t in bootstrap.all_gather_bytes(ticket, num_bytes=_TICKET.size)]
-            try:
-                for rank, peer in enumerate(tickets):
-                    if rank != bootstrap.rank:
-                        files.append(_open_peer(rank, peer, namespace))
-                own, *others = files
-                others.insert(bootstrap.rank, own)
-                self._maps = [mmap.mmap(file, num_bytes, mmap.MAP_SHARED) for file in others]
-            except BackendUnavailable as error:
-                problem = error
-            except OSError as error:
-                problem = BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}")
             # Nobody closes its descriptor before every peer has opened it, and all fail together.
-            bootstrap.agree(problem)
+            self._maps = bootstrap.attempt(partial(_map_arenas, num_bytes, files, tickets, bootstrap.rank, namespace))
         finally:
-            problem = None  # its traceback refers to this frame: a cycle that would keep the arenas mapped
             for file in files:
                 os.close(file)
         self.bases = [self.arena_tensor(rank).data_ptr() for rank in range(bootstrap.num_ranks)]
@@ -80,6 +61,30 @@ class HostBackend:
     def abandon(self) -> None:
         """As :meth:`close`: nothing of this backend needs the peers."""
         self.close()
+
+
+def _make_arena(num_bytes: int, files: list[int]) -> tuple[int, bytes]:
+    """This process's pid namespace, and the ticket by which peers find its arena, whose file it adds to `files`."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        files.append(_create(num_bytes))
+    except OSError as error:
+        raise BackendUnavailable(f"cannot make an arena of {num_bytes} bytes: {error}") from error
+    return namespace, _TICKET.pack(os.getpid(), files[0], os.fstat(files[0]).st_ino, namespace, os.geteuid())
+
+
+def _map_arenas(
+    num_bytes: int, files: list[int], tickets: list[tuple[int, ...]], own: int, namespace: int
+) -> list[mmap.mmap]:
+    """Every rank's arena in rank order. The peers' files are added to `files`."""
+    for rank, peer in enumerate(tickets):
+        if rank != own:
+            files.append(_open_peer(rank, peer, namespace))
+    in_order = [*files[1 : own + 1], files[0], *files[own + 1 :]]
+    try:
+        return [mmap.mmap(file, num_bytes, mmap.MAP_SHARED) for file in in_order]
+    except OSError as error:
+        raise BackendUnavailable(f"cannot map {len(tickets)} arenas of {num_bytes} bytes: {error}") from error
 
 
 def _create(num_bytes: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmoe.errors import StaleLease
+from symmoe.errors import ArgumentError, StaleLease
 from symmoe.symm_mem.autograd import wrote_into
 
 if TYPE_CHECKING:
@@ -44,8 +44,21 @@ class _Span:
             self._heap._dropped.append(self._place)
 
 
+def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
+    """What is wrong with the arguments of :meth:`SymmetricHeap.lease`, or None."""
+    if not isinstance(dtype, torch.dtype):
+        return ArgumentError(f"dtype ({dtype!r}) must be a torch.dtype")
+    if not isinstance(shape, (tuple, list)):
+        return ArgumentError(f"shape ({shape!r}) must be a tuple of ints")
+    if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape):
+        return ArgumentError(f"shape ({shape!r}) must be of ints of at least 0")
+    return None
+
+
 def released_lease(tensor: torch.Tensor) -> _Span | None:
     """What has name and generation of the lease that `tensor` is memory of, if it has been released; else None."""
+    if tensor.layout != torch.strided:  # which has no storage
+        return None
     span = getattr(tensor.untyped_storage(), "_lease_span", None)
     return span if span is not None and span.is_released else None
 
@@ -98,9 +111,15 @@ class Lease:
         """The same byte range of rank `rank`'s arena as a tensor.
 
         It is that rank's lease of the same name if all ranks lease and release in the same order.
+
+        Raises:
+            ArgumentError: the group has no such rank; on this rank alone, like every error of a lease.
         """
         if self._heap is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
+        num_ranks = self._heap.num_ranks
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
+            raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
         return self._over(self._heap, rank)
 
     def release(self) -> None:

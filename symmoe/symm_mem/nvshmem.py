@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -116,8 +117,7 @@ class NvshmemBackend:
 
     def _check_peers(self, bootstrap: Bootstrap) -> None:
         """All ranks are on one machine, on GPUs of their own that can address each other. Collective."""
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            boot_id = file.read().strip()
+        boot_id = bootstrap.attempt(Path("/proc/sys/kernel/random/boot_id").read_bytes).strip()
         uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()
         index = self.device.index
         message = boot_id[:36].ljust(36) + uuid[:60].ljust(60) + index.to_bytes(2, "little")

@@ -15,18 +15,19 @@ from symmoe.kernels import control
 from symmoe.symm_mem.abort import Report
 
 
-def timeout_error(words: list[int], timeout_s: float) -> PeerTimeout:
-    """The error of a status record of kind STATUS_TIMEOUT."""
+def timeout_error(words: list[int], bound: str, bound_s: float) -> PeerTimeout:
+    """The error of a status record of kind STATUS_TIMEOUT; the bound's name and value."""
     return PeerTimeout(
         rank=words[control.STATUS_PEER],
         phase=control.PHASES[words[control.STATUS_PHASE]],
         expected=words[control.STATUS_EXPECTED],
         seen=words[control.STATUS_SEEN],
-        timeout_s=timeout_s,
+        bound=bound,
+        bound_s=bound_s,
     )
 
 
-def abort_error(report: Report, sender: int, *, rank: int, timeout_s: float) -> PeerError:
+def abort_error(report: Report, sender: int, rank: int, bound: str, bound_s: float) -> PeerError:
     """The error of a report that `sender` has sent, on rank `rank`: who is missing, if it says so."""
     if report.missing in (-1, rank):  # a rank that was given up learns by whom
         return PeerAborted(rank=sender, reason=report.reason)
@@ -35,7 +36,8 @@ def abort_error(report: Report, sender: int, *, rank: int, timeout_s: float) -> 
         phase=control.PHASES[report.phase],
         expected=report.expected,
         seen=report.seen,
-        timeout_s=timeout_s,
+        bound=bound,
+        bound_s=bound_s,
         reported_by=sender,
     )
 

@@ -158,15 +158,13 @@ class StreamOrder:
         """Another one, which comes first where both want to start a kernel: on it, rows travel beside GEMMs."""
         return torch.cuda.Stream(self._device, priority=-1)
 
-    @contextmanager
-    def one_call(self) -> Iterator[None]:
-        """Around a collective call: it starts after the last one has ended, whatever stream that was on."""
-        order = self._order()
-        order.begin_call()
-        try:
-            yield
-        finally:
-            order.end_call()
+    def begin_call(self) -> None:
+        """A collective call starts here, after the last one has ended, whatever stream that was on."""
+        self._order().begin_call()
+
+    def end_call(self) -> None:
+        """It ends here."""
+        self._order().end_call()
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -202,10 +200,11 @@ class NoStreams:
 
     side_stream = wire_stream = None
 
-    @contextmanager
-    def one_call(self) -> Iterator[None]:
+    def begin_call(self) -> None:
         """Nothing to order."""
-        yield
+
+    def end_call(self) -> None:
+        """Nothing to order."""
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

@@ -22,7 +22,6 @@ Launch = Literal["graph", "eager"]
 
 _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
-_HEAP_TIMEOUT_S = 120.0  # a rank may compile kernels while the others wait in a barrier
 _REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over what was freed on other streams
 
 
@@ -67,7 +66,7 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str
         plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)
         replays = launch == "graph" and ranks.device.type == "cuda"
         heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
-        with SymmetricHeap(num_bytes=heap_bytes, timeout_s=_HEAP_TIMEOUT_S) as heap:
+        with SymmetricHeap(num_bytes=heap_bytes) as heap:
             torch.manual_seed(0)  # the router is the same on all ranks
             layer = MoELayer(config, heap, dtype=DTYPE)
             torch.manual_seed(1 + heap.rank)

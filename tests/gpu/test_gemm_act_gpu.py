@@ -197,7 +197,7 @@ BASE = {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 3, "num_war
 VARIANTS = {
     "parts 4": {"parts": 4},
     "lead 1": {"parts": 4, "lead": 1, "flatten": True},
-    "lead 2": {"parts": 8, "lead": 2, "load_policy": "evict_first", "store_policy": "evict_last"},
+    "lead 2": {"parts": 4, "lead": 2, "load_policy": "evict_first", "store_policy": "evict_last"},
     "prefetch": {"parts": 4, "prefetch": True},
     "prefetch flatten": {"block_n": 256, "parts": 8, "lead": 2, "prefetch": True, "flatten": True},
     "two programs": {"num_warps": 4, "programs_per_sm": 2, "max_registers": 255, "parts": 4, "lead": 1},
@@ -219,7 +219,7 @@ def test_other_tile_configs(variant, activation):
 @activations
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_fused_is_bitwise_the_three_modules(widths, activation, dtype):
-    """GEMM, activation, GEMM by themselves give the same h, a and dh; dscale is summed in another order."""
+    """GEMM, activation, GEMM by themselves give the same h, a, dh and dscale."""
     p = Problem(SPLITS[0], widths, dtype, activation)
     n = p.num_rows
     h, a = forward(p, p.rows, None, bias=p.bias)
@@ -231,9 +231,8 @@ def test_fused_is_bitwise_the_three_modules(widths, activation, dtype):
     gpu_activation.scaled_activation(h3, p.scale, a3, activation)
     gemm.grouped_gemm_dgrad(p.rows, p.weight2, p.row_start, da3)
     gpu_activation.scaled_activation_grad(da3, h3, p.scale, dh3, dscale3, activation)
-    for fused, alone in ((h, h3), (a, a3), (a_again, a3), (dh, dh3)):
+    for fused, alone in ((h, h3), (a, a3), (a_again, a3), (dh, dh3), (dscale, dscale3)):
         assert torch.equal(fused[:n], alone[:n])
-    p.assert_near(dscale[:n], dscale3[:n], tolerance=1e-5)
 
 
 @dtypes

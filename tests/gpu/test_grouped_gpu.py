@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from grouped_cases import (
@@ -36,15 +37,23 @@ from grouped_cases import (
     used,
 )
 
-from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
-from symmoe.errors import ArgumentError
+from symmoe import (
+    GroupedLinear,
+    GroupedMLP,
+    ScaledClampedSwiGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    Sequential,
+    SymmetricHeap,
+)
+from symmoe.errors import ArgumentError, StaleLease
 
 pytestmark = pytest.mark.gpu
 
 # One shape throughout, since kernels are compiled by shape; neither tiles nor contraction steps fit. 4 rows of tail.
 SIZES = Sizes(splits=(70, 0, 3, 55), lead=(12, 11), hidden=72, ffn=40)
 PLAIN = Case(buffers=())
-OTHER_ORDER = ("d_scale", "d_fc1.bias")
+OTHER_ORDER = ("d_fc1.bias",)
 
 
 def expert_inputs(case: Case, **options) -> Inputs:
@@ -323,13 +332,14 @@ def test_graph_replays_with_other_data_and_other_splits(path, weights, main_grad
 
 
 @pytest.mark.parametrize("path", ["linear", "sequential"])
-@pytest.mark.parametrize("kind", ["list", "cpu"])
+@pytest.mark.parametrize("kind", ["list", "cpu", "array"])
 def test_host_splits_in_a_capture(path, kind):
     """They would be frozen into the graph. The error leaves the capture alive."""
     make = single_inputs if path == "linear" else expert_inputs
     inputs = make(PLAIN)
     call, _ = model_of(path, PLAIN, inputs)
-    host = list(SIZES.splits) if kind == "list" else torch.tensor(SIZES.splits)
+    make_host = {"list": list, "cpu": torch.tensor, "array": np.array}[kind]
+    host = make_host(SIZES.splits)
     splits, found = inputs.splits, []
     with torch.no_grad():
         want = call(inputs.x, inputs.scale, splits, None, None)
@@ -342,6 +352,32 @@ def test_host_splits_in_a_capture(path, kind):
         graph.replay()
         torch.cuda.synchronize()
     assert_same_bits(found[0], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_splits_of_any_integers_in_a_graph(dtype):
+    """They are converted on the device, in the graph: a replay reads those of then."""
+    inputs = single_inputs(PLAIN)
+    call, _ = model_of("linear", PLAIN, inputs)
+    splits, other = inputs.splits.to(dtype), torch.tensor([3, 70, 0, 55], device="cuda")
+    with torch.no_grad():
+        want = call(inputs.x.nan_to_num(), inputs.scale, other, None, None)
+        call(inputs.x.nan_to_num(), inputs.scale, splits, None, None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call(inputs.x.nan_to_num(), inputs.scale, splits, None, None)
+        splits.copy_(other)
+        graph.replay()
+    assert_same_bits(y, want)
+
+
+def test_another_default_device():
+    inputs = single_inputs(PLAIN)
+    call, _ = model_of("linear", PLAIN, inputs)
+    want = call(inputs.x, inputs.scale, inputs.splits, None, None)
+    for device in ("meta", "cuda", "cpu"):
+        with torch.device(device):
+            assert_same_bits(call(inputs.x, inputs.scale, list(SIZES.splits), None, None), want)
 
 
 # -- no waiting for the device ----------------------------------------------------------------------------------------
@@ -362,7 +398,7 @@ def test_synchronising_is_found():
         torch.ones(1, device="cuda").item()
 
 
-@pytest.mark.parametrize("kind", ["int32", "int64", "list"])
+@pytest.mark.parametrize("kind", ["int32", "int64", "int16", "uint8", "list"])
 @pytest.mark.parametrize("weights", ["packed", "discrete"])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
@@ -437,3 +473,25 @@ def test_leaf_accumulates_over_micro_batches(path):
     assert_same_bits(used(x.grad, SIZES), 2 * used(buffers.grad_input_out, SIZES))
     assert not buffers.out.requires_grad
     assert not buffers.grad_input_out.requires_grad
+
+
+@pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
+def test_losses_that_are_kept_keep_no_leases(path):
+    """Backward runs in a thread of autograd's: nothing of a spent graph may outlive it."""
+    case = Case(buffers=("out", "grad_input_out"))
+    inputs = single_inputs(case) if path == "linear" else expert_inputs(case)
+    call, _ = model_of(path, PLAIN, inputs)
+    x, splits, losses = inputs.x.nan_to_num().requires_grad_(), inputs.splits, []
+    with SymmetricHeap(num_bytes=4 << 20) as heap:
+        for _ in range(200):
+            out, grad_input_out = (heap.lease(tuple(like.shape), like.dtype) for like in (inputs.d_y, x))
+            y = call(x, inputs.scale, splits, out.tensor, grad_input_out.tensor)
+            losses.append(used(y, SIZES).square().sum())
+            del out, grad_input_out, y
+            losses[-1].backward()
+            assert heap.leased_bytes == 0
+        assert not heap.owns(x.grad)
+        with heap.lease(tuple(inputs.d_y.shape), inputs.d_y.dtype, name="mine") as lease:
+            stale = lease.tensor
+        with pytest.raises(StaleLease, match="d_y is memory of lease 'mine'"):
+            call(x, inputs.scale, splits, None, None).backward(stale)

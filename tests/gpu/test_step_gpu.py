@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from step_trace import StepTrace, trace_step, training_step
 from test_layer import WAYS, flat
-from worker import GPU_TIMEOUT_S, Findings, open_heap
+from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, CapacityError
@@ -24,6 +24,7 @@ def config_for(num_ranks: int, **options) -> MoEConfig:
         "overflow": "drop",
         "aux_loss_coef": 1e-2,
         "z_loss_coef": 1e-3,
+        "schedule": "always-overlapped",
         **options,
     }
     return MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=8 * num_ranks, top_k=TOP_K, **options)
@@ -74,7 +75,7 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dic
         launched = " ".join(trace.kernels)
         for kernel in ("barrier", "push_rows", "pull_sums", "grouped_gemm"):
             assert kernel in launched
-        assert ("wait_for_signal" in launched) == (num_ranks > 1 and way["schedule"] == "overlapped")
+        assert ("wait_for_signal" in launched) == (num_ranks > 1 and way["schedule"] == "always-overlapped")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -305,7 +306,7 @@ def check_groups(rank: int, num_ranks: int) -> list[str]:
     size = num_ranks // 2
     groups = [dist.new_group(list(range(start, start + size))) for start in range(0, num_ranks, size)]
     group = groups[rank // size]
-    with SymmetricHeap(group, num_bytes=256 << 20, timeout_s=GPU_TIMEOUT_S) as heap:
+    with SymmetricHeap(group, num_bytes=256 << 20) as heap:
         layer = layer_for(heap, config_for(size))
         results = []
         for turn in range(30 + 10 * (rank // size)):  # the groups take different numbers of steps

@@ -39,7 +39,7 @@ def recorded(rank: int, num_ranks: int, path: str, schedule: str) -> Timeline:
         return recording.timeline
 
 
-@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+@pytest.mark.parametrize("schedule", ["serial", "always-overlapped"])
 def test_kernels_of_a_step_have_phases_and_directions(schedule: str, cluster: Callable[..., Cluster], tmp_path: Path):
     made, other = cluster(2, "cuda").run(recorded, str(tmp_path / "step.json"), schedule)
     assert made == other
@@ -111,7 +111,7 @@ def replayed(rank: int, num_ranks: int, path: str, schedule: str) -> tuple[Timel
         return recording.timeline, events[-1].elapsed_time(end)
 
 
-@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+@pytest.mark.parametrize("schedule", ["serial", "always-overlapped"])
 def test_kernels_of_replays_have_phases_and_directions(schedule: str, cluster: Callable[..., Cluster], tmp_path: Path):
     (made, ms), (other, _) = cluster(2, "cuda").run(replayed, str(tmp_path / "step.json"), schedule)
     assert made == other

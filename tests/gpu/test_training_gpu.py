@@ -24,7 +24,14 @@ def check_features(rank: int, num_ranks: int, options: dict) -> list[str]:
     with open_heap("cuda", num_bytes=256 << 20) as heap:
         torch.use_deterministic_algorithms(False)
         capacity = TOKENS * TOP_K * num_ranks
-        config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=8 * num_ranks, top_k=TOP_K, capacity=capacity, **options)
+        config = MoEConfig(
+            hidden=HIDDEN,
+            ffn=FFN,
+            num_experts=8 * num_ranks,
+            top_k=TOP_K,
+            capacity=capacity,
+            **{"schedule": "always-overlapped", **options},
+        )
         layers = []
         for _ in range(2):
             torch.manual_seed(5)

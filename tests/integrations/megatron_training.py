@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import megatron_shim
@@ -27,8 +28,10 @@ from megatron_cases import (
 )
 from small_model import without_semaphores
 
+import symmoe
 from symmoe.errors import SymmoeError
 
+PACKAGE = Path(symmoe.__file__).parent
 NUM_MICRO_BATCHES = 2
 SIGMOID_BIAS = {
     "moe_router_score_function": "sigmoid",
@@ -374,7 +377,7 @@ def compiled(rank: int, num_ranks: int, *, form: str) -> dict[str, Any]:
         "others in our files": [
             str(each)
             for each, match in zip(breaks, wanted, strict=True)
-            if match is None and any("/symmoe/" in frame.filename for frame in each.user_stack[-1:])
+            if match is None and any(Path(frame.filename).is_relative_to(PACKAGE) for frame in each.user_stack[-1:])
         ],
     }
 
@@ -412,7 +415,9 @@ def initial_experts(rank: int, num_ranks: int) -> list[torch.Tensor]:
     model_parallel_cuda_manual_seed(5)
     config = config_of(use_cpu_initialization=False)
     experts = SymmExperts(4, config)
-    for weight in experts.parameters():
+    experts.load_state_dict({name: value.clone() for name, value in experts.state_dict().items()}, assign=True)
+    copied = copy.deepcopy(experts.linear_fc1).to("meta").to_empty(device="cpu")
+    for weight in (*experts.parameters(), copied.weight):
         assert weight.allreduce is False
         assert weight.tensor_model_parallel is True
     use_groups(ep=1)

@@ -56,10 +56,10 @@ class Model(nn.Module):
 @torch.no_grad()
 def set_weights(model: Model, *, ep_rank: int, num_ep_ranks: int) -> None:
     """Each parameter from a generator of its own; a rank takes its experts from the whole."""
-    for number, (_, parameter) in enumerate(model.named_parameters()):
+    for number, (name, parameter) in enumerate(model.named_parameters()):
         generator = torch.Generator().manual_seed(number)
         shape = list(parameter.shape)
-        is_expert = getattr(parameter, "is_expert", False)
+        is_expert = ".experts." in name
         if is_expert:
             shape[0] *= num_ep_ranks
         whole = torch.randn(shape, generator=generator) / shape[-1] ** 0.5 / 2

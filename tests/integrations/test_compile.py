@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from small_model import Block, without_semaphores
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
@@ -305,7 +310,50 @@ def test_operators_pass_torchs_own_checks(heap):
     weights = [p.detach().requires_grad_() for p in layer.experts.parameters()]
     x, probs = torch.randn(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = (x, probs, topk_idx, [], weights, [], layer._step.number, True, True, 3)
-    torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments)
     torch.library.opcheck(torch.ops.symmoe.select_experts.default, (torch.randn(5, 4), 2))
+    step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
+    torch.library.opcheck(torch.ops.symmoe.load_so_far.default, (step_load, load))
+    torch.library.opcheck(torch.ops.symmoe.add_load.default, (step_load, load))
+    x, weight = (
+        torch.randn(5, HIDDEN, dtype=torch.bfloat16, requires_grad=True),
+        torch.randn(4, HIDDEN).requires_grad_(),
+    )
+    torch.library.opcheck(torch.ops.symmoe.router_gemm.default, (x, weight))
+    torch.library.opcheck(torch.ops.symmoe.router_gemm_grads.default, (torch.randn(5, 4), x.detach(), weight.detach()))
+
+
+def test_a_copy_works_when_the_original_is_gone(heap):
+    """Compiled, and under a checkpoint that saves the experts' operator."""
+    layer = symmoe.MoELayer(config(), heap)
+    copied = copy.deepcopy(layer)
+    x = torch.randn(5, HIDDEN)
+    want, _ = layer(x)
+    want.square().sum().backward()
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    del layer
+    gc.collect()
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.symmoe.moe_forward.default])
+    for run in (
+        torch.compile(copied, backend="aot_eager", fullgraph=True),
+        partial(checkpoint, copied, use_reentrant=False, context_fn=contexts),
+    ):
+        copied.zero_grad()
+        y, _ = run(x)
+        y.square().sum().backward()
+        assert torch.equal(y, want)
+        assert all(torch.equal(p.grad, g) for p, g in zip(copied.parameters(), gradients, strict=True))
+    assert copy.deepcopy(copied)._step is copied._step
+
+
+def test_pickling_says_what_to_do_instead(heap):
+    layer = symmoe.MoELayer(config(), heap)
+    for held in (layer, heap, layer._step, nn.Sequential(layer)):
+        for save in (pickle.dumps, lambda held: torch.save(held, io.BytesIO())):
+            with pytest.raises(ArgumentError, match=r"state_dict.*save_checkpoint"):
+                save(held)
+    saved = io.BytesIO()
+    torch.save(layer.state_dict(), saved)
+    saved.seek(0)
+    symmoe.MoELayer(config(), heap).load_state_dict(torch.load(saved))

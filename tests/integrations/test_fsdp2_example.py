@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG_S
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fsdp2_moe.py"
 
@@ -18,7 +19,7 @@ def losses(out: Path, *arguments: str, num_ranks: int) -> dict[int, float]:
     """Runs the example to its end; the loss of every step."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, *launcher, str(EXAMPLE), "--preset", "tiny", "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_S
 from megatron_shim import EXAMPLES
 from torch import nn
 
@@ -26,7 +27,7 @@ def output_of(*arguments: str) -> str:
     """What a run prints."""
     launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *launcher, str(EXAMPLES / "megatron_gpt.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

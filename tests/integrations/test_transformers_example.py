@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_S
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -21,7 +22,7 @@ def run(out: Path, *arguments: str, num_ranks: int) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
     command = [sys.executable, *launcher, str(EXAMPLE), "--out", str(out), *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -52,6 +53,6 @@ def test_learns_saves_and_goes_on(tmp_path: Path):
 def test_refuses_a_folder_with_something_in_it(tmp_path: Path):
     (tmp_path / "mine").write_text("precious")
     command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 2
     assert "is not empty" in done.stderr

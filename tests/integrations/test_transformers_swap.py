@@ -23,6 +23,7 @@ pytest.importorskip("transformers", minversion="5.17")
 import torch
 import torch.distributed as dist
 from hf_cases import FAMILIES, batch_of, random_model
+from limits import HANG_S
 from worker import open_heap
 
 import symmoe
@@ -329,7 +330,7 @@ def test_transformers_is_imported_by_those_that_need_it_alone():
         "assert all(getattr(ours, name) for name in ours.__all__ if name != 'register')\n"
         "assert 'transformers' in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -51,7 +51,7 @@ from symmoe.moe.grouped_mlp import GroupedMLP
 
 NUM_RANKS, EXPERTS, HIDDEN, FFN = 2, 8, 64, 128
 OLD, NEW = 10, 20
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
 KINDS = ("step", "exp_avg", "exp_avg_sq")
 TARGETS = ("shard", "manifest", "seal", "latest")

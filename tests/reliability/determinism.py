@@ -30,7 +30,7 @@ def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
     options: dict[str, Any] = {
         "order": ("rank", "slot")[step % 2],
         "layout": ("packed", "expert-major")[step // 2 % 2],
-        "schedule": ("serial", "overlapped")[step // 4 % 2],
+        "schedule": ("serial", "always-overlapped")[step // 4 % 2],
         "stash": ("all", "none")[step // 5 % 2],
     }
     if step % 3 == 0:

@@ -40,12 +40,11 @@ from symmoe import MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, err
 from symmoe.kernels import control
 
 TIMEOUT_S = 2.0
-ALLOWED_S = TIMEOUT_S + 2.0
+SLACK_S = 2.0
 TOLD_S = 1.0  # where the victim itself told its peers
 EXIT_S = 10.0  # from a survivor's error to its end: Python takes torch apart
 FREE_AGAIN_S = 10.0
 GPU_SLACK_MIB = 64
-COMPILE_S = 120.0
 
 PHASES = ("before", "in dispatch", "between", "in combine", "in backward", "in close")
 VICTIMS = ("first", "middle", "last")
@@ -181,12 +180,12 @@ def take_part(
     yield {"pipe": (os.getpid(), read_end)}  # the launcher reads it after the death of this process, too
     try:
         # As a user writes it: an exception leaves the heap on its way out.
-        with SymmetricHeap(num_bytes=8 << 20, backend=backend, timeout_s=COMPILE_S) as heap:
+        with SymmetricHeap(num_bytes=8 << 20, backend=backend) as heap:
             Step(heap, fault, lambda phase: None).run(0)
             if turns is not None and is_victim:
                 fcntl.flock(os.open(turns, os.O_RDWR), fcntl.LOCK_EX)
             dist.barrier()  # kernels are compiled, from here on waits may be short
-            heap.timeout_s = TIMEOUT_S
+            heap.timeout_s = heap.start_timeout_s = TIMEOUT_S
             step = Step(heap, fault, strike)
             with before_steps(kernels.for_device(heap.device), step.before_kernel) if is_victim else nullcontext():
                 for turn in range(fault.steps + 1):
@@ -291,17 +290,19 @@ def watch(
         facts["detect_ms"].append(1e3 * detect_s)
         facts["errors"].append(facts_of["raised"])
         problems += wrong_error(rank, facts_of, fault)
-        allowed_s = TOLD_S if facts_of["raised"] == "PeerAborted" else ALLOWED_S
+        allowed_s = run.patience * TOLD_S
+        if facts_of["raised"] != "PeerAborted":
+            allowed_s = TIMEOUT_S + run.patience * SLACK_S
         if detect_s > allowed_s:
             problems.append(f"survivor {rank} raised after {detect_s:.2f} s, allowed are {allowed_s} s")
-        code = job.exit_code(rank, deadline=facts_of["at"] + EXIT_S)
+        code = job.exit_code(rank, deadline=facts_of["at"] + run.patience * EXIT_S)
         facts["exit_ms"].append(1e3 * (time.monotonic() - facts_of["at"]))
         if not code:
             problems.append(f"survivor {rank} " + ("still runs" if code is None else "ended with code 0"))
     if fault.kind == "stop":
         job.kill(fault.victim)
     if fault.kind == "raise":
-        code = job.exit_code(fault.victim, deadline=time.monotonic() + EXIT_S)
+        code = job.exit_code(fault.victim, deadline=time.monotonic() + run.patience * EXIT_S)
         if not code:
             problems.append(f"the victim ended with {code} after an exception")
         if UsersError.__name__ not in job.log(fault.victim):
@@ -344,8 +345,8 @@ def new_job_problems(launcher: Launcher, run: Run) -> list[str]:
 
 
 def work(rank: int, num_ranks: int, device: str) -> Iterator[bool]:
-    backend, timeout_s = ("nvshmem", 120.0) if device == "cuda" else ("host", 30.0)
-    with SymmetricHeap(num_bytes=1 << 20, backend=backend, timeout_s=timeout_s) as heap:
+    backend = "nvshmem" if device == "cuda" else "host"
+    with SymmetricHeap(num_bytes=1 << 20, backend=backend) as heap:
         yield round_trip(heap)
 
 

@@ -21,7 +21,6 @@ from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
 from symmoe import Lease, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import SymmoeError
 
-TIMEOUT_S = 10.0
 ARGUMENT, MISMATCH, STALE = "ArgumentError", "ConfigMismatch", "StaleLease"
 
 
@@ -356,7 +355,7 @@ def foreign_buffer(call: Call) -> None:
     dispatch_call(call)
     rows = call.arguments["plan"].row_capacity
     call.arguments["out"] = call.lease(rows, call.hidden)
-    with SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S) as other:
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as other:
         call.change("out", other.lease((rows, call.hidden), torch.float32).tensor)
     call.wants(ARGUMENT, "out is not on this symmetric heap")
 
@@ -372,7 +371,7 @@ def ordinary_buffer(call: Call) -> None:
 
 def closed_heap(call: Call) -> None:
     call.everywhere()
-    other = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=TIMEOUT_S)
+    other = SymmetricHeap(num_bytes=1 << 20, backend="host")
     base = call.random.choice([plan_call, dispatch_call, combine_call])
     heap, call.heap = call.heap, other
     base(call)
@@ -479,9 +478,9 @@ def check(
     rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
 ) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
     """Yields per case."""
-    backend, timeout_s = ("nvshmem", 120.0) if device == "cuda" else ("host", TIMEOUT_S)
+    backend = "nvshmem" if device == "cuda" else "host"
     mutations = mutations_for(num_ranks, device)
-    with SymmetricHeap(num_bytes=1 << 20, backend=backend, timeout_s=timeout_s) as heap:
+    with SymmetricHeap(num_bytes=1 << 20, backend=backend) as heap:
         for number in numbers:
             start, mutation = time.perf_counter(), mutations[number % len(mutations)]
             problems = problems_with(heap, mutation, seed * SEED_STRIDE + number)

@@ -20,7 +20,9 @@ _PHASE = control.PHASE_DISPATCH_READY
 
 
 def _new_heap(timeout_s: float) -> SymmetricHeap:
-    return SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=timeout_s)
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=timeout_s)
+    heap.start_timeout_s = timeout_s
+    return heap
 
 
 def _end(heap: SymmetricHeap) -> None:

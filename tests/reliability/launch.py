@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _TESTS = Path(__file__).resolve().parents[1]
-_START_S = {"cpu": 60.0, "cuda": 120.0}
+_START_S = {"cpu": 600.0, "cuda": 120.0}
 _END_S = {"cpu": 3.0, "cuda": 10.0}
 # NVML: else torch.cuda.is_available() in the nursery would start CUDA there, and its forks could not use the GPU.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -187,8 +187,8 @@ def check(
     rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
 ) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
     """Yields per case."""
-    backend, timeout_s = ("nvshmem", 120.0) if device == "cuda" else ("host", 30.0)
-    with SymmetricHeap(num_bytes=32 << 20, backend=backend, timeout_s=timeout_s) as heap:
+    backend = "nvshmem" if device == "cuda" else "host"
+    with SymmetricHeap(num_bytes=32 << 20, backend=backend) as heap:
         rounds = Rounds(heap)
         for number in numbers:
             start, kind, problems = time.perf_counter(), kind_of(number), []

@@ -31,6 +31,7 @@ class Run:
         device: "cpu" or "cuda".
         num_jobs: how many groups of ranks share the cases, side by side on the same devices. More than a few per GPU
             cost more than they bring: the GPU gives each a slice of its time, and ranks that meet wait for slices.
+        patience: how many times as long everything may take as on a machine that has nothing else to do.
     """
 
     numbers: tuple[int, ...]
@@ -38,10 +39,11 @@ class Run:
     device: str = "cpu"
     seed: int = 0
     num_jobs: int = 1
+    patience: float = 1.0
 
     def seconds(self, on_cpu: float) -> float:
         """A deadline: GPUs get more, because first calls compile kernels."""
-        return on_cpu if self.device == "cpu" else on_cpu + 240.0
+        return self.patience * on_cpu + (0.0 if self.device == "cpu" else 240.0)
 
 
 @dataclass(frozen=True)

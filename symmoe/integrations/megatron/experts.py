@@ -90,15 +90,12 @@ class SymmExperts(MegatronModule):
                 dtype=config.params_dtype,
                 device="cpu" if on_cpu else torch.device(torch.cuda.current_device()),
             )
-        marks = {
-            "allreduce": config.expert_model_parallel_size == 1,  # else: the expert-data-parallel buckets
-            # No duplicates on tensor-parallel ranks: gradient norms count it wherever it is.
-            "tensor_model_parallel": True,
-            "partition_dim": split_dim,
-            "partition_stride": 1,
-        }
-        for name, mark in marks.items():
-            setattr(linear.weight, name, mark)
+        linear.mark_weights(
+            allreduce=config.expert_model_parallel_size == 1,  # else: the expert-data-parallel buckets
+            tensor_model_parallel=True,  # no duplicates on tensor-parallel ranks: gradient norms count it where it is
+            partition_dim=split_dim,
+            partition_stride=1,
+        )
         return linear
 
     @torch.compiler.disable  # kernels that write into buffers

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.families import Family, StockExperts
@@ -17,6 +16,7 @@ from symmoe.moe.calls import Call, Calls
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.moe.step import apply_experts, plan_step
+from symmoe.moe.wrappers import ExpertParallelModule, Replicas
 from symmoe.symm_mem.buffers import dtype_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -50,7 +50,7 @@ class StepConfig:
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, choices))}")
 
 
-class ExpertParallelExperts(nn.Module):
+class ExpertParallelExperts(ExpertParallelModule):
     """Experts of one MoE block, spread over the ranks of a heap; called like transformers' own.
 
     Rank r holds experts r * e to (r + 1) * e - 1. The block's router stays what it is: its choice and its weights come
@@ -64,7 +64,7 @@ class ExpertParallelExperts(nn.Module):
 
     def __init__(self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig) -> None:
         super().__init__()
-        self.heap = heap
+        self.heap, self.replicas = heap, Replicas(None)
         self.num_experts = mlp.num_groups * heap.num_ranks  # E, of all ranks
         # Every call brings its own K, and none of what this is for asks the configuration for it.
         self.config = MoEConfig(hidden=mlp.hidden, ffn=mlp.ffn, num_experts=self.num_experts, top_k=1, **asdict(step))
@@ -72,7 +72,7 @@ class ExpertParallelExperts(nn.Module):
         self.set_experts(mlp)
 
     @property
-    def experts(self) -> GroupedMLP:
+    def experts(self) -> GroupedMLP:  # type: ignore[override]  # there it is a module, here one of another name
         """`mlp`, by the name that MoELayer has for it."""
         return self.mlp
 
@@ -100,8 +100,9 @@ class ExpertParallelExperts(nn.Module):
                 Inside torch.compile wrong shapes are the compiler's error, on that rank alone.
         """
         if not torch.compiler.is_compiling():
-            self.heap.check()
-            self.heap.fail_for(self._problem(hidden_states, top_k_index, top_k_weights), control.PHASE_PLAN)
+            self.heap.check(control.PHASE_PLAN)
+            problem = self.wrapper_problem() or self._problem(hidden_states, top_k_index, top_k_weights)
+            self.heap.fail_for(problem, control.PHASE_PLAN)
         device_type = hidden_states.device.type
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from symmoe.integrations.transformers.checkpoint import load_checkpoint
 from symmoe.integrations.transformers.experts import StepConfig
-from symmoe.integrations.transformers.swap import set_parameter, swap_moe
+from symmoe.integrations.transformers.swap import swap_moe
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
@@ -70,7 +70,8 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> None:
             if id(parameter) not in made:
                 value = empty(f"{path}.{name}", parameter)
                 made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            set_parameter(module, name, made[id(parameter)])
+                vars(made[id(parameter)]).update(vars(parameter))
+            setattr(module, name, made[id(parameter)])
         computed = module._non_persistent_buffers_set
         if computed:  # rotary embeddings: not in checkpoints, made by their constructor from the config
             with torch.device("cpu"):

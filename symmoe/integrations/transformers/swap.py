@@ -10,6 +10,7 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
 from symmoe.integrations.transformers.families import Family, StockExperts, experts_modules, family_of
+from symmoe.moe.wrappers import prepare_for_ddp
 from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,6 +47,7 @@ def swap_moe(model: Model, heap: SymmetricHeap, *, step: StepConfig | None = Non
     for path, share in swapped.items():
         model.set_submodule(path, share)
     vars(model)["save_pretrained"] = _refuse_save_pretrained
+    prepare_for_ddp(model)
     return model
 
 
@@ -83,14 +85,8 @@ def _share_of(family: Family, experts: StockExperts, heap: SymmetricHeap, step: 
     for name, whole in local_weights(family, experts).items():
         linear, _, kind = name.partition(".")
         weight = whole[start : start + num_local].clone(memory_format=torch.contiguous_format)
-        set_parameter(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
+        setattr(getattr(share.mlp, linear), kind, nn.Parameter(weight, requires_grad=whole.requires_grad))
     return share.train(experts.training)
-
-
-def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replaces a parameter by another that is marked like it (GroupedLinear's `is_expert`)."""
-    parameter.__dict__.update(getattr(module, name).__dict__)
-    setattr(module, name, parameter)
 
 
 def _refuse_save_pretrained(*args: object, **kwargs: object) -> NoReturn:

@@ -26,16 +26,20 @@ from symmoe.kernels.act_quantized import (
     check_dact_quantize,
     dact_features,
 )
-from symmoe.kernels.activation import Activation
+from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.activation import (
+    SUM_STEPS,
     act_slopes,
     act_value,
     activation_fields,
     activation_of,
+    add_neighbours,
     join_blocks,
     load_hidden,
+    scale_terms,
+    store_block_sums,
 )
 from symmoe.kernels.gpu.gemm import (
     end_of_rows,
@@ -150,7 +154,7 @@ def dact_part(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """a, dgate, dup [ROWS, COLUMNS], rounded, from feature `first` on, and the part [ROWS] of dscale."""
+    """a, dgate, dup [ROWS, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
     DTYPE: tl.constexpr = h.dtype.element_ty
     gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
     gate = gate.to(tl.float32)
@@ -163,7 +167,7 @@ def dact_part(
     by_gate, by_up = act_slopes(gate, up, ACTIVATION)
     ds = dout * factor
     a = (value * factor).to(DTYPE)
-    return a, (ds * by_gate).to(DTYPE), (ds * by_up).to(DTYPE), tl.sum(dout * value, axis=1)
+    return a, (ds * by_gate).to(DTYPE), (ds * by_up).to(DTYPE), scale_terms(dout, value)
 
 
 @fast_launch
@@ -242,7 +246,7 @@ def dact_quantize_kernel(
     h,  # [N, W]
     row_scale,  # fp32[N]
     row_start,
-    workspace,  # fp32 [tiles of features, N]
+    workspace,  # fp32 [blocks of features, N]
     data,  # bytes [N, W], or None
     scale,
     column_data,  # bytes [W, num_tiles * TILE], or None
@@ -288,8 +292,9 @@ def dact_quantize_kernel(
                     store_columns(dh, 2 * first, WIDTH, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
         for i in tl.range(0, TILE, ROWS):
             row = first_row + i + tl.arange(0, ROWS)
-            _, dgate, dup, part = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)
-            tl.store(workspace + n_tile.to(tl.int64) * num_rows + row, part, mask=row < end)
+            _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)
+            sums = add_neighbours(terms, SUM_STEPS)
+            store_block_sums(sums, workspace, row, end, first_feature, num_rows, FFN)
             if not ACTIVATION.is_gated:
                 store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, SCALE, BLOCK)
             elif ACTIVATION.interleave is None:
@@ -386,7 +391,7 @@ def dact_quantize(
             _num_tiles(columns),
             _num_tiles(a_columns),
         )
-    sum_dact_partials(workspace, row_start, dscale, tiles_of_features)
+    sum_dact_partials(workspace, row_start, dscale, num_scale_sums(sizes.ffn))
 
 
 def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

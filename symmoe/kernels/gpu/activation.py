@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gpu.gemm import tile_mask
 from symmoe.kernels.gpu.integers import ceil_div
@@ -26,6 +27,8 @@ from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
 LOG2_E = tl.constexpr(math.log2(math.e))
 NO_LIMIT = tl.constexpr(math.inf)
 ANY_POLICY = tl.constexpr("")  # of eviction from L2: left to the hardware
+SUM_COLUMNS = tl.constexpr(definition.SUM_COLUMNS)
+SUM_STEPS = tl.constexpr(definition.SUM_COLUMNS.bit_length() - 1)  # from a block's columns to its sum
 MAX_INTERLEAVE = 32  # a tile has at least that many columns
 ACCESS_BITS = 128  # the widest access of a thread
 
@@ -103,6 +106,31 @@ def act_slopes(gate, up, ACTIVATION: tl.constexpr):
         by_gate = 2.0 * tl.where(gate < 0.0, 0.0, gate)
         by_up = by_gate
     return by_gate, by_up
+
+
+@triton.jit
+def scale_terms(da, value):
+    """da * act(h), the terms of dscale. By an fma that adds 0: the compiler has no product to fuse with a sum."""
+    return tl.fma(da, value, 0.0)
+
+
+@triton.jit
+def add_neighbours(x, STEPS: tl.constexpr):
+    """Sums of 2 ** STEPS columns of x [ROWS, COLUMNS]: of neighbours, then of neighbouring sums, and so on.
+
+    Two numbers have one sum, wherever threads hold them: the layout of x does not matter.
+    """
+    for _ in tl.static_range(STEPS):
+        x = tl.sum(x.reshape(x.shape[0], x.shape[1] // 2, 2), axis=2)
+    return x
+
+
+@triton.jit
+def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, FFN: tl.constexpr):
+    """Stores sums [ROWS, BLOCKS] of blocks of columns from first_column on; scale_sums [blocks, num_rows]."""
+    block = first_column // SUM_COLUMNS + tl.arange(0, sums.shape[1])
+    pointers = scale_sums + block.to(tl.int64)[None, :] * num_rows + row[:, None]
+    tl.store(pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < FFN)[None, :])
 
 
 @triton.jit
@@ -241,11 +269,12 @@ def scaled_activation_grad_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program per block of rows, which sums dscale over the columns in order."""
+    """One program per block of rows."""
+    BLOCKS: tl.constexpr = COLUMNS // SUM_COLUMNS
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_scale = tl.load(scale + row, mask=row < num_rows, other=0.0)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
     for first_column in tl.range(0, FFN, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
         pointers = dout + row.to(tl.int64)[:, None] * FFN + column[None, :]
@@ -253,13 +282,15 @@ def scaled_activation_grad_kernel(
         gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
         gate = gate.to(tl.float32)
         up = up.to(tl.float32)
-        total += da * act_value(gate, up, ACTIVATION)
+        sums = add_neighbours(scale_terms(da, act_value(gate, up, ACTIVATION)), SUM_STEPS)
+        for block in tl.static_range(BLOCKS):  # the others are 0, which no order of the sum can tell
+            total += tl.sum(tl.where(tl.arange(0, BLOCKS)[None, :] == block, sums, 0.0), axis=1)
         ds = da * row_scale[:, None]
         by_gate, by_up = act_slopes(gate, up, ACTIVATION)
         dgate = (ds * by_gate).to(dh.dtype.element_ty)
         dup = (ds * by_up).to(dh.dtype.element_ty)
         store_hidden(dh, dgate, dup, row, num_rows, first_column, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
-    tl.store(dscale + row, tl.sum(total, axis=1), mask=row < num_rows)
+    tl.store(dscale + row, total, mask=row < num_rows)
 
 
 def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:

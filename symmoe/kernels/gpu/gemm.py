@@ -272,14 +272,24 @@ def load_weight(
 
 
 @triton.jit
+def plus(products, addend, factor):
+    """products + addend * factor, rounded once, whatever made the products.
+
+    Not by `+`: if the contraction is a single step, Triton makes of it a product that begins with the addend, which
+    rounds differently.
+    """
+    return tl.fma(addend, factor, products)
+
+
+@triton.jit
 def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr):
     """acc [rows, columns] + bias[group, column] * bias_scale[row] in fp32; no bias: acc, no scale: 1."""
     if bias is not None:
         features = tl.load(bias + group.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
-        addend = features.to(tl.float32)[None, :]
+        factor = 1.0
         if bias_scale is not None:
-            addend = addend * tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None]
-        acc = acc + addend
+            factor = tl.load(bias_scale + row, mask=row < end, other=0.0)[:, None]
+        acc = plus(acc, features.to(tl.float32)[None, :], factor)
     return acc
 
 
@@ -322,7 +332,7 @@ def add_tile(
         column = first_column + i * PART + tl.arange(0, PART)
         pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
         mask = tile_mask(row, end, column, WIDTH, COLUMNS)
-        total = parts[i] + tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        total = plus(parts[i], tl.load(pointers, mask=mask, other=0.0).to(tl.float32), 1.0)
         tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 

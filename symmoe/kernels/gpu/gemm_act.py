@@ -11,9 +11,10 @@ The functions of activation.py work on the rounded h and da in both directions a
 a has the same bits in forward and backward, and h, a and dh have the same bits fused and not fused. (The products are
 the same sums, too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
 
-dscale and dbias are summed within a tile, then over the tiles in order, by two more kernels: no atomics. A row has sums
-of dscale of its own, so calls for ranges of rows (kernels/parts.py) fill one workspace between them. The sums of dbias
-have a slot for a row tile, and tiles of two ranges may have the same: with ranges there is no dbias.
+dscale is summed within blocks of columns, then over the blocks in order (kernels/activation.py); dbias within a tile,
+then over the tiles in order: by two more kernels, without atomics. A row has sums of dscale of its own, so calls for
+ranges of rows (kernels/parts.py) fill one workspace between them. The sums of dbias have a slot for a row tile, and
+tiles of two ranges may have the same: with ranges there is no dbias.
 """
 
 import functools
@@ -24,16 +25,20 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from symmoe.kernels.activation import Activation
+from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.activation import (
     ANY_POLICY,
+    SUM_COLUMNS,
+    SUM_STEPS,
     act_slopes,
     act_value,
     activation_fields,
     activation_of,
+    add_neighbours,
     gate_column,
     load_hidden,
+    scale_terms,
     split_blocks,
     store_hidden,
     up_distance,
@@ -53,6 +58,7 @@ from symmoe.kernels.gpu.gemm import (
     load_weight,
     locate_tile,
     matrix_pointer,
+    plus,
     row_tile_prefix,
     tile_constants,
     tile_mask,
@@ -95,10 +101,10 @@ DACT_CONFIGS = (
     (0, DactConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=4, lead=1)),
 )
 DACT_FP32_CONFIG = DactConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_warps=8)
-# Of the smallest tile of dact: the size of the workspace must not depend on the dtype.
-MIN_BLOCK_M, MIN_BLOCK_N = 64, 64
+MIN_BLOCK_M = 64  # of the smallest tile of dact: the size of the workspace must not depend on the dtype
 
 SCALE_ROWS = 256  # of a program that sums dscale
+SCALE_LOADS = tl.constexpr(32)  # of a row that are on their way at a time
 BIAS_COLUMNS = 128  # of a program that sums dbias
 BIAS_TILES = 8  # row tiles whose sums it has in flight
 LINE_BYTES = tl.constexpr(128)  # of L2
@@ -122,8 +128,7 @@ def dact_config(ffn: int, dtype: torch.dtype) -> DactConfig:
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
     """Elements of grouped_gemm_dact's fp32 workspace, enough for every dtype, with dbias or without."""
-    scale_sums = ceil_div(ffn, MIN_BLOCK_N) * num_rows
-    return scale_sums + bias_slots(num_rows, num_groups, MIN_BLOCK_M) * activation.hidden_width(ffn)
+    return num_scale_sums(ffn) * num_rows + bias_slots(num_rows, num_groups, MIN_BLOCK_M) * activation.hidden_width(ffn)
 
 
 def bias_slots(num_rows: int, num_groups: int, block_m: int) -> int:
@@ -185,10 +190,10 @@ def add_hidden_bias(
     if bias is not None:
         column = first_column + tl.arange(0, COLUMNS)
         pointers = bias + group.to(tl.int64) * WIDTH + gate_column(column, ACTIVATION)
-        gate = gate + tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :]
+        gate = plus(gate, tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :], 1.0)
         if ACTIVATION.is_gated:
             pointers = pointers + up_distance(ACTIVATION, FFN)
-            up = up + tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :]
+            up = plus(up, tl.load(pointers, mask=column < FFN, other=0.0).to(tl.float32)[None, :], 1.0)
     return gate, up
 
 
@@ -374,7 +379,7 @@ def grouped_gemm_dact_kernel(
     row_scale,
     dh,  # [N, W]
     a,  # [N, I]
-    scale_sums,  # [column tiles, num_rows]
+    scale_sums,  # [blocks of columns, num_rows]
     bias_sums,  # [slots of row tiles, W] or None
     num_rows,
     FIELDS: tl.constexpr,
@@ -398,6 +403,8 @@ def grouped_gemm_dact_kernel(
     WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
     NUM_N_TILES: tl.constexpr = (FFN + BLOCK_N - 1) // BLOCK_N
     PART: tl.constexpr = BLOCK_N // PARTS
+    HALVED: tl.constexpr = PART < SUM_COLUMNS  # parts are half a block of dscale's sum, or a whole one
+    tl.static_assert(PART * (1 + HALVED) == SUM_COLUMNS)
     prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
     num_tiles = num_row_tiles * NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -419,7 +426,6 @@ def grouped_gemm_dact_kernel(
             acc = tl.dot(x, w, acc, input_precision="ieee")
         scale = tl.load(row_scale + row, mask=row < end, other=0.0)
         da_parts = column_parts(acc, BLOCK_M, BLOCK_N, PARTS)
-        scale_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
         hidden = ()
         for i in tl.static_range(PARTS + LEAD):
             if i < PARTS:
@@ -456,7 +462,14 @@ def grouped_gemm_dact_kernel(
                     BLOCK_N,
                     STORE_POLICY,
                 )
-                scale_sum += tl.sum(da * value, axis=1)
+                part_sum = tl.sum(add_neighbours(scale_terms(da, value), SUM_STEPS - HALVED), axis=1)
+                if HALVED and (i - LEAD) % 2 == 0:
+                    left = part_sum
+                else:
+                    if HALVED:
+                        part_sum = left + part_sum
+                    place = scale_sums + (column // SUM_COLUMNS).to(tl.int64) * num_rows + row
+                    tl.store(place, part_sum, mask=(row < end) & (column // SUM_COLUMNS * SUM_COLUMNS < FFN))
                 ds = da * scale[:, None]
                 by_gate, by_up = act_slopes(gate, up, ACTIVATION)
                 dgate = (ds * by_gate).to(dh.dtype.element_ty)
@@ -478,7 +491,6 @@ def grouped_gemm_dact_kernel(
                 if bias_sums is not None:
                     slot = bias_sums + (first_row // BLOCK_M + group).to(tl.int64) * WIDTH
                     store_column_sums(slot, dgate, dup, row, end, column, ACTIVATION, FFN, PART)
-        tl.store(scale_sums + n_tile.to(tl.int64) * num_rows + row, scale_sum, mask=row < end)
 
 
 @fast_launch
@@ -489,15 +501,15 @@ def sum_dscale_kernel(
     dscale,
     num_rows,
     NUM_GROUPS: tl.constexpr,
-    NUM_N_TILES: tl.constexpr,
+    NUM_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dscale from the sums per column tile, in order; 0 in the tail."""
+    """dscale from the sums per block of columns, in order; 0 in the tail."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < tl.load(row_start + NUM_GROUPS)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for n_tile in tl.range(0, NUM_N_TILES, loop_unroll_factor=8):  # so many are on their way at a time
-        total += tl.load(scale_sums + n_tile * num_rows.to(tl.int64) + row, mask=mask, other=0.0)
+    for i in tl.range(0, NUM_SUMS, loop_unroll_factor=SCALE_LOADS):
+        total += tl.load(scale_sums + i * num_rows.to(tl.int64) + row, mask=mask, other=0.0)
     tl.store(dscale + row, total, mask=row < num_rows)
 
 
@@ -651,15 +663,15 @@ def grouped_gemm_dact(
         refuse_ranges(row_start, "dbias")
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
-    end = end_of_rows(row_start, num_groups)
+    end, num_partials = end_of_rows(row_start, num_groups), num_scale_sums(ffn)
     plan = _dact_plan(config, a.dtype, activation, num_groups, ffn, dout_width, end)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
-        return plan.num_n_tiles
+        return num_partials
     bias_sums = None
     if dbias is not None:
-        bias_sums = workspace[plan.num_n_tiles * num_rows :]
+        bias_sums = workspace[num_partials * num_rows :]
         num_slots = bias_slots(num_rows, num_groups, plan.config.block_m)
         assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
     is_table = isinstance(weight, TensorTable)
@@ -667,7 +679,7 @@ def grouped_gemm_dact(
     if config is None and dbias is None and not is_table and activation.interleave is None:
         special = hopper.kernels(a.device, a.dtype, ffn)
     if special is not None:
-        num_partials = special.launch_dact(
+        special.launch_dact(
             dout,
             weight,
             row_start,
@@ -681,7 +693,6 @@ def grouped_gemm_dact(
             num_sms=num_sms,
         )
     else:
-        num_partials = plan.num_n_tiles
         launch(
             grouped_gemm_dact_kernel,
             plan.grid(num_rows, num_groups, num_sms, a.device),
@@ -764,8 +775,8 @@ def _dact_plan(
 
 
 @functools.cache
-def _sum_dscale_constants(num_groups: int, num_n_tiles: int) -> Constants:
-    return Constants({"NUM_GROUPS": num_groups, "NUM_N_TILES": num_n_tiles, "BLOCK": SCALE_ROWS, "num_warps": 4})
+def _sum_dscale_constants(num_groups: int, num_sums: int) -> Constants:
+    return Constants({"NUM_GROUPS": num_groups, "NUM_SUMS": num_sums, "BLOCK": SCALE_ROWS, "num_warps": 4})
 
 
 @functools.cache

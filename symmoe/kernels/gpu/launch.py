@@ -87,6 +87,11 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
         kernel[grid](*constants.described(args), **constants.named)
 
 
+def num_compiled() -> int:
+    """How many variants of kernels this process has compiled so far, or found in a cache."""
+    return FastLaunch.num_compiled
+
+
 class FastLaunch:
     """A Triton kernel that remembers the compiled variant of every kind of call.
 
@@ -98,7 +103,10 @@ class FastLaunch:
 
     Attributes:
         kernel: the JITFunction; `fn` is the same, as in Triton's own wrappers. All other attributes are the kernel's.
+        num_compiled: variants that all kernels of this process remember.
     """
+
+    num_compiled = 0
 
     def __init__(self, kernel: JITFunction) -> None:
         modes = [_mode(parameter) for parameter in kernel.params]
@@ -177,6 +185,7 @@ class FastLaunch:
             compiled = self._launch_by_jit(grid, constants, args, switch)
             # The JIT's launcher refuses host memory and that of other devices, which addresses do not show.
             if isinstance(compiled, CompiledKernel) and all(tensor.get_device() == device for tensor in tensors):
+                FastLaunch.num_compiled += 1
                 call.variants[key] = (compiled, self._learn(compiled, constants, args, call))
             return compiled
         compiled, run = variant

@@ -4,8 +4,7 @@
     scale) of rows and of columns: twin/quantize.py.
 
 Each function is the composition of those it fuses: numbers are rounded to the dtype of h before they are quantised, so
-the bits are those of scaled_activation or its gradient, followed by quantize_rows and quantize_columns. A GPU sums
-dscale in another order than scaled_activation_grad does there; everything else has the same bits.
+the bits are those of scaled_activation or its gradient, followed by quantize_rows and quantize_columns.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
     forward   s = act(h);  out = round(s * scale)
     backward  dscale = sum_I(dout * s);  ds = dout * scale;  dh = round(ds * act'(h))
 
+The order of the sum is that of kernels/activation.py.
+
 Everything between the roundings is fp32. NaN goes through clamps and relu; derivatives at a limit are torch.clamp's.
 """
 
@@ -13,7 +15,7 @@ import math
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.activation import SRELU, Activation
+from symmoe.kernels.activation import SRELU, SUM_COLUMNS, Activation, num_scale_sums
 
 
 def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
@@ -45,12 +47,24 @@ def activation_gradients(
     """As scaled_activation_grad; returns act(h), fp32 [N, I]."""
     value, slopes = _value_and_slopes(h, activation, need_slopes=True)
     grad = dout.float()
-    torch.sum(grad * value, dim=1, out=dscale)
+    dscale.copy_(_sum_columns(grad * value))
     grad = grad * scale[:, None]
     parts = gate_and_up(dh, activation) if activation.is_gated else [dh]
     for part, slope in zip(parts, slopes, strict=True):
         torch.mul(grad.view(part.shape), slope.view(part.shape), out=part)
     return value
+
+
+def _sum_columns(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [N] of fp32 [N, I]."""
+    num_blocks = num_scale_sums(x.shape[1])
+    x = torch.nn.functional.pad(x, (0, num_blocks * SUM_COLUMNS - x.shape[1])).view(-1, num_blocks, SUM_COLUMNS)
+    while x.shape[2] > 1:
+        x = x[..., ::2] + x[..., 1::2]
+    total = x.new_zeros(x.shape[0])
+    for block in x.squeeze(2).unbind(1):
+        total += block
+    return total
 
 
 def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,8 +84,7 @@ def swizzle_scales(
         row_stride, block_stride: (columns, 1) if blocks run along the matrix's rows, (1, columns) if they run down.
     """
     swizzled.zero_()
-    row, block = (torch.arange(count, device="cpu") for count in (num_rows, num_blocks))
-    row = row[:, None]
+    row, block = torch.arange(num_rows, device="cpu")[:, None], torch.arange(num_blocks, device="cpu")
     padded_blocks = -(-num_blocks // TILE_BLOCKS) * TILE_BLOCKS
     target = row // TILE_ROWS * TILE_ROWS * padded_blocks + block // TILE_BLOCKS * TILE_ROWS * TILE_BLOCKS
     target = target + row % 32 * 16 + row % TILE_ROWS // 32 * 4 + block % TILE_BLOCKS

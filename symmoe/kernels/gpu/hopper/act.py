@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.gpu.activation import act_slopes, act_value
+from symmoe.kernels.gpu.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.gpu.gemm import end_of_rows
 from symmoe.kernels.gpu.hopper.gemm import (
     NUM_WARPS,
@@ -117,7 +117,7 @@ def dact_features(gate, up, da, scale, ACTIVATION: gl.constexpr):
     value = act_value(gate, up, ACTIVATION)
     by_gate, by_up = act_slopes(gate, up, ACTIVATION)
     ds = da * scale
-    return value * scale, ds * by_gate, ds * by_up, da * value
+    return value * scale, ds * by_gate, ds * by_up, scale_terms(da, value)
 
 
 @gluon.jit
@@ -126,13 +126,16 @@ def dact_piece(
     hidden,
     dh,
     a,
+    scale_sums,
+    num_rows,
     first_row,
     end,
     first_pair,
     DTYPE: gl.constexpr,
     PIPE: gl.constexpr,
 ):
-    """dh and a of a piece, from its da in shared memory; returns the sums of dscale."""
+    """dh, a and the sums of dscale of a piece, from its da in shared memory."""
+    gl.static_assert(SUM_COLUMNS == CHUNK)
     WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
     row, pair = piece_lanes()
     mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
@@ -150,7 +153,9 @@ def dact_piece(
     gl.store(pointers, pack(dgate_low, dgate_high, DTYPE), mask=mask)
     if PIPE.activation.is_gated:
         gl.store(pointers + PIPE.columns // 2, pack(dup_low, dup_high, DTYPE), mask=mask)
-    return gl.sum(term_low + term_high, axis=1)
+    sums = gl.convert_layout(gl.sum(add_neighbours(term_low + term_high, SUM_STEPS - 1), axis=1), row.type.layout)
+    place = scale_sums + (first_pair // PAIRS).to(gl.int64) * num_rows + first_row + row
+    gl.store(place, sums, mask=(first_row + row < end) & (first_pair < PIPE.columns // 2))
 
 
 @gluon.jit
@@ -172,11 +177,8 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
     PIECES: gl.constexpr = STRIPS * ACROSS  # in CHUNK rows
     pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
     tile_pair = n_tile * (PIPE.tile_columns // 2)
-    row, _pair = piece_lanes()
-    layout: gl.constexpr = row.type.layout
     even = load_piece(h, row_scale, tile_row, end, tile_pair, PIPE)
     odd = load_piece(h, row_scale, tile_row, end, tile_pair + PAIRS, PIPE)
-    total = gl.zeros([ROWS], gl.float32, layout)
     for half in range(2):
         if PIPE.finish_warps > 0:
             mbarrier.wait(dumped.index(half), turn)
@@ -190,15 +192,12 @@ def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.con
             next_row = tile_row + following // ACROSS * ROWS
             next_pair = tile_pair + following % ACROSS * PAIRS
             next_end = gl.where(following < 2 * PIECES, end, 0)
-            total = gl.where(c == 0, gl.zeros_like(total), total)
-            total += dact_piece(pieces.index(piece), even, dh, a, first_row, end, first_pair, DTYPE, PIPE)
+            left = pieces.index(piece)
+            dact_piece(left, even, dh, a, scale_sums, num_rows, first_row, end, first_pair, DTYPE, PIPE)
             even = load_piece(h, row_scale, next_row, next_end, next_pair, PIPE)
-            total += dact_piece(
-                pieces.index(piece + STRIPS), odd, dh, a, first_row, end, first_pair + PAIRS, DTYPE, PIPE
-            )
+            right = pieces.index(piece + STRIPS)
+            dact_piece(right, odd, dh, a, scale_sums, num_rows, first_row, end, first_pair + PAIRS, DTYPE, PIPE)
             odd = load_piece(h, row_scale, next_row, next_end, next_pair + PAIRS, PIPE)
-            place = scale_sums + n_tile.to(gl.int64) * num_rows + first_row + row
-            gl.store(place, total, mask=(first_row + row < end) & (c + 2 == ACROSS))
         if PIPE.finish_warps > 0:
             mbarrier.arrive(taken.index(half))
 
@@ -317,7 +316,7 @@ def hopper_dact_kernel(
     row_scale,
     dh,  # [N, W]
     a,  # [N, I]
-    scale_sums,  # [column tiles, num_rows]
+    scale_sums,  # [blocks of columns, num_rows]
     num_rows,
     PIPE: gl.constexpr,
 ):
@@ -341,8 +340,8 @@ def launch_dact(
     row_index: torch.Tensor | None = None,
     num_sms: int | None = None,
     variant: dict[str, int] | None = None,
-) -> int:
-    """dh and a of grouped_gemm_dact, and dscale in as many rows of scale_sums as it returns.
+) -> None:
+    """dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N] in scale_sums.
 
     variant: options of the Pipeline, for comparisons.
     """
@@ -370,7 +369,6 @@ def launch_dact(
         scale_sums,
         num_rows,
     )
-    return pipe.num_n_tiles
 
 
 def dact_variant(dout_width: int, gathered: bool) -> dict[str, int]:

@@ -31,9 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from symmoe.kernels import formats
 from symmoe.kernels.act_quantized import Buffers
-from symmoe.kernels.activation import Activation
+from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
-from symmoe.kernels.gpu.activation import act_slopes, act_value
+from symmoe.kernels.gpu.activation import SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.gpu.gemm import device_num_sms
 from symmoe.kernels.gpu.hopper.pipeline import Groups, place_in_group, row_tile_prefix
 from symmoe.kernels.gpu.launch import Constants, fast_launch, launch
@@ -41,6 +41,7 @@ from symmoe.kernels.gpu.quantize import block_scales_or_nan, column_scale, e4m3_
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 STRIP = gl.constexpr(64)  # rows
+NUM_SUMS = gl.constexpr(num_scale_sums(formats.TILE))  # of dscale, in a tile's row
 ALL = gl.constexpr(tl.PropagateNan.ALL)
 PROGRAMS_PER_SM, NUM_WARPS, REGISTERS = 2, 8, 128
 ACCESS_BYTES = 16  # of a copy to shared memory
@@ -54,6 +55,15 @@ ROWS = gl.constexpr(
         warp_bases=[[2, 0], [4, 0], [8, 0]],
         block_bases=[],
         shape=[64, 128],
+    )
+)
+SUMS = gl.constexpr(  # what adding neighbours makes of ROWS
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1]],
+        lane_bases=[[0, 0], [0, 0], [32, 0], [16, 0], [1, 0]],
+        warp_bases=[[2, 0], [4, 0], [8, 0]],
+        block_bases=[],
+        shape=[64, 2],
     )
 )
 COLUMN_LANES, COLUMN_WARPS = [[16, 0], [32, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [0, 64]]
@@ -133,8 +143,8 @@ def store_columns(shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, dat
 
 
 @gluon.jit
-def differentiate(gates, ups, das, first_row, end, row_scale, partial, PLAN: gl.constexpr):
-    """Replaces a tile's gates, ups and da by dgate, dup and a. partial: sums of rows for dscale."""
+def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN: gl.constexpr):
+    """Replaces a tile's gates, ups and da by dgate, dup and a. tile_sums: of dscale, by blocks of columns."""
     ACTIVATION: gl.constexpr = PLAN.activation
     DTYPE: gl.constexpr = gates.dtype
     for i in gl.static_range(TILE // STRIP):
@@ -149,7 +159,11 @@ def differentiate(gates, ups, das, first_row, end, row_scale, partial, PLAN: gl.
         gates.slice(STRIP * i, STRIP).store((ds * by_gate).to(DTYPE))
         ups.slice(STRIP * i, STRIP).store((ds * by_up).to(DTYPE))
         das.slice(STRIP * i, STRIP).store((value * factor).to(DTYPE))
-        gl.store(partial + row, gl.sum(da * value, axis=1), mask=row < end)
+        sums = gl.convert_layout(add_neighbours(scale_terms(da, value), SUM_STEPS), SUMS)
+        row = first_row + STRIP * i + gl.arange(0, STRIP, gl.SliceLayout(1, SUMS))
+        block = gl.arange(0, NUM_SUMS, gl.SliceLayout(0, SUMS))
+        place = tile_sums + block.to(gl.int64)[None, :] * num_rows + row[:, None]
+        gl.store(place, sums, mask=(row < end)[:, None])
 
 
 @fast_launch
@@ -162,7 +176,7 @@ def hopper_dact_quantize_kernel(
     h,  # [N, 2I]
     row_scale,  # fp32[N]
     row_start,
-    workspace,  # fp32 [tiles of features, N]
+    workspace,  # fp32 [blocks of features, N]
     data,  # bytes [N, 2I]
     scale,  # fp32 [N, blocks of 2I]
     column_data,  # bytes [2I, num_tiles * TILE]
@@ -190,8 +204,8 @@ def hopper_dact_quantize_kernel(
         for this in range(tile, num_used, gl.num_programs(0)):
             _group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_start, PLAN)
             async_copy.wait_group(0)
-            partial = workspace + n_tile.to(gl.int64) * num_rows
-            differentiate(gates, ups, das, first_row, end, row_scale, partial, PLAN)
+            tile_sums = workspace + n_tile.to(gl.int64) * NUM_SUMS * num_rows
+            differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
             store_rows(gates, first_row, end, n_tile, data, scale, PLAN)
             store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
             # Past the last tile, the last one comes again.

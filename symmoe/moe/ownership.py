@@ -1,0 +1,40 @@
+"""Whose a parameter is: all ranks', or an expert's, which lives on one rank of each EP group.
+
+That follows from the module that owns it. Parameters come and go (copies of layers, loading by assignment, the meta
+device, FSDP, parametrizations), and what is written on a Parameter goes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def named_parameters(model: nn.Module, *, shared: bool = False) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """(name, parameter, whether it is an expert's) of every parameter, in the order of `model.named_parameters()`.
+
+    Those of modules with `holds_experts = True` are experts', with all modules inside them: GroupedLinear has that, and
+    any module of experts may. A parameter that such a module holds is an expert's under its other names as well.
+
+    Args:
+        shared: whether a parameter of several names comes once for each.
+    """
+    experts = {
+        id(parameter)
+        for module in model.modules()
+        if getattr(module, "holds_experts", False)
+        for parameter in module.parameters()
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=not shared):
+        yield name, parameter, id(parameter) in experts
+
+
+def trainable(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(dense, experts): parameters that take a gradient, each once, in the order of `model.parameters()`."""
+    dense: list[nn.Parameter] = []
+    experts: list[nn.Parameter] = []
+    for _, parameter, is_expert in named_parameters(model):
+        if parameter.requires_grad:
+            (experts if is_expert else dense).append(parameter)
+    return dense, experts

@@ -1,0 +1,306 @@
+"""DDP and FSDP around a layer, put there by somebody who knows nothing of experts: accelerate, transformers' Trainer,
+Lightning Fabric, or a user.
+
+DDP gives all ranks the parameters of rank 0 and averages their gradients, FSDP takes the parameters of all ranks for
+copies of one. Both would mix experts, which differ from rank to rank. So
+
+* a layer names its experts where DDP looks for what to leave alone, and `prepare_for_ddp` makes a whole model do so.
+  (DDP asks the module that it wraps, and no other.)
+* the first forward pass inside a DDP sees to it that the experts' gradients get the scale of DDP's own: with D replicas
+  of every expert, the sum over all tokens divided by W = R * D, as reduce_gradients has it.
+* what has gone wrong by then is an error of that forward pass, on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from symmoe.errors import ArgumentError
+from symmoe.moe.grouped_linear import GroupedLinear, local_part
+from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.moe.ownership import named_parameters
+from symmoe.symm_mem.heap import SymmetricHeap
+
+_MET = "_symmoe_layers"  # on a DDP: ids of the layers in it that have met it, and of their experts' parameters
+_NUM_CALLS = "_symmoe_calls"  # on a DDP: of layers that are spread over ranks, in its forward
+_NUM_COMPARED = 8  # dense parameters, the smallest
+_COMPILED = "_orig_mod."  # before names, in what torch.compile makes of a model
+
+
+class Replicas:
+    """Where else the experts of one layer are, and which DDP the layer is in. Copies of the layer are in none.
+
+    Attributes:
+        group: as the layer was given it: the ranks that hold this rank's experts in the other EP groups, and this one.
+        gradient_group: the same, for gradients under DDP; None: the DDP's ranks are one EP group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, gradient_group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.gradient_group = group if gradient_group is None else gradient_group
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP in which the layer was last met, as long as there is one."""
+        return None if self._ddp is None else self._ddp()
+
+    @ddp.setter
+    def ddp(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Replicas:
+        return Replicas(self.group, self.gradient_group)
+
+
+class ExpertParallelModule(nn.Module):
+    """A layer whose experts are spread over the ranks of a heap.
+
+    Attributes:
+        heap: of the EP group.
+        experts: this rank's.
+        replicas: where else they are.
+    """
+
+    heap: SymmetricHeap
+    experts: GroupedMLP
+    replicas: Replicas
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks of a DDP have, or may have, other experts than this one."""
+        return self.heap.num_ranks > 1 or self.replicas.gradient_group is not None
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """DDP asks for it, of a layer that it wraps."""
+        return [*vars(self).get("_ignored_besides", ()), *_expert_names(self)]
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: Iterable[str]) -> None:
+        self._ignored_besides = list(names)
+
+    def wrapper_problem(self) -> ArgumentError | None:
+        """What is around the layer that would mix experts, or None; in its first forward in a DDP, takes part in it."""
+        return ddp_problem(self) or fsdp_problem(self.experts, self.heap.num_ranks)
+
+
+def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
+    """Keeps the experts of `model` out of any DistributedDataParallel that wraps the model afterwards. Local.
+
+    For whoever leaves the wrapping to accelerate, transformers' Trainer or Lightning Fabric: DDP would overwrite
+    experts with those of rank 0. Their gradients come out of backward as `reduce_gradients` would make them: do not
+    call that. Nothing to do for a MoELayer that is wrapped itself, and for models of `swap_moe`.
+
+    Args:
+        model: what is wrapped, not a part of it; may be compiled before or after. Adapters may still be added.
+        expert_group: where the world has several EP groups, the ranks that hold this rank's experts in the others, and
+            this one: replicas are made equal in the first forward pass, and their gradients are averaged in backward.
+            None: as the layers have it, or the world is one EP group.
+
+    Raises:
+        ArgumentError: the model has no MoELayer, and no layer of symmoe's transformers integration.
+    """
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
+    if not layers:
+        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, whose experts DDP could leave alone")
+    if expert_group is not None:
+        for layer in layers:
+            layer.replicas = Replicas(layer.replicas.group, expert_group)
+    if not isinstance(model, ExpertParallelModule):
+        names = vars(model).get("_ddp_params_and_buffers_to_ignore", ())
+        others = names.others if isinstance(names, _ExpertNames) else names
+        vars(model)["_ddp_params_and_buffers_to_ignore"] = _ExpertNames(model, others)
+
+
+def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | None:
+    """What is wrong with the DDP whose forward is running, if there is one, or None.
+
+    When layers are in its forward for the first time, they take part: their experts' gradients get hooks, and replicas
+    are made equal (collective over them).
+
+    Args:
+        layer: that is being called; None: one that is in the DDP.
+    """
+    ddp: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
+    if ddp is None:
+        return None
+    met: set[int] = vars(ddp).get(_MET, set())
+    if not met or not (layer is None or id(layer) in met):
+        return join_ddp(ddp, [] if layer is None else [layer])
+    if layer is not None and not layer.is_spread:
+        return None
+    num_calls = vars(ddp)[_NUM_CALLS] = vars(ddp).get(_NUM_CALLS, 0) + 1
+    return None if num_calls & (num_calls - 1) else _drift_problem(ddp)  # at 1, 2, 4, 8 ..
+
+
+def join_ddp(ddp: DistributedDataParallel, layers: Iterable[ExpertParallelModule] = ()) -> ArgumentError | None:
+    """Makes the layers in a DDP, and others, part of it, or says why that cannot be."""
+    inside = [module for module in ddp.module.modules() if isinstance(module, ExpertParallelModule)]
+    met: set[int] = vars(ddp).setdefault(_MET, set())
+    new_layers = [layer for layer in dict.fromkeys([*inside, *layers]) if id(layer) not in met]
+    for layer in new_layers:
+        if (problem := _group_problem(ddp, layer)) is not None:
+            return problem
+    for layer in new_layers:
+        if layer.is_spread:
+            _average_gradients(ddp, layer, met)
+        met.add(id(layer))
+    return None
+
+
+def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
+    """What is wrong with how FSDP has sharded this rank's experts, if it has, or None.
+
+    symmoe's own sharding makes DTensors of all experts, [E, ...], before FSDP sees them. Without that FSDP has taken
+    the experts of different ranks for the same.
+    """
+    modules = experts._modules  # in every call: attributes of modules take a microsecond each
+    for linear in (cast(GroupedLinear, modules["fc1"]), cast(GroupedLinear, modules["fc2"])):
+        if not linear._is_fsdp_managed_module or num_ranks == 1:
+            continue
+        shape = linear.weight.shape if linear.is_packed and hasattr(linear.weight, "device_mesh") else (0,)
+        if shape[0] != num_ranks * linear.num_groups:
+            return ArgumentError(
+                "FSDP has taken experts, which differ from rank to rank, for parts of the same: build the model anew, "
+                "and call symmoe.integrations.parallel.parallelize(model, mesh) in place of fully_shard (for models of "
+                "transformers: symmoe.integrations.transformers.register in place of swap_moe)"
+            )
+    return None
+
+
+def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:
+    """What keeps weight gradients of these experts from `.grad`, where DDP and FSDP look for them, or None."""
+    for name in ("accumulate_into_main_grad", "delay_wgrad"):
+        if getattr(experts.fc1, name) or getattr(experts.fc2, name):
+            return ArgumentError(
+                f"experts.{name} (True) must be False: FSDP and DDP read `.grad` when backward is over"
+            )
+    return None
+
+
+class _ExpertNames:
+    """Names of a model's experts as they are when somebody iterates over them, and others."""
+
+    def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
+        self._model = weakref.ref(model)
+        self.others = tuple(others)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.others
+        if (model := self._model()) is not None:
+            yield from _expert_names(model)
+
+    def __deepcopy__(self, memo: dict[int, nn.Module]) -> _ExpertNames:
+        model = self._model()
+        return _ExpertNames(memo[id(model)], self.others)
+
+
+def _expert_names(model: nn.Module) -> Iterator[str]:
+    """Names of all experts in layers that are spread over ranks, as they are and as torch.compile changes them."""
+    experts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, ExpertParallelModule) and module.is_spread
+        for parameter in _parameters(module)
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in experts:
+            yield name
+            yield f"{_COMPILED}{name}"
+
+
+def _parameters(layer: ExpertParallelModule) -> list[nn.Parameter]:
+    return [parameter for _, parameter, is_expert in named_parameters(layer.experts) if is_expert]
+
+
+def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) -> ArgumentError | None:
+    if not layer.is_spread:
+        return None  # to DDP, experts of which every rank has all are like any parameter
+    reduced = {id(parameter) for parameter in ddp._module_parameters}
+    if any(id(parameter) in reduced for parameter in _parameters(layer)):
+        return ArgumentError(
+            "DistributedDataParallel has overwritten experts, which differ from rank to rank, with those of rank 0: "
+            "build the model anew, and call symmoe.integrations.parallel.data_parallel(model, mesh) in its place, or "
+            "symmoe.prepare_for_ddp(model) before something else wraps it"
+        )
+    world, ep_group = dist.get_process_group_ranks(ddp.process_group), layer.heap.global_ranks
+    replicas = layer.replicas.gradient_group
+    num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
+    if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):
+        return ArgumentError(
+            f"DistributedDataParallel has the ranks {world}, the experts are spread over {ep_group} and have "
+            f"{num_replicas} replica(s): call symmoe.integrations.parallel.data_parallel(model, mesh), or pass "
+            "expert_group to symmoe.prepare_for_ddp"
+        )
+    return gradients_elsewhere(layer.experts)
+
+
+@torch.no_grad()
+def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
+    """Whether dense parameters, of which DDP makes equal copies, have come to differ. Collective, and synchronises.
+
+    Whoever clips by a norm over `model.parameters()` counts this rank's experts, and no others: another factor on each
+    rank. Nothing else would show it.
+    """
+    trained = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+    if not trained or (trained[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    smallest = sorted(trained, key=torch.Tensor.numel)[:_NUM_COMPARED]
+    mine = torch.stack([parameter.detach().double().sum() for parameter in smallest]).nan_to_num()
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(ddp.process_group))]
+    dist.all_gather(theirs, mine, group=ddp.process_group)
+    if all(torch.equal(sums, theirs[0]) for sums in theirs):
+        return None
+    return ArgumentError(
+        "dense parameters differ between the ranks of a DistributedDataParallel: gradients were changed after it had "
+        "reduced them, otherwise on each rank. Clip with symmoe.clip_grad_norm: torch's clip_grad_norm_ (in a Trainer: "
+        "max_grad_norm, to be 0) counts this rank's experts alone"
+    )
+
+
+def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule, done: set[int]) -> None:
+    """Makes what backward leaves in the experts' `.grad` the gradient of the mean loss. Collective over replicas.
+
+    Args:
+        done: ids of parameters that have it already, e.g. of experts that layers share; added to.
+    """
+    num_ranks, group = layer.heap.num_ranks, layer.replicas.gradient_group
+    num_replicas = 1 if group is None else dist.get_world_size(group)
+    layer.replicas.ddp = ddp
+    its_ddp, its_layer = weakref.ref(ddp), weakref.ref(layer)
+
+    def current() -> DistributedDataParallel | None:
+        """The DDP, unless it or the layer is gone, or another has wrapped the layer since."""
+        wrapper, owner = its_ddp(), its_layer()
+        return wrapper if wrapper is not None and owner is not None and owner.replicas.ddp is wrapper else None
+
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if current() is None else gradient / num_ranks
+
+    def average(parameter: torch.Tensor) -> None:
+        wrapper = current()
+        if wrapper is not None and wrapper.require_backward_grad_sync and parameter.grad is not None:
+            gradient = local_part(parameter.grad)
+            # A mean, like DDP's own: what has been averaged before stays what it is.
+            dist.all_reduce(gradient, group=group)
+            gradient.div_(num_replicas)
+
+    for parameter in _parameters(layer):
+        if id(parameter) in done:
+            continue
+        done.add(id(parameter))
+        if num_replicas > 1:
+            dist.broadcast(local_part(parameter.detach()), group=group, group_src=0)
+        if parameter.requires_grad:
+            if num_ranks > 1:
+                parameter.register_hook(scale)
+            if num_replicas > 1:
+                parameter.register_post_accumulate_grad_hook(average)

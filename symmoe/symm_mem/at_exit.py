@@ -1,0 +1,44 @@
+"""What a process with a process group has to wait for at its end, on behalf of torch.
+
+A thread of gloo says that a collective has ended, and drops its tensors after that, for which it wants Python's lock.
+If the interpreter has begun to end in between, Python (before 3.14) ends the thread in the middle of a destructor. That
+aborts the process: "terminate called without an active exception", seen with torch 2.13 on busy machines.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import time
+
+_THREAD = "pt_gloo_runloop"
+_LONGEST_S = 5.0  # in which a thread that has something to drop has had its turn
+_NUM_LOOKS = 3  # one alone may find it at the lock
+
+
+@functools.cache
+def wait_for_gloo_at_exit() -> None:
+    """Lets gloo's threads finish before the interpreter ends, however many ask for it. Nobody waits for a peer then."""
+    atexit.register(_wait_for_gloo)
+
+
+def _wait_for_gloo() -> None:
+    deadline, num_looks = time.monotonic() + _LONGEST_S, 0
+    while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
+        num_looks = num_looks + 1 if _is_gloo_asleep() else 0
+        time.sleep(1e-3)  # without the lock
+
+
+def _is_gloo_asleep() -> bool:
+    """Whether none of its threads runs, or would if there were a free core."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
+                _, _, rest = file.read().partition("(")
+        except OSError:
+            continue  # it has ended
+        name, _, state = rest.rpartition(") ")
+        if name == _THREAD and not state.startswith("S"):
+            return False
+    return True

@@ -1,0 +1,241 @@
+"""Layers that are given experts and their weights: a router of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster
+from small_model import open_mesh, without_semaphores
+from torch import nn
+
+import symmoe
+from symmoe.errors import ArgumentError
+from symmoe.integrations.parallel import data_parallel, parallelize
+
+H, FFN, EXPERTS, TOP_K = 16, 8, 4, 2
+SHAPE = {"hidden": H, "ffn": FFN, "num_experts": EXPERTS, "top_k": TOP_K}
+NONE = symmoe.MoEConfig(**SHAPE, router="none")
+
+
+class Own(nn.Module):
+    """Scores by cosine, as no router of symmoe's has them, and a layer without a router."""
+
+    def __init__(self, config: symmoe.MoEConfig, heap: symmoe.SymmetricHeap) -> None:
+        super().__init__()
+        self.keys = nn.Parameter(torch.randn(EXPERTS, H, generator=torch.Generator().manual_seed(5)))
+        self.moe = symmoe.MoELayer(config, heap)
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines = nn.functional.normalize(x, dim=-1) @ nn.functional.normalize(self.keys, dim=-1).T
+        probs, topk_idx = cosines.exp().topk(TOP_K)
+        return topk_idx, probs
+
+    def forward(self, x: torch.Tensor, token_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, object]:
+        topk_idx, probs = self.choose(x)
+        return self.moe(x, token_mask, topk_idx=topk_idx, probs=probs)
+
+
+def whole_weights() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return torch.randn(EXPERTS, 2 * FFN, H, generator=generator) / 4, torch.randn(
+        EXPERTS, H, FFN, generator=generator
+    ) / 4
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randn(7 + 2 * rank, H, generator=torch.Generator().manual_seed(rank))
+
+
+def own_model(heap: symmoe.SymmetricHeap, config: symmoe.MoEConfig = NONE) -> Own:
+    model, mine = Own(config, heap), EXPERTS // heap.num_ranks
+    with torch.no_grad():
+        for linear, whole in zip((model.moe.experts.fc1, model.moe.experts.fc2), whole_weights(), strict=True):
+            linear.weight.copy_(whole[heap.rank * mine : (heap.rank + 1) * mine])
+    return model
+
+
+def looped(model: Own, num_ranks: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Results for the tokens of all ranks and the gradients of their sum of squares, token by token in float64."""
+    w1, w2 = (weight.double().requires_grad_() for weight in whole_weights())
+    keys = model.keys.detach().double().requires_grad_()
+    results, inputs = [], []
+    for rank in range(num_ranks):
+        x = tokens(rank).double().requires_grad_()
+        inputs.append(x)
+        cosines = nn.functional.normalize(x, dim=-1) @ nn.functional.normalize(keys, dim=-1).T
+        rows = []
+        for t in range(len(x)):
+            row = torch.zeros(H, dtype=torch.float64)
+            for expert in cosines[t].argsort(descending=True)[:TOP_K].tolist():
+                gate, up = (w1[expert] @ x[t]).chunk(2)
+                row = row + cosines[t, expert].exp() * (w2[expert] @ (nn.functional.silu(gate) * up))
+            rows.append(row)
+        results.append(torch.stack(rows))
+    torch.cat(results).square().sum().backward()
+    return results, {"keys": keys.grad, "w1": w1.grad, "w2": w2.grad, "x": [x.grad for x in inputs]}
+
+
+def against_a_loop(rank: int, num_ranks: int, compiled: bool) -> None:
+    without_semaphores()
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = own_model(heap)
+        assert model.moe.router is None
+        assert set(dict(model.named_parameters())) == {"keys", "moe.experts.fc1.weight", "moe.experts.fc2.weight"}
+        want, gradients = looped(model, num_ranks)
+        x = tokens(rank).requires_grad_()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        y, metrics = run(x)
+        y.square().sum().backward()
+        torch._dynamo.reset()
+        dist.all_reduce(model.keys.grad)
+        mine = slice(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks)
+        found = {"y": y, "dx": x.grad, "keys": model.keys.grad}
+        found |= {name: model.moe.get_parameter(f"experts.{name}.weight").grad for name in ("fc1", "fc2")}
+        wanted = {"y": want[rank], "dx": gradients["x"][rank], "keys": gradients["keys"]}
+        wanted |= {"fc1": gradients["w1"][mine], "fc2": gradients["w2"][mine]}
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name].double(), tensor, rtol=1e-4, atol=1e-5, msg=f"{name}")
+        loads = torch.cat([model.choose(tokens(r))[0].flatten() for r in range(num_ranks)]).bincount(minlength=EXPERTS)
+        assert metrics.expert_load.tolist() == loads.tolist()
+        assert metrics.aux_loss == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_results_and_gradients_are_those_of_a_loop(cluster: Callable[..., Cluster], compiled: bool):
+    cluster(2).run(against_a_loop, compiled)
+
+
+@pytest.fixture
+def heap():
+    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        yield heap
+
+
+OPTIONS = [{}, {"capacity_factor": 0.8}, {"order": "slot", "stash": "none"}, {"capacity": 64}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "padding"])
+def test_given_what_the_router_says_a_layer_does_the_same(heap: symmoe.SymmetricHeap, options: dict, masked: bool):
+    layer = symmoe.MoELayer(symmoe.MoEConfig(**SHAPE, **options), heap)
+    bare = symmoe.MoELayer(symmoe.MoEConfig(**SHAPE, **options, router="none"), heap, experts=layer.experts)
+    x, token_mask = tokens(3), torch.arange(13) % 3 > 0 if masked else None
+    want, metrics = layer(x, token_mask)
+    want.square().sum().backward()
+    gradient = layer.router.weight.grad.clone()
+    layer.zero_grad()
+    plain = symmoe.Router(symmoe.MoEConfig(**SHAPE))
+    plain.load_state_dict(layer.router.state_dict())
+    for given_to in (layer, bare):
+        plain.zero_grad()
+        routed = plain(x)
+        y, own_metrics = given_to(x, token_mask, topk_idx=routed.topk_idx, probs=routed.probs)
+        y.square().sum().backward()
+        assert torch.equal(y, want)
+        torch.testing.assert_close(plain.weight.grad, gradient, rtol=1e-5, atol=1e-7)
+        assert layer.router.weight.grad is None
+        for name in ("expert_load", "num_dropped", "topk_idx", "num_over_capacity"):
+            found, expected = getattr(own_metrics, name), getattr(metrics, name)
+            assert found is expected is None or torch.equal(found, expected), name
+
+
+def test_losses_and_counts_are_the_routers(heap: symmoe.SymmetricHeap):
+    config = symmoe.MoEConfig(**SHAPE, aux_loss_coef=0.1, z_loss_coef=0.1, expert_bias=True)
+    layer, x = symmoe.MoELayer(config, heap), tokens(0)
+    topk_idx, probs = torch.tensor([[0, 1]] * len(x)), torch.rand(len(x), TOP_K).bfloat16().requires_grad_()
+    with symmoe.record_routing(layer) as routing:
+        y, metrics = layer(x, topk_idx=topk_idx, probs=probs)
+        y.sum().backward()
+    assert metrics.aux_loss == 0
+    assert metrics.expert_load.tolist() == [len(x), len(x), 0, 0]
+    assert torch.equal(routing[""], topk_idx.int())
+    assert not layer.router.step_load.any()
+    assert probs.grad.dtype == torch.bfloat16
+    assert probs.grad.any()
+    y, metrics = layer(x)
+    y.sum().backward()
+    assert metrics.aux_loss > 0
+    assert layer.router.step_load.sum() == len(x) * TOP_K
+
+
+def test_no_expert_has_no_weight(heap: symmoe.SymmetricHeap):
+    """Whatever stands beside an id of -1 does nothing."""
+    layer, x = symmoe.MoELayer(NONE, heap), tokens(0)
+    topk_idx = torch.tensor([[0, -1]] * len(x))
+    probs = torch.tensor([[0.5, float("nan")]] * len(x)).requires_grad_()
+    y, _ = layer(x, topk_idx=topk_idx, probs=probs)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert probs.grad[:, 0].all()
+    assert not probs.grad[:, 1].any()
+
+
+WRONG = {
+    "no probs": (lambda ids, probs: (ids, None), "probs (None) must be given"),
+    "no ids": (lambda ids, probs: (None, probs), "topk_idx (None) must be given with probs"),
+    "neither": (lambda ids, probs: (None, None), "probs (None) must be given"),
+    "one prob": (lambda ids, probs: (ids, probs[:, :1]), "probs is torch.float32 [7, 1]"),
+    "too many": (lambda ids, probs: (ids, torch.cat([probs, probs])), "it must be torch.float32"),
+    "integers": (lambda ids, probs: (ids, probs.int()), "probs is torch.int32"),
+    "a list": (lambda ids, probs: (ids, probs.tolist()), "probs (list) must be a tensor"),
+    "meta": (lambda ids, probs: (ids, probs.to("meta")), "on meta"),
+    "ids": (lambda ids, probs: (ids[:3], probs), "topk_idx is torch.int64 [3, 2]"),
+    "not finite": (lambda ids, probs: (ids, probs / 0), "probs of token 0 are not finite (7 such tokens)"),
+}
+
+
+def wrong_on_one_rank(rank: int, num_ranks: int) -> None:
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        layer, x = symmoe.MoELayer(NONE, heap), tokens(0)
+        good = torch.tensor([[0, 3]] * len(x)), torch.ones(len(x), TOP_K)
+        for culprit in range(num_ranks):
+            for name, (spoil, text) in WRONG.items():
+                topk_idx, probs = spoil(*good) if rank == culprit else good
+                with pytest.raises(ArgumentError) as caught:
+                    layer(x, topk_idx=topk_idx, probs=probs)
+                assert text in str(caught.value), name
+                assert (f"on rank {culprit}: " in str(caught.value)) == (rank != culprit), name
+                layer(x, topk_idx=good[0], probs=good[1])[0].sum().backward()
+
+
+def test_wrong_arguments_raise_on_every_rank(cluster: Callable[..., Cluster]):
+    cluster(2).run(wrong_on_one_rank)
+
+
+def wrapped(rank: int, num_ranks: int) -> None:
+    mesh = open_mesh(1, 2)
+    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+        x = tokens(rank)
+        want, _ = own_model(heap)(x)
+        for wrap in (parallelize, data_parallel):
+            y, _ = wrap(own_model(heap), mesh)(x)
+            y.sum().backward()
+            torch.testing.assert_close(y, want)
+
+
+def test_models_without_a_router_on_a_mesh(cluster: Callable[..., Cluster]):
+    cluster(2).run(wrapped)
+
+
+def test_replay_is_for_routers(heap: symmoe.SymmetricHeap):
+    bare, layer, x = symmoe.MoELayer(NONE, heap), symmoe.MoELayer(symmoe.MoEConfig(**SHAPE), heap), tokens(0)
+    with pytest.raises(ArgumentError, match="has no router"), symmoe.balanced_routing(bare):
+        pass
+    with pytest.raises(ArgumentError, match="is called with probs"), symmoe.balanced_routing(layer):
+        layer(x, topk_idx=torch.zeros(len(x), TOP_K).int(), probs=torch.ones(len(x), TOP_K))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"aux_loss_coef": 0.1}, {"z_loss_coef": 0.1}, {"expert_bias": True}, {"score": "sigmoid"}, {"route_scale": 2.0}],
+    ids=str,
+)
+def test_a_configuration_without_a_router_has_none_of_its_fields(field: dict):
+    (name,) = field
+    with pytest.raises(ArgumentError, match=rf"{name} \(.*\) needs a router, but router is 'none'"):
+        symmoe.MoEConfig(**SHAPE, router="none", **field)
+    with pytest.raises(ArgumentError, match=r"router \('mine'\) must be one of"):
+        symmoe.MoEConfig(**SHAPE, router="mine")

@@ -1,0 +1,217 @@
+"""What makes a parameter an expert's: the module that owns it, whatever has become of the parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster
+from small_model import CONFIG, TOKENS, Model, open_heap, rank_loss, set_weights
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+import symmoe
+from symmoe.checkpoint import load_checkpoint, save_checkpoint
+from symmoe.integrations.parallel import parameter_groups
+from symmoe.moe.ownership import named_parameters
+
+STEPS, LEARNING_RATE, MAX_NORM = 20, 0.1, 0.5
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def assigned(model: nn.Module) -> nn.Module:
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    return model
+
+
+def materialised(model: nn.Module) -> nn.Module:
+    return model.to("meta").to_empty(device="cpu")
+
+
+def converted(model: nn.Module) -> nn.Module:
+    was = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return model.double().float()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(was)
+
+
+class Doubled(nn.Module):
+    def forward(self, half: torch.Tensor) -> torch.Tensor:
+        return half * 2
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def parametrized(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        parametrize.register_parametrization(block.moe.experts.fc1, "weight", Doubled())
+    return model
+
+
+# Parameters are other objects after each of these.
+WAYS = {"copied": copied, "assigned": assigned, "materialised": materialised, "converted": converted}
+
+
+def train(model: Model, rank: int, shares: tuple[int, ...], group: dist.ProcessGroup | None) -> list[float]:
+    """The loss of the global batch at every step."""
+    optimizer = torch.optim.SGD(parameter_groups(model), lr=LEARNING_RATE)
+    losses = []
+    for step in range(STEPS):
+        loss = rank_loss(model, step, rank, shares)
+        loss.backward()
+        symmoe.reduce_gradients(model, group=group)
+        symmoe.clip_grad_norm(model, MAX_NORM, group=group)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        losses.append(total.item() / len(shares))
+    return losses
+
+
+def trained(rank: int, num_ranks: int, way: str) -> tuple[list[float], list[float]]:
+    """Losses on all ranks together, and of one process with all experts."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with open_heap(None) as heap:
+        model = Model(heap)
+        set_weights(model, ep_rank=0, num_ep_ranks=1)
+        expected = train(model, 0, (TOKENS,), alone)
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = WAYS[way](Model(heap))
+        set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
+        return train(model, rank, (TOKENS // num_ranks,) * num_ranks, dist.group.WORLD), expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_that_of_one_process(cluster: Callable[..., Cluster], way: str):
+    for losses, expected in cluster(2).run(trained, way):
+        assert losses == pytest.approx(expected, rel=2e-6)
+        assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.fixture(scope="module")
+def heap():
+    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        yield heap
+
+
+def experts_of(model: nn.Module) -> set[str]:
+    return {name for name, _, is_expert in named_parameters(model) if is_expert}
+
+
+FOUR = {f"blocks.{block}.moe.experts.{linear}.weight" for block in (0, 1) for linear in ("fc1", "fc2")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_stay_experts(heap: symmoe.SymmetricHeap, way: str):
+    model = WAYS[way](Model(heap))
+    assert experts_of(model) == FOUR
+    dense, experts = (group["params"] for group in parameter_groups(model))
+    assert [id(p) for p in experts] == [id(p) for name, p in model.named_parameters() if name in FOUR]
+    assert [id(p) for p in dense] == [id(p) for name, p in model.named_parameters() if name not in FOUR]
+
+
+def test_parametrized_experts_are_experts(heap: symmoe.SymmetricHeap):
+    originals = {name.replace("fc1.weight", "fc1.parametrizations.weight.original") for name in FOUR}
+    assert experts_of(parametrized(Model(heap))) == originals
+
+
+def test_adapters_of_a_copy_are_experts(heap: symmoe.SymmetricHeap):
+    model = Model(heap)
+    symmoe.add_lora(model, rank=2, alpha=1.0)
+    adapters = {name.replace("weight", kind) for name in FOUR for kind in ("lora_a", "lora_b")}
+    assert experts_of(copy.deepcopy(model)) == FOUR | adapters
+
+
+def test_wrappers_change_names_alone(heap: symmoe.SymmetricHeap):
+    assert experts_of(torch.compile(Model(heap))) == {f"_orig_mod.{name}" for name in FOUR}
+    assert experts_of(nn.ModuleDict({"module": Model(heap)})) == {f"module.{name}" for name in FOUR}
+
+
+def test_shared_parameters_are_named_once_unless_asked_for(heap: symmoe.SymmetricHeap):
+    """A parameter that any module of experts holds is an expert's, under all its names."""
+    layer, plain = symmoe.MoELayer(CONFIG, heap), nn.Module()
+    plain.weight = layer.experts.fc1.weight
+    model = nn.ModuleList([plain, layer, layer])
+    once = [(name, is_expert) for name, _, is_expert in named_parameters(model)]
+    assert once == [("0.weight", True), ("1.router.weight", False), ("1.experts.fc2.weight", True)]
+    every = [name for name, _, is_expert in named_parameters(model, shared=True) if is_expert]
+    assert every == [
+        "0.weight",
+        *(f"{number}.experts.{linear}.weight" for number in (1, 2) for linear in ("fc1", "fc2")),
+    ]
+
+
+def test_a_module_of_ones_own_says_that_it_holds_experts():
+    class Experts(nn.Module):
+        holds_experts = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2, bias=False)
+
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), Experts())
+    assert experts_of(model) == {"1.inner.weight"}
+
+
+def saved(rank: int, num_ranks: int, folder: str, way: str) -> None:
+    """A model whose parameters have been replaced saves, and loads into one whose have not."""
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = WAYS[way](Model(heap))
+        set_weights(model, ep_rank=rank, num_ep_ranks=num_ranks)
+        save_checkpoint(folder, 1, model=model)
+        other = Model(heap)
+        load_checkpoint(folder, model=other)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(other.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("way", ["copied", "assigned"])
+def test_checkpoints(cluster: Callable[..., Cluster], tmp_path: Path, way: str):
+    cluster(2).run(saved, str(tmp_path / "checkpoint"), way)
+
+
+def saved_wrongly(rank: int, num_ranks: int, folder: str) -> str:
+    class Own(nn.Module):
+        """Experts of a user's own, who has not said so."""
+
+        def __init__(self, heap: symmoe.SymmetricHeap) -> None:
+            super().__init__()
+            self.heap, self.weight = heap, nn.Parameter(torch.full((2, 3), float(rank)))
+
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = Own(heap)
+        with pytest.raises(symmoe.errors.CheckpointError) as caught:
+            save_checkpoint(folder, 1, model=model)
+        model.holds_experts = True
+        save_checkpoint(folder, 1, model=model)
+        return str(caught.value)
+
+
+def test_a_difference_may_be_that_of_experts(cluster: Callable[..., Cluster], tmp_path: Path):
+    for text in cluster(2).run(saved_wrongly, str(tmp_path / "checkpoint")):
+        assert "model.weight differs between rank 0 and rank 1" in text
+        assert "holds_experts" in text
+
+
+def wrapped(rank: int, num_ranks: int) -> None:
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model = Model(heap)
+        names = [name for name, _, is_expert in named_parameters(model) if is_expert]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        assert experts_of(DistributedDataParallel(model)) == {f"module.{name}" for name in names}
+
+
+def test_ddp_changes_names_alone(cluster: Callable[..., Cluster]):
+    cluster(2).run(wrapped)

@@ -1,0 +1,444 @@
+"""DDP and FSDP that somebody else puts around experts: right from the start, or an error of the first forward pass."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster
+from hf_cases import batch_of, random_model
+from small_model import CONFIG, FEATURES, HIDDEN, TOKENS, Model, open_mesh, rank_loss, set_weights, without_semaphores
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import symmoe
+from symmoe.errors import ArgumentError
+from symmoe.integrations.parallel import data_parallel, parallelize
+from symmoe.integrations.transformers import swap_moe
+
+STEPS, LEARNING_RATE = 20, 0.1
+# Sums in another order: DDP adds dense gradients up in buckets.
+BOUND = 2e-6
+
+
+@contextmanager
+def launched(rank: int, num_ranks: int) -> Iterator[None]:
+    """What a launcher would have set, for accelerate, which forgets all of it afterwards."""
+    from accelerate.state import AcceleratorState
+
+    names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def accelerated(model: nn.Module) -> nn.Module:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(model)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")
+
+
+def recomputed(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def prepared(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    symmoe.prepare_for_ddp(model, expert_group=group)
+    return model
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    for adapter in symmoe.add_lora(model, rank=2, alpha=3.0):
+        with torch.no_grad():
+            adapter.copy_(torch.randn(adapter.shape, generator=torch.Generator().manual_seed(adapter.numel())) / 10)
+    return model
+
+
+WRAPS = {
+    "DDP": lambda model: DistributedDataParallel(prepared(model)),
+    "DDP of a copy": lambda model: DistributedDataParallel(copy.deepcopy(prepared(model))),
+    "DDP, static graph": lambda model: DistributedDataParallel(prepared(model), static_graph=True),
+    "DDP of compiled": lambda model: DistributedDataParallel(compiled(prepared(model))),
+    "compiled DDP": lambda model: compiled(DistributedDataParallel(prepared(model))),
+    "DDP of recomputed": lambda model: DistributedDataParallel(recomputed(prepared(model))),
+    "accelerate": lambda model: accelerated(prepared(model)),
+}
+
+
+def curve_of(model: nn.Module, rank: int, num_ranks: int, reduce: Callable[[], None]) -> list[float]:
+    """The mean loss of every step. SGD, because Adam would hide a gradient of the wrong scale."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    shares, losses = (TOKENS // num_ranks,) * num_ranks, []
+    for step in range(STEPS):
+        loss = rank_loss(model, step, rank, shares)
+        loss.backward()
+        reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / num_ranks)
+    return losses
+
+
+def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
+    """Equal but for the rounding of sums in another order."""
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        deviation = (parameter.grad - other.grad).abs().max() / other.grad.abs().max()
+        assert deviation <= BOUND, f"{name} deviates by {deviation:.1e}"
+
+
+def model_of(heap: symmoe.SymmetricHeap, *, with_adapters: bool = False) -> Model:
+    model = Model(heap)
+    set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
+    return adapted(model) if with_adapters else model
+
+
+def trained(rank: int, num_ranks: int, wrap: str, with_adapters: bool = False) -> tuple[list[float], list[float]]:
+    """Losses in a wrapper, and with reduce_gradients."""
+    without_semaphores()
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        plain = model_of(heap, with_adapters=with_adapters)
+        expected = curve_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
+        wrapped = WRAPS[wrap](model_of(heap, with_adapters=with_adapters))
+        losses = curve_of(wrapped, rank, num_ranks, lambda: None)
+        torch._dynamo.reset()
+        return losses, expected
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_prepared_models_train_as_with_reduce_gradients(cluster: Callable[..., Cluster], wrap: str):
+    for losses, expected in cluster(2).run(trained, wrap):
+        assert losses == pytest.approx(expected, rel=BOUND)
+        assert losses[-1] < 0.7 * losses[0]
+
+
+def test_adapters_train_in_ddp(cluster: Callable[..., Cluster]):
+    for losses, expected in cluster(2).run(trained, "DDP", with_adapters=True):
+        assert losses == pytest.approx(expected, rel=BOUND)
+
+
+def alone_in_ddp(rank: int, num_ranks: int, how: str) -> tuple[list[float], list[float]]:
+    """A bare MoELayer, whose experts DDP leaves alone without a word."""
+    without_semaphores()
+    curves = []
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        for wrap in (how, "none"):
+            torch.manual_seed(rank)
+            layer = symmoe.MoELayer(CONFIG, heap)
+            dist.broadcast(layer.router.weight.data, 0)
+            before = layer.experts.fc1.weight.detach().clone()
+            model = {
+                "none": lambda layer: layer,
+                "DDP": DistributedDataParallel,
+                "accelerate": accelerated,
+                "DDP of compiled": lambda layer: DistributedDataParallel(compiled(layer)),
+            }[wrap](layer)
+            assert torch.equal(layer.experts.fc1.weight, before)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE)
+            x = torch.randn(13 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
+            losses = []
+            for _ in range(STEPS):
+                y, metrics = model(x)
+                loss = (y - x.roll(1, 1)).square().mean() + metrics.aux_loss
+                loss.backward()
+                if wrap == "none":
+                    symmoe.reduce_gradients(layer)
+                optimizer.step()
+                optimizer.zero_grad()
+                total = loss.detach().clone()
+                dist.all_reduce(total)
+                losses.append(total.item())
+            curves.append(losses)
+        torch._dynamo.reset()
+    return curves[0], curves[1]
+
+
+@pytest.mark.parametrize("how", ["DDP", "accelerate", "DDP of compiled"])
+def test_a_bare_layer_needs_nothing(cluster: Callable[..., Cluster], how: str):
+    for losses, expected in cluster(2).run(alone_in_ddp, how):
+        assert losses == pytest.approx(expected, rel=BOUND)
+        assert losses[-1] < losses[0]
+
+
+def in_a_trainer(rank: int, num_ranks: int, folder: str) -> tuple[list[float], list[float]]:
+    """transformers' Trainer on a swapped model, against a loop with reduce_gradients."""
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_: object) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    class Losses(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_) -> None:
+            if "loss" in logs:
+                losses.append(logs["loss"])
+
+    samples = [batch_of(number, num_tokens=12)[0] for number in range(num_ranks * STEPS)]
+    losses: list[float] = []
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        reference = random_model("qwen3_moe", output_router_logits=False)
+        model = swap_moe(copy.deepcopy(reference), heap)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        expected = []
+        for step in range(STEPS):
+            ids = samples[num_ranks * step + rank][None]
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            symmoe.reduce_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            expected.append(total.item() / num_ranks)
+        model = swap_moe(reference, heap)
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            max_steps=STEPS,
+            per_device_train_batch_size=1,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            max_grad_norm=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": ids, "labels": ids} for ids in samples]
+        InOrder(model, arguments, train_dataset=data, callbacks=[Losses()]).train()
+    return losses, expected
+
+
+def test_transformers_trainer(cluster: Callable[..., Cluster], tmp_path):
+    for number, (losses, expected) in enumerate(cluster(2).run(in_a_trainer, str(tmp_path))):
+        if number == 0:  # who logs
+            assert losses == pytest.approx(expected, rel=2e-4)  # the Trainer rounds
+
+
+def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
+    """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
+    mesh = open_mesh(2, 2)
+    shares = (TOKENS // num_ranks,) * num_ranks
+    replicas = mesh["efsdp"].get_group()
+    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+        plain = model_of(heap)
+        rank_loss(plain, 0, rank, shares).backward()
+        symmoe.reduce_gradients(plain, expert_group=replicas)
+        model = model_of(heap)
+        if rank >= 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(3)  # DDP makes replicas equal, and so it is with experts
+        ddp = DistributedDataParallel(prepared(model, replicas))
+        if accumulate:
+            with ddp.no_sync():
+                (rank_loss(ddp, 0, rank, shares) / 4).backward()
+            (rank_loss(ddp, 0, rank, shares) * 3 / 4).backward()
+        else:
+            rank_loss(ddp, 0, rank, shares).backward()
+        assert_same_gradients(model, plain)
+        with pytest.raises(ArgumentError, match="reduce_gradients would do it again"):
+            symmoe.reduce_gradients(ddp)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "no_sync"])
+def test_replicas_are_averaged(cluster: Callable[..., Cluster], accumulate: bool):
+    cluster(4).run(replicated, accumulate)
+
+
+def one_rank_groups(rank: int, num_ranks: int) -> None:
+    """EP groups of one rank: every rank has all experts, and DDP treats them as anything else."""
+    groups = [dist.new_group([r]) for r in range(num_ranks)]
+    shares = (TOKENS // num_ranks,) * num_ranks
+    with symmoe.SymmetricHeap(groups[rank], num_bytes=4 << 20) as heap:
+        plain = model_of(heap)
+        rank_loss(plain, 0, rank, shares).backward()
+        symmoe.reduce_gradients(plain, expert_group=dist.group.WORLD)
+        model = model_of(heap)
+        ddp = DistributedDataParallel(model)
+        rank_loss(ddp, 0, rank, shares).backward()
+        assert_same_gradients(model, plain)
+
+
+def test_groups_of_one_rank_are_plain_data_parallel(cluster: Callable[..., Cluster]):
+    cluster(2).run(one_rank_groups)
+
+
+def unwrapped_again(rank: int, num_ranks: int) -> None:
+    """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        model, shares = model_of(heap), (TOKENS // num_ranks,) * num_ranks
+        rank_loss(model, 0, rank, shares).backward()
+        expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if "experts" in name}
+        model.zero_grad()
+        ddp = DistributedDataParallel(prepared(model))
+        rank_loss(ddp, 0, rank, shares).backward()
+        copied = copy.deepcopy(model)
+        del ddp
+        for again in (model, copied):
+            again.zero_grad()
+            rank_loss(again, 0, rank, shares).backward()
+            for name, gradient in expected.items():
+                assert torch.equal(again.get_parameter(name).grad, gradient), name
+            symmoe.reduce_gradients(again)
+
+
+def test_a_model_leaves_its_ddp(cluster: Callable[..., Cluster]):
+    cluster(2).run(unwrapped_again)
+
+
+def clipped(rank: int, num_ranks: int) -> str:
+    """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
+    shares = (TOKENS // num_ranks,) * num_ranks
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        plain, model = model_of(heap), model_of(heap)
+        wrapped = DistributedDataParallel(prepared(model))
+
+        def reduce_and_clip() -> None:
+            symmoe.reduce_gradients(plain)
+            symmoe.clip_grad_norm(plain, 0.05)
+
+        expected = curve_of(plain, rank, num_ranks, reduce_and_clip)
+        found = curve_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
+        assert found == pytest.approx(expected, rel=BOUND)
+        wrapped = DistributedDataParallel(prepared(model_of(heap)))
+        with pytest.raises(ArgumentError) as caught:
+            curve_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
+        rank_loss(plain, 0, rank, shares).backward()
+        return str(caught.value)
+
+
+def test_clipping(cluster: Callable[..., Cluster]):
+    for text in cluster(2).run(clipped):
+        assert "dense parameters differ" in text
+        assert "symmoe.clip_grad_norm" in text
+
+
+# -- what cannot be made right ----------------------------------------------------------------------------------------
+
+
+def by_hand(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+WRONG = {
+    "DDP": (DistributedDataParallel, "overwritten experts.*data_parallel.*prepare_for_ddp"),
+    "DDP of compiled": (lambda model: DistributedDataParallel(compiled(model)), "overwritten experts"),
+    "accelerate": (accelerated, "overwritten experts"),
+    "adapters in DDP": (lambda model: DistributedDataParallel(adapted(model)), "overwritten experts"),
+    "fully_shard": (fully_shard, "FSDP has taken experts.*parallelize.*fully_shard"),
+    "fully_shard of blocks": (by_hand, "FSDP has taken experts.*parallelize.*fully_shard"),
+    "fully_shard of compiled": (lambda model: fully_shard(compiled(model)), "FSDP has taken experts"),
+    "FSDP1": (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), "FSDP has taken experts.*parallelize"),
+    "FSDP1, original parameters": (
+        partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu")),
+        "FSDP has taken experts.*parallelize",
+    ),
+}
+
+
+def refused(rank: int, num_ranks: int, wrap: str, in_transformers: bool) -> str:
+    """The text of the first forward pass; the next correct call works."""
+    without_semaphores()
+    with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        if in_transformers:
+            model, batch = swap_moe(random_model("qwen3_moe"), heap), (batch_of(rank),)
+            vars(model).pop("_ddp_params_and_buffers_to_ignore", None)
+        else:
+            model, batch = model_of(heap), (torch.randn(5, FEATURES),)
+        wrapped = WRONG[wrap][0](model)
+        texts = []
+        for _ in range(2):  # not only the first time
+            with pytest.raises(ArgumentError) as caught:
+                wrapped(*batch)
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1]
+        torch._dynamo.reset()
+        model_of(heap)(torch.randn(5, FEATURES))[0].sum().backward()
+        return texts[0]
+
+
+@pytest.mark.parametrize("wrap", WRONG)
+def test_wrong_wrappers_are_refused_in_the_first_forward(cluster: Callable[..., Cluster], wrap: str):
+    for text in cluster(2).run(refused, wrap, False):
+        assert re.search(WRONG[wrap][1], text)
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
+def test_swapped_models_refuse_them_too(cluster: Callable[..., Cluster], wrap: str):
+    for text in cluster(2).run(refused, wrap, True):
+        assert ("register" in text) == (wrap == "fully_shard")
+
+
+def unknown_replicas(rank: int, num_ranks: int) -> str:
+    mesh = open_mesh(2, 2)
+    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+        wrapped = DistributedDataParallel(prepared(model_of(heap)))
+        with pytest.raises(ArgumentError) as caught:
+            wrapped(torch.randn(5, FEATURES))
+        wrapped = DistributedDataParallel(prepared(wrapped.module, mesh["efsdp"].get_group()))
+        wrapped(torch.randn(5, FEATURES))[0].sum().backward()
+        return str(caught.value)
+
+
+def test_replicas_that_nobody_has_named(cluster: Callable[..., Cluster]):
+    for text in cluster(4).run(unknown_replicas):
+        assert "has the ranks [0, 1, 2, 3]" in text
+        assert "have 1 replica" in text
+        assert "data_parallel" in text
+
+
+def options_refused(rank: int, num_ranks: int) -> None:
+    with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
+        for option in ("delay_wgrad", "accumulate_into_main_grad"):
+            experts = symmoe.GroupedMLP(CONFIG.num_experts // 2, HIDDEN, CONFIG.ffn, **{option: True})
+            wrapped = DistributedDataParallel(symmoe.MoELayer(CONFIG, heap, experts=experts))
+            with pytest.raises(ArgumentError, match=f"experts.{option} .True. must be False"):
+                wrapped(torch.randn(5, HIDDEN))
+    with pytest.raises(ArgumentError, match=r"model \(Linear\) has no MoELayer"):
+        symmoe.prepare_for_ddp(nn.Linear(2, 2))
+
+
+def test_gradients_that_ddp_would_not_see(cluster: Callable[..., Cluster]):
+    cluster(2).run(options_refused)
+
+
+def right_calls(rank: int, num_ranks: int) -> None:
+    """Neither of symmoe's own wrappers is taken for a wrong one; nor is a layer that shares a group with its copy."""
+    mesh = open_mesh(1, 2)
+    with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
+        for wrap in (parallelize, data_parallel):
+            wrap(model_of(heap), mesh)(torch.randn(5, FEATURES))[0].sum().backward()
+        layer = symmoe.MoELayer(CONFIG, heap, expert_group=mesh["efsdp"].get_group())
+        copied = copy.deepcopy(layer)
+        assert copied.replicas.group is layer.replicas.group
+
+
+def test_right_wrappers_pass(cluster: Callable[..., Cluster]):
+    cluster(2).run(right_calls)

@@ -1,0 +1,78 @@
+"""Pairs of ranks that end as a script does, and close and destroy nothing: `python many_ends.py PAIRS WAY FOLDER`.
+
+They are forked from one process, which has imported everything. A busy process has their core, and gloo's threads get
+what it leaves: so what these threads have still to do, they do as late as they can.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import symmoe
+import symmoe.kernels.twin
+import symmoe.moe.layer
+
+
+def be_busy() -> int:
+    """Starts a process that never sleeps, on the one core that this process and its children have from now on."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    parent = os.getpid()
+    if busy := os.fork():
+        return busy
+    while os.getppid() == parent:
+        pass
+    os._exit(0)
+
+
+def slow_down_gloo() -> None:
+    """Its threads run when nobody else wants to."""
+    time.sleep(0.05)  # they have names by then
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
+            if file.read().strip() == "pt_gloo_runloop":
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+
+
+def main(rank: int, store: str, way: str) -> None:
+    global heap, layer
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    slow_down_gloo()
+    if way != "without a heap":
+        heap = symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host")
+    if way == "a layer":
+        layer = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=16, num_experts=4, top_k=2), heap)
+        y, _ = layer(torch.randn(8, 16))
+        y.sum().backward()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4))
+
+
+def start(num_pairs: int, way: str, folder: str) -> tuple[int, str] | list[int]:
+    """On a rank: its number and its store; in the parent, at last, how every rank has ended."""
+    busy, codes = be_busy(), []
+    for pair in range(num_pairs):
+        store, ranks = f"{folder}/store-{pair}", []
+        for rank in range(2):
+            if (pid := os.fork()) == 0:
+                return rank, store
+            ranks.append(pid)
+        codes += [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    os.kill(busy, signal.SIGKILL)
+    os.waitpid(busy, 0)
+    return codes
+
+
+if __name__ == "__main__":
+    found = start(int(sys.argv[1]), *sys.argv[2:4])
+    if isinstance(found, tuple):
+        main(*found, sys.argv[2])
+    else:
+        print(found)

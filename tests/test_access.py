@@ -1,0 +1,387 @@
+"""Who may use a heap: one thread in a call at a time, and no process but the one that made it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_heap import outcome, round_trip
+from worker import Findings
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan
+from symmoe.errors import HeapClosed, PeerError, SymmoeError
+
+NUM_BYTES = 8 << 20
+CONFIG = {"hidden": 16, "ffn": 8, "top_k": 2}
+NUM_STEPS = 40
+
+
+@pytest.fixture
+def heap() -> Iterator[SymmetricHeap]:
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        yield heap
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    """Threads are interrupted after some microseconds: what they do to each other shows in few steps."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+Step = tuple[torch.Tensor, torch.Tensor]  # y and dx
+
+
+def train(layer: MoELayer, seed: int) -> list[Step | str]:
+    """Every step's results, or the name of its error."""
+    generator = torch.Generator().manual_seed(seed)
+    steps: list[Step | str] = []
+    for step in range(NUM_STEPS):
+        x = torch.randn(5 + step % 7, CONFIG["hidden"], generator=generator, requires_grad=True)
+        try:
+            y, _ = layer(x)
+            y.square().sum().backward()
+        except SymmoeError as error:
+            steps.append(type(error).__name__)
+            if isinstance(error, PeerError):
+                break
+        else:
+            steps.append((y.detach(), x.grad))
+    return steps
+
+
+def train_in_threads(layers: list[MoELayer]) -> list[list[Step | str]]:
+    """Of a thread per layer, at the same time."""
+    results: list[list[Step | str]] = [[] for _ in layers]
+
+    def run(index: int) -> None:
+        start.wait()
+        results[index] = train(layers[index], index)
+
+    start = threading.Barrier(len(layers))
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(layers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def layers_on(*heaps: SymmetricHeap) -> list[MoELayer]:
+    """One for each heap, alike on all ranks and different from each other."""
+    layers = []
+    for seed, heap in enumerate(heaps):
+        torch.manual_seed(seed)
+        layers.append(MoELayer(MoEConfig(num_experts=2 * heap.num_ranks, **CONFIG), heap))
+    return layers
+
+
+def is_same(got: Step | str, want: Step | str) -> bool:
+    return all(map(torch.equal, got, want))
+
+
+def test_two_threads_on_one_heap_have_no_wrong_results(heap: SymmetricHeap):
+    layers = layers_on(heap, heap)
+    want = [train(layer, seed) for seed, layer in enumerate(layers)]
+    with switching_often():
+        got = train_in_threads(layers)
+    errors = [step for steps in got for step in steps if isinstance(step, str)]
+    assert set(errors) == {"ConcurrentUse"}, "they have not met, or something else was raised"
+    wrong = [
+        (seed, step)
+        for seed in range(2)
+        for step in range(NUM_STEPS)
+        if not isinstance(got[seed][step], str) and not is_same(got[seed][step], want[seed][step])
+    ]
+    assert wrong == []
+    assert all(map(is_same, train(layers[0], 0), want[0]))  # the heap is as it was
+    gc.collect()
+    assert heap.leased_bytes == 0
+
+
+def test_a_heap_per_thread_works():
+    with (
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as one,
+        SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as other,
+    ):
+        layers = layers_on(one, other)
+        want = [train(layer, seed) for seed, layer in enumerate(layers)]
+        with switching_often():
+            got = train_in_threads(layers)
+        assert all(map(is_same, got[0] + got[1], want[0] + want[1]))
+
+
+def test_threads_may_take_turns(heap: SymmetricHeap):
+    """Forward in one thread, backward in another, and so on."""
+    [layer] = layers_on(heap)
+    x = torch.ones(3, CONFIG["hidden"], requires_grad=True)
+    done: list[object] = []
+
+    def in_a_thread(step: Callable[[], object]) -> object:
+        thread = threading.Thread(target=lambda: done.append(step()))
+        thread.start()
+        thread.join()
+        return done.pop()
+
+    for _ in range(3):
+        y = in_a_thread(lambda: layer(x)[0])
+        in_a_thread(lambda y=y: y.sum().backward())
+        assert in_a_thread(lambda: round_trip(heap))
+        assert round_trip(heap)
+
+
+def train_on_two_ranks(rank: int, num_ranks: int) -> list[str]:
+    """Two threads on each rank: whatever comes, no result is wrong."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=2.0)
+    [layer] = layers_on(heap)
+    want = train(layer, 0)
+    dist.barrier()
+    with switching_often():
+        got = train_in_threads([layer, layer])
+    for step in range(NUM_STEPS):
+        result = got[0][step] if step < len(got[0]) else ""
+        if not isinstance(result, str):
+            findings.check(is_same(result, want[step]), f"step {step} is wrong")
+    names = {step for steps in got for step in steps if isinstance(step, str)}
+    findings.check(bool(names), "nothing was raised")
+    known = {"ConcurrentUse", "ConfigMismatch", "PeerTimeout", "PeerAborted", "HeapPoisoned", "SymmoeError"}
+    findings.check(names <= known, f"{names} were raised")
+    heap.abort("the test is over")
+    heap.close()
+    dist.barrier()
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as again:
+        findings.check(round_trip(again), "a new heap does not work")
+    return findings.texts
+
+
+def test_two_threads_on_each_of_two_ranks(cluster):
+    assert [text for texts in cluster(2).run(train_on_two_ranks) for text in texts] == []
+
+
+def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
+    """None overlaps another, and none is lost."""
+    wrong: list[str] = []
+
+    def churn(value: int) -> None:
+        for turn in range(150):
+            lease = heap.lease((64 + turn % 5,), torch.int64, name=f"of {value}")
+            lease.tensor.fill_(value)
+            if not heap.owns(lease.tensor) or heap.offset_of(lease.tensor) != lease.offset:
+                wrong.append("a lease is not found")
+            if not bool((lease.tensor == value).all()):
+                wrong.append("a lease is written to by another thread")
+            if turn % 3:
+                lease.release()
+
+    threads = [threading.Thread(target=churn, args=(value,)) for value in range(4)]
+    with switching_often():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    gc.collect()
+    assert heap.leased_bytes == 0
+    assert heap.statistics.num_leases == 4 * 150
+
+
+def test_an_error_is_raised_by_the_thread_whose_call_it_is(heap: SymmetricHeap):
+    """A second thread that looks while the first is in a call does not take its error away."""
+    ids = torch.zeros(8, 1, dtype=torch.int64)
+    names: list[str] = []
+
+    def look() -> None:
+        while not names:
+            outcome(heap.check)
+
+    thread = threading.Thread(target=look)
+    with switching_often():
+        thread.start()
+        try:
+            for _ in range(300):
+                name, _ = outcome(make_plan, ids, num_experts=1, heap=heap, capacity=4)
+                if name != "CapacityError":
+                    break
+        finally:
+            names.append(name)
+            thread.join()
+    assert names == ["CapacityError"]
+
+
+def test_another_thread_does_not_close_a_heap_in_a_call_but_may_give_it_up():
+    heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host")
+    inside, over = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with heap.one_call():
+            inside.set()
+            over.wait()
+
+    thread = threading.Thread(target=call, name="the first")
+    thread.start()
+    inside.wait()
+    try:
+        for use in (heap.close, lambda: heap.barrier(0), lambda: round_trip(heap)):
+            name, text = outcome(use)
+            assert name == "ConcurrentUse"
+            assert "'MainThread' calls a heap on which thread 'the first' is in a call" in text
+        heap.abort("it takes too long")
+        assert outcome(heap.check)[0] == "HeapPoisoned"
+        heap.close()
+    finally:
+        over.set()
+        thread.join()
+    assert outcome(heap.check)[0] == "HeapClosed"
+
+
+# -- forks ------------------------------------------------------------------------------------------------------------
+
+
+def in_a_fork(step: Callable[[], object]) -> object:
+    """What `step` returns in a child process, which ends without cleaning up, as a DataLoader's worker does."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            result: object = step()
+        except BaseException:  # noqa: BLE001 - the test has to see it
+            result = traceback.format_exc()
+        os.write(write, pickle.dumps(result))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        result = pickle.loads(stream.read())
+    os.waitpid(child, 0)
+    return result
+
+
+def leave_block(heap: SymmetricHeap) -> None:
+    with heap:
+        pass
+
+
+def leave_block_by_exception(heap: SymmetricHeap) -> None:
+    try:
+        with heap:
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+
+
+def drop(holder: list[SymmetricHeap]) -> None:
+    holder.clear()
+    gc.collect()
+
+
+WAYS: dict[str, Callable[[list[SymmetricHeap]], object]] = {
+    "close": lambda holder: holder[0].close(),
+    "with": lambda holder: leave_block(holder[0]),
+    "exception": lambda holder: leave_block_by_exception(holder[0]),
+    "abort": lambda holder: holder[0].abort("of a child"),
+    "drop": drop,
+    "exit": lambda holder: None,
+    "release": lambda holder: holder[0].release_graphs(),
+}
+
+
+def fork_in_a_step(rank: int, num_ranks: int) -> list[str]:
+    """One rank forks between forward and backward; the child leaves the heap in every way. Nobody notices."""
+    findings = Findings()
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=20.0) as heap:
+        [layer] = layers_on(heap)
+        holder = [heap]
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(9, CONFIG["hidden"], generator=generator, requires_grad=True)
+        want = train(layer, rank)
+        y, _ = layer(x)
+        y.square().sum().backward()
+        gradient = x.grad
+        for how, leave in WAYS.items():
+            findings.where = f"{how} in a child of rank {rank}"
+            x.grad = None
+            y, _ = layer(x)
+            lease = heap.lease((100,), torch.int64, name="of the parent")
+            lease.tensor.fill_(7)
+            if rank == 0:
+                findings.equal("result", in_a_fork(lambda leave=leave: leave(holder)), None)
+            dist.barrier()
+            y.square().sum().backward()
+            findings.check(torch.equal(x.grad, gradient), "the gradient is another one")
+            findings.check(bool((lease.tensor == 7).all()), "a lease has been overwritten")
+            lease.release()
+            del y
+        findings.check(all(map(is_same, train(layer, rank), want)), "later steps are wrong")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_forked_process_does_nothing_to_the_heap(cluster, num_ranks: int):
+    assert [text for texts in cluster(num_ranks).run(fork_in_a_step) for text in texts] == []
+
+
+def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
+    [layer] = layers_on(heap)
+    x = torch.ones(3, CONFIG["hidden"], requires_grad=True)
+    loss = layer(x)[0].sum()
+    lease = heap.lease((4,), torch.float32)
+    parent = os.getpid()
+
+    def use() -> list[tuple[str, str]]:
+        uses = (
+            heap.check,
+            lambda: heap.lease((4,), torch.float32),
+            lambda: heap.barrier(0),
+            lambda: round_trip(heap),
+            lambda: layer(x),
+            loss.backward,
+        )
+        found = [outcome(use) for use in uses]
+        lease.release()  # giving back does no harm
+        return [*found, ("", repr(heap.owns(x)))]
+
+    *found, last = in_a_fork(use)
+    for name, text in found:
+        assert name == HeapClosed.__name__
+        assert f"is that of process {parent}, of which this process (" in text
+    assert last == ("", "False")
+    assert heap.offset_of(lease.tensor) == lease.offset
+    loss.backward()
+    assert round_trip(heap)
+
+
+def test_workers_of_a_data_loader(heap: SymmetricHeap):
+    """Forked in the middle of training, with the heap in the dataset."""
+
+    class Tokens(torch.utils.data.Dataset):
+        kept = heap
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((CONFIG["hidden"],), float(index))
+
+    [layer] = layers_on(heap)
+    want = train(layer, 3)
+    loader = torch.utils.data.DataLoader(Tokens(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    for batch in loader:
+        layer(batch)[0].sum().backward()
+    assert all(map(is_same, train(layer, 3), want))

@@ -1,0 +1,504 @@
+"""symmoe.checkpoint on a bad day: ranks that die, hang or are interrupted, full disks, other jobs, odd files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster, RankFailure
+
+import symmoe
+from symmoe.checkpoint import ExpertShard, files, folder, load_checkpoint, lock, read_manifest, save_checkpoint
+from symmoe.checkpoint.manifest import seal_of
+from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
+
+SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
+FILE = "rank-00000-0000.safetensors"
+
+
+def tensors_of(seed: int, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+    """Something dense, and one expert per rank."""
+    expert = ExpertShard(tensor=torch.full((1, 3), 100.0 * seed + rank), start=rank, num_experts=num_ranks)
+    return {"dense": torch.full((5,), float(seed)), "experts": expert}
+
+
+def save_both(rank: int, num_ranks: int, directory: str, seed: int, **kwargs: Any) -> str:
+    """Saves step `seed`; how that ended."""
+    try:
+        save_checkpoint(directory, seed, model=tensors_of(seed, rank, num_ranks), **kwargs)
+    except (SymmoeError, KeyboardInterrupt, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def load_both(rank: int, num_ranks: int, directory: str) -> int:
+    """The step that is loaded, of which everything is right."""
+    found = tensors_of(99, rank, num_ranks)
+    step = load_checkpoint(directory, model=found).step
+    expected = tensors_of(step, rank, num_ranks)
+    assert torch.equal(found["dense"], expected["dense"])
+    assert torch.equal(found["experts"].tensor, expected["experts"].tensor)
+    return step
+
+
+def newest(directory: Path) -> int:
+    return load_both(0, 1, str(directory))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with steps 1 and 2."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, model=tensors_of(step))
+    return tmp_path
+
+
+@contextlib.contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """On a rank, where there is no monkeypatch."""
+    old = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, old)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+# --- ranks that are lost ---
+
+
+def die_in_a_save(rank: int, num_ranks: int, directory: str) -> None:
+    """Rank 1 ends as it is about to write; the others write down what they hear of it."""
+
+    def die(path: Path, data: bytes) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with replaced(files, "write", die if rank == 1 else files.write):
+        text = save_both(rank, num_ranks, f"{directory}/c", 2)
+    Path(directory, f"heard-{rank}").write_text(text)
+
+
+def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path):
+    ranks = Cluster(3)
+    try:
+        assert ranks.run(save_both, str(tmp_path / "c"), 1) == ["saved"] * 3
+        with pytest.raises(RankFailure, match="rank 1: died with exit code -9"):
+            ranks.run(die_in_a_save, str(tmp_path))
+        for rank in (0, 2):
+            assert (tmp_path / f"heard-{rank}").read_text().startswith("CheckpointError: rank 1 is gone: ")
+    finally:
+        ranks.close()
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["latest", "step-00000001"]
+    assert read_manifest(tmp_path / "c").step == 1
+
+
+def hang_in_a_save(rank: int, num_ranks: int, directory: str) -> tuple[str, type[BaseException] | None]:
+    """Rank 1 does not come back from writing until rank 0 has given up."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+
+    def hang(path: Path, data: bytes) -> None:
+        wait_for(Path(directory, "given-up"))
+
+    try:
+        with replaced(files, "write", hang if rank == 1 else files.write):
+            save_checkpoint(f"{directory}/c", 1, model=tensors_of(1, rank, num_ranks), group=group)
+    except CheckpointError as error:
+        if rank == 0:
+            Path(directory, "given-up").touch()
+        return str(error), type(error.__cause__)
+    raise AssertionError("it was saved")
+
+
+def test_a_rank_that_hangs_in_a_save_is_named_after_the_groups_timeout(cluster: Callable[..., Cluster], tmp_path: Path):
+    first, second = cluster(2).run(hang_in_a_save, str(tmp_path))
+    assert first[0].startswith("rank 1 has not come within the process group's timeout: ")
+    assert first[1] is symmoe.errors.PeerTimeout
+    assert second[0].startswith("rank 0 is gone: ")  # which has closed its connections
+    assert second[1] is symmoe.errors.PeerLost
+
+
+# --- interrupts ---
+
+
+def interrupted(rank: int, num_ranks: int, directory: str, case: str) -> tuple[str, float]:
+    """Saves; rank 1 is interrupted in the middle, and lives on. How it ended, and how long it took."""
+    began = time.monotonic()
+
+    def interrupt(path: Path, data: bytes) -> None:
+        if case == "exit":
+            sys.exit(3)
+        signal.raise_signal(signal.SIGINT)
+
+    def slowly(path: Path, data: bytes, write: Any = files.write) -> None:
+        wait_for(Path(directory, "interrupted"))  # while rank 1 waits for this rank
+        time.sleep(0.2)
+        write(path, data)
+
+    def later() -> None:
+        time.sleep(0.5)
+        Path(directory, "interrupted").touch()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    if case == "waiting":
+        if rank == 1:
+            threading.Thread(target=later).start()
+        write = slowly if rank == 0 else files.write
+    else:
+        write = interrupt if rank == 1 else files.write
+    with replaced(files, "write", write):
+        text = save_both(rank, num_ranks, f"{directory}/c", 2)
+    return text, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("case", "own", "told"),
+    [
+        ("writing", "KeyboardInterrupt: ", "KeyboardInterrupt has ended the call"),
+        ("exit", "SystemExit: 3", "SystemExit has ended the call"),
+        ("waiting", "KeyboardInterrupt: ", "KeyboardInterrupt has ended the call"),
+    ],
+)
+def test_an_interrupt_of_one_rank_reaches_its_peers(
+    cluster: Callable[..., Cluster], tmp_path: Path, case: str, own: str, told: str
+):
+    ranks = cluster(2)
+    assert ranks.run(save_both, str(tmp_path / "c"), 1) == ["saved"] * 2
+    first, second = ranks.run(interrupted, str(tmp_path), case)
+    assert second[0] == own
+    assert first[0] == f"CheckpointError: on rank 1: {told}"
+    assert first[1] < 60  # the process group waits for 90
+    left = sorted(path.name for path in (tmp_path / "c").iterdir())
+    if case != "waiting" or len(left) == 2:
+        assert left == ["latest", "step-00000001"]
+    else:  # the other one has gone on, and heard of it when the new one was complete
+        assert left == ["latest", "step-00000001", "step-00000002"]
+    assert ranks.run(load_both, str(tmp_path / "c")) == [len(left) - 1] * 2
+    assert ranks.run(save_both, str(tmp_path / "c"), 3) == ["saved"] * 2
+    assert ranks.run(load_both, str(tmp_path / "c")) == [3, 3]
+
+
+class Interrupt(BaseException):
+    """Of nobody else's."""
+
+
+def interrupted_everywhere(rank: int, num_ranks: int, directory: str, stride: int) -> list[tuple[int, str]]:
+    """Saves again and again; on rank 1 a signal's handler raises at line 0, `stride`, 2 * `stride`, ... of the save."""
+    reports = []
+    line, has_ended = 0, False
+    while not has_ended:
+        lines, seed = 0, 1 + line
+
+        def trace(frame: Any, event: str, _: Any, moment: int = line) -> Any:
+            nonlocal lines
+            code = frame.f_code
+            # Before the block of Peers begins, nobody could be told; while it is left, a second one would be needed.
+            if not code.co_filename.startswith(SOURCES) or code.co_name in ("__init__", "__enter__", "__exit__"):
+                return None
+            if code.co_name == "save_checkpoint" and not lines:
+                return trace if "peers" in frame.f_locals else first
+            if event == "line":
+                lines += 1
+                if lines == moment + 1:
+                    raise Interrupt
+            return trace
+
+        def first(frame: Any, event: str, _: Any) -> Any:
+            return trace if "peers" in frame.f_locals else first
+
+        sys.settrace(trace if rank == 1 else None)
+        try:
+            save_checkpoint(directory, seed, model=tensors_of(seed, rank, num_ranks), keep_last=2)
+            text = "saved"
+        except (CheckpointError, Interrupt) as error:
+            text = f"{type(error).__name__}: {error}"
+        finally:
+            sys.settrace(None)
+        reports.append((seed, text))
+        ended = [None, None]
+        dist.all_gather_object(ended, lines <= line)
+        has_ended = bool(ended[1])
+        line += stride
+    return reports
+
+
+def test_an_interrupt_at_any_line_of_a_save(cluster: Callable[..., Cluster], tmp_path: Path):
+    ranks = cluster(2)
+    first, second = ranks.run(interrupted_everywhere, str(tmp_path), 17)
+    assert len(second) > 20
+    assert second[-1][1] == "saved"  # there was no such line
+    newest_saved = 0
+    for (seed, told), (_, own) in zip(first[:-1], second[:-1], strict=True):
+        assert own == "Interrupt: ", seed
+        # Late enough, the other one is done already.
+        assert told in ("CheckpointError: on rank 1: Interrupt has ended the call", "saved"), seed
+        assert told == "saved" or not newest_saved, seed
+        newest_saved = seed if told == "saved" else newest_saved
+    assert ranks.run(load_both, str(tmp_path)) == [second[-1][0]] * 2
+
+
+# --- disks ---
+
+
+def save_with_little_room(rank: int, num_ranks: int, directory: str) -> str:
+    """Rank 1 may write files of 100 bytes at most."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        return save_both(rank, num_ranks, directory, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_file_that_does_not_fit_is_named_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
+    ranks = cluster(2)
+    assert ranks.run(save_both, str(tmp_path), 1) == ["saved"] * 2
+    errors = ranks.run(save_with_little_room, str(tmp_path))
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"CheckpointError: on rank 1: {tmp_path}/.step-00000002.")
+    assert errors[0].endswith("/rank-00001-0000.safetensors cannot be written: File too large")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    assert ranks.run(save_both, str(tmp_path), 2) == ["saved"] * 2
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize("name", [FILE, "manifest.json", "manifest.json.sha256", ".latest"])
+def test_a_full_disk_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str):
+    real = getattr(os, call)
+
+    def full(file: int, *rest: Any) -> Any:
+        if Path(os.readlink(f"/proc/self/fd/{file}")).name.startswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the system says it, without a name
+        return real(file, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(CheckpointError, match=rf"/{name}[^/]* cannot be written: No space left on device"):
+            save_checkpoint(saved, 3, model=tensors_of(3))
+    left = {path.name for path in saved.iterdir()} - {"latest", "step-00000001", "step-00000002"}
+    # With its new name it is complete; only `latest` does not say so yet.
+    assert left == ({"step-00000003"} if name == ".latest" else set())
+    assert newest(saved) == 2
+    save_checkpoint(saved, 4, model=tensors_of(4))
+    assert newest(saved) == 4
+
+
+def save_nowhere(rank: int, num_ranks: int, directory: str, wrong: Any) -> str:
+    return save_both(rank, num_ranks, directory if rank == 0 else wrong, 2)
+
+
+def load_nowhere(rank: int, num_ranks: int, directory: str, wrong: Any) -> str:
+    try:
+        load_checkpoint(directory if rank == 0 else wrong, model=tensors_of(9, rank, num_ranks))
+    except ArgumentError as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
+def test_no_path_on_one_rank_is_every_ranks_error(cluster: Callable[..., Cluster], tmp_path: Path, wrong: Any):
+    ranks = cluster(2)
+    text = f"ArgumentError: on rank 1: directory is {wrong!r}; it must be a path"
+    assert ranks.run(save_nowhere, str(tmp_path), wrong) == [text] * 2
+    assert not list(tmp_path.iterdir())
+    assert ranks.run(save_both, str(tmp_path), 2) == ["saved"] * 2
+    assert ranks.run(load_nowhere, str(tmp_path), wrong) == [text] * 2
+    with pytest.raises(ArgumentError, match="directory is"):
+        read_manifest(wrong)
+
+
+# --- other jobs ---
+
+_HOLD = """
+import os, sys
+from pathlib import Path
+from symmoe.checkpoint.lock import locked
+with locked(Path(sys.argv[1])):
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_jobs_in_one_directory(saved: Path):
+    before = sorted(path.name for path in saved.iterdir())
+    command = [sys.executable, "-c", _HOLD, str(saved)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        pid = other.stdout.readline().strip()
+        with pytest.raises(CheckpointError, match=f"another job is saving to {saved}: process {pid} on .* has .lock"):
+            save_checkpoint(saved, 3, model=tensors_of(3))
+        assert newest(saved) == 2  # loading needs no lock
+        other.kill()  # without a chance to clean up
+        other.wait()
+    assert (saved / ".lock").exists()
+    save_checkpoint(saved, 3, model=tensors_of(3))
+    assert sorted(path.name for path in saved.iterdir()) == [*before, "step-00000003"]
+
+
+def save_at_once(rank: int, num_ranks: int, directory: str) -> str:
+    """Each rank is a job of its own; rank 1 comes while rank 0 writes."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+
+    def slowly(path: Path, data: bytes, write: Any = files.write) -> None:
+        Path(directory, "writing").touch()
+        wait_for(Path(directory, "refused"))
+        write(path, data)
+
+    try:
+        if rank == 1:
+            wait_for(Path(directory, "writing"))
+        with replaced(files, "write", slowly if rank == 0 else files.write):
+            return save_both(0, 1, f"{directory}/c", 1 + rank, group=alone)
+    finally:
+        Path(directory, "refused").touch()
+
+
+def test_the_first_of_two_jobs_is_not_disturbed(cluster: Callable[..., Cluster], tmp_path: Path):
+    first, second = cluster(2).run(save_at_once, str(tmp_path))
+    assert first == "saved"
+    assert f"another job is saving to {tmp_path}/c" in second
+    assert newest(tmp_path / "c") == 1
+
+
+def test_a_lock_that_its_owner_deletes_is_not_taken(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file is opened, then its owner ends and deletes it, and a third job makes a new one."""
+    third: list[Any] = []
+    flock = fcntl.flock
+
+    def late(file: int, how: int) -> None:
+        if not third:
+            (saved / ".lock").unlink()
+            with monkeypatch.context() as patch:
+                patch.setattr(fcntl, "flock", flock)
+                third.append(lock.locked(saved))
+                third[0].__enter__()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(CheckpointError, match="another job"), lock.locked(saved):
+        pass
+    third[0].__exit__(None, None, None)
+    with lock.locked(saved):
+        pass
+
+
+def test_a_file_system_without_locks(saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def none(file: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with caplog.at_level(logging.WARNING):
+        save_checkpoint(saved, 3, model=tensors_of(3))
+    assert "another job that saves there goes unnoticed" in caplog.text
+    assert newest(saved) == 3
+
+
+# --- odd files ---
+
+
+def make_odd(path: Path, kind: str) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")  # endless
+    else:  # the right content, but elsewhere
+        outside = path.parent.parent / "outside"
+        outside.write_bytes(content)
+        path.symlink_to(outside)
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """Instead of waiting for ever."""
+
+    def too_late(signum: int, frame: Any) -> None:
+        raise AssertionError("it is still reading")
+
+    old = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
+KINDS = ["pipe", "directory", "device", "link"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["manifest.json", "manifest.json.sha256", FILE])
+def test_what_is_no_plain_file_is_not_read(saved: Path, name: str, kind: str):
+    make_odd(saved / "step-00000002" / name, kind)
+    with in_time(), pytest.raises(CheckpointError, match=rf"step-00000002/{name} is no plain file"):
+        newest(saved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latest_that_is_no_plain_file_is_passed_over(saved: Path, caplog: pytest.LogCaptureFixture, kind: str):
+    make_odd(saved / "latest", kind)
+    with in_time(), caplog.at_level(logging.WARNING):
+        assert newest(saved) == 2
+    assert "latest is no plain file; taking step-00000002" in caplog.text
+
+
+def test_a_file_that_becomes_a_pipe_between_looking_and_opening(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    path = saved / "step-00000002" / "manifest.json"
+    status = os.lstat(path)
+    make_odd(path, "pipe")
+    monkeypatch.setattr(os, "lstat", lambda _: status)
+    with in_time(), pytest.raises(CheckpointError, match=r"manifest\.json is no plain file"):
+        newest(saved)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
+def test_a_lock_that_is_no_plain_file(saved: Path, kind: str):
+    (saved / ".lock").touch()
+    make_odd(saved / ".lock", kind)
+    with in_time(), pytest.raises(CheckpointError, match=r"\.lock (is no plain file|cannot be written)"):
+        save_checkpoint(saved, 3, model=tensors_of(3))
+    assert newest(saved) == 2
+
+
+def test_a_manifest_of_another_step_is_refused(saved: Path, caplog: pytest.LogCaptureFixture):
+    (saved / "step-00000001").rename(saved / "step-00000007")  # everything in it is as it was written
+    with pytest.raises(CheckpointError, match=r"step-00000007/manifest.json: step is 1, not that of step-00000007"):
+        load_checkpoint(saved, model=tensors_of(0), step=7)
+    with pytest.raises(CheckpointError, match="step is 1"):
+        read_manifest(saved, 7)
+    (saved / "latest").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert newest(saved) == 2
+    assert "step-00000007 is passed over" in caplog.text
+    data = (saved / "step-00000002" / "manifest.json").read_bytes().replace(b'"step": 2', b'"step": 3')
+    (saved / "step-00000002" / "manifest.json").write_bytes(data)
+    (saved / "step-00000002" / "manifest.json.sha256").write_bytes(seal_of(data))
+    with pytest.raises(CheckpointError, match="step is 3, not that of step-00000002"):
+        load_checkpoint(saved, model=tensors_of(0), step=2)
+    assert folder.name_of(2) == "step-00000002"

@@ -1,0 +1,84 @@
+"""Nothing depends on torch's default device, which a user may have set, or be in the context of."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from test_heap import outcome, round_trip
+
+import symmoe
+from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
+
+PACKAGE = Path(symmoe.__file__).resolve().parent
+CONSTRUCTORS = {
+    *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
+    *("randperm", "scalar_tensor", "tensor", "zeros"),
+}
+# Commands with a process of their own, in which nobody has set a default.
+OWN_PROCESS = ("bench", "doctor", "plot", "timeline")
+
+
+def calls_without_device(source: str) -> list[str]:
+    """Tensors that a module makes on whatever is the default."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if is_torch and node.func.attr in CONSTRUCTORS and not {"device", None} & {k.arg for k in node.keywords}:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_every_tensor_names_its_device():
+    assert calls_without_device("import torch\ntorch.zeros(3)\ntorch.ones(3, device='cpu')") == ["2: torch.zeros(3)"]
+    found = {
+        str(path.relative_to(PACKAGE)): calls
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] not in OWN_PROCESS and (calls := calls_without_device(path.read_text()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+def test_a_step_under_another_default_device(schedule: str):
+    """Heap, layer and calls with torch.device("meta") as default: bits, errors and counts as without."""
+
+    def step(layer: MoELayer, heap: SymmetricHeap, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().requires_grad_()
+        y, metrics = layer(x)
+        (y.square().sum() + metrics.aux_loss).backward()
+        return y, x.grad, layer.experts.fc1.weight.grad, metrics.expert_load
+
+    torch.manual_seed(0)
+    config = MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule=schedule, aux_loss_coef=0.1)
+    x, ids = torch.randn(7, 16), torch.zeros(8, 1, dtype=torch.int64)
+    with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
+        layer = MoELayer(config, heap)
+        want = step(layer, heap, x)
+    state = layer.state_dict()
+    with torch.device("meta"):
+        heap = SymmetricHeap(num_bytes=8 << 20, backend="host")
+        with torch.device("cpu"):
+            layer = MoELayer(config, heap)
+            layer.load_state_dict(state)
+        got = step(layer, heap, x)
+        assert {tensor.device.type for tensor in (heap.status, heap.peers.bases, *got)} == {"cpu"}
+        assert outcome(make_plan, ids, num_experts=1, heap=heap, capacity=4)[0] == "CapacityError"
+        heap.close()
+    assert all(map(torch.equal, got, want))
+    with SymmetricHeap(num_bytes=8 << 20, backend="host") as heap:
+        assert round_trip(heap)
+
+
+def test_grouped_layers_under_another_default_device():
+    torch.manual_seed(0)
+    mlp = GroupedMLP(2, 16, 8)
+    rows, splits = torch.randn(6, 16), torch.tensor([4, 2])
+    want = mlp(rows, splits, torch.ones(6))
+    scale = torch.ones(6)
+    with torch.device("meta"):
+        assert torch.equal(mlp(rows, splits, scale), want)

@@ -1,0 +1,196 @@
+"""What happens once may take `start_timeout_s`, whatever `timeout_s` is; everything else `timeout_s`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.errors import PeerError, PeerTimeout
+from symmoe.kernels import control, twin
+from symmoe.symm_mem.first_times import FirstTimes
+
+H = 256  # one panel of columns: so no wait of a first step follows one of its own kind
+COLD_S, SHORT_S = 0.1, 0.02
+WAITS = ("barrier", "send_signal", "wait_for_signal")
+
+
+@contextlib.contextmanager
+def cold_kernels() -> Iterator[list[str]]:
+    """As if this process had to compile every kernel: its first call takes longer than any peer waits. Yields those
+    that were cold."""
+    cold, kernels = [], {name: getattr(twin, name) for name in twin.__all__ if name not in WAITS}
+
+    def slow_at_first(name: str) -> Callable[..., object]:
+        def kernel(*args: object, **kwargs: object) -> object:
+            if name not in cold:
+                cold.append(name)
+                time.sleep(COLD_S)
+            return kernels[name](*args, **kwargs)
+
+        return kernel
+
+    for name in kernels:
+        setattr(twin, name, slow_at_first(name))
+    try:
+        yield cold
+    finally:
+        for name, kernel in kernels.items():
+            setattr(twin, name, kernel)
+
+
+def step_of_layer(heap: SymmetricHeap, **options: object) -> Callable[[], torch.Tensor]:
+    layer = MoELayer(MoEConfig(hidden=H, ffn=32, num_experts=2 * heap.num_ranks, top_k=2, **options), heap)
+    x = torch.randn(12, H, requires_grad=True)
+
+    def step() -> torch.Tensor:
+        y, _ = layer(x)
+        y.sum().backward()
+        return y
+
+    return step
+
+
+def step_of_parts(heap: SymmetricHeap) -> Callable[[], torch.Tensor]:
+    ids = torch.arange(12)[:, None] % heap.num_ranks
+    x = torch.randn(12, H, requires_grad=True)
+
+    def step() -> torch.Tensor:
+        plan = make_plan(ids, num_experts=heap.num_ranks, heap=heap)
+        rows, _ = dispatch_tokens(x, plan)
+        y = combine_tokens(rows * 2, plan)
+        y.sum().backward()
+        return y
+
+    return step
+
+
+STEPS = {
+    "layer": step_of_layer,
+    "overlapped": lambda heap: step_of_layer(heap, schedule="always-overlapped", layout="packed"),
+    "static": lambda heap: step_of_layer(heap, capacity=64, stash="none", layout="expert-major"),
+    "parts": step_of_parts,
+}
+
+
+def start_cold(rank: int, num_ranks: int, way: str) -> tuple[bool, int]:
+    """The last rank meets every kernel of a step for the first time; a wait of the others that did not know of it would
+    end long before."""
+    with contextlib.ExitStack() as stack:
+        heap = stack.enter_context(SymmetricHeap(num_bytes=4 << 20, backend="host"))
+        cold = stack.enter_context(cold_kernels()) if rank == num_ranks - 1 else []
+        step = STEPS[way](heap)
+        heap.timeout_s = SHORT_S
+        fine = bool(step().isfinite().all())
+        # The next step begins with what the first one may have left cold after its last barrier.
+        if rank == num_ranks - 1:
+            time.sleep(COLD_S)
+        plan = make_plan(torch.zeros(1, 1, dtype=torch.int64), num_experts=num_ranks, heap=heap)
+        heap.timeout_s = 60.0
+        return fine and plan.num_tokens == 1, len(cold)
+
+
+@pytest.mark.parametrize(("way", "num_ranks"), [("layer", 2), ("overlapped", 3), ("static", 2), ("parts", 3)])
+def test_a_first_step_may_be_cold(cluster, way: str, num_ranks: int):
+    *warm, (fine, num_cold) = cluster(num_ranks).run(start_cold, way)
+    assert num_cold >= 10
+    assert fine
+    assert warm == [(True, 0)] * (num_ranks - 1)
+
+
+def stay_away(rank: int, num_ranks: int, num_steps: int) -> tuple[str, float]:
+    """The last rank leaves after so many steps, and comes back when the others have given it up."""
+    heap = SymmetricHeap(num_bytes=4 << 20, backend="host", timeout_s=60.0, start_timeout_s=61.0)
+    step, text, took_s = step_of_layer(heap), "", 0.0
+    for _ in range(num_steps):
+        step()
+    dist.barrier()
+    if rank < num_ranks - 1:
+        heap.timeout_s, heap.start_timeout_s = (0.2, 60.0) if num_steps > 1 else (0.2, 0.4)
+        start = time.monotonic()
+        try:
+            step()
+        except PeerTimeout as error:
+            text, took_s = str(error), time.monotonic() - start
+    dist.barrier()
+    with contextlib.suppress(PeerError):  # the last rank learns of it
+        heap.close()
+    return text, took_s
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_rank_that_is_lost(cluster, num_steps: int):
+    bound = "timeout_s=0.2" if num_steps > 1 else "start_timeout_s=0.4"
+    (text, took_s), _ = cluster(2).run(stay_away, num_steps)
+    assert text.startswith(f"rank 1 did not reach 'plan: counts' within {bound}: expected epoch")
+    assert float(bound.split("=")[1]) <= took_s < 60.0
+
+
+# -- what counts as the first time ------------------------------------------------------------------------------------
+
+PLAN, READY = (
+    control.pack_call(phase=phase, hidden=8, plan=77) for phase in (control.PHASE_PLAN, control.PHASE_DISPATCH_READY)
+)
+OTHER_WIDTH = control.pack_call(phase=control.PHASE_DISPATCH_READY, hidden=16, plan=77)
+
+
+def barrier(times: FirstTimes, call: int, *, epoch: int = 0, fault: bool = False) -> bool:
+    return times.is_first_barrier(call, epoch=epoch, fault=fault)
+
+
+def test_a_wait_is_known_by_what_came_before():
+    times = FirstTimes(int)
+
+    def step(call: int) -> list[bool]:
+        barriers = [barrier(times, PLAN), barrier(times, call)]
+        return [*barriers, *(times.is_first_signal(control.PHASE_DISPATCH_DONE, peer, epoch=0) for peer in (1, 2))]
+
+    assert [step(READY) for _ in range(3)] == [[True] * 4, [True, False, False, False], [False] * 4]
+    assert step(OTHER_WIDTH) == [False, True, True, True]
+    assert step(OTHER_WIDTH) == [True, False, False, False]
+    assert step(READY) == [False] * 4
+
+
+def test_plans_are_alike():
+    times = FirstTimes(int)
+    for plan in range(3):
+        firsts = [barrier(times, control.pack_call(phase=phase, plan=plan)) for phase in (1, 2)]
+    assert firsts == [False, False]
+
+
+def test_a_first_wait_is_remembered():
+    times = FirstTimes(int)
+    phase = control.PHASE_DISPATCH_DONE
+    assert [barrier(times, READY, epoch=epoch) for epoch in (4, 5, 6)] == [True, True, False]
+    assert [times.is_first_signal(phase, peer, epoch=6) for peer in (1, 2)] == [True, True]
+    firsts = [times.was_first(epoch, control.PHASE_DISPATCH_READY, 2) for epoch in (3, 4, 5, 6)]
+    assert firsts == [False, True, True, False]
+    assert [times.was_first(6, phase, peer) for peer in (0, 1, 2)] == [False, True, True]
+
+
+@pytest.mark.parametrize("what", ["a kernel is compiled", "a module is imported"])
+def test_other_work_that_happens_once(what: str, monkeypatch):
+    num_compiled = 7
+    times = FirstTimes(lambda: num_compiled)
+    assert [barrier(times, PLAN) for _ in range(3)] == [True, True, False]
+    if what == "a kernel is compiled":
+        num_compiled += 1
+    else:
+        monkeypatch.setitem(sys.modules, "a_part_that_nobody_needed", types.ModuleType("a_part_that_nobody_needed"))
+    assert [barrier(times, PLAN) for _ in range(2)] == [True, False]
+
+
+def test_closing_and_faults_are_no_kinds_of_their_own():
+    times = FirstTimes(int)
+    barrier(times, control.PHASE_START)
+    assert not barrier(times, control.PHASE_CLOSE)
+    assert barrier(times, control.PHASE_PLAN, fault=True)  # the peers may be cold
+    assert [barrier(times, PLAN) for _ in range(3)] == [True, True, False]
+    assert not barrier(times, control.PHASE_PLAN, fault=True)

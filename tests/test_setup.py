@@ -1,0 +1,206 @@
+"""What a new machine meets first: whether pip can install what `make` wants, and folders with any name.
+
+pip is asked for every Python that README names, in a dry run that reads metadata alone, and without the user's
+configuration: a mirror or a folder of wheels may have another torch than everybody else gets.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "symmoe/__init__.py")
+RUNNING = f"3.{sys.version_info.minor}"
+TIMEOUT_S = 800  # 20 s of a processor's time, which on a busy machine are minutes
+
+
+def pythons() -> list[str]:
+    """The Pythons that README names."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    ((first, last),) = set(re.findall(r"Python 3\.(\d+) to 3\.(\d+)", text))
+    return [f"3.{minor}" for minor in range(int(first), int(last) + 1)]
+
+
+def interpreter(python: str) -> str:
+    """One of this version: that of the tests, one on the path, or pyenv's; "" if there is none."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    places = [sys.executable, shutil.which(f"python{python}"), *sorted(versions.glob(f"{python}.*/bin/python"))]
+    for place in filter(None, places):
+        said = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+        if said.startswith(f"Python {python}."):  # pyenv's shim of a version that is not chosen says nothing
+            return str(place)
+    return ""
+
+
+def dry_run(python: str, *what: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """pip's answer, a report as JSON in stdout, to what this interpreter would install into an empty environment."""
+    how = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--quiet", "--report", "-"]
+    # Metadata lie beside the wheels; where a mirror does not say so, fast-deps reads them out of the wheels.
+    command = [sys.executable, "-m", "pip", "--python", python, "--isolated", "--disable-pip-version-check"]
+    command += ["install", *how, "--use-feature", "fast-deps", *map(str, what)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+@functools.cache
+def registry_is_missing() -> str:
+    """Why no registry can be asked; "" if it answers."""
+    done = dry_run(sys.executable, "--no-deps", "--retries", "0", "--timeout", "15", "setuptools", cwd=ROOT)
+    return "" if done.returncode == 0 else f"pip reaches no registry: {done.stderr.strip()[-300:]}"
+
+
+@pytest.fixture
+def registry() -> None:
+    try:
+        number = tuple(map(int, version("pip").split(".")[:2]))
+    except PackageNotFoundError:
+        number = (0, 0)
+    if number < (25, 3):
+        pytest.skip("an earlier pip downloads everything in a dry run: pip install 'symmoe[dev]'")
+    if why := registry_is_missing():
+        pytest.skip(why)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """What pip reads of the checkout; building writes beside it."""
+    for name in SOURCES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def wanted() -> list[str]:
+    """The lines of requirements.txt."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.parametrize(
+    "python", [pytest.param(each, marks=[] if each == RUNNING else pytest.mark.slow) for each in pythons()]
+)
+def test_what_make_installs_resolves(registry: None, sources: Path, python: str):
+    """Against torch as the registry has it, which on Linux asks for one Triton and for CUDA's libraries."""
+    if not (place := interpreter(python)):
+        pytest.skip(f"there is no Python {python} on the path or in pyenv")
+    done = dry_run(place, "--requirement", "requirements.txt", cwd=sources)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["environment"]["python_version"] == python
+    found = {item["metadata"]["name"].lower(): item for item in report["install"]}
+    (torch,) = (line.partition("==")[2] for line in wanted() if line.startswith("torch=="))
+    assert found["torch"]["metadata"]["version"] == torch  # no "+cpu"
+    assert found["torch"]["download_info"]["url"].startswith("https://")
+    assert {"symmoe", "triton", "transformers", "megatron-core", "pytest", "mkdocs"} <= set(found)
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_pin_against_torchs_own_does_not_resolve(registry: None, tmp_path: Path):
+    """Negative control: what the extra for development said once."""
+    (torch,) = (line for line in wanted() if line.startswith("torch=="))
+    done = dry_run(sys.executable, torch, "triton>=3.6,<3.7", cwd=tmp_path)
+    asked = re.search(r"torch \S+ depends on triton==\S+", done.stderr + done.stdout)
+    if done.returncode == 0 and os.uname().machine != "x86_64":
+        pytest.skip("torch asks for no Triton on this machine")
+    assert done.returncode != 0
+    assert "ResolutionImpossible" in done.stderr
+    assert asked or "conflicting dependencies" in done.stderr
+
+
+# Stands for an interpreter: writes down how it was called, and makes environments that have itself.
+PYTHON = """#!/bin/sh
+printf '%s\\n' "$0|$PYTHONPATH|$*" >>"$CALLS"
+if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder symmoe below one with a space, with what make reads; `python` beside it stands for an interpreter."""
+    folder = tmp_path / "a folder" / "symmoe"
+    folder.mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "requirements.txt"):
+        shutil.copy(ROOT / name, folder)
+    (folder.parent / "python").write_text(PYTHON, encoding="utf-8")
+    (folder.parent / "python").chmod(0o755)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"):  # of the make that runs these tests
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def make(checkout: Path, *arguments: str) -> list[tuple[str, str, str]]:
+    """(interpreter, first folder of PYTHONPATH, arguments) of every call."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    command = ["make", f"PYTHON={checkout.parent / 'python'}", *arguments]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = Path(os.environ["CALLS"]).read_text(encoding="utf-8").splitlines()
+    Path(os.environ["CALLS"]).unlink()
+    python, paths, rest = zip(*(call.split("|", 2) for call in calls), strict=True)
+    return list(zip(python, (path.partition(":")[0] for path in paths), rest, strict=True))
+
+
+@pytest.mark.parametrize("target", ["train", "test", "test-all"])
+def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
+    calls = make(checkout, target)
+    theirs, ours = str(checkout.parent / "python"), ".venv/bin/python"
+    assert [python for python, _, _ in calls] == [theirs] + [ours] * (len(calls) - 1)
+    assert {path for _, path, _ in calls} == {str(checkout)}
+    arguments = [words for _, _, words in calls]
+    assert arguments[:2] == ["-m venv .venv", "-m pip install --quiet --requirement requirements.txt"]
+    assert arguments[-1].startswith("-m torch.distributed.run" if target == "train" else "-m pytest tests ")
+    assert ("-m not gpu" in arguments[-1]) == (target == "test-all")
+    again = make(checkout, target)
+    assert [words for _, _, words in again] == arguments[2:]
+
+
+@pytest.mark.parametrize("target", ["train", "test"])
+def test_make_takes_an_interpreter_below_a_folder_with_a_space(checkout: Path, target: str):
+    calls = make(checkout, target, "VENV=none")
+    assert {(python, path) for python, path, _ in calls} == {(str(checkout.parent / "python"), str(checkout))}
+
+
+def test_ci_runs_in_a_folder_named_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A copy of what is tracked or new, below a folder with a space; its exit code is make's, and nothing is left."""
+    if not (ROOT / ".ci" / "run").exists():
+        pytest.skip("an sdist has no hidden files")
+    checkout = tmp_path / "checkout"
+    for name, text in {
+        ".gitignore": (ROOT / ".gitignore").read_text(encoding="utf-8"),
+        ".git/HEAD": "ref",
+        "new.py": "",
+        ".venv/bin/python": "",
+        "symmoe/__pycache__/x.pyc": "",
+        "runs/model.pt": "",
+    }.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(text, encoding="utf-8")
+    shutil.copytree(ROOT / ".ci", checkout / ".ci")
+    tools, temporary = tmp_path / "tools", tmp_path / "temporary"
+    tools.mkdir()
+    temporary.mkdir()
+    (tools / "make").write_text('#!/bin/sh\npwd\nfind . -type f | sort\necho "$@"\nexit 3\n', encoding="utf-8")
+    (tools / "make").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    done = subprocess.run([checkout / ".ci" / "run"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stderr
+    place, *files, target = done.stdout.splitlines()
+    assert Path(place).name == "symmoe"
+    assert " " in Path(place).parent.name
+    assert Path(place).is_relative_to(temporary.resolve())
+    assert files == ["./.ci/run", "./.git/HEAD", "./.gitignore", "./new.py"]
+    assert target == "test"
+    assert list(temporary.iterdir()) == []

@@ -1,0 +1,158 @@
+"""A rank that leaves a call by an error of its own before it has raised the one that all ranks have found there.
+
+On GPUs hosts look late; here they look away. tests/gpu/test_unraised_gpu.py has real late ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from test_heap import outcome, round_trip
+from worker import Findings, open_heap
+
+from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.kernels import control
+from symmoe.symm_mem.unraised import was_left
+
+T, K, H = 6, 2, 16
+
+
+@contextmanager
+def looking_away(heap: SymmetricHeap) -> Iterator[None]:
+    """The host goes on and looks for no error."""
+    heap.check = lambda phase=None, *, waits=False: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del heap.check
+
+
+def plan_of(heap: SymmetricHeap, *, capacity: int | None = None):
+    ids = (torch.arange(T)[:, None] + torch.arange(K)) % (2 * heap.num_ranks)
+    return make_plan(ids, num_experts=2 * heap.num_ranks, heap=heap, capacity=capacity)
+
+
+def fail_together(heap: SymmetricHeap, capacity: int | None, leaver: bool) -> tuple[str, str]:
+    """A dispatch in which rank 0 brings another hidden size. What this rank raises by the end of the call; a leaver is
+    gone before it looks."""
+    plan = plan_of(heap, capacity=capacity)
+    with looking_away(heap):
+        rows, _ = dispatch_tokens(torch.ones(T, 2 * H if heap.rank == 0 else H), plan)
+    if leaver:
+        return "", ""
+    return outcome(combine_tokens, rows, plan)
+
+
+def leave(rank: int, num_ranks: int, leavers: tuple[int, ...], capacity: int | None) -> list[str]:
+    findings = Findings()
+    with open_heap("cpu") as heap:
+        for turn in range(4):
+            findings.where = f"turn {turn}, rank {rank} of {num_ranks}"
+            name, text = fail_together(heap, capacity, rank in leavers)
+            if rank not in leavers:
+                findings.equal("error", name, "ConfigMismatch")
+                findings.check("hidden differs at 'dispatch: ready': rank 0 has 32, rank 1 has 16" in text, text)
+            if len(leavers) == num_ranks:  # nobody has raised it
+                name, text = outcome(plan_of, heap)
+                findings.equal("error of the next plan", name, "ConfigMismatch")
+                findings.check("hidden differs at 'dispatch: ready'" in text, text)
+            for again in range(2):
+                name, text = outcome(lambda turn=turn: findings.check(round_trip(heap, turn), "rows are wrong"))
+                findings.equal(f"error of correct call {again}", (name, text), ("", ""))
+        findings.equal("leased bytes", heap.leased_bytes, 0)
+    return findings.texts
+
+
+@pytest.mark.parametrize("capacity", [None, 4 * T * K])
+@pytest.mark.parametrize(("num_ranks", "leavers"), [(2, (0,)), (2, (1,)), (3, (0, 2)), (3, (0, 1, 2))])
+def test_the_next_correct_call_works(cluster, num_ranks: int, leavers: tuple[int, ...], capacity: int | None):
+    assert [text for texts in cluster(num_ranks).run(leave, leavers, capacity) for text in texts] == []
+
+
+def look_after_the_next_plan(rank: int, num_ranks: int) -> list[str]:
+    """With static capacity the host of the leaver may have launched the next plan before it looks."""
+    findings = Findings()
+    with open_heap("cpu") as heap:
+        for turn in range(3):
+            findings.where = f"turn {turn}, rank {rank} of {num_ranks}"
+            fail_together(heap, 4 * T * K, rank == 0)
+
+            def next_call() -> None:
+                with looking_away(heap) if rank == 0 else nullcontext():
+                    plan = plan_of(heap, capacity=4 * T * K)
+                dispatch_tokens(torch.ones(T, H), plan)
+
+            name, text = outcome(next_call)
+            findings.equal("error of the next call", name, "ConfigMismatch")
+            findings.check("hidden differs at 'dispatch: ready'" in text, text)
+            findings.check(round_trip(heap, turn), "the call after it is wrong")
+    return findings.texts
+
+
+def test_a_plan_that_was_launched_before_the_host_looked_fails_everywhere(cluster):
+    assert [text for texts in cluster(2).run(look_after_the_next_plan) for text in texts] == []
+
+
+def leave_an_overflow(rank: int, num_ranks: int) -> list[str]:
+    """Found by a plan, and not by its barrier."""
+    findings = Findings()
+    with open_heap("cpu") as heap:
+        for turn in range(3):
+            findings.where = f"turn {turn}, rank {rank} of {num_ranks}"
+            if rank == 1:
+                with looking_away(heap):
+                    plan_of(heap, capacity=1)
+            else:
+                findings.equal("error", outcome(plan_of, heap, capacity=1)[0], "CapacityError")
+            findings.check(round_trip(heap, turn), "the next correct call is wrong")
+    return findings.texts
+
+
+def test_an_overflow_that_one_rank_has_not_raised(cluster):
+    assert [text for texts in cluster(2).run(leave_an_overflow) for text in texts] == []
+
+
+def fail_in_the_next_call(rank: int, num_ranks: int) -> list[str]:
+    """The leaver has something wrong in its next call as well, or its peer has: that is raised, on all ranks."""
+    findings = Findings()
+    with open_heap("cpu") as heap:
+        for culprit in range(num_ranks):
+            findings.where = f"culprit {culprit}, rank {rank} of {num_ranks}"
+            fail_together(heap, None, rank == 0)
+            ids = torch.zeros(T, K, dtype=torch.float32 if rank == culprit else torch.int64)
+            name, text = outcome(make_plan, ids, num_experts=2 * num_ranks, heap=heap)
+            findings.equal("error", name, "ArgumentError")
+            findings.check("topk_idx has dtype torch.float32" in text, text)
+            findings.check(round_trip(heap), "the next correct call is wrong")
+    return findings.texts
+
+
+def test_an_error_of_the_next_call_comes_first(cluster):
+    assert [text for texts in cluster(2).run(fail_in_the_next_call) for text in texts] == []
+
+
+PLAN, READY, DONE = control.PHASE_PLAN, control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE
+COMBINE, END = control.PHASE_COMBINE_READY, control.PHASE_COMBINE_DONE
+
+
+@pytest.mark.parametrize(
+    ("phase", "since", "want"),
+    [
+        (READY, [PLAN], True),
+        (READY, [DONE, PLAN], True),
+        (DONE, [PLAN, READY], True),
+        (PLAN, [PLAN], True),
+        (READY, [None], False),
+        (READY, [DONE, READY], False),
+        (READY, [DONE, COMBINE], False),
+        (READY, [DONE, COMBINE, END, PLAN], False),  # a call that was gone through, and the next layer's
+        (PLAN, [READY, PLAN], False),
+        (COMBINE, [PLAN], False),
+        (END, [PLAN], False),
+    ],
+)
+def test_what_a_left_call_looks_like(phase: int, since: list[int | None], want: bool):
+    assert was_left(phase, since) is want
