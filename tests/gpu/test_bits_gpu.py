@@ -70,9 +70,9 @@ def check_ways(rank: int, num_ranks: int, ffn: int, dtype: torch.dtype) -> list[
             ids = torch.rand(num_tokens, num_experts, device=heap.device).argsort(1)[:, :top_k].contiguous()
             ids[::5] = -1  # tokens of a mask
             leaves = (x, probs, *experts.parameters())
-            for order in ("rank", "slot"):
+            for order, stashes in (("rank", STASHES), ("slot", ("all",))):
                 first = None
-                for way, stash in itertools.product(WAYS, STASHES):
+                for way, stash in itertools.product(WAYS, stashes):
                     call = f"hidden {hidden}, {tokens} tokens, K {top_k}, {order}, {way}, {stash}"
                     findings.where = f"rank {rank} of {num_ranks}, {call}"
                     plan = make_plan(ids, num_experts=num_experts, heap=heap)
