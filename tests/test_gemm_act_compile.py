@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ahead_of_time import VERSION
 from test_gemm_compile import MAX_SHARED, Recorder, meta
 from thinned import thinned
 
