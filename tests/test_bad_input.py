@@ -1050,7 +1050,7 @@ def check_signals(rank: int, num_ranks: int, broken: str) -> list[str]:
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
     with open_heap("cpu", num_bytes=NUM_BYTES, timeout_s=60.0) as heap:
-        config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="overlapped")
+        config = MoEConfig(hidden=H, ffn=H, num_experts=2 * num_ranks, top_k=K, schedule="always-overlapped")
         layer, x, ops = MoELayer(config, heap), torch.randn(T, H), kernels.for_device(heap.device)
         good, started = getattr(ops, broken), time.monotonic()
         if rank == 0:
