@@ -177,12 +177,12 @@ WRONG = {
     "no probs": (lambda ids, probs: (ids, None), "probs (None) must be given"),
     "no ids": (lambda ids, probs: (None, probs), "topk_idx (None) must be given with probs"),
     "neither": (lambda ids, probs: (None, None), "probs (None) must be given"),
-    "one prob": (lambda ids, probs: (ids, probs[:, :1]), "probs is torch.float32 [7, 1]"),
-    "too many": (lambda ids, probs: (ids, torch.cat([probs, probs])), "it must be torch.float32"),
-    "integers": (lambda ids, probs: (ids, probs.int()), "probs is torch.int32"),
+    "one prob": (lambda ids, probs: (ids, probs[:, :1]), "probs has shape [7, 1]"),
+    "too many": (lambda ids, probs: (ids, torch.cat([probs, probs])), "probs has shape [14, 2]"),
+    "integers": (lambda ids, probs: (ids, probs.int()), "probs has dtype torch.int32"),
     "a list": (lambda ids, probs: (ids, probs.tolist()), "probs (list) must be a tensor"),
     "meta": (lambda ids, probs: (ids, probs.to("meta")), "on meta"),
-    "ids": (lambda ids, probs: (ids[:3], probs), "topk_idx is torch.int64 [3, 2]"),
+    "ids": (lambda ids, probs: (ids[:3], probs), "topk_idx has shape [3, 2]"),
     "not finite": (lambda ids, probs: (ids, probs / 0), "probs of token 0 are not finite (7 such tokens)"),
 }
 
