@@ -582,7 +582,7 @@ def meet_on_gpus(rank: int, *, uuids: list[str], machines: list[str], reach: boo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid=f"GPU-{uuids[rank]}"))
         patch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: reach)
-        patch.setattr(nvshmem, "open", lambda *_: io.BytesIO(machines[rank].encode()), raising=False)
+        patch.setattr(nvshmem.Path, "read_bytes", lambda _: machines[rank].encode())
         backend._check_peers(Bootstrap(None))
 
 
