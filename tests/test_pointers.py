@@ -134,9 +134,9 @@ def test_the_address_of_a_released_lease_is_not_given_out(stale):
 
 def test_sparse_tensors_are_refused():
     sparse = torch.ones(4).to_sparse()
-    with pytest.raises(ArgumentError, match=r"^destination has layout torch\.sparse_coo"):
+    with pytest.raises(ArgumentError, match=r"^destination \(torch\.sparse_coo\) must be a strided tensor"):
         copy_host_to_device(b"1234", sparse)
-    with pytest.raises(ArgumentError, match=r"^source has layout torch\.sparse_coo"):
+    with pytest.raises(ArgumentError, match=r"^source \(torch\.sparse_coo\) must be a strided tensor"):
         copy_host_to_device(sparse, torch.zeros(4))
     with pytest.raises(ArgumentError, match=r"^tensors\[0\] is torch\.sparse_coo on cpu"):
         copy_data_ptrs_to_device([sparse], "cpu")
