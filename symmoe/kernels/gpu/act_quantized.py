@@ -30,6 +30,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.gpu import hopper
 from symmoe.kernels.gpu.activation import (
+    SUM_COLUMNS,
     SUM_STEPS,
     act_slopes,
     act_value,
@@ -39,7 +40,6 @@ from symmoe.kernels.gpu.activation import (
     join_blocks,
     load_hidden,
     scale_terms,
-    store_block_sums,
 )
 from symmoe.kernels.gpu.gemm import (
     end_of_rows,
@@ -120,6 +120,14 @@ def store_columns(
         else:
             blocks = num_tiles * (TILE // BLOCK)
             store_part(scale, scales, feature, feature < END, tile * (TILE // BLOCK), blocks, blocks)
+
+
+@triton.jit
+def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, FFN: tl.constexpr):
+    """Stores sums [ROWS, BLOCKS] of blocks of columns from first_column on; scale_sums [blocks, num_rows]."""
+    block = first_column // SUM_COLUMNS + tl.arange(0, sums.shape[1])
+    pointers = scale_sums + block.to(tl.int64)[None, :] * num_rows + row[:, None]
+    tl.store(pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < FFN)[None, :])
 
 
 @triton.jit

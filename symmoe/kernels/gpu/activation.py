@@ -126,14 +126,6 @@ def add_neighbours(x, STEPS: tl.constexpr):
 
 
 @triton.jit
-def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, FFN: tl.constexpr):
-    """Stores sums [ROWS, BLOCKS] of blocks of columns from first_column on; scale_sums [blocks, num_rows]."""
-    block = first_column // SUM_COLUMNS + tl.arange(0, sums.shape[1])
-    pointers = scale_sums + block.to(tl.int64)[None, :] * num_rows + row[:, None]
-    tl.store(pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < FFN)[None, :])
-
-
-@triton.jit
 def gate_column(column, ACTIVATION: tl.constexpr):
     """Where in a row of h the gate feature (or, not gated, the feature) of a column of the result stands."""
     if ACTIVATION.interleave is None:
