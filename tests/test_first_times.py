@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from reliability.delays import before_steps
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import PeerError, PeerTimeout
@@ -26,24 +27,15 @@ WAITS = ("barrier", "send_signal", "wait_for_signal")
 def cold_kernels() -> Iterator[list[str]]:
     """As if this process had to compile every kernel: its first call takes longer than any peer waits. Yields those
     that were cold."""
-    cold, kernels = [], {name: getattr(twin, name) for name in twin.__all__ if name not in WAITS}
+    cold: list[str] = []
 
-    def slow_at_first(name: str) -> Callable[..., object]:
-        def kernel(*args: object, **kwargs: object) -> object:
-            if name not in cold:
-                cold.append(name)
-                time.sleep(COLD_S)
-            return kernels[name](*args, **kwargs)
+    def slow_at_first(name: str) -> None:
+        if name not in cold:
+            cold.append(name)
+            time.sleep(COLD_S)
 
-        return kernel
-
-    for name in kernels:
-        setattr(twin, name, slow_at_first(name))
-    try:
+    with before_steps(twin, slow_at_first, set(twin.__all__) - set(WAITS)):
         yield cold
-    finally:
-        for name, kernel in kernels.items():
-            setattr(twin, name, kernel)
 
 
 def step_of_layer(heap: SymmetricHeap, **options: object) -> Callable[[], torch.Tensor]:

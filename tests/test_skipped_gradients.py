@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from reliability.delays import before_steps
 from test_layer import WAYS, flat, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import Findings, open_heap
@@ -42,22 +43,8 @@ PRODUCTS = ("grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_fp8", "grouped_g
 def counted_kernels(heap: SymmetricHeap) -> Iterator[Counter[str]]:
     """How often each kernel is launched in the context."""
     ops, counts = kernels.for_device(heap.device), Counter()
-    good = {name: getattr(ops, name) for name in ops.__all__}
-
-    def counted(name: str):
-        def call(*args, **options):
-            counts[name] += 1
-            return good[name](*args, **options)
-
-        return call
-
-    for name in good:
-        setattr(ops, name, counted(name))
-    try:
+    with before_steps(ops, lambda name: counts.update([name]), ops.__all__):
         yield counts
-    finally:
-        for name, function in good.items():
-            setattr(ops, name, function)
 
 
 @dataclasses.dataclass

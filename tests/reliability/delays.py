@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -18,8 +18,8 @@ def step_names(kernels: ModuleType) -> list[str]:
 
 
 @contextmanager
-def before_steps(kernels: ModuleType, act: Callable[[str], None]) -> Iterator[None]:
-    """Calls `act(name)` before each step that this process takes with `kernels`, in any thread."""
+def before_steps(kernels: ModuleType, act: Callable[[str], None], names: Iterable[str] | None = None) -> Iterator[None]:
+    """Calls `act(name)` before each call of `names` (None: of the steps) in `kernels` by this process, in any thread."""
 
     def wrapped(name: str, step: Callable) -> Callable:
         def call(*args, **kwargs):
@@ -28,7 +28,7 @@ def before_steps(kernels: ModuleType, act: Callable[[str], None]) -> Iterator[No
 
         return call
 
-    originals = {name: getattr(kernels, name) for name in step_names(kernels)}
+    originals = {name: getattr(kernels, name) for name in (step_names(kernels) if names is None else names)}
     for name, step in originals.items():
         setattr(kernels, name, wrapped(name, step))
     try:
