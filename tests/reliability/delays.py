@@ -19,7 +19,7 @@ def step_names(kernels: ModuleType) -> list[str]:
 
 @contextmanager
 def before_steps(kernels: ModuleType, act: Callable[[str], None], names: Iterable[str] | None = None) -> Iterator[None]:
-    """Calls `act(name)` before each call of `names` (None: of the steps) in `kernels` by this process, in any thread."""
+    """Calls `act(name)` before this process calls one of `names` (None: a step) in `kernels`, in any thread."""
 
     def wrapped(name: str, step: Callable) -> Callable:
         def call(*args, **kwargs):
