@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,19 @@ def _shared_memory_is_left_clean() -> Iterator[None]:
     before = shared_memory()
     yield
     assert not left_in_shared_memory(before)
+
+
+@pytest.fixture
+def inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The backend's name. It compiles in this process, without a pool of workers that outlives the test."""
+    from torch._inductor import config
+    from torch.utils import cpp_extension
+
+    # torch 2.13 and before put this path into the linker's command as it is, so that torch in a folder with a space in
+    # its name is not found (pytorch/pytorch#191010).
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", shlex.quote(cpp_extension.TORCH_LIB_PATH))
+    with config.patch(compile_threads=1):
+        yield "inductor"
 
 
 @pytest.fixture

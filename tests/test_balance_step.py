@@ -204,7 +204,9 @@ def test_casts_leave_the_bias(heap: SymmetricHeap, cast: Callable):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_inside_torch_compile(heap: SymmetricHeap, backend: str):
+def test_inside_torch_compile(heap: SymmetricHeap, backend: str, request: pytest.FixtureRequest):
+    if backend == "inductor":
+        request.getfixturevalue(backend)
     torch._dynamo.reset()
     options = {"aux_loss_coef": 1.0, "aux_loss": "global"}
     model = Model(heap, **options)

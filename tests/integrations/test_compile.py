@@ -12,7 +12,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch._inductor.config
 from cluster import Cluster
 from small_model import Block, without_semaphores
 from torch import nn
@@ -99,13 +98,12 @@ def test_compiled_block_gives_the_eager_results(heap, fields):
     assert_same(step(torch.compile(module, fullgraph=True, backend="aot_eager"), tokens()), expected)
 
 
-def test_inductor_gives_the_eager_results(heap):
+def test_inductor_gives_the_eager_results(heap, inductor):
     module = nn.Sequential(block(heap, **STATIC))  # the block's output is a tuple: only one may stand in a Sequential
     expected = step(module, tokens())
-    compiled = torch.compile(module, fullgraph=True, backend="inductor")
-    with torch._inductor.config.patch(compile_threads=1):  # no pool of workers that outlives the test
-        for _ in range(2):
-            assert_same(step(compiled, tokens()), expected)
+    compiled = torch.compile(module, fullgraph=True, backend=inductor)
+    for _ in range(2):
+        assert_same(step(compiled, tokens()), expected)
 
 
 def test_layer_alone_gives_the_eager_bits(heap):
