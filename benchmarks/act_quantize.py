@@ -20,18 +20,18 @@ from functools import partial
 import torch
 from quantize import SHAPES, times_us
 
-from symmoe.bench.records import machine
 from symmoe.kernels import gpu
 from symmoe.kernels.act_quantized import FEATURES, Buffers, dact_features, dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import TILE, max_tiles
-from symmoe.kernels.gpu import act_quantized
-from symmoe.kernels.gpu.gemm import end_of_rows
-from symmoe.kernels.gpu.gemm_act import sum_dact_partials
-from symmoe.kernels.gpu.hopper.dact_quantize import launch_dact_quantize
-from symmoe.kernels.gpu.integers import ceil_div
-from symmoe.kernels.gpu.launch import Constants, launch
+from symmoe.kernels.launch.integers import ceil_div
+from symmoe.kernels.launch.launch import Constants, launch
+from symmoe.kernels.low_precision import act_quantized
+from symmoe.kernels.low_precision.hopper_dact_quantize import launch_dact_quantize
+from symmoe.kernels.triton.gemm import end_of_rows
+from symmoe.kernels.triton.gemm_act import sum_dact_partials
 from symmoe.precision import Float8Block
+from symmoe.tools.bench.records import machine
 
 SWIGLU, FLOAT8_BLOCK = Activation(), Float8Block().row_format
 ROW_PROGRAMS = {"64 rows, 8 warps": (64, 8), "16 rows, 4 warps": (16, 4)}  # beside those of act_quantize

@@ -11,19 +11,19 @@ import argparse
 import math
 import sys
 
-from symmoe.bench import ranks as launch
-from symmoe.bench.cases import PRESETS, Case
-from symmoe.bench.heap_size import heap_bytes
-from symmoe.bench.layer import make_experts
-from symmoe.bench.problem import Problem
-from symmoe.bench.records import machine, save
-from symmoe.bench.reference import Reference
-from symmoe.bench.run import Run, case_record
-from symmoe.bench.steps import captured_step, eager_step
-from symmoe.bench.table import render
-from symmoe.bench.timing import DIRECTIONS, Variant
-from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.bench import ranks as launch
+from symmoe.tools.bench.cases import PRESETS, Case
+from symmoe.tools.bench.heap_size import heap_bytes
+from symmoe.tools.bench.layer import make_experts
+from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.records import machine, save
+from symmoe.tools.bench.reference import Reference
+from symmoe.tools.bench.run import Run, case_record
+from symmoe.tools.bench.steps import captured_step, eager_step
+from symmoe.tools.bench.table import render
+from symmoe.tools.bench.timing import DIRECTIONS, Variant
 
 BOUNDS_S = {"bounded": 120.0, "unbounded": math.inf}
 

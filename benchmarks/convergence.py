@@ -37,8 +37,17 @@ from typing import Any
 
 import torch
 
-from symmoe.bench.records import machine
-from symmoe.picture import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, picture
+from symmoe.tools.bench.records import machine
+from symmoe.tools.picture import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    picture,
+)
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 SMOOTHED_STEPS = 20

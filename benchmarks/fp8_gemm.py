@@ -31,11 +31,11 @@ import torch
 from gemm import SHAPES, group_spans, medians_in_turn_ms, sample_groups, uneven_row_start
 from triton.errors import TritonError
 
-from symmoe.bench.records import machine
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.twin import fp8 as twin
 from symmoe.precision import Float8Block
+from symmoe.tools.bench.records import machine
 
 TINY = {"tiny": (4, 272, 144, 600)}
 ORDER = ["deepseek-like", "mixtral-8x7b", "qwen3-30b"]
@@ -105,8 +105,9 @@ def product(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bound
     if numbers.device.type == "cpu":
         op.ways["twin"] = lambda: twin.grouped_gemm_fp8(*operands, out)
     else:
-        from symmoe.kernels.gpu import fp8, gemm
-        from symmoe.kernels.gpu.hopper import launchers
+        from symmoe.kernels.hopper import launchers
+        from symmoe.kernels.low_precision import fp8
+        from symmoe.kernels.triton import gemm
 
         for way, options in VARIANTS.items():
             op.ways[way] = lambda options=options: launchers.launch_fp8_gemm(*operands, out, **options)
@@ -132,7 +133,7 @@ def product_then_act(
 ) -> Callable[[], None]:
     """The product into out, then SwiGLU, whose result is quantised."""
     from symmoe.kernels.gpu import act_quantize
-    from symmoe.kernels.gpu.hopper import launchers
+    from symmoe.kernels.hopper import launchers
 
     activation, row_start, row_format = Activation(), operands[-1], Float8Block().row_format
     num_rows, ffn = out.shape[0], out.shape[1] // 2
@@ -180,8 +181,9 @@ def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, boun
         op.ways["twin"] = lambda: twin.grouped_gemm_wgrad_fp8(*operands, out)
         op.ways["twin add fp32"] = lambda: twin.grouped_gemm_wgrad_fp8(*operands, main_grad, accumulate=True)
     else:
-        from symmoe.kernels.gpu import fp8, gemm
-        from symmoe.kernels.gpu.hopper import launchers
+        from symmoe.kernels.hopper import launchers
+        from symmoe.kernels.low_precision import fp8
+        from symmoe.kernels.triton import gemm
 
         for way, options in WGRAD_VARIANTS.items():
             op.ways[way] = lambda options=options: launchers.launch_fp8_wgrad(*operands, out, **options)

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from fp8_problem import Numbers, Problem, WgradProblem
 
-from symmoe.kernels.gpu import fp8
-from symmoe.kernels.gpu.hopper import launchers
+from symmoe.kernels.hopper import launchers
+from symmoe.kernels.low_precision import fp8
 
 KERNELS = ("gemm", "gemm-triton", "wgrad", "wgrad-triton")
 SPLITS = (300, 0, 1, 777, 128, 129, 0)

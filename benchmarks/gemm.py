@@ -27,11 +27,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from triton.errors import TritonError
 
-from symmoe.bench.records import machine
-from symmoe.bench.stock import swiglu, swiglu_grad
+from symmoe.kernels import hopper
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.gpu import activation as gpu_activation
-from symmoe.kernels.gpu import gemm, gemm_act, hopper
+from symmoe.kernels.triton import activation as gpu_activation
+from symmoe.kernels.triton import gemm, gemm_act
+from symmoe.tools.bench.records import machine
+from symmoe.tools.bench.stock import swiglu, swiglu_grad
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "qwen3-30b": (32, 2048, 768, 65536),
@@ -247,7 +248,7 @@ def build_ops(shape: str) -> dict[str, Op]:
 
     special = hopper.kernels(row_start.device, torch.bfloat16, I)
     if special is not None:
-        from symmoe.kernels.gpu.hopper import act
+        from symmoe.kernels.hopper import act
 
     def special_gemm(x, w, y, k_first):
         """Runs of the product by Hopper's kernel."""

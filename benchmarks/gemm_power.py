@@ -23,7 +23,7 @@ import torch
 from fp8_gemm import E4M3, ORDER, Numbers, gradient, product
 from gemm import SHAPES, uneven_row_start
 
-from symmoe.bench.records import machine
+from symmoe.tools.bench.records import machine
 
 STAGE_FLOPS = 2 * 128 * 256 * 128
 WAYS = {"fc1": ("hopper", "torch rows", "bf16"), "wgrad1": ("hopper", "bf16")}

@@ -8,7 +8,8 @@ Times are medians of CUDA events around single calls, of all variants in turn; t
 
 `gathered`: rows picked by an index from fewer, as experts share the tokens that a rank has received. `of the wire`:
 columns of such rows that have travelled quantised, in one kernel, and `decoded`: in two, whose bits must be the same.
-What is gathered counts once. In brackets: other options of the kernels for Hopper (hopper/columns.py, weights.py).
+What is gathered counts once. In brackets: other options of the kernels for Hopper (hopper_columns.py,
+hopper_weights.py).
 """
 
 import argparse
@@ -21,11 +22,11 @@ from typing import NamedTuple
 
 import torch
 
-from symmoe.bench.records import machine
-from symmoe.dispatch.wire import WireFormat, wire_problem
+from symmoe.kernels import hopper
 from symmoe.kernels.formats import TILE
-from symmoe.kernels.gpu import hopper
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Quantized
+from symmoe.precision.wire import WireFormat, wire_problem
+from symmoe.tools.bench.records import machine
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "qwen3-30b": (32, 2048, 768, 65536),
@@ -102,7 +103,7 @@ def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Va
     }
     if hopper.kernels(rows.device, dtype, hidden) is None:
         return result
-    from symmoe.kernels.gpu.hopper.columns import launch_quantize_columns, launch_requantize_columns
+    from symmoe.kernels.low_precision.hopper_columns import launch_quantize_columns, launch_requantize_columns
 
     words = sent.view(torch.uint8)
 
@@ -125,7 +126,7 @@ def weight_variants(weight: torch.Tensor) -> dict[str, Variant]:
     """Both operands in blocks of 128, with other options."""
     if hopper.kernels(weight.device, weight.dtype, weight.shape[2]) is None:
         return {}
-    from symmoe.kernels.gpu.hopper.weights import launch_quantize_weight_pairs
+    from symmoe.kernels.low_precision.hopper_weights import launch_quantize_weight_pairs
 
     recipe = Float8Block()
     pair = recipe.quantize_weight_pair(weight)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from symmoe.bench.records import machine
 from symmoe.moe.router_logits import router_logits
+from symmoe.tools.bench.records import machine
 
 SHAPES = {  # experts, hidden size
     "qwen3-30b": (128, 2048),

@@ -35,8 +35,8 @@ from lm.ranks import Ranks, open_ranks
 from torch.nn import functional as F
 
 import symmoe
-from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
 from symmoe.precision import PRECISIONS
+from symmoe.training.gradients import clip_grad_norm, reduce_gradients
 
 PROMPT = b"def "
 

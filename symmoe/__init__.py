@@ -9,10 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from symmoe.combine.tokens import combine_tokens
     from symmoe.dispatch.plan import Plan, make_plan
-    from symmoe.dispatch.tokens import dispatch_tokens
-    from symmoe.moe.activations import (
+    from symmoe.grouped.activations import (
         ScaledActivation,
         ScaledClampedSwiGLU,
         ScaledSReLU,
@@ -20,67 +18,68 @@ if TYPE_CHECKING:
         deinterleave_gate_up,
         interleave_gate_up,
     )
-    from symmoe.moe.bias import balance_after, balance_step
+    from symmoe.grouped.constant_weights import constant_weights
+    from symmoe.grouped.linear import GroupedLinear
+    from symmoe.grouped.mlp import GroupedMLP
+    from symmoe.grouped.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
+    from symmoe.grouped.sequential import Sequential
     from symmoe.moe.config import MoEConfig
-    from symmoe.moe.constant_weights import constant_weights
-    from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
-    from symmoe.moe.grouped_linear import GroupedLinear
-    from symmoe.moe.grouped_mlp import GroupedMLP
+    from symmoe.moe.expert_bias import balance_after, balance_step
     from symmoe.moe.layer import MoELayer, MoEMetrics
-    from symmoe.moe.lora import add_lora, merge_lora, unmerge_lora
-    from symmoe.moe.memory import MemoryPlan, plan_memory
-    from symmoe.moe.metrics import LayerRecord, MetricsLogger
-    from symmoe.moe.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
-    from symmoe.moe.precision_choice import choose_precision
-    from symmoe.moe.replay import balanced_routing, record_routing, replay_routing
     from symmoe.moe.router import Router
-    from symmoe.moe.sequential import Sequential
     from symmoe.moe.wrappers import prepare_for_ddp
     from symmoe.symm_mem.heap import SymmetricHeap
     from symmoe.symm_mem.lease import Lease
+    from symmoe.tokens import combine_tokens, dispatch_tokens
+    from symmoe.training.gradients import clip_grad_norm, reduce_gradients
+    from symmoe.training.lora import add_lora, merge_lora, unmerge_lora
+    from symmoe.training.memory_plan import MemoryPlan, plan_memory
+    from symmoe.training.metrics import LayerRecord, MetricsLogger
+    from symmoe.training.precision_choice import choose_precision
+    from symmoe.training.replay import balanced_routing, record_routing, replay_routing
 
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
 _HOME = {
-    "GroupedLinear": "symmoe.moe.grouped_linear",
-    "GroupedMLP": "symmoe.moe.grouped_mlp",
-    "LayerRecord": "symmoe.moe.metrics",
+    "GroupedLinear": "symmoe.grouped.linear",
+    "GroupedMLP": "symmoe.grouped.mlp",
+    "LayerRecord": "symmoe.training.metrics",
     "Lease": "symmoe.symm_mem.lease",
-    "MemoryPlan": "symmoe.moe.memory",
-    "MetricsLogger": "symmoe.moe.metrics",
+    "MemoryPlan": "symmoe.training.memory_plan",
+    "MetricsLogger": "symmoe.training.metrics",
     "MoEConfig": "symmoe.moe.config",
     "MoELayer": "symmoe.moe.layer",
     "MoEMetrics": "symmoe.moe.layer",
     "Plan": "symmoe.dispatch.plan",
     "Router": "symmoe.moe.router",
-    "ScaledActivation": "symmoe.moe.activations",
-    "ScaledClampedSwiGLU": "symmoe.moe.activations",
-    "ScaledSReLU": "symmoe.moe.activations",
-    "ScaledSwiGLU": "symmoe.moe.activations",
-    "Sequential": "symmoe.moe.sequential",
+    "ScaledActivation": "symmoe.grouped.activations",
+    "ScaledClampedSwiGLU": "symmoe.grouped.activations",
+    "ScaledSReLU": "symmoe.grouped.activations",
+    "ScaledSwiGLU": "symmoe.grouped.activations",
+    "Sequential": "symmoe.grouped.sequential",
     "SymmetricHeap": "symmoe.symm_mem.heap",
-    "add_lora": "symmoe.moe.lora",
-    "balance_after": "symmoe.moe.bias",
-    "balance_step": "symmoe.moe.bias",
-    "balanced_routing": "symmoe.moe.replay",
-    "choose_precision": "symmoe.moe.precision_choice",
-    "clip_grad_norm": "symmoe.moe.gradients",
-    "combine_tokens": "symmoe.combine.tokens",
-    "constant_weights": "symmoe.moe.constant_weights",
-    "copy_data_ptrs_to_device": "symmoe.moe.pointers",
-    "copy_host_to_device": "symmoe.moe.pointers",
-    "deinterleave_gate_up": "symmoe.moe.activations",
-    "dispatch_tokens": "symmoe.dispatch.tokens",
-    "interleave_gate_up": "symmoe.moe.activations",
+    "add_lora": "symmoe.training.lora",
+    "balance_after": "symmoe.moe.expert_bias",
+    "balance_step": "symmoe.moe.expert_bias",
+    "balanced_routing": "symmoe.training.replay",
+    "choose_precision": "symmoe.training.precision_choice",
+    "clip_grad_norm": "symmoe.training.gradients",
+    "combine_tokens": "symmoe.tokens",
+    "constant_weights": "symmoe.grouped.constant_weights",
+    "copy_data_ptrs_to_device": "symmoe.grouped.pointers",
+    "copy_host_to_device": "symmoe.grouped.pointers",
+    "deinterleave_gate_up": "symmoe.grouped.activations",
+    "dispatch_tokens": "symmoe.tokens",
+    "interleave_gate_up": "symmoe.grouped.activations",
     "make_plan": "symmoe.dispatch.plan",
-    "merge_lora": "symmoe.moe.lora",
-    "pack_weight_ptrs": "symmoe.moe.pointers",
-    "plan_memory": "symmoe.moe.memory",
+    "merge_lora": "symmoe.training.lora",
+    "pack_weight_ptrs": "symmoe.grouped.pointers",
+    "plan_memory": "symmoe.training.memory_plan",
     "prepare_for_ddp": "symmoe.moe.wrappers",
-    "record_routing": "symmoe.moe.replay",
-    "reduce_gradients": "symmoe.moe.gradients",
-    "replay_routing": "symmoe.moe.replay",
-    "unmerge_lora": "symmoe.moe.lora",
+    "record_routing": "symmoe.training.replay",
+    "reduce_gradients": "symmoe.training.gradients",
+    "replay_routing": "symmoe.training.replay",
+    "unmerge_lora": "symmoe.training.lora",
 }
 
 __all__ = [

@@ -15,16 +15,22 @@ from collections.abc import Sequence
 import torch
 
 from symmoe import __version__
-from symmoe.bench.command import add_command as add_bench
-from symmoe.doctor.command import add_command as add_doctor
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.memory import MemoryPlan, plan_memory
-from symmoe.moe.precision_choice import AUTO, FLOAT8, Expectation, expect, in_full
-from symmoe.plot.command import add_command as add_plot
 from symmoe.precision.names import PRECISIONS
-from symmoe.timeline.command import add_command as add_trace
+from symmoe.tools.bench.command import add_command as add_bench
+from symmoe.tools.doctor.command import add_command as add_doctor
+from symmoe.tools.plot.command import add_command as add_plot
+from symmoe.tools.timeline.command import add_command as add_trace
+from symmoe.training.memory_plan import MemoryPlan, plan_memory
+from symmoe.training.precision_choice import (
+    AUTO,
+    FLOAT8,
+    Expectation,
+    expect,
+    in_full,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS_SHOWN = (

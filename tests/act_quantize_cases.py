@@ -101,9 +101,7 @@ def backward(kernels, p, name):
     hidden = p.h.shape[1]
     rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
     a_columns, dscale = p.operand(p.ffn, name, columns=True), p.blank_dscale()
-    workspace = torch.full(
-        (dact_quantize_workspace_numel(p.h.shape[0], p.ffn),), torch.nan, device=p.device
-    )
+    workspace = torch.full((dact_quantize_workspace_numel(p.h.shape[0], p.ffn),), torch.nan, device=p.device)
     kernels.dact_quantize(
         p.da,
         p.h,

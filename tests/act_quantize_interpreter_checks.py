@@ -14,7 +14,8 @@ from quantize_cases import FORMATS, as_bytes, differences
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
-from symmoe.kernels.gpu import act_quantized, activation, gemm, quantize
+from symmoe.kernels.low_precision import act_quantized, quantize
+from symmoe.kernels.triton import activation, gemm
 
 
 class gpu:

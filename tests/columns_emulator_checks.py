@@ -28,7 +28,7 @@ from quantize_cases import (  # noqa: E402
 
 from symmoe.kernels import twin  # noqa: E402
 from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
-from symmoe.kernels.gpu.hopper import columns, weights  # noqa: E402
+from symmoe.kernels.low_precision import hopper_columns, hopper_weights  # noqa: E402
 
 OPTIONS = ({}, {"stages": 1}, {"stages": 3, "programs_per_sm": 2}, {"stages": 1, "programs_per_sm": 2})
 SMS = (1, 4, 1, 2)
@@ -47,15 +47,15 @@ def block_scales_or_nan(bits, kind):
 
 
 def install_arithmetic():
-    columns.block_scales_or_nan = block_scales_or_nan
-    columns.magnitude_bits = lambda x: x.abs().contiguous().view(torch.int32)
-    for module in (columns, weights):
+    hopper_columns.block_scales_or_nan = block_scales_or_nan
+    hopper_columns.magnitude_bits = lambda x: x.abs().contiguous().view(torch.int32)
+    for module in (hopper_columns, hopper_weights):
         module.e4m3_code = e4m3_code
         module.largest = largest
         module.first_number = lambda words, dtype: numbers(words, dtype)[..., 0]
         module.second_number = lambda words, dtype: numbers(words, dtype)[..., 1]
-    weights.code_pairs = lambda *pair: e4m3_code(torch.stack(pair, dim=-1)).view(torch.int16).squeeze(-1)
-    columns.decoded = decoded
+    hopper_weights.code_pairs = lambda *pair: e4m3_code(torch.stack(pair, dim=-1)).view(torch.int16).squeeze(-1)
+    hopper_columns.decoded = decoded
 
 
 def numbers(words, dtype):
@@ -94,7 +94,7 @@ def check(rows, splits, name, row_index, options, num_sms=1):
     num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
     found, expected = (buffers(width, num_rows, len(splits), name) for _ in range(2))
     given = {"row_index": row_index, "num_sms": num_sms, **options}
-    columns.launch_quantize_columns(rows, bounds(splits), *found.values(), FORMATS[name], **given)
+    hopper_columns.launch_quantize_columns(rows, bounds(splits), *found.values(), FORMATS[name], **given)
     twin.quantize_columns(rows, bounds(splits), *expected.values(), FORMATS[name], row_index=row_index)
     assert differences(found, expected) == [], (splits, name, options, width)
     return found
@@ -103,7 +103,7 @@ def check(rows, splits, name, row_index, options, num_sms=1):
 def check_wire(wire, width, dtype, splits, name, row_index, options, num_sms=1):
     num_rows = (wire if row_index is None else row_index).shape[0]
     found, expected = (buffers(width, num_rows, len(splits), name) for _ in range(2))
-    for function, result in ((columns.launch_requantize_columns, found), (twin.requantize_columns, expected)):
+    for function, result in ((hopper_columns.launch_requantize_columns, found), (twin.requantize_columns, expected)):
         given = {"num_sms": num_sms, **options} if result is found else {}
         function(wire, bounds(splits), *result.values(), FORMATS[name], dtype, row_index=row_index, **given)
     assert differences(found, expected) == [], (splits, name, options, width)
@@ -112,8 +112,8 @@ def check_wire(wire, width, dtype, splits, name, row_index, options, num_sms=1):
 def check_weights(weight, name, options, num_sms):
     def launched(*args, amax):
         assert amax is None
-        assert weights.takes_weight_pairs(args[-1], weight)
-        weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
+        assert hopper_weights.takes_weight_pairs(args[-1], weight)
+        hopper_weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
 
     found, expected = (
         quantize_weight_pairs(kernels, weight, name)
@@ -124,7 +124,7 @@ def check_weights(weight, name, options, num_sms):
 
 def check_that_mistakes_are_noticed(rows):
     """Rows past a group's end; scales of the neighbouring block; the same tile again; a tile that has not come."""
-    locate, scales, further = columns.locate, columns.block_scales_or_nan, columns.further
+    locate, scales, further = hopper_columns.locate, hopper_columns.block_scales_or_nan, hopper_columns.further
 
     def is_right():
         try:
@@ -134,17 +134,17 @@ def check_that_mistakes_are_noticed(rows):
         return True
 
     assert is_right()
-    columns.locate = lambda *args: (locate(*args)[0], locate(*args)[1] + 1)
+    hopper_columns.locate = lambda *args: (locate(*args)[0], locate(*args)[1] + 1)
     assert not is_right()
-    columns.locate = locate
-    columns.block_scales_or_nan = lambda *args: tuple(x.roll(1) for x in scales(*args))
+    hopper_columns.locate = locate
+    hopper_columns.block_scales_or_nan = lambda *args: tuple(x.roll(1) for x in scales(*args))
     assert not is_right()
-    columns.block_scales_or_nan, columns.further = scales, lambda at, *_: at
+    hopper_columns.block_scales_or_nan, hopper_columns.further = scales, lambda at, *_: at
     assert not is_right()
-    columns.further = further
-    wait_group, columns.async_copy.wait_group = columns.async_copy.wait_group, lambda number: None
+    hopper_columns.further = further
+    wait_group, hopper_columns.async_copy.wait_group = hopper_columns.async_copy.wait_group, lambda number: None
     assert not is_right()
-    columns.async_copy.wait_group = wait_group
+    hopper_columns.async_copy.wait_group = wait_group
     assert is_right()
 
 
@@ -160,10 +160,10 @@ def check_that_mistakes_with_weights_are_noticed():
         return True
 
     for module, name, mistake in (
-        (weights, "code_pairs", lambda right: lambda a, b: right(b, a)),
-        (weights, "store_turned", lambda right: lambda *args: right(*args[:3], 1 - args[3], *args[4:])),
-        (weights, "scales_of", lambda right: lambda x, plan: right(2 * x, plan)),
-        (weights.async_copy, "wait_group", lambda right: lambda number: None),
+        (hopper_weights, "code_pairs", lambda right: lambda a, b: right(b, a)),
+        (hopper_weights, "store_turned", lambda right: lambda *args: right(*args[:3], 1 - args[3], *args[4:])),
+        (hopper_weights, "scales_of", lambda right: lambda x, plan: right(2 * x, plan)),
+        (hopper_weights.async_copy, "wait_group", lambda right: lambda number: None),
     ):
         right = getattr(module, name)
         assert is_right()

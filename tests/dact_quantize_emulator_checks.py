@@ -16,7 +16,7 @@ from quantize_cases import FORMATS, as_bytes, differences  # noqa: E402
 
 from symmoe.kernels.activation import SUM_COLUMNS, Activation, num_scale_sums  # noqa: E402
 from symmoe.kernels.formats import TILE  # noqa: E402
-from symmoe.kernels.gpu.hopper import dact_quantize  # noqa: E402
+from symmoe.kernels.low_precision import hopper_dact_quantize  # noqa: E402
 
 NAMES = "float8_block", "float8_block_powers"
 # Groups without rows, of one, of a tile, of more; more tiles than a band of rows has; none at all.
@@ -40,13 +40,13 @@ def add_neighbours(x, steps):
 
 
 def install_arithmetic():
-    dact_quantize.act_value = lambda gate, up, activation: gate * up
-    dact_quantize.act_slopes = lambda gate, up, activation: (up, gate)
-    dact_quantize.scale_terms = lambda da, value: da * value
-    dact_quantize.add_neighbours = add_neighbours
-    dact_quantize.magnitude_bits = lambda x: x.contiguous().view(torch.int32) & 0x7FFFFFFF
-    dact_quantize.block_scales_or_nan = block_scales_or_nan
-    dact_quantize.e4m3_code = lambda x: torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8))
+    hopper_dact_quantize.act_value = lambda gate, up, activation: gate * up
+    hopper_dact_quantize.act_slopes = lambda gate, up, activation: (up, gate)
+    hopper_dact_quantize.scale_terms = lambda da, value: da * value
+    hopper_dact_quantize.add_neighbours = add_neighbours
+    hopper_dact_quantize.magnitude_bits = lambda x: x.contiguous().view(torch.int32) & 0x7FFFFFFF
+    hopper_dact_quantize.block_scales_or_nan = block_scales_or_nan
+    hopper_dact_quantize.e4m3_code = lambda x: torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8))
 
 
 def operands_of(p, x, name, kind, *, columns):
@@ -94,8 +94,8 @@ def results_of(p, name, num_sms):
     a_columns = p.operand(p.ffn, name, columns=True)
     workspace = torch.full((num_scale_sums(p.ffn), len(p.h)), torch.nan)
     inputs = p.da, p.h, p.row_scale, p.row_start, workspace, p.activation, FORMATS[name]
-    assert dact_quantize.takes_dact_quantize(p.da, p.h, p.activation, FORMATS[name])
-    dact_quantize.launch_dact_quantize(*inputs, rows, columns, a_columns, num_sms=num_sms)
+    assert hopper_dact_quantize.takes_dact_quantize(p.da, p.h, p.activation, FORMATS[name])
+    hopper_dact_quantize.launch_dact_quantize(*inputs, rows, columns, a_columns, num_sms=num_sms)
     assert workspace[:, p.num_rows :].isnan().all()
     return named(rows=rows, columns=columns, a_columns=a_columns), workspace[:, : p.num_rows].t()
 

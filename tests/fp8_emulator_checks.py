@@ -11,7 +11,8 @@ gluon_emulator.install()
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem  # noqa: E402
 from row_ranges import random_ranges, rows_of  # noqa: E402
 
-from symmoe.kernels.gpu.hopper import fp8, fp8_wgrad, gemm  # noqa: E402
+from symmoe.kernels.hopper import gemm  # noqa: E402
+from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ODD, EXACT = (528, 400), (256, 128)  # O, C: parts of tiles and blocks; whole ones
@@ -34,7 +35,7 @@ def check_products(splits, widths):
     expected = p.expected().to(BF16)
     for num_sms, options in ((3, {}), (1, {}), (2, {"stages": 2, "group_m": 1})):
         out = p.blank(BF16)
-        fp8.launch_fp8_gemm(*p.operands, out, num_sms=num_sms, **options)
+        hopper_fp8.launch_fp8_gemm(*p.operands, out, num_sms=num_sms, **options)
         assert torch.equal(out, expected), (splits, widths, num_sms, options)
 
 
@@ -47,15 +48,15 @@ def check_parts_of_products():
         out, come = p.blank(FP16), rows_of(ranges, p.capacity)
         scale = torch.where(come[:, None], p.row_scale, torch.nan)
         operands = (p.rows, scale, p.weight, p.weight_scale, ranges)
-        fp8.launch_fp8_gemm(*operands, out, num_sms=3)
+        hopper_fp8.launch_fp8_gemm(*operands, out, num_sms=3)
         assert torch.equal(out, torch.where(come[:, None], whole, torch.tensor(SENTINEL, dtype=FP16)))
         for columns in panels:
-            fp8.launch_fp8_gemm(*operands, union, columns=columns, num_sms=2)
+            hopper_fp8.launch_fp8_gemm(*operands, union, columns=columns, num_sms=2)
     assert torch.equal(union, whole)
     for columns in (None, *panels):
         out, right, inside = p.blank(FP16), p.blank(FP16), slice(*columns) if columns else slice(None)
         right[: p.num_rows, inside], right[p.num_rows :, inside] = whole[: p.num_rows, inside], 0
-        fp8.launch_fp8_gemm(*p.operands, out, columns=columns, zero_tail=True, num_sms=3)
+        hopper_fp8.launch_fp8_gemm(*p.operands, out, columns=columns, zero_tail=True, num_sms=3)
         assert torch.equal(out, right), columns
 
 
@@ -76,7 +77,7 @@ def check_gradients(splits, widths):
         if accumulate:
             start[empty] = -0.0  # left alone: with zeros added it would be 0.0
         out = start.clone()
-        fp8_wgrad.launch_fp8_wgrad(*p.operands, out, accumulate=accumulate, num_sms=1 + number, **options)
+        hopper_fp8_wgrad.launch_fp8_wgrad(*p.operands, out, accumulate=accumulate, num_sms=1 + number, **options)
         right = (expected + (3.0 if accumulate else 0.0)).to(dtype)
         if accumulate:
             right[empty] = 0
@@ -91,20 +92,20 @@ def check_that_mistakes_are_noticed():
 
     def is_right():
         out = p.blank(BF16)
-        fp8.launch_fp8_gemm(*p.operands, out, num_sms=1)
+        hopper_fp8.launch_fp8_gemm(*p.operands, out, num_sms=1)
         return torch.equal(out, expected)
 
     assert is_right()
     p.row_scale = p.row_scale.roll(1, 1)
     assert not is_right()
     p.row_scale = p.row_scale.roll(-1, 1)
-    product, fp8.product = fp8.product, frees_early(fp8.product)
+    product, hopper_fp8.product = hopper_fp8.product, frees_early(hopper_fp8.product)
     try:
         was_right = is_right()
     except (AssertionError, RuntimeError):
         was_right = False
     finally:
-        fp8.product = product
+        hopper_fp8.product = product
     assert not was_right
     q = WgradProblem((130,), (256, 256), Numbers(exact=True))
     expected = q.expected()
@@ -113,7 +114,7 @@ def check_that_mistakes_are_noticed():
         for scale, is_right in ((right, True), (right.t().roll(1, 1).t(), False), (right.t().roll(1, 0).t(), False)):
             setattr(q, name, scale)
             out = torch.empty(q.shape)
-            fp8_wgrad.launch_fp8_wgrad(*q.operands, out, num_sms=1)
+            hopper_fp8_wgrad.launch_fp8_wgrad(*q.operands, out, num_sms=1)
             assert torch.equal(out.double(), expected) == is_right, name
         setattr(q, name, right)
 

@@ -12,7 +12,7 @@ from fp8_problem import SENTINEL, LinesProblem, Numbers, Problem, WgradProblem
 from interpreter import spare_the_interpreter
 from row_ranges import random_ranges
 
-from symmoe.kernels.gpu import fp8
+from symmoe.kernels.low_precision import fp8
 from symmoe.kernels.twin import fp8 as twin
 
 CASES = [((19, 0, 1, 40, 0), (136, 272)), ((0, 0, 0), (48, 64)), ((0, 130, 0), (48, 64))]  # splits; O, C

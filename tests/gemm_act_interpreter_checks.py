@@ -13,10 +13,10 @@ from interpreter import spare_the_interpreter
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.gpu import activation as gpu_activation
-from symmoe.kernels.gpu import gemm_act
-from symmoe.kernels.gpu.gemm import TileConfig
 from symmoe.kernels.table import TensorTable
+from symmoe.kernels.triton import activation as gpu_activation
+from symmoe.kernels.triton import gemm_act
+from symmoe.kernels.triton.gemm import TileConfig
 from symmoe.kernels.twin import activation as twin_activation
 from symmoe.kernels.twin import gemm_act as twin_gemm_act
 

@@ -14,8 +14,8 @@ from interpreter import spare_the_interpreter
 from row_ranges import random_ranges, rows_of
 from triton.tools.ragged_tma import create_ragged_descriptor
 
-from symmoe.kernels.gpu import bias, gemm, splits
 from symmoe.kernels.table import TensorTable
+from symmoe.kernels.triton import bias, gemm, splits
 from symmoe.kernels.twin import bias as twin_bias
 from symmoe.kernels.twin import gemm as twin_gemm
 from symmoe.kernels.twin import splits as twin_splits

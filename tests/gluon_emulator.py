@@ -499,7 +499,7 @@ def install() -> None:
         "warpgroup_mma": warpgroup_mma,
         "warpgroup_mma_wait": lambda number, deps: deps if len(deps) > 1 else deps[0],
     }
-    add = "symmoe.kernels.gpu.hopper.tma_add"  # made of the compiler's own parts
+    add = "symmoe.kernels.hopper.tma_add"  # made of the compiler's own parts
     sys.modules[add] = types.ModuleType(add)
     sys.modules[add].add_shared_to_global = tma_add
     gluon = module("", {"jit": jit, "language": language()})

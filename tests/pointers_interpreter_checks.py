@@ -3,7 +3,7 @@
 import torch
 from interpreter import spare_the_interpreter
 
-from symmoe.kernels.gpu import pointers as gpu
+from symmoe.kernels.triton import pointers as gpu
 from symmoe.kernels.twin import pointers as twin
 
 # rows and blocks of the scales, and of the matrix in memory

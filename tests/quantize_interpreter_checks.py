@@ -29,7 +29,8 @@ from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
 from symmoe.kernels.formats import max_tiles
-from symmoe.kernels.gpu import gemm, quantize, scale_tiles, wire
+from symmoe.kernels.low_precision import quantize, scale_tiles, wire
+from symmoe.kernels.triton import gemm
 from symmoe.kernels.twin import wire as twin_wire
 from symmoe.kernels.twin.quantize import to_e4m3
 

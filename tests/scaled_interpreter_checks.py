@@ -17,7 +17,7 @@ from scaled_problem import NAMES, SENTINEL, Numbers, Problem, WgradProblem, dequ
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from symmoe.kernels.gpu import scaled
+from symmoe.kernels.low_precision import scaled
 from symmoe.kernels.twin import scaled as twin
 
 CASES = [((19, 0, 1, 150, 0), (136, 288)), ((0, 0, 0), (48, 64)), ((0, 130, 0), (264, 64))]  # splits; O, C

@@ -21,7 +21,8 @@ from triton.runtime import driver
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.formats import TILE, max_tiles
-from symmoe.kernels.gpu import act_quantized, gemm_act
+from symmoe.kernels.low_precision import act_quantized
+from symmoe.kernels.triton import gemm_act
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", torch.uint8: "u8"}

@@ -26,9 +26,9 @@ from torch import nn
 
 from symmoe import GroupedLinear, GroupedMLP
 from symmoe.errors import ArgumentError
+from symmoe.grouped.weights import lay_side_by_side, packed_view
 from symmoe.kernels import twin
 from symmoe.kernels.table import TensorTable
-from symmoe.moe.adjacent import lay_side_by_side, packed_view
 
 G = TINY.num_groups
 

@@ -19,8 +19,8 @@ from worker import Findings, free_bytes, open_heap
 
 from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_tokens, dispatch_tokens, kernels, make_plan
 from symmoe.errors import ArgumentError, ConfigMismatch, HeapClosed
-from symmoe.moe.fused import expert_parallel_mlp
-from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.grouped.mlp import GroupedMLP
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
 
 T, K, H = 6, 2, 16

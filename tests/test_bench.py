@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from limits import HANG_S
 
-import symmoe.bench.session  # noqa: F401 - all suites: imported while a test has replaced something, they would keep it
+import symmoe.tools.bench.session  # noqa: F401 - all suites: imported while a test has replaced something, they would keep it
 from symmoe import cli
-from symmoe.bench import stock
 from symmoe.errors import WrongResult
 from symmoe.kernels import twin
+from symmoe.tools.bench import stock
 
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
 SUITES = ["layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]

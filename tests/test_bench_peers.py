@@ -13,12 +13,17 @@ import torch
 import torch.distributed as dist
 from limits import HANG_S
 
-from symmoe.bench.cases import Case, Shape
-from symmoe.bench.peers import deepep, liger, torch_nvshmem, transformer_engine
-from symmoe.bench.peers.run import measure_peers
-from symmoe.bench.problem import Problem
-from symmoe.bench.ranks import Ranks
-from symmoe.bench.timing import HostClock
+from symmoe.tools.bench.cases import Case, Shape
+from symmoe.tools.bench.peers import (
+    deepep,
+    liger,
+    torch_nvshmem,
+    transformer_engine,
+)
+from symmoe.tools.bench.peers.run import measure_peers
+from symmoe.tools.bench.problem import Problem
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.timing import HostClock
 
 CASE = Case(Shape("tiny", 32, 16, 8, 3), 20, "zipf")
 CPU = torch.device("cpu")
@@ -246,9 +251,9 @@ def test_torch_nvshmem_is_told_what_it_needs(cluster):
 
 PEER = """
 import os, time
-from symmoe.bench.layer import stock_step
-from symmoe.bench.peers.common import Measured
-from symmoe.bench.reference import Reference
+from symmoe.tools.bench.layer import stock_step
+from symmoe.tools.bench.peers.common import Measured
+from symmoe.tools.bench.reference import Reference
 
 def find_problem(device, num_ranks):
     return ""

@@ -32,9 +32,9 @@ from symmoe import (
     dispatch_tokens,
     make_plan,
 )
+from symmoe.checks.buffers import Buffer, overlap_problem
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
-from symmoe.symm_mem.buffers import Buffer, overlap_problem
 
 PLAIN = Case(buffers=())
 ND = Case(is_nd=True, buffers=())

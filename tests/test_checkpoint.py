@@ -35,8 +35,8 @@ from symmoe.checkpoint import (
 )
 from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredSlice, StoredTensor, parse, seal_of
 from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
-from symmoe.moe.grouped_linear import GroupedLinear
-from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.mlp import GroupedMLP
 from symmoe.precision import MXFP8, Float8Block
 
 EXPERTS, HIDDEN, FFN = 8, 16, 8

@@ -21,13 +21,13 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
-from symmoe.kernels.gpu.hopper import columns, weights  # noqa: E402
+from symmoe.kernels.low_precision import hopper_columns, hopper_weights  # noqa: E402
 
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 TYPE_NAMES |= {torch.uint8: "u8", torch.int16: "i16"}
 FP32_REGISTERS = 65536
 OPTIONS = ({}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3})
-NUMBERS = TILE**2 // (32 * columns.NUM_WARPS)  # of a thread
+NUMBERS = TILE**2 // (32 * hopper_columns.NUM_WARPS)  # of a thread
 SMS = 132
 
 
@@ -35,7 +35,7 @@ SMS = 132
 def compile_launch(monkeypatch):
     """compile_launch(): PTX, the names of the instructions of the loop, and the plan of the one launch."""
     launches = []
-    for module in (columns, weights):
+    for module in (hopper_columns, hopper_weights):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
 
     def compile_one():
@@ -45,7 +45,7 @@ def compile_launch(monkeypatch):
         compiled = compile_for(90, GluonASTSource(kernel, *description), options)
         assert compiled.stack <= 16  # what a tile needs once; nothing with bf16 and the usual options
         programs = constants.named["PLAN"].programs_per_sm
-        assert programs * compiled.registers * 32 * columns.NUM_WARPS <= FP32_REGISTERS
+        assert programs * compiled.registers * 32 * hopper_columns.NUM_WARPS <= FP32_REGISTERS
         assert programs * (compiled.metadata.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
         (names,) = compiled.loops_of("F2FP.SATFINITE")
         print(kernel.__name__, compiled.registers, "registers,", len(names), "instructions in the loop")
@@ -78,7 +78,7 @@ def test_columns(compile_launch, width, options, indexed):
     block_format, row_start = FORMATS["float8_block"], meta(G + 1, dtype=torch.int32)
     given = {"row_index": meta(N, dtype=torch.int32) if indexed else None, "num_sms": SMS, **options}
     rows = meta(N, width, dtype=torch.bfloat16)
-    columns.launch_quantize_columns(rows, row_start, *buffers(width, block_format), block_format, **given)
+    hopper_columns.launch_quantize_columns(rows, row_start, *buffers(width, block_format), block_format, **given)
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 8, most_spilled=8 if options else 0)
     assert len(names) < 7 * NUMBERS + (100 if indexed else 50)
@@ -91,7 +91,7 @@ def test_columns_of_rows_of_the_wire(compile_launch, width, options, dtype):
     wire = meta(8192, -(-(width + 4 * block_format.num_blocks(width)) // 16) * 16, dtype=torch.uint8)
     given = {"row_index": meta(N, dtype=torch.int32), "num_sms": SMS, **options}
     result = buffers(width, block_format)
-    columns.launch_requantize_columns(wire, row_start, *result, block_format, dtype, **given)
+    hopper_columns.launch_requantize_columns(wire, row_start, *result, block_format, dtype, **given)
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 16, most_spilled=8 if options or dtype != torch.bfloat16 else 0)
     assert len(names) < 10 * NUMBERS + 100
@@ -106,7 +106,7 @@ def test_weight_pairs(compile_launch, options, dtype):
     shapes = (G, 4096, C), (G, 4096 // TILE, C // TILE), (G, C, 4096), (G, C // TILE, 4096 // TILE)
     operands = (meta(*shape, dtype=kind) for shape, kind in zip(shapes, 2 * (torch.uint8, torch.float32), strict=True))
     weight = meta(G, 4096, C, dtype=dtype)
-    weights.launch_quantize_weight_pairs(weight, *operands, block_format, num_sms=SMS, **options)
+    hopper_weights.launch_quantize_weight_pairs(weight, *operands, block_format, num_sms=SMS, **options)
     ptx, names = compile_launch()
     assert ".ftz" not in ptx
     assert ptx.count("div.rn.f32") == 2  # one scale
@@ -126,7 +126,7 @@ def test_powers_of_two_are_not_divided(compile_launch):
         meta(G + 1, dtype=torch.int32),
     )
     rows = meta(N, C, dtype=torch.float16)
-    columns.launch_quantize_columns(rows, row_start, *buffers(C, block_format), block_format, num_sms=SMS)
+    hopper_columns.launch_quantize_columns(rows, row_start, *buffers(C, block_format), block_format, num_sms=SMS)
     ptx, names = compile_launch()
     check(ptx, names, NUMBERS // 8)
     assert "div.rn" not in ptx
@@ -137,8 +137,8 @@ def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch, dtype):
     """Of bf16, and of the wire. A plain layout has them."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     DTYPE, PLAIN = gl.constexpr(dtype), gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    COPIED = gl.constexpr(columns.copied_layout(dtype.primitive_bitwidth // 8))
-    HELD, SHARED = columns.HELD, columns.SHARED
+    COPIED = gl.constexpr(hopper_columns.copied_layout(dtype.primitive_bitwidth // 8))
+    HELD, SHARED = hopper_columns.HELD, hopper_columns.SHARED
 
     @gluon.jit
     def kernel(out):
@@ -149,32 +149,35 @@ def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch, dtype):
         gl.static_assert(gl.bank_conflicts(gl.distributed_type(DTYPE.value, [128, 64], HELD), plain) > 0)
 
     source = GluonASTSource(kernel, {"out": "*i32"}, {}, {})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": columns.NUM_WARPS})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": hopper_columns.NUM_WARPS})
 
 
 def test_what_is_taken_of_weights():
     block_format, weight = replace(FORMATS["float8_block"], block_lines=TILE), torch.zeros(2, 256, 384)
-    assert weights.takes_weight_pairs(block_format, weight)
-    assert not weights.takes_weight_pairs(FORMATS["float8_block"], weight)  # scales of lines
-    assert not weights.takes_weight_pairs(replace(FORMATS["nvfp4"], block_lines=16), weight)
+    assert hopper_weights.takes_weight_pairs(block_format, weight)
+    assert not hopper_weights.takes_weight_pairs(FORMATS["float8_block"], weight)  # scales of lines
+    assert not hopper_weights.takes_weight_pairs(replace(FORMATS["nvfp4"], block_lines=16), weight)
     for shape in ((2, 256, 320), (2, 192, 384)):
-        assert not weights.takes_weight_pairs(block_format, torch.zeros(shape))
+        assert not hopper_weights.takes_weight_pairs(block_format, torch.zeros(shape))
 
 
 def test_what_is_taken():
     block_format, rows = FORMATS["float8_block"], torch.zeros(3, 512, dtype=torch.bfloat16)
-    assert columns.takes_columns(block_format, rows, 512)
-    assert not columns.takes_columns(FORMATS["mxfp8"], rows, 512)
-    assert not columns.takes_columns(block_format, rows, 508)  # rows of which some begin at no 16 bytes
-    assert not columns.takes_columns(block_format, rows.view(-1)[4:516].view(1, 512), 512)
+    assert hopper_columns.takes_columns(block_format, rows, 512)
+    assert not hopper_columns.takes_columns(FORMATS["mxfp8"], rows, 512)
+    assert not hopper_columns.takes_columns(block_format, rows, 508)  # rows of which some begin at no 16 bytes
+    assert not hopper_columns.takes_columns(block_format, rows.view(-1)[4:516].view(1, 512), 512)
 
 
 def test_steps_do_not_compile_again(monkeypatch):
     """The number of rows is not part of the compiled code: a rank that compiles lets its peers wait."""
     monkeypatch.setattr(driver, "_active", HopperDriver())
-    warmed = [WarmedUp(columns.hopper_quantize_columns_kernel), WarmedUp(columns.hopper_requantize_columns_kernel)]
-    monkeypatch.setattr(columns, "hopper_quantize_columns_kernel", warmed[0])
-    monkeypatch.setattr(columns, "hopper_requantize_columns_kernel", warmed[1])
+    warmed = [
+        WarmedUp(hopper_columns.hopper_quantize_columns_kernel),
+        WarmedUp(hopper_columns.hopper_requantize_columns_kernel),
+    ]
+    monkeypatch.setattr(hopper_columns, "hopper_quantize_columns_kernel", warmed[0])
+    monkeypatch.setattr(hopper_columns, "hopper_requantize_columns_kernel", warmed[1])
     block_format = FORMATS["float8_block"]
 
     def step(num_rows):
@@ -182,8 +185,10 @@ def test_steps_do_not_compile_again(monkeypatch):
         data, scale = torch.empty(256, tokens, dtype=torch.uint8), torch.empty(tokens // TILE, 256).t()
         row_start = torch.zeros(3, dtype=torch.int32)
         rows, wire = torch.zeros(num_rows, 256, dtype=torch.bfloat16), torch.zeros(num_rows, 272, dtype=torch.uint8)
-        columns.launch_quantize_columns(rows, row_start, data, scale, block_format, num_sms=SMS)
-        columns.launch_requantize_columns(wire, row_start, data, scale, block_format, torch.bfloat16, num_sms=SMS)
+        hopper_columns.launch_quantize_columns(rows, row_start, data, scale, block_format, num_sms=SMS)
+        hopper_columns.launch_requantize_columns(
+            wire, row_start, data, scale, block_format, torch.bfloat16, num_sms=SMS
+        )
 
     step(128)
     before = [kernel.num_variants for kernel in warmed]

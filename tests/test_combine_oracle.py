@@ -13,7 +13,7 @@ import torch.distributed as dist
 from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_lease
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.combine.collect import collect_rows_and_values
+from symmoe.combine.trip import collect_rows_and_values
 from symmoe.dispatch.plan import Plan
 
 ORDERS = ("rank", "slot")

@@ -16,17 +16,19 @@ from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from symmoe.kernels import hopper  # noqa: E402
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.formats import BlockFormat  # noqa: E402
-from symmoe.kernels.gpu import act_quantized, gemm_act, hopper  # noqa: E402
-from symmoe.kernels.gpu.hopper import dact_quantize, launchers  # noqa: E402
+from symmoe.kernels.hopper import launchers  # noqa: E402
+from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize  # noqa: E402
+from symmoe.kernels.triton import gemm_act  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 N, G = 65536, 32
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
 POWERS = BlockFormat(element="e4m3", scale="power_of_two", block=128)
-LAYOUT, PAIRS, COPY = dact_quantize.LAYOUT, dact_quantize.PAIRS, dact_quantize.COPY
+LAYOUT, PAIRS, COPY = hopper_dact_quantize.LAYOUT, hopper_dact_quantize.PAIRS, hopper_dact_quantize.COPY
 STRAIGHT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LIMITED = Activation(alpha=1.702, limit=7.0, offset=1.0)
 CASES = {  # activation, FFN width, dtype, format, most spilled bytes
@@ -58,9 +60,9 @@ def compiled(launched):
     ((kernel, constants, *args),) = launched
     description, options = described(kernel, constants, args, TYPE_NAMES)
     code = compile_for(90, GluonASTSource(kernel, *description), options)
-    programs = dact_quantize.PROGRAMS_PER_SM
+    programs = hopper_dact_quantize.PROGRAMS_PER_SM
     assert programs * (code.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
-    assert programs * code.registers * 32 * dact_quantize.NUM_WARPS <= 65536
+    assert programs * code.registers * 32 * hopper_dact_quantize.NUM_WARPS <= 65536
     return code.ptx, code.sass, code.spilled
 
 
@@ -68,7 +70,9 @@ def compiled(launched):
 def launched(monkeypatch):
     """The (kernel, constants, arguments) of launches, which do not happen."""
     calls = []
-    monkeypatch.setattr(dact_quantize, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
+    monkeypatch.setattr(
+        hopper_dact_quantize, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest))
+    )
     return calls
 
 
@@ -80,7 +84,7 @@ def test_every_number_is_computed_once(launched, case):
     launchers.launch_dact_quantize(*inputs[:4], inputs[5], activation, block_format, *buffers_of.values(), num_sms=132)
     ptx, sass, spilled = compiled(launched)
     assert spilled <= most_spilled
-    numbers = dact_quantize.TILE.value**2 // (32 * dact_quantize.NUM_WARPS)  # of a thread and a matrix
+    numbers = hopper_dact_quantize.TILE.value**2 // (32 * hopper_dact_quantize.NUM_WARPS)  # of a thread and a matrix
     assert ptx.count("ex2.approx.ftz.f32") == numbers
     assert set(re.findall(r"\S+\.ftz\S*", ptx)) == {"ex2.approx.ftz.f32"}  # of the sigmoid
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 5 * numbers // 2  # dh in both ways, a in one
@@ -113,9 +117,9 @@ def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch):
 
 def test_rows_have_no_bank_conflicts():
     """By hand, as Triton does not count them in a part of a matrix: 8 lanes read 16 bytes each, from all 32 banks."""
-    lanes, registers = dact_quantize.ROWS.value.lane_bases, dact_quantize.ROWS.value.reg_bases
+    lanes, registers = hopper_dact_quantize.ROWS.value.lane_bases, hopper_dact_quantize.ROWS.value.reg_bases
     vec, per_phase, max_phase = (
-        getattr(dact_quantize.LAYOUT.value, name) for name in ("vec", "per_phase", "max_phase")
+        getattr(hopper_dact_quantize.LAYOUT.value, name) for name in ("vec", "per_phase", "max_phase")
     )
     assert registers[:3] == [[0, 1], [0, 2], [0, 4]]
 
@@ -135,9 +139,9 @@ def test_rows_have_no_bank_conflicts():
 def test_what_is_launched(monkeypatch):
     """This kernel where it fits and all operands are wanted, and Triton's elsewhere."""
     names = []
-    for module in (dact_quantize, act_quantized, gemm_act):
+    for module in (hopper_dact_quantize, act_quantized, gemm_act):
         monkeypatch.setattr(module, "launch", lambda kernel, *_: names.append(kernel.kernel.__name__))
-    monkeypatch.setattr(dact_quantize, "device_num_sms", lambda _: 132)
+    monkeypatch.setattr(hopper_dact_quantize, "device_num_sms", lambda _: 132)
     monkeypatch.setattr(hopper, "kernels", lambda *_: launchers)
 
     def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, **changes):

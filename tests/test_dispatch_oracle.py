@@ -13,7 +13,7 @@ from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_l
 
 from symmoe import dispatch_tokens, make_plan
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import send_expert_major_gradient, send_packed, send_packed_gradient
+from symmoe.dispatch.trip import send_expert_major_gradient, send_packed, send_packed_gradient
 from symmoe.errors import CapacityError
 from symmoe.symm_mem.heap import SymmetricHeap
 

@@ -13,10 +13,10 @@ import pytest
 from limits import HANG_S
 
 from symmoe.cli import main
-from symmoe.doctor import checkup
-from symmoe.doctor.flight import MAX_BYTES, diagnose, read_record
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.flight import FORMAT
+from symmoe.tools.doctor import checkup
+from symmoe.tools.doctor.flight import MAX_BYTES, diagnose, read_record
 
 START = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
 

@@ -20,14 +20,39 @@ import torch
 from limits import HANG_S, PROMPT_S
 
 from symmoe.cli import main
-from symmoe.doctor import checkup, self_test
-from symmoe.doctor.environment import check_environment
-from symmoe.doctor.findings import Finding, render, worst_level
-from symmoe.doctor.gpus import Gpu, Gpus, Pair, check_gpus, check_links, read_gpus
-from symmoe.doctor.nvidia_smi import Device, Links, Report, ask, parse_devices, parse_links, parse_topology
-from symmoe.doctor.system import System, check_limits, check_system, read_system
-from symmoe.doctor.trial import Trial, check_trial, run_trial
-from symmoe.doctor.versions import Versions, check_versions, read_versions, release
+from symmoe.tools.doctor import checkup, self_test
+from symmoe.tools.doctor.environment import check_environment
+from symmoe.tools.doctor.findings import Finding, render, worst_level
+from symmoe.tools.doctor.gpus import (
+    Gpu,
+    Gpus,
+    Pair,
+    check_gpus,
+    check_links,
+    read_gpus,
+)
+from symmoe.tools.doctor.nvidia_smi import (
+    Device,
+    Links,
+    Report,
+    ask,
+    parse_devices,
+    parse_links,
+    parse_topology,
+)
+from symmoe.tools.doctor.system import (
+    System,
+    check_limits,
+    check_system,
+    read_system,
+)
+from symmoe.tools.doctor.trial import Trial, check_trial, run_trial
+from symmoe.tools.doctor.versions import (
+    Versions,
+    check_versions,
+    read_versions,
+    release,
+)
 
 GIB = 1 << 30
 
@@ -312,7 +337,7 @@ def test_nvidia_smi_is_asked_and_never_waited_for(tmp_path: Path, monkeypatch: p
     assert report.topology[0, 1] == "NV18"
     assert sorted(report.links) == [0, 1]
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr("symmoe.doctor.nvidia_smi._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("symmoe.tools.doctor.nvidia_smi._TIMEOUT_S", 0.2)
     start = time.monotonic()
     assert ask() == Report()
     assert time.monotonic() - start < 50
@@ -563,7 +588,7 @@ def fake_rank(tmp_path: Path, body: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_ranks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: str, text: str):
-    monkeypatch.setattr("symmoe.doctor.trial._GRACE_S", 0.3)
+    monkeypatch.setattr("symmoe.tools.doctor.trial._GRACE_S", 0.3)
     deadline_s = 3.0 if "in time" in error else HANG_S
     found = run_trial(2, dict(os.environ), deadline_s=deadline_s, command=fake_rank(tmp_path, body))
     assert (found.figures, found.error) == (None, error)
@@ -599,7 +624,7 @@ def is_running(pid: int) -> bool:
 def test_a_rank_ends_by_itself_if_nobody_waits_for_it(tmp_path: Path):
     """Rank 1 never comes, and doctor has been killed."""
     arguments = {"store": tmp_path / "store", "out": tmp_path / "found", "rank": 0, "num-ranks": 2, "deadline-s": 1}
-    command = [sys.executable, "-m", "symmoe.doctor.self_test", *(f"--{k}={v}" for k, v in arguments.items())]
+    command = [sys.executable, "-m", "symmoe.tools.doctor.self_test", *(f"--{k}={v}" for k, v in arguments.items())]
     done = subprocess.run(command, timeout=HANG_S, check=False, capture_output=True)
     assert done.returncode == -14  # SIGALRM
 

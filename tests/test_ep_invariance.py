@@ -14,7 +14,7 @@ from test_layer import WAYS
 from worker import experts_of, open_heap
 
 from symmoe import make_plan
-from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.ep_step import expert_parallel_mlp
 
 NUM_EXPERTS = 8
 

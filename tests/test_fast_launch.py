@@ -24,23 +24,13 @@ from symmoe import kernels  # noqa: E402
 from symmoe.kernels import control, gpu  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.control import ControlLayout, Peers  # noqa: E402
-from symmoe.kernels.gpu import (  # noqa: E402
-    activation,
-    bias,
-    compiled,
-    driver,
-    gemm,
-    gemm_act,
-    plan,
-    splits,
-    sync,
-    tokens,
-)
-from symmoe.kernels.gpu import launch as launches  # noqa: E402
-from symmoe.kernels.gpu.hopper import act, rows, wgrad  # noqa: E402
-from symmoe.kernels.gpu.hopper import gemm as hopper_gemm  # noqa: E402
-from symmoe.kernels.gpu.launch import Constants, FastLaunch, fast_launch  # noqa: E402
+from symmoe.kernels.hopper import act, rows, wgrad  # noqa: E402
+from symmoe.kernels.hopper import gemm as hopper_gemm  # noqa: E402
+from symmoe.kernels.launch import compiled, driver  # noqa: E402
+from symmoe.kernels.launch import launch as launches  # noqa: E402
+from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch  # noqa: E402
 from symmoe.kernels.table import TensorTable  # noqa: E402
+from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, splits, sync, tokens  # noqa: E402
 
 FIRST_GLOBAL = tl.constexpr(3)
 SECOND_GLOBAL = tl.constexpr(4)

@@ -12,10 +12,11 @@ from test_gemm_compile import TYPE_NAMES, Recorder, meta
 from test_hopper_compile import compiled, compiled_source
 from test_scaled_compile import BLACKWELL, HOPPER
 
+from symmoe.kernels import hopper
 from symmoe.kernels.fp8 import BLOCK, num_blocks
-from symmoe.kernels.gpu import fp8 as gpu_fp8
-from symmoe.kernels.gpu import hopper
-from symmoe.kernels.gpu.hopper import fp8, fp8_wgrad, launchers
+from symmoe.kernels.hopper import launchers
+from symmoe.kernels.low_precision import fp8 as gpu_fp8
+from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad
 
 E4M3, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
 SHAPES = {  # G, O, C, N of a product
@@ -37,7 +38,7 @@ STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
 def launched(monkeypatch):
     """The (kernel, constants, arguments) of launches, which do not happen."""
     calls = []
-    for module in (fp8, fp8_wgrad):
+    for module in (hopper_fp8, hopper_fp8_wgrad):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
     monkeypatch.setitem(TYPE_NAMES, E4M3, "fp8e4nv")
     return calls
@@ -179,7 +180,7 @@ def test_the_general_kernels(launched, monkeypatch, name, of_lines, arch):
 
 def test_the_public_functions_choose_the_kernels_for_hopper(monkeypatch):
     launches = []
-    for module in (fp8, fp8_wgrad):
+    for module in (hopper_fp8, hopper_fp8_wgrad):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
     monkeypatch.setattr(gpu_fp8, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
 

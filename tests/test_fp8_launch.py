@@ -11,9 +11,9 @@ from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.fp8 import BLOCK, num_blocks
-from symmoe.kernels.gpu import act_quantized, gemm_act
-from symmoe.kernels.gpu import fp8 as gpu_fp8
-from symmoe.kernels.gpu.hopper import dact_quantize, fp8, fp8_wgrad
+from symmoe.kernels.low_precision import act_quantized, hopper_dact_quantize, hopper_fp8, hopper_fp8_wgrad
+from symmoe.kernels.low_precision import fp8 as gpu_fp8
+from symmoe.kernels.triton import gemm_act
 
 E4M3 = torch.float8_e4m3fn
 FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
@@ -21,7 +21,7 @@ FLOAT8_BLOCK = BlockFormat(element="e4m3", scale="fp32", block=128)
 
 def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, fp8, fp8_wgrad, gpu_fp8)
+    jits = fake_jits(monkeypatch, hopper_fp8, hopper_fp8_wgrad, gpu_fp8)
 
     def step(num_rows, G=4, C=144, O=520):
         empty, tokens = torch.empty, num_blocks(num_rows + G * (BLOCK - 1)) * BLOCK
@@ -30,12 +30,12 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
         bounds, ranges = empty(G + 1, dtype=torch.int32), empty(2, G, dtype=torch.int32)
         out = empty(num_rows, O, dtype=torch.bfloat16)
         operands = (rows, row_scale, weight, weight_scale)
-        for launch in (fp8.launch_fp8_gemm, gpu_fp8.grouped_gemm_fp8):
+        for launch in (hopper_fp8.launch_fp8_gemm, gpu_fp8.grouped_gemm_fp8):
             launch(*operands, bounds, out, zero_tail=True, num_sms=8)
             launch(*operands, ranges, out, columns=(256, 512), num_sms=8)
         dout, columns = empty(O, tokens, dtype=E4M3), empty(C, tokens, dtype=E4M3)
         dout_scale, columns_scale = empty(tokens // BLOCK, O).t(), empty(tokens // BLOCK, C).t()
-        for launch in (fp8_wgrad.launch_fp8_wgrad, gpu_fp8.grouped_gemm_wgrad_fp8):
+        for launch in (hopper_fp8_wgrad.launch_fp8_wgrad, gpu_fp8.grouped_gemm_wgrad_fp8):
             for accumulate in (False, True):
                 out = empty(G, O, C)
                 launch(dout, dout_scale, columns, columns_scale, bounds, out, accumulate=accumulate, num_sms=8)
@@ -51,7 +51,7 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
 
 def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # noqa: F811
     """Whatever the tensors' addresses and the number of rows and tokens."""
-    jits = fake_jits(monkeypatch, act_quantized, dact_quantize, gemm_act)
+    jits = fake_jits(monkeypatch, act_quantized, hopper_dact_quantize, gemm_act)
 
     def step(num_rows, G=4, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
@@ -70,7 +70,7 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
         dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
         dh_columns = empty(2 * I, tokens, dtype=E4M3), empty(num_blocks(tokens), 2 * I).t()
         operands = (dh_rows, dh_columns, columns)
-        dact_quantize.launch_dact_quantize(da, *arguments[:3], workspace, *arguments[3:], *operands, num_sms=8)
+        hopper_dact_quantize.launch_dact_quantize(da, *arguments[:3], workspace, *arguments[3:], *operands, num_sms=8)
 
     step(64)
     before = {name: len(jit.calls) for name, jit in jits.items()}
@@ -87,7 +87,7 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
 
 
 def test_nothing_is_launched_without_rows(fake_driver, monkeypatch):  # noqa: F811
-    jits = fake_jits(monkeypatch, fp8, fp8_wgrad, gpu_fp8)
+    jits = fake_jits(monkeypatch, hopper_fp8, hopper_fp8_wgrad, gpu_fp8)
     bounds = torch.zeros(3, dtype=torch.int32)
     weight, weight_scale = torch.empty(2, 64, 48, dtype=E4M3), torch.empty(2, 1, 1)
     rows, scale = torch.empty(0, 48, dtype=E4M3), torch.empty(0, 1)

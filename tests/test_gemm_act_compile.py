@@ -14,9 +14,9 @@ from thinned import thinned
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import SUM_COLUMNS, Activation
-from symmoe.kernels.gpu import activation as gpu_activation
-from symmoe.kernels.gpu import gemm_act
 from symmoe.kernels.table import TensorTable
+from symmoe.kernels.triton import activation as gpu_activation
+from symmoe.kernels.triton import gemm_act
 
 SHAPES = {  # G, H, I, N
     "qwen3-30b": (32, 2048, 768, 65536),

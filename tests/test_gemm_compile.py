@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.gpu import bias, gemm, splits
 from symmoe.kernels.table import TensorTable
+from symmoe.kernels.triton import bias, gemm, splits
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",

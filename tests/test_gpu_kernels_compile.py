@@ -22,7 +22,7 @@ from triton.runtime import driver  # noqa: E402
 
 from symmoe.kernels import control, gpu  # noqa: E402
 from symmoe.kernels.control import ControlLayout, Peers  # noqa: E402
-from symmoe.kernels.gpu import plan, sync, tokens  # noqa: E402
+from symmoe.kernels.triton import plan, sync, tokens  # noqa: E402
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from symmoe.moe.gradients import clip_grad_norm, reduce_gradients
+from symmoe.training.gradients import clip_grad_norm, reduce_gradients
 
 WORLD, TOKENS, WIDTH, EXPERTS = 4, 6, 5, 4
 MAX_NORM = 0.05

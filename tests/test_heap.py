@@ -31,8 +31,8 @@ from limits import HANG_S, PROMPT_S
 from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arrivals
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.dispatch.arrival import arriving
-from symmoe.dispatch.send import send_expert_major_gradient
+from symmoe.dispatch.overlapped_trip import arriving
+from symmoe.dispatch.trip import send_expert_major_gradient
 from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,

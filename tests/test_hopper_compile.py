@@ -11,11 +11,11 @@ from thinned import thinned  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
+from symmoe.kernels import hopper  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
-from symmoe.kernels.gpu import gemm as gpu_gemm  # noqa: E402
-from symmoe.kernels.gpu import gemm_act as gpu_gemm_act  # noqa: E402
-from symmoe.kernels.gpu import hopper  # noqa: E402
-from symmoe.kernels.gpu.hopper import act, gemm, launchers, wgrad  # noqa: E402
+from symmoe.kernels.hopper import act, gemm, launchers, wgrad  # noqa: E402
+from symmoe.kernels.triton import gemm as gpu_gemm  # noqa: E402
+from symmoe.kernels.triton import gemm_act as gpu_gemm_act  # noqa: E402
 
 SHAPES = {  # G, H, I, N
     "qwen3-30b": (32, 2048, 768, 65536),

@@ -1,4 +1,4 @@
-"""The roles and barriers of the kernels for Hopper (kernels/gpu/hopper/pipeline.py), played in random order.
+"""The roles and barriers of the kernels for Hopper (kernels/hopper/pipeline.py), played in random order.
 
 Every role is a generator that waits and arrives as the kernels do, with the same stages and parities. Checked: nobody
 waits for ever, every wait ends for what it is meant for, and nothing is overwritten while it is read.

@@ -11,7 +11,7 @@ from test_gemm_compile import meta
 from test_hopper_compile import compiled_source
 
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.kernels.gpu.hopper import rows
+from symmoe.kernels.hopper import rows
 from symmoe.kernels.parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
 
 LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"

@@ -11,7 +11,7 @@ from test_gemm_compile import meta
 from test_hopper_compile import DTYPES, SHAPES, compiled
 from thinned import thinned
 
-from symmoe.kernels.gpu.hopper import wgrad
+from symmoe.kernels.hopper import wgrad
 
 
 @pytest.fixture

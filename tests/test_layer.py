@@ -27,7 +27,7 @@ from symmoe import (
     reduce_gradients,
 )
 from symmoe.errors import ArgumentError
-from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import NVFP4, Float8Block, draw_signs
 
 H, I = 16, 24

@@ -21,8 +21,13 @@ from symmoe import (
     reduce_gradients,
 )
 from symmoe.errors import ArgumentError
-from symmoe.moe.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 from symmoe.moe.ownership import named_parameters
+from symmoe.training.lora import (
+    LoRAGroupedLinear,
+    add_lora,
+    merge_lora,
+    unmerge_lora,
+)
 
 GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
 SPLITS = (4, 0, 5)

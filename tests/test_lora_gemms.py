@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from worker import Findings, open_heap
 
 from symmoe import GroupedMLP, SymmetricHeap, make_plan
-from symmoe.moe.fused import STASHES, expert_parallel_mlp
-from symmoe.moe.lora import add_lora, merge_lora
+from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
+from symmoe.training.lora import add_lora, merge_lora
 
 ALPHA = 6.0
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of a tensor

@@ -14,11 +14,11 @@ from worker import Findings, open_heap, poison
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
-from symmoe.moe.fused import expert_parallel_mlp
-from symmoe.moe.metrics import MetricsLogger
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import NVFP4, Float8Block, Float8Rowwise, Quantized
 from symmoe.precision.operands import gradient_seeds, operand
 from symmoe.precision.recipes import Recipe
+from symmoe.training.metrics import MetricsLogger
 
 
 def wires(recipe: Recipe) -> tuple[str, ...]:

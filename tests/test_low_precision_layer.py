@@ -19,14 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap, poison
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
-from symmoe.dispatch.wire import WireFormat
 from symmoe.errors import ArgumentError, HeapExhausted
+from symmoe.grouped.experts import ExpertRows
+from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels import twin
 from symmoe.kernels.parts import Part
-from symmoe.moe.experts import ExpertRows
-from symmoe.moe.fused import expert_parallel_mlp
-from symmoe.moe.grouped_mlp import expert_weights
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 
 H, I, K = 512, 32, 2  # FC2 of two panels

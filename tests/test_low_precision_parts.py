@@ -21,10 +21,10 @@ from worker import Findings, open_heap, poison
 
 from symmoe import MoEConfig
 from symmoe.errors import ArgumentError
+from symmoe.grouped import quantized_experts
 from symmoe.kernels import twin
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.parts import are_ranges
-from symmoe.moe import quantized
 from symmoe.precision import MXFP8, Float8Block, Float8Rowwise
 
 H, I = 144, 128
@@ -155,7 +155,7 @@ def all_at_once(weights, wire, received, x, parts):
             rows = weights.recipe.quantize(received, x.row_start, row_index=x.row_index)
         elif rows is None:
             rows = wire.quantized(received, x.row_start, x.row_index)
-        yield quantized.operand(rows), part
+        yield quantized_experts.operand(rows), part
 
 
 def check_that_parts_matter(rank: int, num_ranks: int, wire: str) -> tuple[bool, bool]:
@@ -165,14 +165,14 @@ def check_that_parts_matter(rank: int, num_ranks: int, wire: str) -> tuple[bool,
     found = []
     with open_heap("cpu", num_bytes=64 << 20) as heap:
         want = layer_step(heap, replace(config, schedule="serial"), torch.bfloat16)
-        right = quantized._part_by_part
+        right = quantized_experts._part_by_part
         for part_by_part in (right, all_at_once):
-            quantized._part_by_part = part_by_part if rank == 0 else right
+            quantized_experts._part_by_part = part_by_part if rank == 0 else right
             try:
                 with Kernels(lag_s=0.3 * rank):
                     y, *_ = layer_step(heap, config, torch.bfloat16)
             finally:
-                quantized._part_by_part = right
+                quantized_experts._part_by_part = right
             found.append(torch.equal(y, want[0]))
     return tuple(found)
 
@@ -184,9 +184,9 @@ def test_rows_that_are_not_there_are_noticed(cluster, wire: str):
 
 def test_which_recipes_take_parts():
     taken = {Float8Block(), Float8Block(power_of_two=True)}
-    assert {recipe for recipe in RECIPES if quantized.takes_parts(recipe)} == taken & set(RECIPES)
-    assert all(map(quantized.takes_parts, (None, *taken)))
-    assert not any(map(quantized.takes_parts, (MXFP8(), Float8Rowwise())))
+    assert {recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)} == taken & set(RECIPES)
+    assert all(map(quantized_experts.takes_parts, (None, *taken)))
+    assert not any(map(quantized_experts.takes_parts, (MXFP8(), Float8Rowwise())))
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from limits import HANG_S
 from symmoe import MoEConfig, MoELayer, Plan, SymmetricHeap, cli, plan_memory
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
-from symmoe.moe.fused import _ExpertParallelMLP
+from symmoe.moe.ep_step import _ExpertParallelMLP
 from symmoe.precision import PRECISIONS
 
 H, I, E, K, T = 16, 24, 8, 3, 37

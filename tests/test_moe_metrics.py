@@ -13,7 +13,7 @@ from worker import Findings
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, make_plan
 from symmoe.errors import ArgumentError
-from symmoe.moe.metrics import MetricsLogger, wire_rows
+from symmoe.training.metrics import MetricsLogger, wire_rows
 
 EXPERTS, TOP_K, H, I = 8, 3, 16, 8
 

@@ -10,7 +10,7 @@ import torch
 from worker import Findings, open_heap
 
 from symmoe import GroupedMLP, combine_tokens, dispatch_tokens, make_plan
-from symmoe.moe.fused import expert_parallel_mlp
+from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision.recipes import Recipe
 
 T, K, H, I = 40, 3, 32, 24

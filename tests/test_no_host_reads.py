@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, add_lora, balance_step
-from symmoe.moe.replay import balanced_choice
+from symmoe.training.replay import balanced_choice
 
 EXPERTS, TOP_K, H, I = 4, 2, 16, 8
 READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "bincount", "_unique2"}

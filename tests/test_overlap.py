@@ -14,7 +14,7 @@ from worker import open_heap
 from symmoe import GroupedMLP, make_plan
 from symmoe.kernels import twin
 from symmoe.kernels.parts import PART_ROWS
-from symmoe.moe import fused
+from symmoe.moe import ep_step
 from symmoe.moe.overlap import H200, H200_FLOAT8, Move, Overlap, Rates, Sizes, layout_for, overlap, panels
 from symmoe.precision import MXFP8, Float8Block
 
@@ -203,7 +203,7 @@ def rows_that_formulas_get(rank: int, num_ranks: int) -> dict[str, int]:
         x, probs = torch.randn(16, 16), torch.full((16, 2), 0.5)
         topk_idx = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)
         capacities = {"exact": None, "more than all slots": 100, "fewer": 64}
-        chosen = fused.overlap
+        chosen = ep_step.overlap
         for name, capacity in capacities.items():
             tokens = {} if capacity is None else {"max_tokens": 40 if name == "fewer" else 16}
             plan = make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap, capacity=capacity, **tokens)
@@ -212,11 +212,11 @@ def rows_that_formulas_get(rank: int, num_ranks: int) -> dict[str, int]:
                 found[name] = sizes.num_rows
                 return chosen(sizes, num_sms, rates)
 
-            fused.overlap = noting
+            ep_step.overlap = noting
             try:
-                fused.expert_parallel_mlp(x, probs, experts, plan)
+                ep_step.expert_parallel_mlp(x, probs, experts, plan)
             finally:
-                fused.overlap = chosen
+                ep_step.overlap = chosen
     return found
 
 
@@ -224,13 +224,13 @@ def rates_and_bytes_that_formulas_get(rank: int, num_ranks: int) -> list[tuple[R
     """Of a layer in each of some precisions, and with its rows on the wire."""
     found = []
     with open_heap("cpu") as heap:
-        chosen = fused.overlap
+        chosen = ep_step.overlap
 
         def noting(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
             found.append((rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
             return chosen(sizes, num_sms, rates)
 
-        fused.overlap = noting
+        ep_step.overlap = noting
         try:
             for precision, wire in (
                 (None, "none"),
@@ -242,9 +242,9 @@ def rates_and_bytes_that_formulas_get(rank: int, num_ranks: int) -> list[tuple[R
                 topk_idx = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)
                 plan = make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap)
                 x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
-                fused.expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
+                ep_step.expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
         finally:
-            fused.overlap = chosen
+            ep_step.overlap = chosen
     return found
 
 
@@ -270,7 +270,7 @@ def test_formulas_get_the_rows_that_are_expected(cluster):
 
 @pytest.mark.parametrize("number", [1, 15, 16, 17, 1000, 65536, 65537, 78643])
 def test_numbers_near_each_other_are_cut_alike(number: int):
-    rounded = fused._rounded_up(number)
+    rounded = ep_step._rounded_up(number)
     assert number <= rounded <= 1.125 * number
-    assert rounded == fused._rounded_up(rounded)
-    assert len({fused._rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2
+    assert rounded == ep_step._rounded_up(rounded)
+    assert len({ep_step._rounded_up(n) for n in range(number, int(1.1 * number) + 1)}) <= 2

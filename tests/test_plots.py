@@ -17,13 +17,20 @@ import numpy as np
 import pytest
 import torch
 
-from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, cli, picture
-from symmoe.bench.records import load
+from symmoe import (
+    MetricsLogger,
+    MoEConfig,
+    MoELayer,
+    SymmetricHeap,
+    cli,
+)
 from symmoe.errors import ArgumentError
-from symmoe.moe.metrics import LayerRecord
-from symmoe.plot import bench
-from symmoe.plot import load as load_picture
-from symmoe.plot.load_log import append_records, read_loads
+from symmoe.tools import picture
+from symmoe.tools.bench.records import load
+from symmoe.tools.plot import bench
+from symmoe.tools.plot import load as load_picture
+from symmoe.tools.plot.load_log import append_records, read_loads
+from symmoe.training.metrics import LayerRecord
 
 pytest.importorskip("matplotlib")
 

@@ -175,7 +175,7 @@ def reader(request, monkeypatch):
     """Every test runs with the twin's read_addresses and with the compiled one of GPUs, which knows CPU tensors too."""
     if request.param == "c":
         pytest.importorskip("triton")
-        from symmoe.kernels.gpu import pointers as gpu_pointers
+        from symmoe.kernels.triton import pointers as gpu_pointers
 
         assert gpu_pointers._read_in_c() is not None
         monkeypatch.setattr(twin, "read_addresses", gpu_pointers.read_addresses)
@@ -183,7 +183,7 @@ def reader(request, monkeypatch):
 
 def test_the_compiled_reader_does_the_work(monkeypatch):
     pytest.importorskip("triton")
-    from symmoe.kernels.gpu import pointers as gpu_pointers
+    from symmoe.kernels.triton import pointers as gpu_pointers
 
     tensors = [torch.ones(3), torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4).t()]
     expected = [tensor.data_ptr() for tensor in tensors]
@@ -369,7 +369,7 @@ class FakeLaunches:
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 2048, 4079, 4080, 4081, 8160, 10000])
 def test_launches_carry_all_bytes(monkeypatch, num_bytes):
     pytest.importorskip("triton")
-    from symmoe.kernels.gpu import pointers as gpu_pointers
+    from symmoe.kernels.triton import pointers as gpu_pointers
 
     launches = FakeLaunches(gpu_pointers)
     monkeypatch.setattr(gpu_pointers, "_launch", launches)
@@ -386,7 +386,7 @@ def test_launches_carry_all_bytes(monkeypatch, num_bytes):
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90", "sm_100a"])
 def test_the_copy_kernel_assembles(tmp_path, arch):
     triton = pytest.importorskip("triton")
-    from symmoe.kernels.gpu import pointers as gpu_pointers
+    from symmoe.kernels.triton import pointers as gpu_pointers
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     ptxas = tools / ("ptxas-blackwell" if arch == "sm_100a" else "ptxas")
@@ -408,7 +408,7 @@ def test_the_swizzle_kernel_compiles(strides):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from symmoe.kernels.gpu import pointers as gpu_pointers
+    from symmoe.kernels.triton import pointers as gpu_pointers
 
     constants = {"NUM_ROWS": 7168, "NUM_BLOCKS": 64, "ROW_STRIDE": strides[0], "BLOCK_STRIDE": strides[1]}
     constants |= {"NUM_TILES": 56 * 16, "TILES": gpu_pointers.TILES_PER_PROGRAM}

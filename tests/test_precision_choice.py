@@ -15,13 +15,19 @@ from test_layer import flat, tokens_of
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer
-from symmoe.bench.cases import PRESETS
 from symmoe.cli import main
 from symmoe.errors import ArgumentError, ConfigMismatch
 from symmoe.kernels import twin
-from symmoe.moe import precision_choice
-from symmoe.moe.precision_choice import PrecisionRates, choose_precision, expect, in_full, rates_of
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.tools.bench.cases import PRESETS
+from symmoe.training import precision_choice
+from symmoe.training.precision_choice import (
+    PrecisionRates,
+    choose_precision,
+    expect,
+    in_full,
+    rates_of,
+)
 
 STASHES = ("all", "rows", "hidden", "none")
 

@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.gpu import quantize, scale_tiles, wire
+from symmoe.kernels.low_precision import quantize, scale_tiles, wire
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",

@@ -90,7 +90,8 @@ from test_hopper_rows_compile import peers_of  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from symmoe.kernels.gpu.hopper import act, fp8, fp8_wgrad, gemm, rows, wgrad  # noqa: E402
+from symmoe.kernels.hopper import act, gemm, rows, wgrad  # noqa: E402
+from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
 BF16, E4M3, I32, I64, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int64, torch.float32
 G, H, I, N, T = 3, 256, 128, 999, 512
@@ -133,7 +134,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(
         meta(N, H, dtype=BF16), meta(N, I, dtype=BF16), meta(G + 1, dtype=I32), meta(G, H, I, dtype=BF16), num_sms=132
     ),
-    "hopper_fp8_gemm_kernel": lambda: fp8.launch_fp8_gemm(
+    "hopper_fp8_gemm_kernel": lambda: hopper_fp8.launch_fp8_gemm(
         meta(N, I, dtype=E4M3),
         meta(N, I // 128, dtype=F32),
         meta(G, H, I, dtype=E4M3),
@@ -143,7 +144,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         zero_tail=True,
         num_sms=132,
     ),
-    "hopper_fp8_wgrad_kernel": lambda: fp8_wgrad.launch_fp8_wgrad(
+    "hopper_fp8_wgrad_kernel": lambda: hopper_fp8_wgrad.launch_fp8_wgrad(
         meta(H, 1280, dtype=E4M3),
         meta(10, H, dtype=F32).t(),
         meta(I, 1280, dtype=E4M3),
@@ -186,7 +187,7 @@ def disassembled(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     if name in LAUNCHES:
         calls: list[tuple] = []
         monkeypatch.setitem(TYPE_NAMES, E4M3, "fp8e4nv")
-        for module in (act, fp8, fp8_wgrad, gemm, rows, wgrad):
+        for module in (act, hopper_fp8, hopper_fp8_wgrad, gemm, rows, wgrad):
             monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
         LAUNCHES[name]()
         cubin.write_bytes(compiled_source(calls).asm["cubin"])

@@ -23,7 +23,7 @@ import torch
 from limits import HANG_S
 
 import symmoe
-from symmoe.doctor.versions import Versions, check_versions
+from symmoe.tools.doctor.versions import Versions, check_versions
 
 pytest.importorskip("build", reason="builds the package: pip install 'symmoe[dev]'")
 
@@ -132,13 +132,13 @@ def test_files_that_the_wheel_lacks_are_seen(sources: Path, tmp_path: Path):
     copy = shutil.copytree(sources, tmp_path / "copy", ignore=NOT_SOURCES)
     project = (copy / "pyproject.toml").read_text(encoding="utf-8")
     assert project.count('include = ["symmoe*"]') == 1
-    project = project.replace('include = ["symmoe*"]', 'include = ["symmoe*"]\nexclude = ["symmoe.doctor*"]')
+    project = project.replace('include = ["symmoe*"]', 'include = ["symmoe*"]\nexclude = ["symmoe.tools.doctor*"]')
     (copy / "pyproject.toml").write_text(project, encoding="utf-8")
     (copy / "symmoe" / "bench" / "shapes.json").write_text("{}", encoding="utf-8")
     build(copy, tmp_path / "dist", "--wheel")
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     missing = package_files(copy) - files_of(wheel)
-    assert "symmoe/doctor/command.py" in missing
+    assert "symmoe/tools/doctor/command.py" in missing
     assert missing == {
         name for name in package_files(copy) if name.startswith("symmoe/doctor/") or name.endswith(".json")
     }

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from test_gpu_kernels_compile import Compiled, empty
 
-from symmoe.kernels.gpu import router_products
+from symmoe.kernels.triton import router_products
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {  # T, E, H

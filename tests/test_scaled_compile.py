@@ -17,7 +17,7 @@ from launch_signature import described
 from triton.compiler import ASTSource
 
 from symmoe.kernels.formats import TILE, max_tiles
-from symmoe.kernels.gpu import scaled
+from symmoe.kernels.low_precision import scaled
 
 BF16, FP16, FP32, E4M3, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
 TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", U8: "u8", E4M3: "fp8e4nv"}

@@ -11,7 +11,7 @@ from scaled_problem import NAMES, Numbers, Problem, WgradProblem
 from test_fast_launch import fake_driver, fake_jits  # noqa: F401
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.gpu import scaled
+from symmoe.kernels.low_precision import scaled
 
 BF16 = torch.bfloat16
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential, SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease
-from symmoe.moe import sequential
+from symmoe.grouped import sequential
 
 PLAIN = Case(buffers=())
 INPUTS = make_inputs(PLAIN)

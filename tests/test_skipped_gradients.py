@@ -29,7 +29,7 @@ from symmoe import (
     make_plan,
 )
 from symmoe.kernels import control
-from symmoe.moe.fused import STASHES, expert_parallel_mlp
+from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 from symmoe.precision import MXFP8, Float8Block, Float8Rowwise
 
 T, K, H, I = 10, 2, 64, 32

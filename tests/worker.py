@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from limits import HANG_S
 
+from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
-from symmoe.moe.grouped_mlp import GroupedMLP
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 

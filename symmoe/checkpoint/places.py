@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.moe.grouped_linear import GroupedLinear
+from symmoe.grouped.linear import GroupedLinear
 from symmoe.moe.ownership import named_parameters
 from symmoe.symm_mem.heap import SymmetricHeap
 

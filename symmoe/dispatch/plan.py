@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
+from symmoe.checks.buffers import tensor_problem
 from symmoe.errors import ArgumentError, StaleLease, StalePlan
 from symmoe.kernels import control
 from symmoe.precision.names import precision_word
 from symmoe.precision.recipes import Recipe
-from symmoe.symm_mem.buffers import tensor_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.told import told
 

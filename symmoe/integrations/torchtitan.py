@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalDispatchMetadata, LocalTokenDispatcher
 
-from symmoe.combine.tokens import combine_tokens
 from symmoe.dispatch.plan import Plan, make_plan
-from symmoe.dispatch.tokens import dispatch_tokens
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tokens import combine_tokens, dispatch_tokens
 
 _ROW_ITEM_BYTES = 4  # fp32, the widest that rows can be
 _SPARE_BYTES = 4 << 20  # what the heap itself needs, and gaps between leases

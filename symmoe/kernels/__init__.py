@@ -26,7 +26,7 @@ def compiled_counter(device: torch.device) -> Callable[[], int]:
     """A function that says how many variants of the kernels for `device` this process has compiled so far, or found in
     a cache."""
     if device.type == "cuda":
-        from symmoe.kernels.gpu.launch import num_compiled
+        from symmoe.kernels.launch.launch import num_compiled
 
         return num_compiled
     return int  # PyTorch compiles nothing of the twins

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from symmoe.checks.arguments import size_problem
 from symmoe.dispatch.plan import is_one_of
-from symmoe.dispatch.wire import WireFormat, wire_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
-from symmoe.moe.arguments import size_problem
 from symmoe.moe.overlap import received_layout
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
+from symmoe.precision.wire import WireFormat, wire_problem
 
 Stash = Literal["all", "rows", "hidden", "none"]
 Schedule = Literal["serial", "overlapped", "always-overlapped"]

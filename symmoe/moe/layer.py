@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from symmoe.checks.arguments import width_problem
+from symmoe.checks.buffers import tensor_problem
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
 from symmoe.moe import balance, operators
-from symmoe.moe.arguments import width_problem
-from symmoe.moe.beside import join, start_beside
-from symmoe.moe.bias import count_in_backward, load_so_far
-from symmoe.moe.calls import Call, Calls
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.moe.expert_bias import count_in_backward, load_so_far
+from symmoe.moe.listeners import Call, Calls
+from symmoe.moe.routed_experts import apply_experts, plan_step
 from symmoe.moe.router import Choice, Router, RouterOutput, choice_of, choice_problem, mask_problem, probs_problem
-from symmoe.moe.step import apply_experts, plan_step
+from symmoe.moe.side_stream import join, start_beside
 from symmoe.moe.wrappers import ExpertParallelModule, Replicas
-from symmoe.symm_mem.buffers import tensor_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.told import told
 
@@ -162,7 +162,7 @@ class MoELayer(ExpertParallelModule):
                 aux_loss="sequence", the last but one dimension is the sequence: [B, S, H] holds B of them.
             token_mask: bool [...]; tokens of False (padding) go to no expert and count in no load and no loss. Their y
                 is 0, plus the shared expert, which sees all tokens as it does in Megatron-Core.
-            topk_idx: int [T, K], experts to take instead of the router's choice (see symmoe.moe.replay); -1 is none.
+            topk_idx: int [T, K], experts to take instead of the router's choice (symmoe.training.replay); -1 is none.
             probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of a router of one's own.
                 They are taken as they are, and get their gradient. The layer's router, if it has one, does not run:
                 its losses are 0, and the call does not count for balance_step.

@@ -7,7 +7,7 @@ shapes and a backward operator of its own:
     symmoe::moe_backward   dispatch, experts, combine
 
 MoELayer takes them inside torch.compile and under a TorchDispatchMode, and elsewhere runs the same code
-(symmoe.moe.step) without an operator around it. Results have the same bits.
+(symmoe.moe.routed_experts) without an operator around it. Results have the same bits.
 
 Operators take tensors and numbers. The heap and the configuration go in as the number of a :class:`Step`, found in a
 table that holds nothing alive. What backward needs of forward (plan, leases, h) hangs on the memory of a small tensor
@@ -25,15 +25,20 @@ from typing import Any, Protocol, cast
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from symmoe.autograd import Context, Unmodified
+from symmoe.checks.arguments import width_problem
 from symmoe.errors import ArgumentError, StalePlan
+from symmoe.grouped.local_experts import (
+    kind,
+    local_parameters,
+    with_parameters,
+    without_memory,
+)
+from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
-from symmoe.moe.arguments import width_problem
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.stand_in import kind, local_parameters, with_parameters, without_memory
-from symmoe.moe.step import apply_experts, plan_step
+from symmoe.moe.routed_experts import apply_experts, plan_step
 from symmoe.moe.wrappers import ddp_problem, fsdp_problem
-from symmoe.symm_mem.autograd import Context, Unmodified
 from symmoe.symm_mem.heap import SymmetricHeap
 
 

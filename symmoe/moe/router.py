@@ -15,13 +15,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
+from symmoe.autograd import Context, Function
+from symmoe.checks.buffers import tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.drop import drop_over_capacity, expert_capacity
+from symmoe.moe.expert_capacity import drop_over_capacity, expert_capacity
 from symmoe.moe.router_logits import router_logits
-from symmoe.symm_mem.autograd import Context, Function
-from symmoe.symm_mem.buffers import tensor_problem
 
 # Renormalising divides by the sum of K probs. Sigmoid scores that all underflow must give zeros, not NaN.
 _TINY = 1e-20
@@ -68,7 +68,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, H] fp32 parameter.
-        expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.bias.balance_step`, not by gradients.
+        expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.expert_bias.balance_step`, not by gradients.
         step_load: [E] int64, slots of each expert since the last balance_step, or None where nobody asks for it. No
             buffer: DDP would overwrite it with that of another rank.
     """

@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
-from symmoe.symm_mem.autograd import Context, Function
+from symmoe.autograd import Context, Function
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from symmoe.combine.collect import Collection, collect_rows
-from symmoe.dispatch.arrival import Arrival, arriving, rows_arriving
+from symmoe.combine.trip import Collection, collect_rows
+from symmoe.dispatch.overlapped_trip import Arrival, arriving, rows_arriving
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.send import (
+from symmoe.dispatch.trip import (
     send_expert_major,
     send_expert_major_gradient,
     send_packed,
@@ -32,7 +32,7 @@ ComputePanel = Callable[[Columns, int | None], None]
 
 
 class Schedule(Protocol):
-    """What moe/fused.py wants.
+    """What moe/ep_step.py wants.
 
     Attributes:
         gradient_combine_sms: SMs for GEMMs that run while rows travel in :meth:`combine_beside`; None: all.

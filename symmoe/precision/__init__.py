@@ -1,10 +1,10 @@
 """Low-precision formats for the GEMMs of the experts: recipes, quantised tensors, scale layouts (docs/precision.md)."""
 
+from symmoe.precision.block_scaled.hadamard import draw_signs, hadamard, inverse_hadamard
+from symmoe.precision.block_scaled.scale_tiles import swizzle_scales, unswizzle_scales
 from symmoe.precision.names import PRECISIONS
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
-from symmoe.precision.scale_tiles import swizzle_scales, unswizzle_scales
-from symmoe.precision.transform import draw_signs, hadamard, inverse_hadamard
 
 __all__ = [
     "MXFP8",

@@ -10,8 +10,8 @@ import torch
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import given
-from symmoe.precision.scale_tiles import swizzle_scales
-from symmoe.precision.transform import inverse_hadamard
+from symmoe.precision.block_scaled.hadamard import inverse_hadamard
+from symmoe.precision.block_scaled.scale_tiles import swizzle_scales
 
 Layout = Literal["rows", "columns", "weight", "weight_transposed"]
 
@@ -63,7 +63,7 @@ class Quantized:
         return (self.amax / divisor).clamp(min=formats.MIN_GLOBAL_SCALE)
 
     def swizzled_scale(self) -> torch.Tensor:
-        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/scale_tiles.py).
+        """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled/scale_tiles.py).
 
         Rows: every group begins at a tile of its own. Columns: one matrix, in which groups begin at tiles anyway.
         Weights: one matrix after the other, each padded to tiles, with a scale for every line of a square block.

@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 
 from symmoe import kernels
+from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
 from symmoe.kernels.operands import check_column_scale, check_contiguous
+from symmoe.precision.block_scaled.hadamard import check_signs
+from symmoe.precision.block_scaled.scale_tiles import row_start_problem
 from symmoe.precision.quantized import Layout, Quantized
-from symmoe.precision.scale_tiles import row_start_problem
-from symmoe.precision.transform import check_signs
-from symmoe.symm_mem.autograd import wrote_into
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -359,7 +359,7 @@ class NVFP4(Recipe):
 
     Attributes:
         hadamard_signs: what is contracted in wgrad goes through a Hadamard transform with these 16 signs first, both
-            operands alike (precision/transform.py); None: it does not.
+            operands alike (precision/block_scaled/hadamard.py); None: it does not.
         stochastic_gradients: gradients are rounded stochastically: seeds are accepted.
     """
 

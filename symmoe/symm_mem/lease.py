@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
-from symmoe.symm_mem.autograd import wrote_into
 
 if TYPE_CHECKING:
     from symmoe.symm_mem.arena import Arena

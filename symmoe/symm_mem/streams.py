@@ -230,7 +230,7 @@ def capture_id(device: torch.device) -> int:
     """A number of the CUDA graph that the current stream is capturing; 0 if there is none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
-    from symmoe.kernels.gpu import driver  # needs Triton, which CPUs need not have
+    from symmoe.kernels.launch import driver  # needs Triton, which CPUs need not have
 
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     query = driver.library().cuStreamGetCaptureInfo

@@ -14,8 +14,8 @@ from test_layer import WAYS, flat
 from worker import Findings, open_heap
 
 from symmoe import ScaledClampedSwiGLU, ScaledSReLU, make_plan
-from symmoe.moe.fused import STASHES, expert_parallel_mlp
-from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.grouped.mlp import GroupedMLP
+from symmoe.moe.ep_step import STASHES, expert_parallel_mlp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500, method="thread")]
 

@@ -11,13 +11,14 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem, relative_error
 from row_ranges import random_ranges, rows_of
 
-from symmoe.kernels.gpu import fp8, hopper
+from symmoe.kernels import hopper
+from symmoe.kernels.low_precision import fp8
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 if hopper.kernels(torch.device("cuda", 0), BF16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
-from symmoe.kernels.gpu.hopper import launchers  # noqa: E402
+from symmoe.kernels.hopper import launchers  # noqa: E402
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]

@@ -10,9 +10,9 @@ if not torch.cuda.is_available():
 
 from row_ranges import random_ranges, rows_of
 
-from symmoe.kernels.gpu import bias, gemm
-from symmoe.kernels.gpu.splits import splits_to_row_start
 from symmoe.kernels.table import TensorTable
+from symmoe.kernels.triton import bias, gemm
+from symmoe.kernels.triton.splits import splits_to_row_start
 from symmoe.kernels.twin import bias as twin_bias
 from symmoe.kernels.twin import gemm as twin_gemm
 from symmoe.kernels.twin import splits as twin_splits

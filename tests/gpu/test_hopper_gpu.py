@@ -11,14 +11,15 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from row_ranges import random_ranges, rows_of
 from test_gemm_act_gpu import SENTINEL, Problem, backward, forward
 
+from symmoe.kernels import hopper
 from symmoe.kernels.activation import Activation, num_scale_sums
-from symmoe.kernels.gpu import gemm, gemm_act, hopper
+from symmoe.kernels.triton import gemm, gemm_act
 
 BF16, FP16 = torch.bfloat16, torch.float16
 if hopper.kernels(torch.device("cuda", 0), BF16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
-from symmoe.kernels.gpu.hopper import act, launchers  # noqa: E402
+from symmoe.kernels.hopper import act, launchers  # noqa: E402
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]

@@ -6,8 +6,9 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from symmoe.kernels import hopper
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.kernels.gpu import hopper, tokens
+from symmoe.kernels.triton import tokens
 
 if hopper.kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
@@ -140,7 +141,7 @@ def test_pull(case, dtype):
 
 def test_triton_is_not_compared_with_itself(monkeypatch):
     """Few programs mean TMA, where rows are multiples of 256 bytes; other rows Triton."""
-    from symmoe.kernels.gpu.hopper import rows
+    from symmoe.kernels.hopper import rows
 
     launched = []
     launch = rows.launch

@@ -8,12 +8,13 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from symmoe.kernels.gpu import gemm, hopper
+from symmoe.kernels import hopper
+from symmoe.kernels.triton import gemm
 
 if hopper.kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
-from symmoe.kernels.gpu.hopper import wgrad
+from symmoe.kernels.hopper import wgrad
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]

@@ -33,9 +33,9 @@ from test_low_precision_layer import NAMES, WIRE_RECIPES, check_biases, check_la
 from test_step_gpu import check_replays
 
 from symmoe import ScaledClampedSwiGLU, ScaledSReLU
-from symmoe.dispatch.wire import WireFormat
 from symmoe.kernels import gpu, twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision.wire import WireFormat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
 

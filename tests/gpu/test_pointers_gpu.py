@@ -62,7 +62,7 @@ def test_a_graph_holds_the_bytes():
 
 
 def test_the_first_launch_may_be_in_a_capture():
-    gpu_pointers = pytest.importorskip("symmoe.kernels.gpu.pointers")
+    gpu_pointers = pytest.importorskip("symmoe.kernels.triton.pointers")
     gpu_pointers._copy_bytes.cache_clear()
     destination = torch.zeros(8, dtype=torch.uint8, device="cuda")
     graph = torch.cuda.CUDAGraph()

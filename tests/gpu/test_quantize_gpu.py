@@ -82,7 +82,7 @@ def test_columns_of_rows_on_the_wire(name, dtype, width):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["float8_block", "float8_block_powers"])
 def test_weights_in_whole_blocks(name, dtype, options, num_sms):
-    weights = pytest.importorskip("symmoe.kernels.gpu.hopper.weights")
+    weights = pytest.importorskip("symmoe.kernels.low_precision.hopper_weights")
     weight = hard_rows(3 * 384, 512, dtype).view(3, 384, 512)
 
     def launched(*args, amax):
@@ -96,7 +96,7 @@ def test_weights_in_whole_blocks(name, dtype, options, num_sms):
 @pytest.mark.parametrize("num_sms", [1, None])
 @pytest.mark.parametrize("options", [{}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3}], ids=str)
 def test_columns_do_not_depend_on_how_programs_walk(options, num_sms):
-    columns = pytest.importorskip("symmoe.kernels.gpu.hopper.columns")
+    columns = pytest.importorskip("symmoe.kernels.low_precision.hopper_columns")
     rows, block_format = hard_rows(ROWS, 2880, torch.bfloat16), FORMATS["float8_block"]
     expected, found = (
         (filled((2880, 1024), torch.float8_e4m3fn, device), filled_column_scale((2880, 8), block_format, device))

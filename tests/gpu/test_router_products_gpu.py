@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from symmoe import MoEConfig, kernels
-from symmoe.kernels.gpu import router_products
+from symmoe.kernels.triton import router_products
 from symmoe.moe.router import Router
 from symmoe.moe.router_logits import router_logits
 

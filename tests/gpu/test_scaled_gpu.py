@@ -15,7 +15,7 @@ from row_ranges import random_ranges, rows_of
 from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, relative_error
 
 from symmoe import kernels
-from symmoe.kernels.gpu import scaled
+from symmoe.kernels.low_precision import scaled
 from symmoe.precision import MXFP8, NVFP4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240, method="thread")]

@@ -44,10 +44,10 @@ import torch.distributed as dist
 from torch import nn
 
 import symmoe
-from symmoe.bench.records import machine
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.errors import CheckpointError
-from symmoe.moe.grouped_mlp import GroupedMLP
+from symmoe.grouped.mlp import GroupedMLP
+from symmoe.tools.bench.records import machine
 
 NUM_RANKS, EXPERTS, HIDDEN, FFN = 2, 8, 64, 128
 OLD, NEW = 10, 20

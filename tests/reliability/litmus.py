@@ -3,7 +3,7 @@
 An observation is one 4-byte word of payload that was read after its flag had been acquired and compared with the value
 of its round. A case is some rounds of one kind, from every rank to the next:
 
-    messages   many streams in one kernel: words and flag, wait and words, with the instructions of kernels/gpu/sync.py
+    messages   many streams in one kernel: words and flag, wait and words, with the instructions of triton/sync.py
     signals    words into the peer's memory, heap.send_signal; heap.wait_for_signal, read
     pushes     words into the peer's memory, heap.barrier, read
     pulls      words into own memory, heap.barrier, read by the peer

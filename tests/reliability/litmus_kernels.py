@@ -1,6 +1,6 @@
 """Triton kernels of the litmus test: writers and readers of words, with random delays.
 
-How a flag is sent and waited for is what symmoe/kernels/gpu/sync.py does: stores, a barrier of the program, an exchange
+How a flag is sent and waited for is what kernels/triton/sync.py does: stores, a barrier of the program, an exchange
 with release at system scope; `wait_for_words`, a barrier of the program, loads. Every wait has a deadline.
 """
 
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels.gpu.sync import now_ns, wait_for_words
+from symmoe.kernels.triton.sync import now_ns, wait_for_words
 
 FLAG_BYTES = tl.constexpr(64)  # a cache line each, like mailbox slots
 RELEASED, FLAG_FIRST, RELAXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -15,12 +15,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from symmoe.combine.tokens import combine_tokens
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.dispatch.slots import PHASE as SEND
-from symmoe.dispatch.tokens import dispatch_tokens
 from symmoe.errors import StalePlan
 from symmoe.integrations.megatron.buffers import SharedBuffers
+from symmoe.tokens import combine_tokens, dispatch_tokens
 
 _Value = TypeVar("_Value")
 

@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.activations import ScaledActivation, ScaledClampedSwiGLU, ScaledSReLU
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.mlp import fused_mlp
 from symmoe.integrations.megatron.compat import experts_problem, process_groups
-from symmoe.moe.activations import ScaledActivation, ScaledClampedSwiGLU, ScaledSReLU
-from symmoe.moe.grouped_linear import GroupedLinear
-from symmoe.moe.grouped_mlp import fused_mlp
 
 _QUICK_GELU_ALPHA = 1.702
 

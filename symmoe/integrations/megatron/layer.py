@@ -12,7 +12,7 @@ from symmoe.integrations.megatron.buffers import SharedBuffers
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups
 from symmoe.integrations.megatron.dispatcher import DispatchOptions, SymmTokenDispatcher, begun
 from symmoe.integrations.megatron.experts import SymmExperts
-from symmoe.moe.calls import Call, Calls
+from symmoe.moe.listeners import Call, Calls
 
 
 class SymmMoELayer(MoELayer):

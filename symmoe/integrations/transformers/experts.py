@@ -7,17 +7,17 @@ from typing import Literal
 
 import torch
 
+from symmoe.checks.arguments import width_problem
+from symmoe.checks.buffers import dtype_problem
 from symmoe.errors import ArgumentError
+from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.families import Family, StockExperts
 from symmoe.kernels import control
 from symmoe.moe import operators
-from symmoe.moe.arguments import width_problem
-from symmoe.moe.calls import Call, Calls
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.grouped_mlp import GroupedMLP
-from symmoe.moe.step import apply_experts, plan_step
+from symmoe.moe.listeners import Call, Calls
+from symmoe.moe.routed_experts import apply_experts, plan_step
 from symmoe.moe.wrappers import ExpertParallelModule, Replicas
-from symmoe.symm_mem.buffers import dtype_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
 _CHOICES = {"overflow": ("raise", "drop"), "order": ("rank", "slot"), "stash": ("all", "rows", "hidden", "none")}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import nn
 
 from symmoe.errors import ArgumentError
-from symmoe.moe.activations import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
+from symmoe.grouped.activations import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -1,4 +1,4 @@
-"""Gradients of the biases of a grouped GEMM: the definition, in PyTorch. Contract and names as in kernels/gpu/bias.py.
+"""Gradients of the biases of a grouped GEMM: the definition, in PyTorch. Contract as in kernels/triton/bias.py.
 
     N rows in G groups; group g owns rows row_start[g]:row_start[g+1] (row_start int32[G+1]).
     O output features; P packed rows that a dout_index points into.

@@ -1,4 +1,4 @@
-"""Grouped GEMMs over expert-sorted rows: the definition, in PyTorch. Contract and names as in kernels/gpu/gemm.py.
+"""Grouped GEMMs over expert-sorted rows: the definition, in PyTorch. Contract and names as in kernels/triton/gemm.py.
 
     N rows in G groups; group g owns rows row_start[g]:row_start[g+1] (row_start int32[G+1]).
     O, C output and contracted features of the forward GEMM; P packed rows that a row_index points into.

@@ -1,4 +1,4 @@
-"""Grouped GEMMs fused with the activation between them: the definition, in PyTorch. See kernels/gpu/gemm_act.py.
+"""Grouped GEMMs fused with the activation between them: the definition, in PyTorch. See kernels/triton/gemm_act.py.
 
     N rows in G groups, C input features, I FFN width, O output features of the second GEMM; W columns of h.
 

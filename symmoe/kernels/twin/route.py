@@ -1,4 +1,4 @@
-"""Which experts a token goes to: the definition, in PyTorch. See kernels/gpu/route.py."""
+"""Which experts a token goes to: the definition, in PyTorch. See kernels/triton/route.py."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The router's GEMMs: the definition, in PyTorch. See kernels/gpu/router_products.py."""
+"""The router's GEMMs: the definition, in PyTorch. See kernels/triton/router_products.py."""
 
 import torch
 

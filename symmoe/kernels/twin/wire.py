@@ -1,4 +1,4 @@
-"""Rows that travel as bytes, made and taken apart: the definition, in PyTorch. Which bytes: dispatch/wire.py.
+"""Rows that travel as bytes, made and taken apart: the definition, in PyTorch. Which bytes: precision/wire.py.
 
 A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
 """

@@ -1,0 +1,216 @@
+"""The dispatch trip while GEMMs run: rows travel on a branch stream, and what has arrived can be computed in parts.
+
+Every rank sends to the next rank first, then to the one after it, and signals each as soon as its rows are there. So a
+rank can begin with its own rows, go on with those of the rank before it, and so on (`plan.arrivals`), and
+`plan.source_to_rows` says which rows each of these parts has. Same bytes as in send.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from symmoe import kernels
+from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
+from symmoe.dispatch.trip import agreed_fields, token_to_row
+from symmoe.errors import SymmoeError
+from symmoe.kernels import control
+from symmoe.kernels.parts import Division, Part
+from symmoe.symm_mem.heap import SymmetricHeap
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Rows that are on their way.
+
+    Attributes:
+        parts: per source rank, in the order of arrival: rows of the local experts that the current stream may read once
+            the iterator has handed them out, and SMs for what reads them. Together they are all rows. None: all rows
+            are there.
+        row_probs: fp32 [N_cap], complete for the parts that have been handed out; None without probs.
+        row_to_packed_row: int32 [N_cap], likewise.
+    """
+
+    parts: Iterator[Part] | None
+    row_probs: torch.Tensor | None
+    row_to_packed_row: torch.Tensor
+
+
+@contextmanager
+def arriving(
+    x: torch.Tensor,
+    plan: Plan,
+    buffer: torch.Tensor,
+    probs: torch.Tensor,
+    *,
+    layout: str,
+    division: Division,
+) -> Iterator[Arrival]:
+    """Rows, slots and probs of x [T, H] to every rank's `buffer` (on the heap), in forward. Collective.
+
+    Does not synchronise the host. Sets the plan's `packed_to_row` and `row_to_packed_row`.
+
+    Args:
+        layout: of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
+        division: of the SMs, until all rows have been sent.
+    """
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
+    with Slots(plan, probs) as slots, heap.one_call():
+        offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
+        with heap.timed("dispatch"):
+            ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
+            try:
+                slots.push(ready)
+            except Exception as error:
+                _give_up(heap, error)
+                raise
+
+        def receive(source: int, arrived: torch.Tensor) -> None:
+            begin, end = _packed_rows_of(plan, source)
+            slots.index(begin, end, ready, arrived)
+            if layout == "expert-major":
+                ops.fan_out(buffer, slots.packed_to_row, begin, end)
+
+        with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
+            yield Arrival(parts, slots.row_probs, slots.row_to_packed_row)
+
+
+@contextmanager
+def rows_arriving(
+    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, division: Division, gradients: int
+) -> Iterator[Iterator[Part]]:
+    """As :func:`arriving`, rows alone, over a plan that has dispatched: what backward does. Yields the parts.
+
+    gradients: of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
+    """
+    ops, heap = kernels.for_device(x.device), plan.heap
+    agreed = agreed_fields(x, plan, None, layout, "overlapped", gradients=gradients)
+    packed_to_row, _ = plan.received_index()
+
+    def receive(source: int, arrived: torch.Tensor) -> None:
+        if layout == "expert-major":
+            ops.fan_out(buffer, packed_to_row, *_packed_rows_of(plan, source))
+
+    with heap.one_call():
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
+        with _travelling(x, plan, buffer, ready, layout, division, receive) as parts:
+            yield parts
+
+
+def _give_up(heap: SymmetricHeap, error: Exception) -> None:
+    """Of a trip whose signals cannot be sent: peers wait for them, and not for a barrier, where they could be told."""
+    heap.abort(f"{type(error).__name__}: {error}")
+
+
+# What a rank does with rows that have come: (their source rank, what the wait for them returned).
+Receive = Callable[[int, torch.Tensor], None]
+
+
+@contextmanager
+def _travelling(
+    x: torch.Tensor,
+    plan: Plan,
+    buffer: torch.Tensor,
+    ready: torch.Tensor,
+    layout: str,
+    division: Division,
+    receive: Receive,
+) -> Iterator[Iterator[Part]]:
+    """Yields the parts. By the end of the context all rows have been sent and received, also after an exception:
+    peers wait for them, and what they send must not come to memory that is somebody else's by then."""
+    trip = _Trip(x, plan, buffer, ready, layout, division)
+    parts = trip.parts(receive)
+    try:
+        yield parts
+        for _ in parts:  # those that nobody asked for
+            pass
+    except BaseException:
+        try:
+            with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
+                trip.finish()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the one that led here goes on
+            _give_up(plan.heap, error)
+        raise
+    finally:
+        trip.branch.join()
+
+
+class _Trip:
+    """Rows of x on their way: this rank's own on the current stream, the others on a branch."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        plan: Plan,
+        buffer: torch.Tensor,
+        ready: torch.Tensor,
+        layout: str,
+        division: Division,
+    ) -> None:
+        self._x, self._plan, self._buffer, self._ready, self._division = x, plan, buffer, ready, division
+        self._ops, self._token_to_row = kernels.for_device(x.device), token_to_row(plan, layout)
+        self.branch = plan.heap.branch()
+        self._start = self.branch.point()
+        self._others = iter(plan.arrivals[1:])
+        self._sent: dict[int, torch.cuda.Event | None] = {}  # by the source that is waited for after it
+
+    def parts(self, receive: Receive) -> Iterator[Part]:
+        """Rows of each source rank, once the current stream has waited for them and `receive` has been called."""
+        plan, own, timed, num_sms = self._plan, self._plan.heap.rank, self._plan.heap.timed, self._division.num_sms
+        last = plan.arrivals[-1]
+        with timed("dispatch"):
+            self._push(own, None)
+            receive(own, self._ready)
+        yield Part(plan.source_to_rows[own], num_sms)
+        # Not before the own part has been launched: where streams share a hardware queue
+        # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
+        self._send_all()
+        for source in self._others:
+            with timed("dispatch"):
+                receive(source, self._wait(source))
+            # The last peer's rows are waited for after this rank's own last push, see _wait.
+            yield Part(plan.source_to_rows[source], None if source == last else num_sms)
+
+    def finish(self) -> None:
+        """Sends and waits for what is left, and does nothing with it."""
+        self._send_all()
+        for source in self._others:
+            self._wait(source)
+
+    def _send_all(self) -> None:
+        if self._sent:
+            return
+        heap = self._plan.heap
+        with self.branch.after(self._start), heap.timed("dispatch"):
+            for step in range(1, heap.num_ranks):
+                rank = (heap.rank + step) % heap.num_ranks
+                self._push(rank, self._division.num_ctas)
+                heap.send_signal(rank)
+                self._sent[(heap.rank - step) % heap.num_ranks] = self.branch.point()
+
+    def _wait(self, source: int) -> torch.Tensor:
+        # A graph may run branches one after the other, in any order that its edges allow: without this edge, every
+        # rank could wait for pushes that come after the peer's own wait.
+        self.branch.wait_for(self._sent[source])
+        return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
+
+    def _push(self, rank: int, num_ctas: int | None) -> None:
+        self._ops.push_rows(
+            self._x,
+            self._token_to_row,
+            self._plan.heap.peers,
+            self._ready,
+            column=READY_ROWS,
+            ranks=range(rank, rank + 1),
+            num_ctas=num_ctas,
+        )
+
+
+def _packed_rows_of(plan: Plan, source: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [1] each: the first packed row of a source rank, and the one past its last."""
+    start = plan.source_to_packed_start
+    return start[source : source + 1], start[source + 1 : source + 2]

@@ -1,0 +1,167 @@
+"""Activations with a scale per row, as modules between two grouped linear layers.
+
+    out[i] = act(h[i]) * scale[i]
+
+The scale is the router's prob: applied here, before the second GEMM, combining rows is a plain sum. Formulas are in
+symmoe.kernels.activation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from symmoe import kernels
+from symmoe.autograd import Context, Function
+from symmoe.checks.arguments import RowsLike, check_gradient, scale_problem
+from symmoe.checks.buffers import memory_problem, stale_problem
+from symmoe.errors import ArgumentError, StaleLease, raise_for
+from symmoe.kernels import control
+from symmoe.kernels.activation import SRELU, Activation
+
+
+class ScaledActivation(nn.Module):
+    """out = act(h) * scale for the function that `activation` names. Has no parameters.
+
+    Args:
+        activation: which function.
+    """
+
+    num_extra_inputs = 1  # Sequential passes the scale
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Differentiable in both arguments. Not collective; does not synchronise the host.
+
+        Args:
+            h: [..., W] fp32, fp16 or bf16.
+            scale: [...], a factor for each row; computed with in fp32.
+
+        Returns:
+            [..., I] in the dtype of h.
+
+        Raises:
+            ArgumentError, StaleLease: a shape, dtype, layout or device is wrong, or memory has been released.
+        """
+        raise_for(self._problem(h, scale))
+        out: torch.Tensor = _ScaledActivation.apply(h, scale.float(), self.activation)
+        return out
+
+    if TYPE_CHECKING:
+        __call__ = forward  # of which nn.Module says nothing
+
+    def extra_repr(self) -> str:
+        return str(self.activation)
+
+    def _problem(self, h: object, scale: object) -> ArgumentError | StaleLease | None:
+        if not isinstance(h, torch.Tensor) or h.layout is not torch.strided:
+            return memory_problem("h", h)
+        if h.dim() < 1 or h.dtype not in control.DTYPES:
+            return ArgumentError(f"h is {h.dtype} {list(h.shape)}; it must be [..., W] of {control.DTYPES}")
+        if h.shape[-1] % self.activation.hidden_width(self.activation.interleave or 1):
+            unit = self.activation.hidden_width(self.activation.interleave or 1)
+            return ArgumentError(f"h has {h.shape[-1]} columns; {self.activation} needs a multiple of {unit}")
+        return stale_problem("h", h) or scale_problem("scale", scale, RowsLike(h.shape[:-1], h.dtype, h.device))
+
+
+class ScaledSwiGLU(ScaledActivation):
+    """silu(gate) * up * scale, with [gate, up] = h (Shazeer 2020).
+
+    Args:
+        interleave: gate and up features alternate in blocks of this many columns; None: two halves. On GPUs a power
+            of two up to 32.
+    """
+
+    def __init__(self, *, interleave: int | None = None) -> None:
+        super().__init__(Activation(interleave=interleave))
+
+
+class ScaledClampedSwiGLU(ScaledActivation):
+    """(u + offset) * g * sigmoid(alpha * g) * scale, with g = min(gate, limit) and u = clamp(up, -limit, limit).
+
+    The defaults are those of gpt-oss (OpenAI 2025).
+
+    Args:
+        interleave: as in ScaledSwiGLU; gpt-oss checkpoints have 1.
+    """
+
+    def __init__(
+        self, *, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0, interleave: int | None = None
+    ) -> None:
+        super().__init__(Activation(alpha=alpha, limit=limit, offset=offset, interleave=interleave))
+
+
+class ScaledSReLU(ScaledActivation):
+    """relu(h)^2 * scale (So et al. 2021); not gated."""
+
+    def __init__(self) -> None:
+        super().__init__(Activation(kind=SRELU))
+
+
+def interleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch.Tensor:
+    """A weight or bias of FC1 whose gate and up features are two halves, as one with blocks that alternate.
+
+    Args:
+        tensor: [.., 2I, ..], gate features first.
+        block: features per block; I must be a multiple of it.
+        dim: the dimension of the 2I features (-2 of a weight [G, 2I, H], -1 of a bias [G, 2I]).
+
+    Raises:
+        ArgumentError: the dimension is no multiple of two blocks.
+    """
+    shape, dim = _paired(tensor, block, dim)
+    halves = tensor.reshape(*shape[:dim], 2, -1, block, *shape[dim + 1 :])
+    return halves.transpose(dim, dim + 1).reshape(shape)
+
+
+def deinterleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch.Tensor:
+    """The inverse of :func:`interleave_gate_up`."""
+    shape, dim = _paired(tensor, block, dim)
+    pairs = tensor.reshape(*shape[:dim], -1, 2, block, *shape[dim + 1 :])
+    return pairs.transpose(dim, dim + 1).reshape(shape)
+
+
+def _paired(tensor: torch.Tensor, block: int, dim: int) -> tuple[torch.Size, int]:
+    if block < 1 or tensor.shape[dim] % (2 * block):
+        raise ArgumentError(f"dimension {dim} ({tensor.shape[dim]}) must be a multiple of 2 * block ({2 * block})")
+    return tensor.shape, dim % tensor.dim()
+
+
+class _Context(Context, Protocol):
+    activation: Activation
+
+
+class _ScaledActivation(Function):
+    @staticmethod
+    def forward(ctx: _Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation) -> torch.Tensor:
+        h, scale = h.contiguous(), scale.contiguous()
+        ffn = h.shape[-1] // activation.hidden_width(1)
+        out = h.new_empty((*h.shape[:-1], ffn))
+        ops = kernels.for_device(h.device)
+        ops.scaled_activation(h.view(-1, h.shape[-1]), scale.view(-1), out.view(-1, ffn), activation)
+        ctx.save_for_backward(h, scale)
+        ctx.activation = activation
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        check_gradient(d_out)
+        h, scale = ctx.saved_tensors
+        width, ffn = h.shape[-1], d_out.shape[-1]
+        d_h, d_scale = torch.empty_like(h), torch.empty_like(scale)
+        kernels.for_device(h.device).scaled_activation_grad(
+            d_out.contiguous().view(-1, ffn),
+            h.view(-1, width),
+            scale.view(-1),
+            d_h.view(-1, width),
+            d_scale.view(-1),
+            ctx.activation,
+        )
+        return d_h, d_scale, None

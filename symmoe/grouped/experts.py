@@ -1,0 +1,292 @@
+"""FC1, activation times scale, FC2 for all experts of a rank: the fused kernels in their order, without autograd.
+
+H hidden, I ffn, W width of FC1's output (2I if gated), G groups (experts of this rank), N rows sorted by group.
+Nothing here synchronises the host or copies rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from symmoe import kernels
+from symmoe.autograd import Unmodified
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.operands import given
+from symmoe.kernels.parts import Part
+from symmoe.kernels.table import TensorTable
+from symmoe.precision.operands import Operand
+
+
+class Hidden(NamedTuple):
+    """What forward leaves for backward, beside its inputs.
+
+    Attributes:
+        h: [num_rows, W], FC1's output.
+        t1, t2: [num_rows, r], what adapters have made of the rows and of the activation; None without adapters.
+        The others: the transposed weights as operands; None without a recipe.
+    """
+
+    h: torch.Tensor
+    t1: torch.Tensor | None = None
+    t2: torch.Tensor | None = None
+    w1_data: torch.Tensor | None = None
+    w1_scale: torch.Tensor | None = None
+    w1_global_scale: torch.Tensor | None = None
+    w2_data: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w2_global_scale: torch.Tensor | None = None
+
+    @classmethod
+    def with_weights(cls, h: torch.Tensor, w1: Operand | None, w2: Operand | None) -> Hidden:
+        """Where a recipe has quantised the transposed weights; None for what backward has no use for."""
+        missing = (None,) * len(Operand._fields)
+        return cls(h, None, None, *(w1 or missing), *(w2 or missing))
+
+    @property
+    def transposed1(self) -> Operand:
+        """W1 for dgrad."""
+        return Operand(given("w1_data", self.w1_data), given("w1_scale", self.w1_scale), self.w1_global_scale)
+
+    @property
+    def transposed2(self) -> Operand:
+        """W2 for dgrad."""
+        return Operand(given("w2_data", self.w2_data), given("w2_scale", self.w2_scale), self.w2_global_scale)
+
+
+# What a first layer hands to the second: the activation, or where a recipe multiplies, the operands of the product.
+SecondInput = torch.Tensor | tuple[Operand, Operand]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """What the kernels need of the experts, and the order in which they run.
+
+    Attributes:
+        w1, w2: [G, W, H], [G, H, I], packed or as tables.
+        b1, b2: [G, W], [G, H], or None.
+        activation: between the two.
+    """
+
+    w1: torch.Tensor | TensorTable
+    b1: torch.Tensor | None
+    w2: torch.Tensor | TensorTable
+    b2: torch.Tensor | None
+    activation: Activation
+
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
+    ) -> tuple[Hidden, SecondInput]:
+        """h [num_rows, W] = W1 row + b1 and a [num_rows, I] = act(h) * scale, in one kernel per part.
+
+        Args:
+            parts: which rows, one part after the other. None: all at once.
+        """
+        h = x.rows.new_empty((num_rows, self.w1.shape[1]))
+        a = x.rows.new_empty((num_rows, self.w2.shape[2]))
+        for part in (Part(x.row_start),) if parts is None else parts:
+            kernels.for_device(h.device).grouped_gemm_act(
+                x.rows,
+                self.w1,
+                part.rows,
+                x.scale,
+                h,
+                a,
+                self.activation,
+                row_index=x.row_index,
+                bias=self.b1,
+                num_sms=part.num_sms,
+            )
+        return Hidden(h), a
+
+    def second_layer(
+        self,
+        a: SecondInput,
+        hidden: Hidden,
+        x: ExpertRows,
+        out: torch.Tensor,
+        *,
+        zero_tail: bool = False,
+        columns: tuple[int, int] | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """out [N, H] = W2 a + b2 * bias_scale, or only columns of it (the first, and the one past the last)."""
+        kernels.for_device(out.device).grouped_gemm(
+            a,
+            self.w2,
+            x.row_start,
+            out,
+            bias=self.b2,
+            bias_scale=x.bias_scale,
+            zero_tail=zero_tail,
+            columns=columns,
+            num_sms=num_sms,
+        )
+
+    def backward(
+        self,
+        x: ExpertRows,
+        hidden: Hidden,
+        d_out: torch.Tensor,
+        *,
+        parts: Iterable[Part] | None = None,
+        needs_scale: bool = True,
+    ) -> ExpertsBackward:
+        """The backward pass, its first step done."""
+        return ExpertsBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What both directions need to know of the rows.
+
+    Attributes:
+        rows: [., H]; row i is `rows[row_index[i]]`, or `rows[i]` without an index.
+        row_start: int32 [G + 1].
+        scale: fp32 [N], multiplies the activation.
+        bias_scale: fp32 [N], multiplies b2; None is 1.
+        row_index: int32 [N] or None.
+    """
+
+    rows: torch.Tensor
+    row_start: torch.Tensor
+    scale: torch.Tensor
+    bias_scale: torch.Tensor | None = None
+    row_index: torch.Tensor | None = None
+
+    def without_tail(self, num_rows: int) -> ExpertRows:
+        """The first `num_rows` rows, which are all that belong to a group, and maybe some more."""
+        bias_scale = None if self.bias_scale is None else self.bias_scale[:num_rows]
+        rows, row_index = self.rows, self.row_index
+        if row_index is None:
+            rows = rows[:num_rows]
+        else:
+            row_index = row_index[:num_rows]
+        return replace(self, rows=rows, scale=self.scale[:num_rows], bias_scale=bias_scale, row_index=row_index)
+
+
+def experts_forward(
+    x: ExpertRows, weights: ExpertWeights, out: torch.Tensor, *, num_rows: int, zero_tail: bool = False
+) -> Hidden:
+    """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale.
+
+    Args:
+        out: [N, H], written up to row_start[G], and with zeros past it if `zero_tail`.
+        num_rows: rows the intermediates get, at least row_start[G].
+
+    Returns:
+        all that backward needs beside the inputs.
+    """
+    hidden, a = weights.first_layer(x, num_rows=num_rows)
+    weights.second_layer(a, hidden, x, out, zero_tail=zero_tail)
+    return hidden
+
+
+class ExpertsBackward:
+    """Backward of :func:`experts_forward`, in three steps that the caller puts in order.
+
+    Construction runs the first: FC2 dgrad, the activation's gradient, and the sums over rows and features. Then
+    :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all.
+
+    Args:
+        x, weights: of forward.
+        hidden: what forward returned.
+        d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
+        parts: of the first step, as ExpertWeights.first_layer takes them; `d_out` need not be complete before they are.
+        needs_scale: whether anybody will ask for `d_scale`, which is incomplete otherwise.
+
+    Attributes:
+        d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
+            0 in the tail.
+        db1, db2: gradients of the biases; None for those that require none.
+    """
+
+    def __init__(
+        self,
+        x: ExpertRows,
+        weights: ExpertWeights,
+        hidden: Hidden,
+        d_out: torch.Tensor,
+        *,
+        parts: Iterable[Part] | None = None,
+        needs_scale: bool = True,
+    ) -> None:
+        h = hidden.h
+        self._ops = ops = kernels.for_device(h.device)
+        self._x, self._weights, self._d_out = x, weights, d_out
+        self.d_scale = torch.empty(h.shape[0], dtype=torch.float32, device=h.device)
+        self.db1, self.db2 = (
+            torch.empty_like(bias) if bias is not None and bias.requires_grad else None
+            for bias in (weights.b1, weights.b2)
+        )
+        self._to_first_layer(hidden, parts)
+        self._inputs = Unmodified(rows=x.rows, d_out=d_out)  # from here on: until now, rows may have been arriving
+        if weights.b2 is not None:
+            d_out = self._output_gradients()
+            gathered = {"dout_index": x.row_index}
+            if self.db2 is not None:
+                ops.grouped_bias_grad(d_out, x.row_start, self.db2, scale=x.bias_scale, **gathered)
+            if x.bias_scale is not None and needs_scale:
+                ops.grouped_bias_dot(d_out, weights.b2, x.row_start, self.d_scale, accumulate=True, **gathered)
+
+    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+        """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
+        ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
+        num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
+        self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, ffn))
+        numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
+        workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
+        if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows
+            for _ in parts:
+                pass
+            parts = None
+        num_partials = 0
+        for part in (Part(x.row_start),) if parts is None else parts:
+            num_partials = ops.grouped_gemm_dact(
+                self._d_out,
+                weights.w2,
+                part.rows,
+                h,
+                x.scale,
+                self._dh,
+                self._a,
+                self.d_scale,
+                workspace,
+                weights.activation,
+                row_index=x.row_index,
+                dbias=self.db1,
+                num_sms=part.num_sms,
+            )
+        if parts is not None:
+            ops.sum_dact_partials(workspace, x.row_start, self.d_scale, num_partials)
+
+    def _output_gradients(self) -> torch.Tensor:
+        """[., H] in the working dtype; row i is at `row_index[i]`, or at i without an index."""
+        return self._d_out
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
+        """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row)."""
+        self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_start, d_rows, zero_tail=zero_tail)
+
+    def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+        """[G, W, H]; a weight_grad.Compute."""
+        self._inputs.check()
+        x = self._x
+        self._ops.grouped_gemm_wgrad(
+            self._dh, x.rows, x.row_start, out, rows_index=x.row_index, accumulate=accumulate, num_sms=num_sms
+        )
+
+    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+        """[G, H, I]; a weight_grad.Compute."""
+        self._inputs.check()
+        x = self._x
+        self._ops.grouped_gemm_wgrad(
+            self._d_out, self._a, x.row_start, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
+        )
+
+    def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Of adapters, if there are any, in the order in which an autograd function got them."""
+        return ()

@@ -1,0 +1,459 @@
+"""GroupedLinear: y_g = x_g W_g^T + b_g for every group g of rows, with results in buffers of the caller.
+
+G groups (experts of this rank), C input features, O output features. Rows are sorted by group; rows past sum(splits)
+are a tail that is never read: it stays as it is in a buffer of the caller, and is zero in what is allocated here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from symmoe import kernels
+from symmoe.autograd import (
+    Context,
+    Function,
+    GradientBuffer,
+    Unmodified,
+    wrote_into,
+)
+from symmoe.checks.arguments import (
+    RowsLike,
+    check_gradient,
+    gradient_rows,
+    kernel_rows,
+    parameter_dtype_problem,
+    result_buffers_problem,
+    rows_problem,
+    scale_problem,
+    shared_memory_problem,
+    size_problem,
+)
+from symmoe.errors import ArgumentError, StaleLease, raise_for
+from symmoe.grouped import weight_gradients
+from symmoe.grouped.low_rank import low_rank
+from symmoe.grouped.products import NOTHING, products_of, weight_gradient
+from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_start
+from symmoe.grouped.weights import addresses, lay_side_by_side
+from symmoe.kernels.table import TensorTable
+from symmoe.precision.cached_weights import HeldWeight
+from symmoe.precision.operands import precision_problem
+from symmoe.precision.recipes import Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_INDEXED = re.compile(r"(weight|bias)(\d+)")
+
+
+class GroupedLinear(nn.Module):
+    """One linear layer for each group of rows.
+
+    Args:
+        num_groups: G.
+        in_features, out_features: C, O. On GPUs both must be multiples of 8.
+        bias: whether there is a bias [G, O].
+        return_bias: forward returns (y, bias) and does not add the bias.
+        weights: "packed": one parameter `weight` [G, O, C], with views `weight0` .. of its groups. "discrete": G
+            parameters `weight0` .. [O, C]. They are made one after the other in one storage, and as long as they lie
+            so, also after `.to()`, the kernels take them for a packed weight. A trainer may put them anywhere: on GPUs
+            the kernels then find them by their addresses, which is slower. State dicts of either form load into either.
+        accumulate_into_main_grad: the wgrad kernel adds to the fp32 `main_grad` of each weight instead of making
+            `.grad` (see symmoe.grouped.weight_gradients).
+        delay_wgrad: backward leaves the weight gradients to :meth:`backward_dw`.
+        precision: which numbers the three products multiply (docs/precision.md); None: those of the working dtype.
+            Parameters, their gradients and state dicts are the same with all of them. C and O must be multiples of
+            its `feature_multiple`.
+        init_method: fills one group's [O, C] in place; None: uniform with the bound of nn.Linear.
+
+    `holds_experts = True` tells reduce_gradients, and whoever else asks, that the parameters are not data-parallel.
+
+    Raises:
+        ArgumentError: a size is no int or out of range, or the dtype is not one of numbers with a gradient.
+    """
+
+    num_extra_inputs = 1  # Sequential passes the splits
+    holds_experts = True
+    _is_fsdp_managed_module = False  # FSDP sets it
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        weights: Literal["packed", "discrete"] = "packed",
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+        precision: Recipe | None = None,
+        init_method: Callable[[torch.Tensor], object] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        raise_for(size_problem(num_groups=num_groups, in_features=in_features, out_features=out_features))
+        raise_for(parameter_dtype_problem(dtype))
+        if weights not in ("packed", "discrete"):
+            raise ArgumentError(f"weights ({weights!r}) must be 'packed' or 'discrete'")
+        raise_for(precision_problem(precision, in_features=in_features, out_features=out_features))
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.return_bias, self.precision = return_bias, precision
+        self.precision_name = str(precision)  # equal where precisions are, for torch.compile to compare
+        self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
+        self.is_packed = weights == "packed"
+        self.held_weight: HeldWeight | None = None  # symmoe.constant_weights sets it
+        self._init_method = init_method
+        self._delayed: deque[Callable[[], None]] = deque()
+        self._after_backward_dw: list[Callable[[], object]] = []
+        whole = torch.empty((num_groups, out_features, in_features), dtype=dtype, device=device)
+        if self.is_packed:
+            self.weight = nn.Parameter(whole)
+        else:
+            for g, weight in enumerate(whole.unbind(0)):  # in one storage: see packed_view
+                setattr(self, f"weight{g}", nn.Parameter(weight))
+        self.bias = nn.Parameter(whole.new_empty((num_groups, out_features))) if bias else None
+        self._weight_marks: dict[str, object] = {}
+        if delay_wgrad:
+            self.mark_weights(skip_backward_post_hook=True)  # Megatron's DDP: the gradient comes later
+        self.reset_parameters()
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        match = _INDEXED.fullmatch(name)
+        if match and match[1] in self.__dict__.get("_parameters", {}) and int(match[2]) < self.num_groups:
+            packed = self._parameters[match[1]]
+            if packed is not None:
+                return packed[int(match[2])]
+        return super().__getattr__(name)
+
+    def weight_parameters(self) -> tuple[torch.Tensor, ...]:
+        """The one packed weight, or the G discrete ones; of a DTensor this rank's part, differentiable."""
+        return (local_part(self.weight),) if self.is_packed else self._discrete_weights()
+
+    def mark_weights(self, **marks: object) -> None:
+        """Sets attributes of every weight that a trainer reads there. Parameters that take their place get them too."""
+        self._weight_marks |= marks
+        self._restate_marks()
+
+    def held_problem(self) -> ArgumentError | None:
+        """What keeps a forward pass from the weights as symmoe.constant_weights has them, or None."""
+        return None if self.held_weight is None else self.held_weight.problem()
+
+    def adapters(self) -> tuple[torch.Tensor, ...]:
+        """What a subclass adds to W x: A [G, r, C] and B [G, O, r] of B (A x), differentiable; none here."""
+        return ()
+
+    def bias_parameter(self) -> torch.Tensor | None:
+        """The bias, if there is one; of a DTensor this rank's part, differentiable."""
+        return None if self.bias is None else local_part(self.bias)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weights by `init_method`, biases zero if there is one; else both uniform like nn.Linear."""
+        bound, bias = 1 / math.sqrt(self.in_features), self.bias_parameter()
+        if self._init_method is None:
+            for weight in self.weight_parameters():
+                weight.uniform_(-bound, bound)
+            if bias is not None:
+                bias.uniform_(-bound, bound)
+            return
+        for g in range(self.num_groups):
+            self._init_method(getattr(self, f"weight{g}"))
+        if bias is not None:
+            bias.zero_()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        splits: Splits,
+        *,
+        out: torch.Tensor | None = None,
+        grad_input_out: torch.Tensor | None = None,
+        bias_scale: torch.Tensor | None = None,
+        is_first_microbatch: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Applies group g's weight to the g-th run of rows. Not collective; device splits do not synchronise the host.
+
+        Args:
+            x: [..., C] in the dtype of the weights (or any, under autocast); the leading dimensions, flattened, are
+                the rows.
+            splits: integers [G] on the device of x: rows of each group. A list, a NumPy array or a CPU tensor is
+                checked and copied, outside of CUDA-graph capture. Device values are not checked: kernels stay inside
+                the rows.
+            out: [..., O] buffer for the result, e.g. of a heap lease.
+            grad_input_out: [..., C] buffer for the gradient of x. Autograd hands it on as it is to a single producer
+                of x, and copies it for a leaf or a second consumer.
+            bias_scale: [...], a factor on the bias of each row; differentiable.
+            is_first_microbatch: the weight gradient overwrites `main_grad`.
+
+        Returns:
+            [..., O], in the memory of `out` if given; with `return_bias` also the bias [G, O] or None.
+
+        Raises:
+            ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
+        """
+        raise_for(rows_problem("x", x, self) or self.held_problem())
+        raise_for(
+            linear_problem(self, RowsLike.of(x), splits, out, grad_input_out, bias_scale)
+            or shared_memory_problem(out, grad_input_out, (x, splits, bias_scale, *self.parameters()))
+        )
+        x, weights, bias = self.operands(x)
+        call = _Call(
+            linear=self,
+            overwrite_main_grad=is_first_microbatch,
+            trains_x=torch.is_grad_enabled() and x.requires_grad,
+        )
+        row_start = splits_to_row_start(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
+        buffers = (out, grad_input_out)
+        added_bias = None if self.return_bias else bias
+        scale = None if bias_scale is None else bias_scale.float()
+        adapters = (adapter.to(x.dtype) for adapter in self.adapters())
+        y: torch.Tensor = _GroupedLinear.apply(call, buffers, row_start, x, added_bias, scale, *weights, *adapters)
+        return (y, bias) if self.return_bias else y
+
+    def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """x, the weights and the bias in the dtype to compute in: as they are, or autocast's."""
+        bias = self.bias_parameter()
+        if not torch.is_autocast_enabled(x.device.type):
+            return x, self.weight_parameters(), bias
+        dtype = torch.get_autocast_dtype(x.device.type)
+        bias = None if bias is None else bias.to(dtype)
+        return x.to(dtype), tuple(weight.to(dtype) for weight in self.weight_parameters()), bias
+
+    def weight_gradients(
+        self, weights: tuple[torch.Tensor, ...], compute: weight_gradients.Compute, *, overwrite_main_grad: bool
+    ) -> Sequence[torch.Tensor | None]:
+        """What the backward of an autograd function returns for `weights`; runs `compute` now or in backward_dw.
+
+        Args:
+            weights: as :meth:`operands` gave them.
+            compute: launches the wgrad kernel; keeps what it reads alive.
+            overwrite_main_grad: see forward.
+        """
+        if not any(weight.requires_grad for weight in weights):
+            return [None] * len(weights)
+        parameters = self.weight_parameters()
+
+        add = weight_gradients.add_to_main_grad if self.precision is None else weight_gradients.add_packed_to_main_grad
+
+        def to_main_grad() -> list[torch.Tensor | None]:
+            return add(parameters, compute, overwrite=overwrite_main_grad)
+
+        def to_main_grad_later() -> None:
+            # Where autograd would have put the stand-ins: Megatron's DDP looks there before it reduces.
+            for parameter, stand_in in zip(parameters, to_main_grad(), strict=True):
+                if stand_in is not None and parameter.grad is None:
+                    parameter.grad = stand_in
+
+        def to_grad() -> None:
+            weight_gradients.add_to_grad(parameters, weight_gradients.new_gradients(parameters, compute))
+
+        if self.delay_wgrad:
+            self._delayed.append(to_main_grad_later if self.accumulate_into_main_grad else to_grad)
+            return [None] * len(weights)
+        if self.accumulate_into_main_grad:
+            stand_ins = to_main_grad()
+            # A weight that autocast has cast is not the leaf: its gradient goes through the cast.
+            return [None if s is None else s.to(w.dtype) for s, w in zip(stand_ins, weights, strict=True)]
+        return weight_gradients.new_gradients(weights, compute)
+
+    def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """As many tensors as the layer has weights, and those after them."""
+        num_weights = 1 if self.is_packed else self.num_groups
+        return tuple(tensors[:num_weights]), tuple(tensors[num_weights:])
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """Computes the weight gradients of the oldest backward pass that delay_wgrad left out, and adds them.
+
+        To `.grad` or `main_grad`, as autograd would. Does nothing if there is none. Not collective, no host
+        synchronisation.
+
+        Raises:
+            StaleRows: the layer's input or the gradient of its output has been overwritten since.
+        """
+        if not self._delayed:
+            return
+        self._delayed.popleft()()
+        for hook in self._after_backward_dw:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
+        """`hook()` runs after each backward_dw that computed something (Megatron's protocol)."""
+        self._after_backward_dw.append(hook)
+
+    def extra_repr(self) -> str:
+        precision = "" if self.precision is None else f", precision={self.precision}"
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, weights={'packed' if self.is_packed else 'discrete'}{precision}"
+        )
+
+    def _discrete_weights(self) -> tuple[nn.Parameter, ...]:
+        weights = (self._parameters[f"weight{g}"] for g in range(self.num_groups))
+        return tuple(weight for weight in weights if weight is not None)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
+        before = None if self.is_packed else addresses(self._discrete_weights())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self._restate_marks()
+        if self.is_packed:
+            return self
+        weights = self._discrete_weights()
+        after = addresses(weights)
+        # What has moved has got memory of its own. What has not may lie in a trainer's buffer, and stays there.
+        if after is not None and (before is None or all(old != new for old, new in zip(before, after, strict=True))):
+            lay_side_by_side(weights)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
+        for kind in ("weight", "bias"):
+            indexed = [f"{prefix}{kind}{g}" for g in range(self.num_groups)]
+            packed = f"{prefix}{kind}"
+            if kind in self._parameters and all(key in state_dict for key in indexed):
+                state_dict[packed] = torch.stack([state_dict.pop(key) for key in indexed])
+            elif f"{kind}0" in self._parameters and packed in state_dict:
+                whole = state_dict.pop(packed)
+                if whole.shape[:1] == (self.num_groups,):
+                    state_dict.update(zip(indexed, whole.unbind(0), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._restate_marks()  # loading may assign
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self._restate_marks()  # of a copy
+
+    def _restate_marks(self) -> None:
+        if self._weight_marks:
+            for name in ["weight"] if self.is_packed else [f"weight{g}" for g in range(self.num_groups)]:
+                vars(self._parameters[name]).update(self._weight_marks)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, differentiable; any other tensor as it is."""
+    # Not isinstance: torch.distributed.tensor takes long to import, and who has no DTensors need not.
+    return cast("DTensor", parameter).to_local() if hasattr(parameter, "device_mesh") else parameter
+
+
+def linear_problem(
+    linear: GroupedLinear,
+    rows: RowsLike,
+    splits: Splits,
+    out: torch.Tensor | None,
+    grad_input_out: torch.Tensor | None,
+    bias_scale: torch.Tensor | None,
+) -> ArgumentError | StaleLease | None:
+    """What is wrong with any one argument of a forward pass but the rows, or None. Looks at no device memory."""
+    error = splits_problem(splits, num_groups=linear.num_groups, device=rows.device, num_rows=rows.num_rows)
+    if error is None and bias_scale is not None:
+        if linear.bias is None or linear.return_bias:
+            given = list(bias_scale.shape) if isinstance(bias_scale, torch.Tensor) else type(bias_scale).__name__
+            return ArgumentError(f"bias_scale ({given}) needs a bias that is added; {linear} adds none")
+        error = scale_problem("bias_scale", bias_scale, rows)
+    return error or result_buffers_problem(rows, linear.in_features, linear.out_features, out, grad_input_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call of a linear layer hands to autograd beside tensors."""
+
+    linear: GroupedLinear
+    overwrite_main_grad: bool
+    trains_x: bool
+
+
+class _Context(Context, Protocol):
+    call: _Call
+    grad_input_out: GradientBuffer
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        call: _Call,
+        buffers: tuple[torch.Tensor | None, torch.Tensor | None],
+        row_start: torch.Tensor,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        bias_scale: torch.Tensor | None,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        linear, (out, grad_input_out) = call.linear, buffers
+        weights, adapters = linear.split(tensors)
+        x = kernel_rows(x)
+        bias_scale = None if bias_scale is None else bias_scale.contiguous()
+        shape = (*x.shape[:-1], linear.out_features)
+        y = x.new_empty(shape) if out is None else out
+        products = products_of(linear.precision, weights, trains_rows=call.trains_x, held=linear.held_weight)
+        products.forward(
+            x.view(-1, linear.in_features),
+            row_start,
+            y.view(-1, linear.out_features),
+            bias=bias,
+            bias_scale=None if bias_scale is None else bias_scale.view(-1),
+            zero_tail=out is None,
+        )
+        low, t = low_rank(adapters), None
+        if low is not None:
+            t = low.new_rows(math.prod(x.shape[:-1]))
+            low.down(x.view(-1, linear.in_features), row_start, t)
+            low.add_up(t, row_start, y.view(-1, linear.out_features))
+        ctx.save_for_backward(row_start, x, bias, bias_scale, t, *products.kept(), *tensors)
+        ctx.call, ctx.grad_input_out = call, GradientBuffer("grad_input_out", grad_input_out)
+        # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
+        return y if out is None else wrote_into(y).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        check_gradient(d_y)
+        row_start, x, bias, bias_scale, t, *rest = ctx.saved_tensors
+        call = ctx.call
+        linear, ops = call.linear, kernels.for_device(x.device)
+        kept, tensors = tuple(rest[: len(NOTHING)]), rest[len(NOTHING) :]
+        weights, adapters = linear.split(tensors)
+        products = products_of(linear.precision, weights, kept)
+        _, _, _, needs_x, needs_bias, needs_scale, *_ = ctx.needs_input_grad
+        d_y = kernel_rows(d_y).view(-1, linear.out_features)
+        rows = x.view(-1, linear.in_features)
+        d_x = d_bias = d_scale = None
+        low = low_rank(adapters)
+        d_adapters: tuple[torch.Tensor | None, ...] = ()
+        if low is not None:
+            d_t = low.new_rows(rows.shape[0])
+            low.down_gradient(d_y, row_start, d_t)
+            d_adapters = low.gradients(rows, t, d_y, d_t, row_start)
+        if needs_x:
+            d_x = gradient_rows(ctx.grad_input_out, x, d_y)
+            d_rows, zero_tail = d_x.view(-1, linear.in_features), ctx.grad_input_out.tensor is None
+            products.input_gradient(d_y, row_start, d_rows, zero_tail=zero_tail)
+            if low is not None:
+                low.add_up_gradient(d_t, row_start, d_x.view(-1, linear.in_features))
+            d_x = ctx.grad_input_out.hand_on(d_x)
+        if needs_bias:
+            d_bias = torch.empty_like(bias)
+            scale = None if bias_scale is None else bias_scale.view(-1)
+            ops.grouped_bias_grad(d_y, row_start, d_bias, scale=scale)
+        if needs_scale:
+            d_scale = torch.zeros_like(bias_scale)
+            ops.grouped_bias_dot(d_y, bias, row_start, d_scale.view(-1))
+
+        inputs = Unmodified(x=x, d_y=d_y)
+
+        def wgrad(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
+            inputs.check()
+            weight_gradient(linear.precision, d_y, rows, row_start, out, accumulate=accumulate)
+
+        d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=call.overwrite_main_grad)
+        ctx.grad_input_out.end_backward()
+        return None, None, None, d_x, d_bias, d_scale, *d_weights, *d_adapters

@@ -1,0 +1,86 @@
+"""Experts of one shape with the parameters of others: what a step computes with where a module cannot hold it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.mlp import GroupedMLP, adapters_of, split_tensors
+from symmoe.kernels.activation import Activation
+
+_ACTIVATION_FIELDS = tuple(field.name for field in fields(Activation))
+
+
+def without_memory(experts: GroupedMLP) -> GroupedMLP:
+    """Experts of the same shape and activation, on the meta device."""
+    return GroupedMLP(
+        experts.num_groups,
+        experts.hidden,
+        experts.ffn,
+        activation=experts.activation,
+        bias=experts.fc1.bias is not None,
+        weights="packed" if experts.fc1.is_packed else "discrete",
+        precision=experts.precision,
+        device="meta",
+    )
+
+
+def kind(experts: GroupedMLP) -> tuple[object, ...]:
+    """All that tells two experts apart but for their parameters' values."""
+    fc1, fc2 = experts.fc1, experts.fc2
+    sizes = experts.num_groups, experts.hidden, experts.ffn
+    # Its fields, not itself: torch.compile would tell layers apart by whether they share the object.
+    activation = [getattr(experts.activation.activation, name) for name in _ACTIVATION_FIELDS]
+    return (*sizes, *activation, fc1.bias is not None, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
+
+
+class _Given(GroupedLinear):
+    """A layer whose adapters are tensors that it has been given."""
+
+    given_adapters: tuple[torch.Tensor, ...]
+
+    def adapters(self) -> tuple[torch.Tensor, ...]:
+        return self.given_adapters
+
+
+def with_parameters(
+    experts: GroupedMLP,
+    biases: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    adapters: Sequence[torch.Tensor],
+) -> GroupedMLP:
+    """The experts with other tensors for parameters: those that local_parameters returns, or others like them."""
+    stand_in = copy.copy(experts)
+    stand_in._modules = dict(experts._modules)
+    own_weights = split_tensors(experts.fc1, experts.fc2, weights)[:2]
+    for number, (name, own) in enumerate(zip(("fc1", "fc2"), own_weights, strict=True)):
+        linear = copy.copy(getattr(experts, name))
+        linear.__class__ = _Given
+        linear.given_adapters = tuple(adapters[2 * number : 2 * number + 2])
+        names = ["weight"] if linear.is_packed else [f"weight{g}" for g in range(linear.num_groups)]
+        linear._parameters = dict(zip(names, own, strict=True)) | {"bias": biases[number] if biases else None}
+        stand_in._modules[name] = linear
+    return stand_in
+
+
+def local_experts(experts: GroupedMLP) -> GroupedMLP:
+    """Experts whose parameters are this rank's parts, if they are DTensors; else the experts themselves."""
+    if not hasattr(next(experts.parameters()), "device_mesh"):
+        return experts
+    return with_parameters(experts, *local_parameters(experts))
+
+
+def local_parameters(experts: GroupedMLP) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """(biases, weights, adapters) of fc1 and fc2; of DTensors this rank's parts, differentiable.
+
+    Both biases or none, and A1, B1, A2, B2 or none (adapters_of).
+    """
+    linears = experts.fc1, experts.fc2
+    maybe_biases = [linear.bias_parameter() for linear in linears]
+    biases = [bias for bias in maybe_biases if bias is not None]
+    weights = [weight for linear in linears for weight in linear.weight_parameters()]
+    return biases, weights, list(adapters_of(*linears))

@@ -1,0 +1,130 @@
+"""Experts with adapters: the steps of grouped/experts.py with low-rank GEMMs in between, without autograd.
+
+H hidden, I ffn, W width of FC1's output, G groups, r rank, N rows.
+
+    h = W1 x + b1, += B1 (A1 x)        a = act(h) * scale        out = W2 a + b2, += B2 (A2 a)
+
+What adapters add to h comes before the activation, so the kernels that fuse a GEMM with the activation do not fit:
+GEMMs and activation run by themselves, with the same bits where the adapters add zeros. A sum of two GEMMs is rounded
+twice. `a` is computed again in backward, t1 = A1 x and t2 = A2 a [N, r] are kept with h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+
+from symmoe import kernels
+from symmoe.grouped.experts import (
+    ExpertRows,
+    ExpertsBackward,
+    ExpertWeights,
+    Hidden,
+    SecondInput,
+)
+from symmoe.grouped.low_rank import LowRank
+from symmoe.kernels.operands import given
+from symmoe.kernels.parts import Part
+
+
+class _Gathered(TypedDict):
+    row_index: torch.Tensor | None
+    num_sms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeights(ExpertWeights):
+    """Weights of experts, frozen or not, and the adapters of both layers.
+
+    Attributes:
+        low1, low2: of FC1 and FC2.
+    """
+
+    low1: LowRank
+    low2: LowRank
+
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
+    ) -> tuple[Hidden, torch.Tensor]:
+        """As ExpertWeights.first_layer; the activation runs when all parts are there."""
+        ops = kernels.for_device(x.rows.device)
+        h = x.rows.new_empty((num_rows, self.w1.shape[1]))
+        a = x.rows.new_empty((num_rows, self.w2.shape[2]))
+        t1, t2 = self.low1.new_rows(num_rows), self.low2.new_rows(num_rows)
+        for part in (Part(x.row_start),) if parts is None else parts:
+            gathered: _Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            ops.grouped_gemm(x.rows, self.w1, part.rows, h, bias=self.b1, **gathered)
+            self.low1.down(x.rows, part.rows, t1, **gathered)
+            self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
+        ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
+        self.low2.down(a, x.row_start, t2)
+        return Hidden(h, t1, t2), a
+
+    def second_layer(
+        self,
+        a: SecondInput,
+        hidden: Hidden,
+        x: ExpertRows,
+        out: torch.Tensor,
+        *,
+        zero_tail: bool = False,
+        columns: tuple[int, int] | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """As ExpertWeights.second_layer; `out` is where the sum is made."""
+        ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
+        self.low2.add_up(given("t2", hidden.t2), x.row_start, out, columns=columns, num_sms=num_sms)
+
+    def backward(
+        self,
+        x: ExpertRows,
+        hidden: Hidden,
+        d_out: torch.Tensor,
+        *,
+        parts: Iterable[Part] | None = None,
+        needs_scale: bool = True,
+    ) -> AdaptedBackward:
+        """The backward pass, its first step done."""
+        return AdaptedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+
+
+class AdaptedBackward(ExpertsBackward):
+    """Backward of AdaptedWeights; weight gradients, of weights that are not frozen, are those of ExpertsBackward."""
+
+    _weights: AdaptedWeights
+
+    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+        ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
+        num_rows, low2 = h.shape[0], weights.low2
+        self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, weights.w2.shape[2]))
+        scale, da = x.scale[:num_rows], torch.empty_like(self._a)
+        self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
+        self._dt2 = low2.new_rows(num_rows)
+        for part in (Part(x.row_start),) if parts is None else parts:
+            gathered: _Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
+            ops.grouped_gemm_dgrad(self._d_out, weights.w2, part.rows, da, **gathered)
+            low2.down_gradient(self._d_out, part.rows, self._dt2, **gathered)
+            low2.add_up_gradient(self._dt2, part.rows, da, num_sms=part.num_sms)
+        ops.scaled_activation(h, scale, self._a, weights.activation)
+        d_scale = torch.empty_like(self.d_scale)
+        ops.scaled_activation_grad(da, h, scale, self._dh, d_scale, weights.activation)
+        ops.sum_dact_partials(d_scale, x.row_start, self.d_scale, 1)  # the same, with zeros in the tail
+        if self.db1 is not None:
+            ops.grouped_bias_grad(self._dh, x.row_start, self.db1)
+        self._dt1 = weights.low1.new_rows(num_rows)
+        weights.low1.down_gradient(self._dh, x.row_start, self._dt1)
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
+        """As in ExpertsBackward; `d_rows` is where the sum is made."""
+        super().input_gradient(d_rows, zero_tail=zero_tail)
+        self._weights.low1.add_up_gradient(self._dt1, self._x.row_start, d_rows)
+
+    def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """dA1, dB1, dA2, dB2; None for adapters that require none."""
+        x, weights = self._x, self._weights
+        of_first = weights.low1.gradients(x.rows, self._t1, self._dh, self._dt1, x.row_start, rows_index=x.row_index)
+        of_second = weights.low2.gradients(self._a, self._t2, self._d_out, self._dt2, x.row_start, dy_index=x.row_index)
+        return *of_first, *of_second

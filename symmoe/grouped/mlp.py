@@ -1,0 +1,362 @@
+"""GroupedMLP: FC1, activation times scale, FC2, for all experts of a rank, through the fused kernels.
+
+H hidden, I ffn, G groups (experts of this rank), N rows sorted by group. The scale (the router's prob) multiplies the
+activation before FC2, so that combining rows is a plain sum and FC2's output is not needed in backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from symmoe.autograd import (
+    Context,
+    Function,
+    GradientBuffer,
+    wrote_into,
+)
+from symmoe.checks.arguments import (
+    RowsLike,
+    check_gradient,
+    gradient_rows,
+    kernel_rows,
+    result_buffers_problem,
+    rows_problem,
+    scale_problem,
+    shared_memory_problem,
+    size_problem,
+    width_problem,
+)
+from symmoe.errors import ArgumentError, StaleLease, raise_for
+from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU
+from symmoe.grouped.experts import (
+    ExpertRows,
+    ExpertWeights,
+    Hidden,
+    experts_forward,
+)
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.lora_experts import AdaptedWeights
+from symmoe.grouped.low_rank import RANK_MULTIPLE, LowRank
+from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
+from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_start
+from symmoe.grouped.weights import kernel_matrices, packed_weight
+from symmoe.precision.recipes import Recipe
+
+
+class GroupedMLP(nn.Module):
+    """The experts of one rank: for group g, `scale * (W2[g] act(W1[g] x + b1[g]) + b2[g])`.
+
+    Args:
+        num_groups: G, experts on this rank.
+        hidden, ffn: H, I. On GPUs both must be multiples of 8.
+        activation: between the two layers; None is ScaledSwiGLU().
+        bias: whether both layers have one.
+        weights, accumulate_into_main_grad, delay_wgrad, precision: as in GroupedLinear, for both layers.
+
+    Attributes:
+        fc1: GroupedLinear H -> W (W = 2I for gated activations).
+        fc2: GroupedLinear I -> H.
+
+    Raises:
+        ArgumentError: as in GroupedLinear; or `activation` is something else.
+    """
+
+    num_extra_inputs = 2  # Sequential passes the splits and the scale
+
+    def __init__(
+        self,
+        num_groups: int,
+        hidden: int,
+        ffn: int,
+        *,
+        activation: ScaledActivation | None = None,
+        bias: bool = False,
+        weights: Literal["packed", "discrete"] = "packed",
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+        precision: Recipe | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        raise_for(size_problem(num_groups=num_groups, hidden=hidden, ffn=ffn))
+        if activation is not None and not isinstance(activation, ScaledActivation):
+            raise ArgumentError(f"activation ({activation!r}) must be a ScaledActivation, or None")
+        self.num_groups, self.hidden, self.ffn = num_groups, hidden, ffn
+        self.activation = ScaledSwiGLU() if activation is None else activation
+        linear = partial(
+            GroupedLinear,
+            num_groups,
+            bias=bias,
+            weights=weights,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad=delay_wgrad,
+            precision=precision,
+            dtype=dtype,
+            device=device,
+        )
+        self.fc1 = linear(hidden, self.activation.activation.hidden_width(ffn))
+        self.fc2 = linear(ffn, hidden)
+
+    @property
+    def precision(self) -> Recipe | None:
+        """Which numbers the products of both layers multiply."""
+        return self.fc1.precision
+
+    def reset_parameters(self) -> None:
+        """Uniform weights and biases with the bound of nn.Linear, 1 / sqrt(inputs)."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        splits: Splits,
+        row_probs: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        grad_input_out: torch.Tensor | None = None,
+        is_first_microbatch: bool = False,
+    ) -> torch.Tensor:
+        """Applies expert g to the g-th run of rows. Not collective; device splits do not synchronise the host.
+
+        Args:
+            rows: [..., H] sorted by group; rows past sum(splits) are a tail that is never read.
+            splits: as in GroupedLinear.
+            row_probs: [...], scale of each row; computed with in fp32.
+            out: [..., H] buffer for the result, e.g. of a heap lease. Its tail stays as it is.
+            grad_input_out: [..., H] buffer for the gradient of `rows`; likewise.
+            is_first_microbatch: the weight gradients overwrite `main_grad`.
+
+        Returns:
+            [..., H], in the memory of `out` if given; the tail is zero otherwise.
+
+        Raises:
+            ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
+        """
+        return fused_mlp(
+            self.fc1,
+            self.activation,
+            self.fc2,
+            rows,
+            splits,
+            row_probs,
+            scale_bias=True,
+            out=out,
+            grad_input_out=grad_input_out,
+            is_first_microbatch=(is_first_microbatch, is_first_microbatch),
+        )
+
+    if TYPE_CHECKING:
+        __call__ = forward  # of which nn.Module says nothing
+
+    def backward_dw(self) -> None:
+        """GroupedLinear.backward_dw of both layers."""
+        self.fc2.backward_dw()
+        self.fc1.backward_dw()
+
+
+def fused_mlp(
+    fc1: GroupedLinear,
+    activation: ScaledActivation,
+    fc2: GroupedLinear,
+    x: torch.Tensor,
+    splits: Splits,
+    scale: torch.Tensor,
+    *,
+    scale_bias: bool,
+    out: torch.Tensor | None,
+    grad_input_out: torch.Tensor | None,
+    is_first_microbatch: tuple[bool, bool],
+) -> torch.Tensor:
+    """fc2(activation(fc1(x), scale)) through the fused kernels: the same bits, without the rows in between.
+
+    Args:
+        scale_bias: whether `scale` multiplies fc2's bias too.
+        is_first_microbatch: of fc1 and of fc2.
+        The rest: as in GroupedMLP.forward.
+    """
+    raise_for(rows_problem("rows", x, fc1) or width_problem(fc2, x) or fc1.held_problem() or fc2.held_problem())
+    raise_for(
+        mlp_problem(fc1, fc2, RowsLike.of(x), splits, scale, out, grad_input_out)
+        or shared_memory_problem(out, grad_input_out, (x, splits, scale, *fc1.parameters(), *fc2.parameters()))
+    )
+    x, weights1, b1 = fc1.operands(x)
+    _, weights2, b2 = fc2.operands(x)
+    tensors = (x, scale, b1, b2, *weights1, *weights2)
+    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    trains_rows = trains and x.requires_grad
+    call = _Call(
+        fc1=fc1,
+        fc2=fc2,
+        activation=activation,
+        scale_bias=scale_bias and b2 is not None,
+        overwrite_main_grad=is_first_microbatch,
+        trains=(trains_rows, trains),
+    )
+    row_start = splits_to_row_start(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
+    adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2))
+    y: torch.Tensor = _FusedMLP.apply(
+        call, (out, grad_input_out), row_start, x, scale.float(), b1, b2, *weights1, *weights2, *adapters
+    )
+    return y
+
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def split_tensors(fc1: GroupedLinear, fc2: GroupedLinear, tensors: Sequence[torch.Tensor]) -> tuple[Tensors, ...]:
+    """The weights of fc1, those of fc2, and the adapters after them."""
+    weights1, rest = fc1.split(tensors)
+    return weights1, *fc2.split(rest)
+
+
+def adapters_of(fc1: GroupedLinear, fc2: GroupedLinear) -> Tensors:
+    """GroupedLinear.adapters of both layers, A1, B1, A2, B2; none if neither has any.
+
+    Where one layer has some, the other, e.g. because its own are merged, gets zeros.
+    """
+    pairs = fc1.adapters(), fc2.adapters()
+    if not any(pairs):
+        return ()
+    return tuple(adapter for fc, pair in zip((fc1, fc2), pairs, strict=True) for adapter in pair or _zero_adapters(fc))
+
+
+def _zero_adapters(linear: GroupedLinear) -> Tensors:
+    weight = linear.weight_parameters()[0]
+    shapes = (RANK_MULTIPLE, linear.in_features), (linear.out_features, RANK_MULTIPLE)
+    return tuple(weight.new_zeros((linear.num_groups, *shape)) for shape in shapes)
+
+
+def expert_weights(
+    fc1: GroupedLinear,
+    activation: ScaledActivation,
+    fc2: GroupedLinear,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    tensors: Sequence[torch.Tensor],
+    *,
+    trains: tuple[bool, bool],
+    wire: Wire = FULL,
+) -> ExpertWeights:
+    """What a step computes with, of the biases, and of weights and adapters in one row.
+
+    Args:
+        trains: whether backward will ask for the gradient of the rows, and whether there will be one.
+        wire: what the rows have travelled as.
+    """
+    weights1, weights2, adapters = split_tensors(fc1, fc2, tensors)
+    if fc1.precision is not None:
+        if adapters:
+            raise ArgumentError(f"adapters need precision None; {fc1} computes in {fc1.precision}")
+        packed1, packed2 = packed_weight(weights1), packed_weight(weights2)
+        packed = (packed1, biases[0], packed2, biases[1], activation.activation)
+        return QuantizedWeights(*packed, fc1.precision, trains, wire, (fc1.held_weight, fc2.held_weight))
+    w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
+    weights = (w1, biases[0], w2, biases[1], activation.activation)
+    if not adapters:
+        return ExpertWeights(*weights)
+    return AdaptedWeights(*weights, LowRank(*adapters[:2]), LowRank(*adapters[2:]))
+
+
+def mlp_problem(
+    fc1: GroupedLinear,
+    fc2: GroupedLinear,
+    rows: RowsLike,
+    splits: Splits,
+    scale: torch.Tensor,
+    out: torch.Tensor | None,
+    grad_input_out: torch.Tensor | None,
+) -> ArgumentError | StaleLease | None:
+    """What is wrong with any one argument of :func:`fused_mlp` but the rows, or None. Looks at no device memory."""
+    return (
+        splits_problem(splits, num_groups=fc1.num_groups, device=rows.device, num_rows=rows.num_rows)
+        or scale_problem("row_probs", scale, rows)
+        or result_buffers_problem(rows, fc1.in_features, fc2.out_features, out, grad_input_out)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call hands to autograd beside tensors."""
+
+    fc1: GroupedLinear
+    fc2: GroupedLinear
+    activation: ScaledActivation
+    scale_bias: bool
+    overwrite_main_grad: tuple[bool, bool]
+    trains: tuple[bool, bool]
+
+    def operands(
+        self,
+        x: torch.Tensor,
+        row_start: torch.Tensor,
+        scale: torch.Tensor,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        tensors: Sequence[torch.Tensor],
+    ) -> tuple[ExpertRows, ExpertWeights]:
+        """Inputs as the kernels take them."""
+        scale = scale.view(-1)
+        return (
+            ExpertRows(x.view(-1, x.shape[-1]), row_start, scale, scale if self.scale_bias else None),
+            expert_weights(self.fc1, self.activation, self.fc2, (b1, b2), tensors, trains=self.trains),
+        )
+
+
+class _Context(Context, Protocol):
+    call: _Call
+    grad_input_out: GradientBuffer
+
+
+class _FusedMLP(Function):
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        call: _Call,
+        buffers: tuple[torch.Tensor | None, torch.Tensor | None],
+        row_start: torch.Tensor,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        x, scale = kernel_rows(x), scale.contiguous()
+        hidden, (out, grad_input_out) = call.fc2.out_features, buffers
+        y = x.new_empty((*x.shape[:-1], hidden)) if out is None else out
+        rows, experts = call.operands(x, row_start, scale, b1, b2, tensors)
+        kept = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=out is None)
+        ctx.save_for_backward(x, row_start, scale, b1, b2, *kept, *tensors)
+        ctx.call, ctx.grad_input_out = call, GradientBuffer("grad_input_out", grad_input_out)
+        # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
+        return y if out is None else wrote_into(y).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        check_gradient(d_y)
+        x, row_start, scale, b1, b2, *rest = ctx.saved_tensors
+        call = ctx.call
+        hidden, tensors = Hidden(*rest[: len(Hidden._fields)]), rest[len(Hidden._fields) :]
+        weights1, weights2, _ = split_tensors(call.fc1, call.fc2, tensors)
+        rows, experts = call.operands(x, row_start, scale, b1, b2, tensors)
+        step = experts.backward(rows, hidden, kernel_rows(d_y).view(-1, d_y.shape[-1]))
+        d_x = None
+        if ctx.needs_input_grad[3]:
+            d_x = gradient_rows(ctx.grad_input_out, x, d_y)
+            step.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=ctx.grad_input_out.tensor is None)
+            d_x = ctx.grad_input_out.hand_on(d_x)
+        first, second = call.overwrite_main_grad
+        d_w2 = call.fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=second)
+        d_w1 = call.fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=first)
+        d_scale, d_adapters = step.d_scale.view(scale.shape), step.adapter_gradients()
+        ctx.grad_input_out.end_backward()
+        return None, None, None, d_x, d_scale, step.db1, step.db2, *d_w1, *d_w2, *d_adapters

@@ -1,0 +1,140 @@
+"""The activation of experts and its gradient, with results as operands of a recipe: one kernel, or one after the other.
+
+N rows in G groups, I columns of the activation's result, W of h. The kernels that do both (kernels/act_quantized.py)
+give the bits of those that do one thing; for what they do not take, these run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from symmoe import kernels
+from symmoe.kernels import act_quantized
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.parts import Part
+from symmoe.precision.operands import Operand, operand
+from symmoe.precision.products import LowPrecision, product
+
+
+def first_layer(
+    numbers: LowPrecision,
+    arriving: Iterable[tuple[Operand, Part]],
+    weight: Operand,
+    row_start: torch.Tensor,
+    h: torch.Tensor,
+    scale: torch.Tensor,
+    activation: Activation,
+    bias: torch.Tensor | None,
+) -> Operand:
+    """Fills h [N, W] = rows @ weight^T + bias, and returns the rows of act(h) * scale, rounded to the dtype of h.
+
+    arriving: the rows, and a part of them that can be multiplied, one part after the other. Where a kernel makes the
+    quantised activation, it has that of a part when the part has been multiplied.
+    """
+    recipe, ops = numbers.recipe, kernels.for_device(h.device)
+    num_rows, ffn = h.shape[0], h.shape[1] // activation.hidden_width(1)
+    fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(recipe.row_format)
+    quantized = recipe.empty_rows(num_rows, ffn, row_start) if fused else None
+    for rows, part in arriving:
+        product(rows, weight, part.rows, h, bias=bias, num_sms=part.num_sms)
+        if quantized is not None:
+            result = quantized.data, quantized.scale
+            ops.act_quantize(h, scale, part.rows, activation, recipe.row_format, rows=result)
+    if quantized is not None:
+        return operand(quantized)
+    a = h.new_empty((num_rows, ffn))
+    ops.scaled_activation(h, scale, a, activation)
+    return numbers.rows(a, row_start)
+
+
+class HiddenGradients(Protocol):
+    """dh [N, W], and the activation a [N, I] again, as operands. Nothing is computed before it is asked for, or all."""
+
+    def rows(self) -> Operand:
+        """dh, for dgrad."""
+
+    def columns(self) -> Operand:
+        """dh, for wgrad."""
+
+    def activation_columns(self) -> Operand:
+        """a, for wgrad."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    dh_rows: Operand
+    dh_columns: Operand
+    a_columns: Operand
+
+    def rows(self) -> Operand:
+        """See HiddenGradients."""
+        return self.dh_rows
+
+    def columns(self) -> Operand:
+        """See HiddenGradients."""
+        return self.dh_columns
+
+    def activation_columns(self) -> Operand:
+        """See HiddenGradients."""
+        return self.a_columns
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    numbers: LowPrecision
+    row_start: torch.Tensor
+    dh: torch.Tensor
+    a: torch.Tensor
+
+    def rows(self) -> Operand:
+        """See HiddenGradients."""
+        return self.numbers.gradient_rows(self.dh, self.row_start)
+
+    def columns(self) -> Operand:
+        """See HiddenGradients."""
+        return self.numbers.gradient_columns(self.dh, self.row_start)
+
+    def activation_columns(self) -> Operand:
+        """See HiddenGradients."""
+        return self.numbers.columns(self.a, self.row_start)
+
+
+def hidden_gradients(
+    numbers: LowPrecision,
+    da: torch.Tensor,
+    h: torch.Tensor,
+    scale: torch.Tensor,
+    row_start: torch.Tensor,
+    activation: Activation,
+    d_scale: torch.Tensor,
+    db1: torch.Tensor | None,
+) -> HiddenGradients:
+    """From da [N, I]; fills d_scale fp32[N], 0 in the tail, and db1 [G, W], the sum of dh, if there is one."""
+    ops, row_format = kernels.for_device(h.device), numbers.recipe.row_format
+    num_rows, ffn = da.shape
+    takes = act_quantized.takes_dact_quantize(ffn, activation, row_format)
+    if takes and h.dtype in act_quantized.H and db1 is None:  # which needs dh itself
+        numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn)
+        workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
+        recipe = numbers.recipe
+        made = (
+            recipe.empty_rows(num_rows, h.shape[1], row_start),
+            recipe.empty_columns(num_rows, h.shape[1], row_start),
+            recipe.empty_columns(num_rows, ffn, row_start),
+        )
+        rows, columns, a_columns = ((quantized.data, quantized.scale) for quantized in made)
+        results = {"rows": rows, "columns": columns, "a_columns": a_columns}
+        ops.dact_quantize(da, h, scale, row_start, d_scale, workspace, activation, row_format, **results)
+        return _Ready(*map(operand, made))
+    dh, a = torch.empty_like(h), torch.empty_like(da)
+    ops.scaled_activation(h, scale, a, activation)
+    sums = torch.empty_like(d_scale)
+    ops.scaled_activation_grad(da, h, scale, dh, sums, activation)
+    ops.sum_dact_partials(sums, row_start, d_scale, 1)  # the same, with zeros in the tail
+    if db1 is not None:
+        ops.grouped_bias_grad(dh, row_start, db1)
+    return _Full(numbers, row_start, dh, a)

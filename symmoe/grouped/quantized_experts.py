@@ -1,0 +1,223 @@
+"""Experts whose products multiply a recipe's numbers: the steps of grouped/experts.py, without autograd.
+
+H hidden, I ffn, W width of FC1's output, G groups, N rows; q() quantises (precision/products.py).
+
+    h = q(x) q(W1)^T + b1             a = act(h) * scale            out = q(a) q(W2)^T + b2 * scale
+    da = q(d_out) q(W2)               dh = act'(h) ...              d_rows = q(dh) q(W1)
+    dW2 = q(d_out)^T q(a)             dW1 = q(dh)^T q(x)            along tokens
+
+h, a, da and dh are rounded to the working dtype, as between separate modules, so GroupedLinear, activation and
+GroupedLinear give the same bits. Rows that are still on their way are quantised, or taken off the wire, multiplied, and
+activated, part by part where takes_parts says so; a recipe that needs all rows of a group to quantise one waits for
+them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from symmoe import kernels
+from symmoe.grouped.experts import (
+    ExpertRows,
+    ExpertsBackward,
+    ExpertWeights,
+    Hidden,
+    SecondInput,
+)
+from symmoe.grouped.quantized_activation import first_layer, hidden_gradients
+from symmoe.kernels.parts import Part
+from symmoe.kernels.table import TensorTable
+from symmoe.precision.cached_weights import HeldWeight, weight_operands
+from symmoe.precision.operands import Operand, multiply, operand
+from symmoe.precision.products import LowPrecision, product, weight_gradient
+from symmoe.precision.recipes import Recipe
+from symmoe.precision.wire import WireFormat
+
+# Makes an operand of all rows: (rows, row_start, row_index).
+Quantize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Operand]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What rows and gradients have travelled as; None: as themselves."""
+
+    rows: WireFormat | None = None
+    gradients: WireFormat | None = None
+
+
+FULL = Wire()
+
+
+def takes_parts(recipe: Recipe | None) -> bool:
+    """Whether experts compute some rows while others are on their way: an operand's row is made of one row, and lies
+    where that row does. Not so with scales in tiles, and there is no kernel for scales of whole rows."""
+    if recipe is None:
+        return True
+    return recipe.row_format.block is not None and recipe.row_format.scale_dtype == torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeights(ExpertWeights):
+    """Weights of experts in the working dtype, packed, and how they are multiplied.
+
+    Attributes:
+        recipe: of all products.
+        needs_transposed: whether backward will need W1 for dgrad, and whether it will need W2.
+        wire: what rows and gradients arrive as.
+        held: W1 and W2 as operands that several calls share; None: this call makes its own.
+    """
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    recipe: Recipe
+    needs_transposed: tuple[bool, bool]
+    wire: Wire
+    held: tuple[HeldWeight | None, HeldWeight | None] = (None, None)
+
+    def first_layer(
+        self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
+    ) -> tuple[Hidden, SecondInput]:
+        """As ExpertWeights.first_layer, with operands of the second layer, made once for all panels, in place of a."""
+        numbers = LowPrecision(self.recipe)
+        h = self.w1.new_empty((num_rows, self.w1.shape[1]))
+        x = x.without_tail(num_rows)
+        arriving = _arriving(numbers.rows, self, self.wire.rows, x.rows, x, parts)
+        (w1, transposed1), (w2, transposed2) = (
+            weight_operands(numbers, weight, transposed=is_needed, held=held)
+            for weight, is_needed, held in zip((self.w1, self.w2), self.needs_transposed, self.held, strict=True)
+        )
+        a = first_layer(numbers, arriving, w1, x.row_start, h, x.scale, self.activation, self.b1)
+        return Hidden.with_weights(h, transposed1, transposed2), (a, w2)
+
+    def second_layer(
+        self,
+        a: SecondInput,
+        hidden: Hidden,
+        x: ExpertRows,
+        out: torch.Tensor,
+        *,
+        zero_tail: bool = False,
+        columns: tuple[int, int] | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """As ExpertWeights.second_layer."""
+        num_rows = hidden.h.shape[0]
+        x = x.without_tail(num_rows)
+        assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
+        product(
+            *a,
+            x.row_start,
+            out[:num_rows],
+            bias=self.b2,
+            bias_scale=x.bias_scale,
+            zero_tail=zero_tail,
+            columns=columns,
+            num_sms=num_sms,
+        )
+
+    def backward(
+        self,
+        x: ExpertRows,
+        hidden: Hidden,
+        d_out: torch.Tensor,
+        *,
+        parts: Iterable[Part] | None = None,
+        needs_scale: bool = True,
+    ) -> QuantizedBackward:
+        """The backward pass, its first step done."""
+        x = x.without_tail(hidden.h.shape[0])
+        return QuantizedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
+
+
+class QuantizedBackward(ExpertsBackward):
+    """Backward of QuantizedWeights. What has travelled quantised is dequantised for weight and bias gradients."""
+
+    _weights: QuantizedWeights
+
+    def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
+        x, weights, h = self._x, self._weights, hidden.h
+        self._numbers, self._dtype = LowPrecision(weights.recipe), h.dtype
+        self._transposed1 = None if hidden.w1_data is None else hidden.transposed1
+        quantize, received = self._numbers.gradient_rows, self._received_gradients()
+        da = h.new_empty((h.shape[0], weights.w2.shape[2]))
+        for d_out, part in _arriving(quantize, weights, weights.wire.gradients, received, x, parts):
+            multiply(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
+        self._gradients = hidden_gradients(
+            self._numbers, da, h, x.scale, x.row_start, weights.activation, self.d_scale, self.db1
+        )
+
+    def _output_gradients(self) -> torch.Tensor:
+        wire = self._weights.wire.gradients
+        received = self._received_gradients()
+        return received if wire is None else wire.decode(received, self._dtype)
+
+    def _received_gradients(self) -> torch.Tensor:
+        """Without a tail that h does not have, where row i is at i."""
+        return self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
+
+    def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
+        """See ExpertsBackward."""
+        assert self._transposed1 is not None  # forward has known of this
+        dh, d_rows = self._gradients.rows(), d_rows[: self._x.scale.shape[0]]
+        multiply(dh, self._transposed1, self._x.row_start, d_rows, zero_tail=zero_tail)
+        self._transposed1 = None  # weight gradients have no use for it, and may be left for much later
+
+    def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+        """See ExpertsBackward; `out` is packed."""
+        self._inputs.check()
+        x, wire = self._x, self._weights.wire.rows
+        if wire is None:
+            right = self._numbers.columns(x.rows, x.row_start, x.row_index)
+        else:
+            right = operand(wire.columns(x.rows, x.row_start, self._dtype, x.row_index))
+        weight_gradient(self._gradients.columns(), right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
+
+    def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
+        """See ExpertsBackward; `out` is packed."""
+        self._inputs.check()
+        x, wire = self._x, self._weights.wire.gradients
+        if wire is None:
+            left = self._numbers.gradient_columns(self._received_gradients(), x.row_start, x.row_index)
+        else:
+            left = operand(wire.columns(self._received_gradients(), x.row_start, self._dtype, x.row_index))
+        right = self._gradients.activation_columns()
+        weight_gradient(left, right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
+
+
+def _arriving(
+    quantize: Quantize,
+    weights: QuantizedWeights,
+    wire: WireFormat | None,
+    received: torch.Tensor,
+    x: ExpertRows,
+    parts: Iterable[Part] | None,
+) -> Iterable[tuple[Operand, Part]]:
+    """The operand of received rows or gradients, and a part of it that is there, one part after the other.
+
+    Without parts, or where the recipe does not take them, all rows are one, for which `quantize` is called.
+    """
+    if parts is not None and takes_parts(weights.recipe):
+        return _part_by_part(weights, wire, received, x, parts)
+    deque(() if parts is None else parts, maxlen=0)  # waits
+    if wire is None:
+        rows = quantize(received, x.row_start, x.row_index)
+    else:
+        rows = operand(wire.quantized(received, x.row_start, x.row_index))
+    return ((rows, Part(x.row_start)),)
+
+
+def _part_by_part(
+    weights: QuantizedWeights, wire: WireFormat | None, received: torch.Tensor, x: ExpertRows, parts: Iterable[Part]
+) -> Iterator[tuple[Operand, Part]]:
+    recipe, ops = weights.recipe, kernels.for_device(received.device)
+    rows = recipe.empty_rows(x.scale.shape[0], weights.w1.shape[2], x.row_start)
+    for part in parts:
+        if wire is None:
+            ops.quantize_rows(received, part.rows, rows.data, rows.scale, recipe.row_format, row_index=x.row_index)
+        else:
+            wire.unpack(received, part.rows, rows, x.row_index)
+        yield operand(rows), part

@@ -1,0 +1,113 @@
+"""Where the gradient of grouped weights goes: `.grad`, a trainer's fp32 `main_grad`, now or later.
+
+The protocol of `main_grad` is that of Megatron-style trainers: a parameter has an fp32 `main_grad` (or a method
+`get_main_grad`), into which the wgrad kernel accumulates. `overwrite_main_grad` on the parameter, or a call on the
+first micro-batch, makes it overwrite instead. A parameter that has `grad_added_to_main_grad` gets it set to True, and
+a gradient of zeros, so that the trainer's hooks on `.grad` still run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.grouped.weights import in_one_piece, kernel_matrices, packed_shape
+from symmoe.kernels.table import TensorTable
+
+# compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
+Compute = Callable[[torch.Tensor | TensorTable, bool], None]
+
+
+def new_gradients(parameters: Sequence[torch.Tensor], compute: Compute) -> list[torch.Tensor]:
+    """Gradients of one packed [G, O, C] parameter, or of G [O, C] parameters as views of one buffer."""
+    buffer = torch.empty(packed_shape(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+    compute(buffer, False)
+    return [buffer] if len(parameters) == 1 and parameters[0].dim() == 3 else list(buffer.unbind(0))
+
+
+def add_to_main_grad(
+    parameters: Sequence[torch.Tensor], compute: Compute, *, overwrite: bool
+) -> list[torch.Tensor | None]:
+    """Runs the kernel on the parameters' `main_grad`; returns what autograd gets in place of gradients.
+
+    Raises:
+        ArgumentError: a parameter has no `main_grad`, or not one that the kernel can write to.
+    """
+    targets, overwrite = _main_grads(parameters, overwrite)
+    (target,) = kernel_matrices({"main_grad": targets})
+    compute(target, not overwrite)
+    return [_stand_in(parameter) for parameter in parameters]
+
+
+def add_packed_to_main_grad(
+    parameters: Sequence[torch.Tensor], compute: Compute, *, overwrite: bool
+) -> list[torch.Tensor | None]:
+    """As :func:`add_to_main_grad`, for kernels that write into packed tensors alone: gradients of parameters whose
+    `main_grad`s lie anywhere are computed beside them, and added in fp32, as the kernel would."""
+    targets, overwrite = _main_grads(parameters, overwrite)
+    packed = in_one_piece(targets)
+    if packed is not None:
+        compute(packed, not overwrite)
+    else:
+        gradients = torch.empty(packed_shape(parameters), dtype=torch.float32, device=targets[0].device)
+        compute(gradients, False)
+        add = torch._foreach_copy_ if overwrite else torch._foreach_add_
+        add(targets, list(gradients.unbind(0)))
+    return [_stand_in(parameter) for parameter in parameters]
+
+
+def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """What autograd does at a leaf: the first gradient is kept, later ones are added."""
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+
+def _main_grads(parameters: Sequence[torch.Tensor], overwrite: bool) -> tuple[list[torch.Tensor], bool]:
+    """Where gradients of all groups go, and whether they overwrite what is there."""
+    # The kernel computes a gradient for every group; that of a frozen parameter goes nowhere.
+    targets = [_main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters]
+    return targets, overwrite or getattr(parameters[0], "overwrite_main_grad", False)
+
+
+def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
+    getter = getattr(parameter, "get_main_grad", None)  # FSDP makes the tensor when it is asked for
+    main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None) if getter is None else getter()
+    if main_grad is None:
+        raise ArgumentError(
+            f"main_grad is missing on a weight of shape {list(parameter.shape)}, but accumulate_into_main_grad is True"
+        )
+    wanted = (tuple(parameter.shape), torch.float32, parameter.device)
+    if (tuple(main_grad.shape), main_grad.dtype, main_grad.device) != wanted or not main_grad.is_contiguous():
+        raise ArgumentError(
+            f"main_grad is {main_grad.dtype} {list(main_grad.shape)} with strides {list(main_grad.stride())} on "
+            f"{main_grad.device}; it must be contiguous torch.float32 {list(parameter.shape)} on {parameter.device}"
+        )
+    return main_grad
+
+
+def _stand_in(parameter: torch.Tensor) -> torch.Tensor | None:
+    if not parameter.requires_grad or not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        # The shared zeros must not come out of a graph's memory.
+        return parameter.new_zeros(()).expand(parameter.shape)
+    key = tuple(parameter.shape), parameter.dtype, parameter.device
+    if _zeros(*key)._version:  # somebody has written into their gradient
+        _zeros.cache_clear()
+    return _zeros(*key).detach()
+
+
+@functools.lru_cache(maxsize=16)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Shared by all parameters of a shape: trainers drop these gradients at once, and layers come by the dozen.
+    return torch.zeros(shape, dtype=dtype, device=device)

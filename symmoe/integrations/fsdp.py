@@ -1,0 +1,235 @@
+"""A model with MoE layers on a device mesh: experts as DTensors, FSDP2 or DDP around them, gradients scaled right.
+
+W ranks train together. The mesh cuts them into EP groups of `ep` ranks; what it has besides `ep` are the D = W / ep
+replicas of every expert:
+
+    init_device_mesh(device, (D, ep), mesh_dim_names=("efsdp", "ep"))
+    init_device_mesh(device, (r, D / r, ep), mesh_dim_names=("replicate", "efsdp", "ep"))     hybrid sharding
+
+Expert weights become DTensors of the global shape [E, ...], `Shard(0)` on `ep`: rank r of an EP group holds the experts
+that its kernels use. FSDP shards them once more over the replicas, dense parameters over all W ranks.
+
+Gradients. With a loss that is a mean over each rank's own tokens, both kinds of parameter want the sum over all tokens
+divided by W. Dense parameters get that from FSDP's average over W ranks. An expert's gradient is the sum over its EP
+group's tokens before anything is reduced; its replicas are D ranks, and an average over D would be `ep` times too
+large, so the divisor is set to W. (symmoe.training.gradients has the same argument for models without DTensors.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from symmoe.errors import ArgumentError, raise_for
+from symmoe.moe.layer import MoELayer, MoEMetrics
+from symmoe.moe.ownership import trainable
+from symmoe.moe.router import RouterOutput
+from symmoe.moe.wrappers import gradients_elsewhere, join_ddp, prepare_for_ddp
+
+EP = "ep"
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    dense_mesh: DeviceMesh | None = None,
+    units: Iterable[nn.Module] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    gradient_divide_factor: float | None = None,
+) -> nn.Module:
+    """Puts a model that was built on this rank under FSDP2, in place: experts over `mesh`, the rest over all its ranks.
+
+    Every MoELayer becomes an FSDP unit of its experts alone; its router (always fp32) and its shared expert are units
+    of their own. Experts are sharded over the replicas on dimension 0, or on the next dimension that divides evenly
+    where a rank has too few of them. Collective over the mesh; build the optimizer afterwards.
+
+    Args:
+        model: parameters of replicas must hold the same values; FSDP does not broadcast.
+        mesh: with a dimension "ep", whose group is that of every layer's heap, and one or two others.
+        dense_mesh: where dense parameters are sharded: 1 dimension, or 2 for hybrid sharding. None: all ranks.
+        units: modules to shard one by one, the rest of the model being the last unit. None: the elements of its
+            outermost ModuleLists.
+        mp_policy: of all units; the router keeps its fp32 weights.
+        reshard_after_forward: free the gathered parameters of all but the last unit between forward and backward.
+        gradient_divide_factor: by what the sum over all tokens' gradients is divided; None: W, for losses that are a
+            mean over each rank's tokens. 1.0 for losses that are already divided by the tokens of all ranks.
+
+    Returns:
+        the model.
+
+    Raises:
+        ArgumentError: the mesh does not fit the heaps or the other mesh, or the experts cannot be sharded so. The same
+            on all ranks.
+    """
+    mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    replicas = _replica_names(mesh)
+    dense_mesh = mesh._flatten("symmoe_dense") if dense_mesh is None else dense_mesh
+    if dense_mesh.size() != mesh.size():
+        raise ArgumentError(f"dense_mesh has {dense_mesh.size()} ranks; it must have the {mesh.size()} of mesh")
+    if torch.float16 in (mp_policy.param_dtype, mp_policy.reduce_dtype) and mp_policy.reduce_dtype != torch.float32:
+        raise ArgumentError(f"mp_policy.reduce_dtype ({mp_policy.reduce_dtype}) must be torch.float32 with float16")
+    divisor = mesh.size() if gradient_divide_factor is None else gradient_divide_factor
+    units = list(_outermost_units(model) if units is None else units)
+    _make_outputs_known()
+    layers = shard_experts(model, mesh[EP])
+    free = reshard_after_forward
+    # Not output_dtype: the layer's second output is an fp32 loss.
+    expert_policy = dataclasses.replace(mp_policy, output_dtype=None)
+    expert_mesh = mesh[replicas]
+    for layer in layers:
+        # The router computes in fp32 from the tokens as they come.
+        keep_fp32 = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
+        if layer.router is not None:
+            fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
+        if layer.shared_expert is not None and any(True for _ in layer.shared_expert.parameters()):
+            fully_shard(layer.shared_expert, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
+        placement = partial(_expert_placement, num_shards=expert_mesh.size(expert_mesh.ndim - 1))
+        sharded = fully_shard(
+            layer,
+            mesh=expert_mesh,
+            shard_placement_fn=placement,
+            reshard_after_forward=free,
+            mp_policy=expert_policy,
+        )
+        _divide_gradients(sharded, expert_mesh, divisor)
+    for unit in units:
+        if not isinstance(unit, FSDPModule):
+            fully_shard(unit, mesh=dense_mesh, reshard_after_forward=free, mp_policy=mp_policy)
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mesh=dense_mesh, mp_policy=mp_policy)  # stays gathered: backward begins with it
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and not isinstance(module, MoELayer):
+            _divide_gradients(module, dense_mesh, divisor)
+    return model
+
+
+def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> DistributedDataParallel:
+    """Plain DDP for the dense parameters, and the experts as they are: spread over `ep`, summed over their replicas.
+
+    Experts become DTensors (for checkpoints) and are left out of DDP's buckets. Their gradients are scaled as they
+    come, and averaged over the replicas when they are complete; DDP's `no_sync` holds for both kinds. Collective.
+
+    Args:
+        model: expert weights are broadcast over the replicas, as DDP does with dense parameters.
+        mesh: as in :func:`parallelize`.
+        ddp_options: for DistributedDataParallel.
+
+    Raises:
+        ArgumentError: as in :func:`parallelize`.
+    """
+    replicas = mesh[_replica_names(mesh)]
+    shard_experts(model, mesh)
+    group = (replicas if replicas.ndim == 1 else replicas._flatten("symmoe_replicas")).get_group()
+    prepare_for_ddp(model, expert_group=group)
+    everybody = mesh._flatten("symmoe_dense").get_group()
+    ddp = DistributedDataParallel(model, process_group=everybody, **ddp_options)
+    raise_for(join_ddp(ddp))
+    return ddp
+
+
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[MoELayer]:
+    """Makes the expert parameters of every MoELayer DTensors of global shape [E, ...], in place. Local.
+
+    Args:
+        mesh: with a dimension "ep", on which they are `Shard(0)`; on other dimensions they are `Replicate()`. The local
+            tensors are the parameters' own memory.
+
+    Returns:
+        the layers.
+
+    Raises:
+        ArgumentError: there is no MoELayer, or one does not fit.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    if not layers:
+        raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer to put on mesh {mesh.mesh_dim_names}")
+    names = mesh.mesh_dim_names or ()
+    for layer in layers:
+        _check_layer(layer, mesh[EP] if mesh.ndim > 1 else mesh)
+    placements = [Shard(0) if name == EP else Replicate() for name in names]
+    for layer in layers:
+        for linear in (layer.experts.fc1, layer.experts.fc2):
+            for name, parameter in list(linear.named_parameters()):
+                whole = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
+                setattr(linear, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    return layers
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """Dense and expert parameters as two groups of an optimizer.
+
+    Under :func:`data_parallel` only experts are DTensors, and foreach and fused optimizers refuse groups of both kinds.
+    """
+    dense, experts = trainable(model)
+    return [{"params": dense}, {"params": experts}]
+
+
+def _replica_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    names = tuple(mesh.mesh_dim_names or ())
+    others = tuple(name for name in names if name != EP)
+    if EP not in names or len(others) not in (1, 2):
+        raise ArgumentError(f"mesh has dimensions {names}; it must have '{EP}' and one or two others, e.g. 'efsdp'")
+    return others
+
+
+def _check_layer(layer: MoELayer, ep_mesh: DeviceMesh) -> None:
+    heap, linear = layer.heap, layer.experts.fc1
+    if (heap.num_ranks, heap.rank) != (ep_mesh.size(), ep_mesh.get_local_rank()):
+        raise ArgumentError(
+            f"the heap's group has {heap.num_ranks} ranks and this is rank {heap.rank}; '{EP}' of the mesh has "
+            f"{ep_mesh.size()} and this is {ep_mesh.get_local_rank()}: build the heap over mesh.get_group('{EP}')"
+        )
+    if not linear.is_packed:
+        raise ArgumentError("experts.fc1.weights ('discrete') must be 'packed': a DTensor holds all experts of a rank")
+    raise_for(gradients_elsewhere(layer.experts))
+    if any(isinstance(parameter, DTensor) for parameter in layer.experts.parameters()):
+        raise ArgumentError("the experts of a layer are DTensors already; a model is put on a mesh once")
+
+
+def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
+    """The first dimension of the local part that FSDP can cut evenly."""
+    shape = _local(parameter).shape
+    for dim, size in enumerate(shape):
+        if size % num_shards == 0:
+            return Shard(dim)
+    raise ArgumentError(f"no dimension of an expert weight {list(shape)} is divisible by the {num_shards} replicas")
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The local part of an expert's parameter or gradient: DTensors, which torch's annotations do not say."""
+    return cast(DTensor, tensor).to_local()
+
+
+def _divide_gradients(module: FSDPModule, mesh: DeviceMesh, divisor: float) -> None:
+    module.set_gradient_divide_factor(float(divisor))
+    # NCCL multiplies while it sums. Other backends cannot, and FSDP then divides afterwards; with one shard it always
+    # divides itself, and being told to do so would make it divide twice (torch 2.13).
+    if mesh.device_type == "cpu" and mesh.size(mesh.ndim - 1) > 1:
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _outermost_units(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        elif not isinstance(child, MoELayer):
+            yield from _outermost_units(child)
+
+
+def _make_outputs_known() -> None:
+    """FSDP looks for the tensors of a module's output, to be told when their backward begins."""
+    for output in (RouterOutput, MoEMetrics):
+        if output not in pytree.SUPPORTED_NODES:
+            pytree.register_dataclass(output)

@@ -1,0 +1,108 @@
+"""Triton kernels for NVIDIA GPUs: the names, signatures and results of the twins."""
+
+from symmoe.kernels.low_precision.act_quantized import act_quantize, dact_quantize
+from symmoe.kernels.low_precision.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
+from symmoe.kernels.low_precision.quantize import (
+    group_amax,
+    quantize_columns,
+    quantize_rows,
+    quantize_weight_pairs,
+    quantize_weights,
+)
+from symmoe.kernels.low_precision.scale_tiles import swizzle_group_scales, unswizzle_group_scales
+from symmoe.kernels.low_precision.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
+from symmoe.kernels.low_precision.wire import (
+    decode_rows,
+    encode_rows,
+    requantize_columns,
+    unpack_rows,
+)
+from symmoe.kernels.triton.activation import scaled_activation, scaled_activation_grad
+from symmoe.kernels.triton.bias import grouped_bias_dot, grouped_bias_grad
+from symmoe.kernels.triton.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from symmoe.kernels.triton.gemm_act import (
+    dact_workspace_numel,
+    grouped_gemm_act,
+    grouped_gemm_dact,
+    sum_dact_partials,
+)
+from symmoe.kernels.triton.plan import (
+    assign_packed_rows,
+    assign_rows,
+    count_slots,
+    lay_out,
+    send_counts,
+    split_by_source,
+)
+from symmoe.kernels.triton.pointers import copy_host_to_device, read_addresses, swizzle_scales
+from symmoe.kernels.triton.route import select_experts
+from symmoe.kernels.triton.router_products import router_gemm, router_gemm_grads
+from symmoe.kernels.triton.splits import splits_to_row_start
+from symmoe.kernels.triton.sync import barrier, send_signal, wait_for_signal
+from symmoe.kernels.triton.tokens import (
+    fan_out,
+    gather_values,
+    index_rows,
+    pre_reduce,
+    pull_rows,
+    pull_sums,
+    pull_values,
+    push_rows,
+    push_slots,
+)
+
+__all__ = [
+    "act_quantize",
+    "assign_packed_rows",
+    "assign_rows",
+    "barrier",
+    "copy_host_to_device",
+    "count_slots",
+    "dact_quantize",
+    "dact_workspace_numel",
+    "decode_rows",
+    "encode_rows",
+    "fan_out",
+    "gather_values",
+    "group_amax",
+    "grouped_bias_dot",
+    "grouped_bias_grad",
+    "grouped_gemm",
+    "grouped_gemm_act",
+    "grouped_gemm_dact",
+    "grouped_gemm_dgrad",
+    "grouped_gemm_fp8",
+    "grouped_gemm_scaled",
+    "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_fp8",
+    "grouped_gemm_wgrad_scaled",
+    "index_rows",
+    "lay_out",
+    "pre_reduce",
+    "pull_rows",
+    "pull_sums",
+    "pull_values",
+    "push_rows",
+    "push_slots",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_weight_pairs",
+    "quantize_weights",
+    "read_addresses",
+    "requantize_columns",
+    "router_gemm",
+    "router_gemm_grads",
+    "scaled_activation",
+    "scaled_activation_grad",
+    "select_experts",
+    "send_counts",
+    "send_signal",
+    "split_by_source",
+    "splits_to_row_start",
+    "sum_dact_partials",
+    "swizzle_group_scales",
+    "swizzle_scales",
+    "unpack_rows",
+    "unswizzle_group_scales",
+    "wait_for_signal",
+]

@@ -1,0 +1,474 @@
+"""grouped_gemm_act of contiguous rows and the GEMM of grouped_gemm_dact for Hopper. Same bits of h, a, dh as Triton's.
+
+The formulas are those of triton/activation.py, on the same rounded numbers. Two features of 16 bits share a register
+(int32) from memory to arithmetic: left to itself, the compiler keeps one in each.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.hopper.gemm import (
+    NUM_WARPS,
+    describe,
+    describe_ragged,
+    describe_rows,
+    describe_weight,
+    grid,
+)
+from symmoe.kernels.hopper.pipeline import (
+    BLOCK_K,
+    CHUNK,
+    Pipeline,
+    run,
+    store_chunk,
+    write_dump,
+)
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.triton.activation import (
+    SUM_COLUMNS,
+    SUM_STEPS,
+    act_slopes,
+    act_value,
+    add_neighbours,
+    scale_terms,
+)
+from symmoe.kernels.triton.gemm import end_of_rows
+
+# The epilogue by another warpgroup, by two warps of another, or beside the other tile's products.
+SEPARATE = {
+    "instruction_n": 128,
+    "finish_warps": 4,
+    "multiply_registers": 160,
+    "finish_registers": 144,
+    "load_registers": 48,
+}
+GATHERED = SEPARATE | {"finish_registers": 128, "load_registers": 64}
+TWO_WARPS = {"finish_warps": 2, "multiply_registers": 160, "finish_registers": 184, "load_registers": 184}
+ALTERNATE = {"alternate": True, "block_n": 128, "tile_columns": 128, "instruction_n": 128, "stages": 5}
+LONG_PRODUCT = 4096  # contracted features, from which on two warps finish dact before the next tile's products
+WIDE_OUTPUT = 8192  # features, from which on wider tiles of FC1 save more than alternating ones
+
+PAIRS = gl.constexpr(32)  # of features in a chunk's row
+ROWS_PER_WARP = gl.constexpr(8)  # of a piece of a chunk
+
+
+@gluon.jit
+def unpack(pair, DTYPE: gl.constexpr):
+    """Both features of pairs, in fp32."""
+    if DTYPE == gl.bfloat16:
+        low = (pair << 16).to(gl.float32, bitcast=True)
+        high = (pair & -65536).to(gl.float32, bitcast=True)
+    else:
+        low, high = gl.inline_asm_elementwise(
+            "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",
+            "=f,=f,r",
+            [pair],
+            dtype=(gl.float32, gl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return low, high
+
+
+@gluon.jit
+def pack(low, high, DTYPE: gl.constexpr):
+    """Pairs of rounded features."""
+    if DTYPE == gl.bfloat16:
+        instruction: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    else:
+        instruction: gl.constexpr = "cvt.rn.f16x2.f32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(instruction, "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def piece_lanes():
+    """Rows and pairs of a piece: 16 bytes of a row to a thread, whole lines of 128 bytes to 8 threads."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, ROWS_PER_WARP * gl.num_warps(), gl.SliceLayout(1, layout))
+    return row, gl.arange(0, PAIRS, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def piece_mask(row, pair, first_row, end, first_pair, PIPE: gl.constexpr):
+    """Mask of what of a piece lies in the group and in the matrix."""
+    mask = (first_row + row < end)[:, None]
+    if PIPE.columns % PIPE.tile_columns != 0:
+        mask = mask & (pair < PIPE.columns // 2 - first_pair)[None, :]
+    return mask
+
+
+@gluon.jit
+def piece_pointers(matrix, row, pair, first_row, first_pair, WIDTH: gl.constexpr):
+    """Pointers to the pairs of a piece of a matrix of WIDTH features."""
+    first = matrix + (first_row.to(gl.int64) * (WIDTH // 2) + first_pair)
+    return first + (row[:, None] * (WIDTH // 2) + pair[None, :])
+
+
+@gluon.jit
+def load_piece(h, row_scale, first_row, end, first_pair, PIPE: gl.constexpr):
+    """Pairs of gates and of ups (not gated: of features, twice) of a piece, and the rows' scales."""
+    WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
+    row, pair = piece_lanes()
+    mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
+    pointers = piece_pointers(h, row, pair, first_row, first_pair, WIDTH)
+    gate = gl.load(pointers, mask=mask, other=0)
+    up = gate
+    if PIPE.activation.is_gated:
+        up = gl.load(pointers + PIPE.columns // 2, mask=mask, other=0)
+    return gate, up, gl.load(row_scale + first_row + row, mask=first_row + row < end, other=0.0)
+
+
+@gluon.jit
+def dact_features(gate, up, da, scale, ACTIVATION: gl.constexpr):
+    """a, dgate, dup and the terms of dscale, in fp32."""
+    value = act_value(gate, up, ACTIVATION)
+    by_gate, by_up = act_slopes(gate, up, ACTIVATION)
+    ds = da * scale
+    return value * scale, ds * by_gate, ds * by_up, scale_terms(da, value)
+
+
+@gluon.jit
+def dact_piece(
+    piece,
+    hidden,
+    dh,
+    a,
+    scale_sums,
+    num_rows,
+    first_row,
+    end,
+    first_pair,
+    DTYPE: gl.constexpr,
+    PIPE: gl.constexpr,
+):
+    """dh, a and the sums of dscale of a piece, from its da in shared memory."""
+    gl.static_assert(SUM_COLUMNS == CHUNK)
+    WIDTH: gl.constexpr = 2 * PIPE.columns if PIPE.activation.is_gated else PIPE.columns
+    row, pair = piece_lanes()
+    mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
+    ACTIVATION: gl.constexpr = PIPE.activation
+    gates, ups, scale = hidden
+    gate_low, gate_high = unpack(gates, DTYPE)
+    up_low, up_high = unpack(ups, DTYPE)
+    da_low, da_high = unpack(piece.load(gates.type.layout), DTYPE)
+    scale = scale[:, None]
+    a_low, dgate_low, dup_low, term_low = dact_features(gate_low, up_low, da_low, scale, ACTIVATION)
+    a_high, dgate_high, dup_high, term_high = dact_features(gate_high, up_high, da_high, scale, ACTIVATION)
+    pointers = piece_pointers(a, row, pair, first_row, first_pair, PIPE.columns)
+    gl.store(pointers, pack(a_low, a_high, DTYPE), mask=mask)
+    pointers = piece_pointers(dh, row, pair, first_row, first_pair, WIDTH)
+    gl.store(pointers, pack(dgate_low, dgate_high, DTYPE), mask=mask)
+    if PIPE.activation.is_gated:
+        gl.store(pointers + PIPE.columns // 2, pack(dup_low, dup_high, DTYPE), mask=mask)
+    sums = gl.convert_layout(gl.sum(add_neighbours(term_low + term_high, SUM_STEPS - 1), axis=1), row.type.layout)
+    place = scale_sums + (first_pair // PAIRS).to(gl.int64) * num_rows + first_row + row
+    gl.store(place, sums, mask=(first_row + row < end) & (first_pair < PIPE.columns // 2))
+
+
+@gluon.jit
+def dact_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.constexpr):
+    """dh, a and sums of dscale of a tile of 128 rows, from chunks first_chunk.. of rounded da.
+
+    In pieces of a few rows of a chunk, from left to right. Two pieces of h are on their way while one is worked
+    on; they take turns in two sets of registers, as a copy from one to the other would wait for the load.
+    """
+    h, row_scale, dh, a, scale_sums, num_rows = args
+    chunks, dumped, taken = dump
+    DTYPE: gl.constexpr = h.dtype.element_ty
+    h = h.to(gl.pointer_type(gl.int32))
+    dh = dh.to(gl.pointer_type(gl.int32))
+    a = a.to(gl.pointer_type(gl.int32))
+    ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
+    STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
+    ACROSS: gl.constexpr = PIPE.tile_chunks
+    PIECES: gl.constexpr = STRIPS * ACROSS  # in CHUNK rows
+    pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
+    tile_pair = n_tile * (PIPE.tile_columns // 2)
+    even = load_piece(h, row_scale, tile_row, end, tile_pair, PIPE)
+    odd = load_piece(h, row_scale, tile_row, end, tile_pair + PAIRS, PIPE)
+    for half in range(2):
+        if PIPE.finish_warps > 0:
+            mbarrier.wait(dumped.index(half), turn)
+        for i in range(PIECES // 2):
+            strip = 2 * i // ACROSS
+            c = 2 * i % ACROSS
+            piece = (first_chunk + half * ACROSS + c) * STRIPS + strip
+            first_row = tile_row + half * CHUNK + strip * ROWS
+            first_pair = tile_pair + c * PAIRS
+            following = half * PIECES + 2 * i + 2
+            next_row = tile_row + following // ACROSS * ROWS
+            next_pair = tile_pair + following % ACROSS * PAIRS
+            next_end = gl.where(following < 2 * PIECES, end, 0)
+            left = pieces.index(piece)
+            dact_piece(left, even, dh, a, scale_sums, num_rows, first_row, end, first_pair, DTYPE, PIPE)
+            even = load_piece(h, row_scale, next_row, next_end, next_pair, PIPE)
+            right = pieces.index(piece + STRIPS)
+            dact_piece(right, odd, dh, a, scale_sums, num_rows, first_row, end, first_pair + PAIRS, DTYPE, PIPE)
+            odd = load_piece(h, row_scale, next_row, next_end, next_pair + PAIRS, PIPE)
+        if PIPE.finish_warps > 0:
+            mbarrier.arrive(taken.index(half))
+
+
+@gluon.jit
+def dact_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Of a multiplying warpgroup."""
+    chunks, _, _ = dump
+    write_dump(acc, chunks, WARPGROUP, PIPE)
+    dact_tile(args, dump, turn, 4 * WARPGROUP, first_row, end, n_tile, PIPE)
+
+
+@gluon.jit
+def dact_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
+    dact_tile(args, dump, turn, 0, first_row, end, n_tile, PIPE)
+
+
+@gluon.jit
+def act_piece(gates, ups, row_scale, a, first_row, end, first_pair, DTYPE: gl.constexpr, PIPE: gl.constexpr):
+    """a of a piece, from its gates and ups in shared memory."""
+    ACTIVATION: gl.constexpr = PIPE.activation
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row, pair = piece_lanes()
+    mask = piece_mask(row, pair, first_row, end, first_pair, PIPE)
+    scale = gl.load(row_scale + first_row + row, mask=first_row + row < end, other=0.0)[:, None]
+    gate_low, gate_high = unpack(gates.load(layout), DTYPE)
+    up_low, up_high = unpack(ups.load(layout), DTYPE)
+    low = act_value(gate_low, up_low, ACTIVATION) * scale
+    high = act_value(gate_high, up_high, ACTIVATION) * scale
+    pointers = piece_pointers(a, row, pair, first_row, first_pair, PIPE.columns)
+    gl.store(pointers, pack(low, high, DTYPE), mask=mask)
+
+
+@gluon.jit
+def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.constexpr):
+    """h, by TMA, and a of a tile of 128 rows, from chunks first_chunk.. of rounded h: gates, then as many of ups."""
+    h_desc, row_scale, a = args
+    chunks, dumped, taken = dump
+    DTYPE: gl.constexpr = a.dtype.element_ty
+    a = a.to(gl.pointer_type(gl.int32))
+    ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
+    STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
+    ACROSS: gl.constexpr = PIPE.tile_chunks // 2  # chunks of gates beside each other
+    pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
+    column = n_tile * PIPE.tile_columns
+    for half in range(2):
+        if PIPE.finish_warps > 0:
+            mbarrier.wait(dumped.index(half), turn)
+        first_row = tile_row + half * CHUNK
+        gates = first_chunk + half * (2 * ACROSS)
+        for i in gl.static_range(ACROSS):
+            store_chunk(h_desc, chunks.index(gates + i), first_row, end, column + i * CHUNK)
+            store_chunk(h_desc, chunks.index(gates + ACROSS + i), first_row, end, PIPE.columns + column + i * CHUNK)
+        for i in range(ACROSS * STRIPS):
+            piece = (gates + i // STRIPS) * STRIPS + i % STRIPS
+            act_piece(
+                pieces.index(piece),
+                pieces.index(piece + ACROSS * STRIPS),
+                row_scale,
+                a,
+                first_row + i % STRIPS * ROWS,
+                end,
+                n_tile * (PIPE.tile_columns // 2) + i // STRIPS * PAIRS,
+                DTYPE,
+                PIPE,
+            )
+        if PIPE.finish_warps > 0:
+            tma.store_wait(0)
+            mbarrier.arrive(taken.index(half))
+
+
+@gluon.jit
+def act_epilogue(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Of a multiplying warpgroup."""
+    chunks, _, _ = dump
+    tma.store_wait(0)
+    write_dump(acc, chunks, WARPGROUP, PIPE)
+    fence_async_shared()
+    act_tile(args, dump, turn, 4 * WARPGROUP, first_row, end, n_tile, PIPE)
+
+
+@gluon.jit
+def act_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
+    act_tile(args, dump, turn, 0, first_row, end, n_tile, PIPE)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize_on_alignment=["row_start", "row_scale"])
+def hopper_act_kernel(
+    rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
+    weight_desc,  # [G, 2, I, C], block [1, 2, tile_columns, BLOCK_K]
+    row_start,
+    row_scale,
+    h_desc,  # [N, 2I], ragged, block [CHUNK, CHUNK]
+    a,  # [N, I]
+    PIPE: gl.constexpr,
+):
+    gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # or gates would be stored among ups
+    args = (h_desc, row_scale, a)
+    EPILOGUE: gl.constexpr = act_finish if PIPE.finish_warps > 0 else act_epilogue
+    run(rows_desc, weight_desc, row_start, EPILOGUE, args, a.dtype.element_ty, PIPE)
+
+
+@fast_launch
+@gluon.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["row_index", "row_start", "row_scale", "scale_sums"],
+)
+def hopper_dact_kernel(
+    dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering
+    dout,  # [P, O], for gathering
+    row_index,  # int32[N] or None
+    weight_desc,  # [G, O, I], block [1, BLOCK_K, block_n]
+    row_start,
+    h,  # [N, W]
+    row_scale,
+    dh,  # [N, W]
+    a,  # [N, I]
+    scale_sums,  # [blocks of columns, num_rows]
+    num_rows,
+    PIPE: gl.constexpr,
+):
+    args = (h, row_scale, dh, a, scale_sums, num_rows)
+    source = dout_desc if row_index is None else (dout, row_index)
+    EPILOGUE: gl.constexpr = dact_finish if PIPE.finish_warps > 0 else dact_epilogue
+    run(source, weight_desc, row_start, EPILOGUE, args, dout.dtype.element_ty, PIPE)
+
+
+def launch_dact(
+    dout: torch.Tensor,
+    weight: torch.Tensor,
+    row_start: torch.Tensor,
+    h: torch.Tensor,
+    row_scale: torch.Tensor,
+    dh: torch.Tensor,
+    a: torch.Tensor,
+    scale_sums: torch.Tensor,
+    activation: Activation,
+    *,
+    row_index: torch.Tensor | None = None,
+    num_sms: int | None = None,
+    variant: dict[str, int] | None = None,
+) -> None:
+    """dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N] in scale_sums.
+
+    variant: options of the Pipeline, for comparisons.
+    """
+    num_rows, ffn = a.shape
+    num_groups, dout_width, _ = weight.shape
+    gathered = row_index is not None
+    variant = variant or dact_variant(dout_width, gathered)
+    end = end_of_rows(row_start, num_groups)
+    pipe, constants = _dact_plan(
+        num_groups, ffn, dout_width, a.dtype, activation, gathered, end, tuple(variant.items())
+    )
+    launch(
+        hopper_dact_kernel,
+        grid(pipe, num_rows, num_sms, a.device),
+        constants,
+        None if gathered else dout,
+        dout,
+        row_index,
+        weight,
+        row_start,
+        h,
+        row_scale,
+        dh,
+        a,
+        scale_sums,
+        num_rows,
+    )
+
+
+def dact_variant(dout_width: int, gathered: bool) -> dict[str, int]:
+    """The fastest of the variants that there are."""
+    if gathered:
+        return GATHERED
+    return TWO_WARPS if dout_width >= LONG_PRODUCT else ALTERNATE
+
+
+@functools.cache
+def _dact_plan(
+    num_groups: int,
+    ffn: int,
+    dout_width: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    gathered: bool,
+    end: int,
+    variant: tuple[Any, ...],
+) -> tuple[Pipeline, Constants]:
+    pipe = Pipeline(
+        num_groups=num_groups,
+        columns=ffn,
+        in_width=dout_width,
+        activation=activation,
+        weight_k_first=True,
+        gathered=gathered,
+        end=end,
+        **dict(variant),
+    )
+    descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
+    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+
+
+def launch_act(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    row_start: torch.Tensor,
+    row_scale: torch.Tensor,
+    h: torch.Tensor,
+    a: torch.Tensor,
+    activation: Activation,
+    *,
+    num_sms: int | None = None,
+    variant: dict[str, int] | None = None,
+) -> None:
+    """grouped_gemm_act of contiguous rows, for gated activations with two halves and widths that whole tiles fill.
+
+    variant: options of the Pipeline, for comparisons.
+    """
+    num_rows, ffn = a.shape
+    num_groups, _, in_width = weight.shape
+    variant = variant or (SEPARATE if ffn >= WIDE_OUTPUT else ALTERNATE)
+    end = end_of_rows(row_start, num_groups)
+    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, end, tuple(variant.items()))
+    launch(
+        hopper_act_kernel,
+        grid(pipe, num_rows, num_sms, a.device),
+        constants,
+        rows,
+        weight,
+        row_start,
+        row_scale,
+        h,
+        a,
+    )
+
+
+@functools.cache
+def _act_plan(
+    num_groups: int,
+    ffn: int,
+    in_width: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    end: int,
+    variant: tuple[Any, ...],
+) -> tuple[Pipeline, Constants]:
+    options = {"block_n": 256, **dict(variant)}
+    options["tile_columns"] = options["block_n"] // 2
+    pipe = Pipeline(num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, end=end, **options)
+    block = [1, 2, pipe.tile_columns, BLOCK_K.value]
+    describe_halves = describe(block, dtype)
+
+    def describe_gates_and_ups(weight: torch.Tensor) -> TensorDescriptor:
+        return describe_halves(weight.view(num_groups, 2, ffn, in_width))
+
+    descriptors = {0: describe_rows(dtype), 1: describe_gates_and_ups, 4: describe_ragged(dtype)}
+    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)

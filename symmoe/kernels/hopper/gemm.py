@@ -1,0 +1,184 @@
+"""grouped_gemm and grouped_gemm_dgrad for Hopper. Contract as in triton/gemm.py, same bits; see pipeline.py."""
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from symmoe.kernels.hopper.pipeline import (
+    BLOCK_K,
+    BLOCK_M,
+    CHUNK,
+    RAGGED,
+    Pipeline,
+    run,
+    store_chunk,
+    write_dump,
+)
+from symmoe.kernels.launch.compiled import Describe
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.triton.gemm import device_num_sms, end_of_rows, max_row_tiles
+
+NUM_WARPS = 4  # of the first warpgroup; warp_specialize adds the others
+ZERO_BLOCK = gl.constexpr(1024)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
+GLUON_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.uint8: gl.uint8,
+}
+
+
+@gluon.jit
+def store_tile(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Epilogue: rounds a tile and stores it by TMA, which reads while the next tile is multiplied."""
+    out_desc = args
+    chunks, _, _ = dump
+    tma.store_wait(0)
+    write_dump(acc, chunks, WARPGROUP, PIPE)
+    fence_async_shared()
+    column = n_tile * PIPE.tile_columns
+    for i in gl.static_range(4):
+        row = first_row + CHUNK * WARPGROUP
+        store_chunk(out_desc, chunks.index(4 * WARPGROUP + i), row, end, column + CHUNK * i)
+
+
+@gluon.jit
+def zero_tail_rows(out, row_start, num_rows, PIPE: gl.constexpr):
+    """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn."""
+    first = gl.load(row_start + PIPE.num_groups).to(gl.int64) * PIPE.panel_columns
+    end = num_rows.to(gl.int64) * PIPE.panel_columns
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, ZERO_BLOCK, layout)
+    zeros = gl.zeros([ZERO_BLOCK], out.dtype.element_ty, layout)
+    for i in range(first + gl.program_id(0) * ZERO_BLOCK, end, gl.num_programs(0) * ZERO_BLOCK):
+        if PIPE.panel_columns == PIPE.columns:
+            pointers = out + i + lane
+        else:
+            row = (i + lane) // PIPE.panel_columns
+            pointers = out + PIPE.first_column + row * (PIPE.columns - PIPE.panel_columns) + (i + lane)
+        gl.store(pointers, zeros, mask=i + lane < end)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_start"])
+def hopper_gemm_kernel(
+    rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]
+    weight_desc,  # [G, M, K], or [G, K, M] if weight_k_first
+    out_desc,  # [N, M], ragged, block [CHUNK, CHUNK]
+    out,
+    row_start,
+    num_rows,  # N; None: leave the tail alone
+    PIPE: gl.constexpr,
+):
+    run(rows_desc, weight_desc, row_start, store_tile, out_desc, rows_desc.dtype, PIPE)
+    if num_rows is not None:
+        zero_tail_rows(out, row_start, num_rows, PIPE)
+
+
+def launch_gemm(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    weight_k_first: bool,
+    columns: tuple[int, int] | None = None,
+    zero_tail: bool = False,
+    num_sms: int | None = None,
+    **options: int,
+) -> None:
+    """grouped_gemm, or grouped_gemm_dgrad if weight_k_first, without an index and without bias.
+
+    columns: what parts.panel returns. options: of the Pipeline, for comparisons.
+    """
+    num_rows, num_groups = out.shape[0], weight.shape[0]
+    pipe, constants = _gemm_plan(
+        num_groups,
+        out.shape[1],
+        rows.shape[1],
+        out.dtype,
+        weight_k_first,
+        end_of_rows(row_start, num_groups),
+        columns,
+        tuple(options.items()),
+    )
+    launch(
+        hopper_gemm_kernel,
+        grid(pipe, num_rows, num_sms, out.device),
+        constants,
+        rows,
+        weight,
+        out,
+        out,
+        row_start,
+        num_rows if zero_tail else None,
+    )
+
+
+@functools.cache
+def _gemm_plan(
+    num_groups: int,
+    out_width: int,
+    in_width: int,
+    dtype: torch.dtype,
+    weight_k_first: bool,
+    end: int,
+    columns: tuple[int, int] | None,
+    options: tuple[Any, ...],
+) -> tuple[Pipeline, Constants]:
+    first_column, end_column = columns or (0, None)
+    pipe = Pipeline(
+        num_groups=num_groups,
+        columns=out_width,
+        in_width=in_width,
+        weight_k_first=weight_k_first,
+        end=end,
+        first_column=first_column,
+        end_column=end_column,
+        **{"group_m": 8 if weight_k_first else 16, **dict(options)},
+    )
+    descriptors = {0: describe_rows(dtype), 1: describe_weight(pipe, dtype), 2: describe_ragged(dtype)}
+    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+
+
+def grid(pipe: Pipeline, num_rows: int, num_sms: int | None, device: torch.device) -> tuple[int]:
+    """One program per SM, but no more than there can be tiles."""
+    num_sms = device_num_sms(device) if num_sms is None else num_sms
+    num_tiles = max_row_tiles(num_rows, pipe.num_groups, BLOCK_M.value) * pipe.num_n_tiles
+    return (max(1, min(num_tiles, num_sms)),)
+
+
+def describe(block: list[int], dtype: torch.dtype) -> Describe:
+    """Function from a contiguous tensor to its TMA descriptor."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+    return functools.partial(TensorDescriptor.from_tensor, block_shape=block, layout=layout)
+
+
+def describe_rows(dtype: torch.dtype) -> Describe:
+    """The same, for a tile's rows."""
+    return describe([BLOCK_M.value, BLOCK_K.value], dtype)
+
+
+def describe_weight(pipe: Pipeline, dtype: torch.dtype) -> Describe:
+    """The same, for a tile's weights."""
+    block = [BLOCK_K.value, pipe.block_n] if pipe.weight_k_first else [pipe.block_n, BLOCK_K.value]
+    return describe([1, *block], dtype)
+
+
+def describe_ragged(dtype: torch.dtype) -> Describe:
+    """Function from a contiguous matrix to the descriptor that store_chunk wants."""
+    block = [1, 1, CHUNK.value, CHUNK.value]
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+
+    def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
+        width = matrix.shape[1]
+        shape = [0x7FFF0000, 0x7FFF0000, RAGGED.value, width]
+        return TensorDescriptor(matrix, shape, [2**34 - width, width, width, 1], block, layout)
+
+    return describe_matrix

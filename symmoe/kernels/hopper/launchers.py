@@ -1,0 +1,42 @@
+"""What the kernels for Hopper offer to the other modules of kernels/gpu."""
+
+from symmoe.kernels.hopper.act import launch_act, launch_dact
+from symmoe.kernels.hopper.gemm import launch_gemm
+from symmoe.kernels.hopper.rows import (
+    launch_pre_reduce,
+    launch_pull,
+    launch_push,
+    takes_rows,
+    takes_sums,
+)
+from symmoe.kernels.hopper.wgrad import launch_wgrad
+from symmoe.kernels.low_precision.hopper_columns import (
+    launch_quantize_columns,
+    launch_requantize_columns,
+    takes_columns,
+)
+from symmoe.kernels.low_precision.hopper_dact_quantize import launch_dact_quantize, takes_dact_quantize
+from symmoe.kernels.low_precision.hopper_fp8 import launch_fp8_gemm
+from symmoe.kernels.low_precision.hopper_fp8_wgrad import launch_fp8_wgrad
+from symmoe.kernels.low_precision.hopper_weights import launch_quantize_weight_pairs, takes_weight_pairs
+
+__all__ = [
+    "launch_act",
+    "launch_dact",
+    "launch_dact_quantize",
+    "launch_fp8_gemm",
+    "launch_fp8_wgrad",
+    "launch_gemm",
+    "launch_pre_reduce",
+    "launch_pull",
+    "launch_push",
+    "launch_quantize_columns",
+    "launch_quantize_weight_pairs",
+    "launch_requantize_columns",
+    "launch_wgrad",
+    "takes_columns",
+    "takes_dact_quantize",
+    "takes_rows",
+    "takes_sums",
+    "takes_weight_pairs",
+]

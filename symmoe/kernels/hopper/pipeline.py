@@ -1,0 +1,462 @@
+"""What the grouped GEMMs for Hopper have in common: tiles, roles, barriers (Gluon, warp-specialised, persistent).
+
+One program per SM walks the tiles as triton/gemm.py does: BLOCK_M rows of a group, block_n features. Its warps' roles:
+
+    load      1 warp with TMA, for gathered rows 4 warps with cp.async: fills a ring of stages, each BLOCK_K features of
+              both operands
+    multiply  2 warpgroups. They share a tile of 256 features, 64 rows each; or, `alternate`, each has every other tile
+              of 128 features, and the one's epilogue runs beside the other's products
+    finish    1 more warpgroup, or none. With it, those that multiply leave their rounded products in shared memory and
+              go on with the next tile; without, they do the epilogue themselves.
+
+They wait for each other on mbarriers, whose phases alternate; use u of a barrier is waited for with parity u & 1.
+
+    barrier    arrivals                            says                           who waits
+    full[s]    1 + bytes; gathered: one more       stage s holds operands         the multiplying warpgroups of the tile
+    empty[s]   1 per warpgroup that reads          stage s has been multiplied    load
+    turn[w]    1                                   the other's products are done  multiply w, if they alternate
+    dumped[w]  1                                   w's products are in memory     finish
+    taken[w]   1                                   finish has read them           multiply w
+
+Who waits for a place to become free begins one phase ahead: the first round finds every place free.
+tests/test_hopper_protocol.py plays these roles in random order.
+"""
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from symmoe.kernels.activation import Activation
+
+# Of a role's threads; Triton 3.7 has another name for it.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+BLOCK_M = gl.constexpr(128)
+BLOCK_K = gl.constexpr(64)
+CHUNK = gl.constexpr(64)  # products leave the registers in chunks [CHUNK, CHUNK]
+LAG = gl.constexpr(1)  # stages that gathered rows are on their way when the next stage is asked for
+RAGGED = gl.constexpr(2**30)  # rows that a ragged descriptor spans; see ragged_descriptor in triton/gemm.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """How many groups of rows a kernel has."""
+
+    num_groups: int
+
+    @property
+    def group_lanes(self) -> int:
+        """Lanes of a vector over the groups."""
+        return max(32, 1 << (self.num_groups - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline(Groups):
+    """The constants of one kernel.
+
+    columns: features of a row of the result, tile_columns of them to a tile. A tile multiplies block_n features, which
+    is more if it has gates and ups. in_width: contracted features. weight_k_first: weights are [G, in_width, columns].
+    gathered: rows come from a tensor of packed rows.
+    end: END of triton/gemm.py. first_column, end_column: of the panel; end_column None: all columns.
+    group_m: tiles of M that share a column of tiles while it is in L2. alternate, finish_warps: see above.
+    instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes what is left.
+    """
+
+    columns: int
+    in_width: int
+    activation: Activation | None = None
+    weight_k_first: bool = False
+    gathered: bool = False
+    end: int = 1
+    first_column: int = 0
+    end_column: int | None = None
+    block_n: int = 256
+    tile_columns: int = 256
+    instruction_n: int = 256
+    stages: int = 3
+    group_m: int = 8
+    alternate: bool = False
+    finish_warps: int = 0
+    multiply_registers: int = 232
+    finish_registers: int = 0
+    load_registers: int = 40
+
+    @property
+    def num_n_tiles(self) -> int:
+        """Tiles across the panel."""
+        return -(-self.panel_columns // self.tile_columns)
+
+    @property
+    def panel_columns(self) -> int:
+        """Features of a row that are computed."""
+        return (self.columns if self.end_column is None else self.end_column) - self.first_column
+
+    @property
+    def num_k(self) -> int:
+        """Stages of the ring that a tile takes."""
+        return -(-self.in_width // BLOCK_K.value)
+
+    @property
+    def tile_step(self) -> int:
+        """Every so many of a program's tiles is one of a multiplying warpgroup."""
+        return 2 if self.alternate else 1
+
+    @property
+    def tile_chunks(self) -> int:
+        """Chunks beside each other in a multiplying warpgroup's part of a tile."""
+        return self.block_n // CHUNK.value
+
+
+# ------------------------------------------------------------------------------------------------------ tiles
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def row_tile_prefix(row_start, PIPE: gl.constexpr):
+    """Inclusive prefix sum of the groups' row tiles, a copy in every warp, and their total."""
+    layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
+    group = gl.arange(0, PIPE.group_lanes, layout=layout)
+    start = gl.load(row_start + group, mask=group < PIPE.num_groups, other=0)
+    end = gl.load(row_start + group + PIPE.end, mask=group < PIPE.num_groups, other=0)
+    if PIPE.end > 1:  # ranges may end before they begin
+        end = gl.maximum(start, end)
+    num_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
+    return gl.associative_scan(num_tiles, 0, _add), gl.sum(num_tiles, axis=0)
+
+
+@gluon.jit
+def place_in_group(tile, prefix, row_start, PIPE: gl.constexpr):
+    """Group, first row, end of the group's rows, row tile counted over all groups, and column tile, of a tile."""
+    before = prefix * PIPE.num_n_tiles <= tile
+    group = gl.sum(before.to(gl.int32), axis=0)
+    first_tile = gl.max(gl.where(before, prefix, 0), axis=0)
+    local = tile - first_tile * PIPE.num_n_tiles
+    start = gl.load(row_start + group)
+    end = gl.load(row_start + group + PIPE.end)
+    BAND: gl.constexpr = PIPE.group_m * PIPE.num_n_tiles
+    band = local // BAND
+    height = gl.minimum((end - start + (BLOCK_M - 1)) // BLOCK_M - band * PIPE.group_m, PIPE.group_m)
+    in_band = local - band * BAND
+    m_tile = band * PIPE.group_m + in_band % height
+    return group, start + m_tile * BLOCK_M, end, first_tile + m_tile, in_band // height
+
+
+@gluon.jit
+def locate_tile(tile, prefix, row_start, PIPE: gl.constexpr):
+    """Group, first row, end of the group's rows, and column tile of a tile: locate_tile of triton/gemm.py."""
+    group, first_row, end, _row_tile, n_tile = place_in_group(tile, prefix, row_start, PIPE)
+    return group, first_row, end, PIPE.first_column // PIPE.tile_columns + n_tile
+
+
+# ------------------------------------------------------------------------------------------------------ the ring
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, b_desc, PIPE: gl.constexpr):
+    """Stages of both operands, and their barriers."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    a = gl.allocate_shared_memory(dtype, [PIPE.stages, BLOCK_M, BLOCK_K], layout)
+    b = gl.allocate_shared_memory(dtype, [PIPE.stages] + b_desc.block_shape, b_desc.layout)  # noqa: RUF005
+    full = make_barriers(PIPE.stages, 2 if PIPE.gathered else 1)
+    empty = make_barriers(PIPE.stages, 1 if PIPE.alternate else 2)
+    return a, b, full, empty
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """mbarriers [NUMBER] that complete a phase with ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def next_stage(stage, phase, PIPE: gl.constexpr):
+    """The ring's next stage, and its parity."""
+    last = stage == PIPE.stages - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def skip_tile(stage, phase, PIPE: gl.constexpr):
+    """The ring's stage after another warpgroup's tile, and its parity."""
+    position = phase * PIPE.stages + stage + PIPE.num_k
+    return position % PIPE.stages, (position // PIPE.stages) & 1
+
+
+@gluon.jit
+def load_weight(b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr):
+    """Asks for a stage's weights, and says that NUM_BYTES will come to it by TMA."""
+    mbarrier.expect(full.index(stage), NUM_BYTES)
+    column = n_tile * PIPE.tile_columns
+    if PIPE.weight_k_first:
+        place = [group, k * BLOCK_K, column]
+    elif len(b_desc.block_shape) == 4:  # [G, 2, columns, in_width]: gates and ups
+        place = [group, 0, column, k * BLOCK_K]
+    else:
+        place = [group, column, k * BLOCK_K]
+    tma.async_copy_global_to_shared(b_desc, place, full.index(stage), b.index(stage))
+
+
+@gluon.jit
+def load(source, b_desc, row_start, ring, PIPE: gl.constexpr):
+    """The role. source: descriptor of contiguous rows, or the tensor of packed rows and row_index."""
+    if PIPE.gathered:
+        load_gathered(source, b_desc, row_start, ring, PIPE)
+    else:
+        load_contiguous(source, b_desc, row_start, ring, PIPE)
+
+
+@gluon.jit
+def load_contiguous(source, b_desc, row_start, ring, PIPE: gl.constexpr):
+    a, b, full, empty = ring
+    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
+        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        for k in range(PIPE.num_k):
+            mbarrier.wait(empty.index(stage), phase)
+            num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
+            load_weight(b_desc, b, full, stage, group, n_tile, k, num_bytes, PIPE)
+            place = [first_row, k * BLOCK_K]
+            tma.async_copy_global_to_shared(source, place, full.index(stage), a.index(stage))
+            stage, phase = next_stage(stage, phase, PIPE)
+
+
+@gluon.jit
+def load_gathered(source, b_desc, row_start, ring, PIPE: gl.constexpr):
+    """The rows of [P, in_width] that row_index int32[N] names, by cp.async, whose bytes no barrier counts.
+
+    LAG stages later they have landed, and one arrival says so.
+    """
+    gl.static_assert(LAG <= PIPE.stages - 2)  # a stage is freed after the next one was waited for
+    rows, row_index = source
+    a, b, full, empty = ring
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    stage = 0
+    phase = 1
+    asked = 0
+    landed = 0  # stages, in the ring's order
+    for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
+        row = gl.load(row_index + first_row + lane, mask=first_row + lane < end, other=0)
+        pointers = rows + row.to(gl.int64)[:, None] * PIPE.in_width + column[None, :]
+        for k in range(PIPE.num_k):
+            mbarrier.wait(empty.index(stage), phase)
+            load_weight(b_desc, b, full, stage, group, n_tile, k, b_desc.block_type.nbytes, PIPE)
+            if PIPE.in_width % BLOCK_K == 0:
+                async_copy.async_copy_global_to_shared(a.index(stage), pointers)
+            else:  # zeros past the last feature
+                inside = (column < PIPE.in_width - k * BLOCK_K)[None, :]
+                async_copy.async_copy_global_to_shared(a.index(stage), pointers, mask=inside)
+            async_copy.commit_group()
+            pointers += BLOCK_K
+            async_copy.wait_group(LAG)
+            landed = announce(full, landed, asked >= LAG, PIPE)
+            asked += 1
+            stage, phase = next_stage(stage, phase, PIPE)
+    async_copy.wait_group(0)
+    for _ in gl.static_range(LAG):
+        landed = announce(full, landed, asked > 0, PIPE)
+
+
+@gluon.jit
+def announce(full, stage, is_due, PIPE: gl.constexpr):
+    """Makes what this warpgroup has copied visible to WGMMA and arrives at full[stage] if it is due; the next stage."""
+    fence_async_shared()
+    thread_barrier()  # every thread's fence comes before the arrival
+    mbarrier.arrive(full.index(stage), pred=is_due)
+    following, _ = next_stage(stage, 0, PIPE)
+    return gl.where(is_due, following, stage)
+
+
+# ------------------------------------------------------------------------------------------------------ products
+
+
+@gluon.jit
+def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Sum of products of a tile, or of its 64 rows, in fp32, and the ring's next stage and parity.
+
+    One WGMMA stays in flight; the stage before it is free then.
+    """
+    a_ring, b_ring, full, empty = ring
+    ROWS: gl.constexpr = BLOCK_M if PIPE.alternate else CHUNK
+    COLUMNS: gl.constexpr = PIPE.block_n
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIPE.instruction_n, 16])
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    for k in range(PIPE.num_k):
+        mbarrier.wait(full.index(stage), phase)
+        a = a_ring.index(stage)
+        if not PIPE.alternate:
+            a = a.slice(CHUNK * WARPGROUP, CHUNK, dim=0)
+        if PIPE.weight_k_first:
+            b = b_ring.index(stage).reshape([BLOCK_K, COLUMNS])
+        else:
+            b = b_ring.index(stage).reshape([COLUMNS, BLOCK_K]).permute([1, 0])
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        # NOTE: not a carried `previous = stage`: Triton 3.6 takes a name that the loop's body sets to the value it had
+        # before the loop for one that does not change, and would freeze it there.
+        mbarrier.arrive(empty.index(stage_before(stage, PIPE)), pred=k > 0)
+        stage, phase = next_stage(stage, phase, PIPE)
+    if PIPE.alternate:  # all of this tile has landed: from here on, the other's parities are unambiguous
+        mbarrier.arrive(turn_barriers.index(1 - WARPGROUP))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(stage_before(stage, PIPE)))
+    return acc, stage, phase
+
+
+@gluon.jit
+def stage_before(stage, PIPE: gl.constexpr):
+    return gl.where(stage == 0, PIPE.stages - 1, stage - 1)
+
+
+@gluon.jit
+def multiply(
+    EPILOGUE: gl.constexpr,
+    args,
+    row_start,
+    ring,
+    turn_barriers,
+    dump,
+    WARPGROUP: gl.constexpr,
+    PIPE: gl.constexpr,
+):
+    """The role. EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE) does the rest of a tile.
+
+    dump: see make_dump. turn: parity of the number of tiles before this one.
+    """
+    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    stage = 0
+    phase = 0
+    turn = 0
+    first = gl.program_id(0)
+    if PIPE.alternate and WARPGROUP == 1:
+        first += gl.num_programs(0)
+        stage, phase = skip_tile(stage, phase, PIPE)
+    for tile in range(first, num_row_tiles * PIPE.num_n_tiles, PIPE.tile_step * gl.num_programs(0)):
+        if PIPE.alternate:
+            mbarrier.wait(turn_barriers.index(WARPGROUP), turn ^ (1 - WARPGROUP))
+        acc, stage, phase = product(ring, turn_barriers, stage, phase, WARPGROUP, PIPE)
+        if PIPE.alternate:
+            stage, phase = skip_tile(stage, phase, PIPE)
+        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE)
+        turn ^= 1
+    tma.store_wait(0)
+
+
+# ------------------------------------------------------------------------------------------------------ the dump
+
+
+@gluon.jit
+def make_dump(dtype: gl.constexpr):
+    """Shared memory for a tile's products in 8 chunks [CHUNK, CHUNK], 4 of each warpgroup; barriers dumped, taken.
+
+    The chunks of a warpgroup: its rows from left to right, `alternate`: the upper rows first.
+    """
+    chunks = gl.allocate_shared_memory(dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
+    return chunks, make_barriers(2, 1), make_barriers(2, 1)
+
+
+@gluon.jit
+def halves(x, AXIS: gl.constexpr):
+    """First and second half of x along an axis; stays in registers where a thread holds both."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    if AXIS == 1:
+        x = x.reshape([M, 2, N // 2]).permute([0, 2, 1])
+    else:
+        x = x.reshape([2, M // 2, N]).permute([1, 2, 0])
+    return gl.split(x)
+
+
+@gluon.jit
+def write_dump(acc, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Rounds the products and writes them to the warpgroup's chunks."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    first, second = halves(acc, 0 if PIPE.alternate else 1)
+    parts = halves(first, 1) + halves(second, 1)
+    for i in gl.static_range(4):
+        part = gl.convert_layout(parts[i], layout, assert_trivial=True).to(chunks.dtype)
+        chunks.index(4 * WARPGROUP + i).store(part)
+
+
+@gluon.jit
+def store_chunk(desc, chunk, row, end, column):
+    """TMA store of a chunk to a ragged descriptor; hardware leaves out the rows at and past `end`."""
+    place = [RAGGED, end, RAGGED - end + row, column]
+    tma.async_copy_shared_to_global(desc, place, chunk.reshape([1, 1, CHUNK, CHUNK]))
+
+
+@gluon.jit
+def leave_to_finish(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Epilogue: the role finish does the rest."""
+    chunks, dumped, taken = dump
+    mbarrier.wait(taken.index(WARPGROUP), turn ^ 1)
+    write_dump(acc, chunks, WARPGROUP, PIPE)
+    fence_async_shared()  # finish may read it by TMA
+    mbarrier.arrive(dumped.index(WARPGROUP))
+
+
+@gluon.jit
+def finish(FINISH: gl.constexpr, args, row_start, dump, PIPE: gl.constexpr):
+    """The role. FINISH(args, dump, turn, first_row, end, n_tile, PIPE) does a tile: dumped, read it, taken."""
+    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    turn = 0
+    for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
+        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        FINISH(args, dump, turn, first_row, end, n_tile, PIPE)
+        turn ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def run(source, b_desc, row_start, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
+    """All roles. EPILOGUE: of multiply; with finish_warps, of finish."""
+    ring = make_ring(dtype, b_desc, PIPE)
+    dump = make_dump(dtype)
+    turn_barriers = make_barriers(2, 1)
+    fence_async_shared()
+    LOAD_WARPS: gl.constexpr = 4 if PIPE.gathered else 1
+    if PIPE.finish_warps == 0:
+        gl.warp_specialize(
+            [
+                (multiply, (EPILOGUE, args, row_start, ring, turn_barriers, dump, 0, PIPE)),
+                (multiply, (EPILOGUE, args, row_start, ring, turn_barriers, dump, 1, PIPE)),
+                (load, (source, b_desc, row_start, ring, PIPE)),
+            ],
+            [4, LOAD_WARPS],
+            [PIPE.multiply_registers, PIPE.load_registers],
+        )
+    else:
+        LEAVE: gl.constexpr = leave_to_finish
+        gl.warp_specialize(
+            [
+                (multiply, (LEAVE, None, row_start, ring, turn_barriers, dump, 0, PIPE)),
+                (multiply, (LEAVE, None, row_start, ring, turn_barriers, dump, 1, PIPE)),
+                (finish, (EPILOGUE, args, row_start, dump, PIPE)),
+                (load, (source, b_desc, row_start, ring, PIPE)),
+            ],
+            [4, PIPE.finish_warps, LOAD_WARPS],
+            [PIPE.multiply_registers, PIPE.finish_registers, PIPE.load_registers],
+        )

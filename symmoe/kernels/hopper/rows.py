@@ -1,0 +1,711 @@
+"""Kernels that move rows by TMA (Gluon, Hopper), for running beside GEMMs: few SMs, many bytes in flight on each.
+
+A program fills an SM, so a grid of n programs takes n SMs and leaves the others to a GEMM. What a program has in flight
+lies in shared memory, a few hundred rows' bytes, not in registers. Contracts and bits as in triton/tokens.py.
+
+A row is [segments, SEGMENT] 32-bit words, and a piece of it, one TMA box, is some segments of it. An arena is seen in
+units of UNIT_BYTES, at every one of which a row may begin: offsets that barriers hand out are multiples of it, as those
+of leases are. Reads past the last row give zeros and writes there vanish, without any traffic: a row that does not
+travel is read from and written to such a place.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+from symmoe.kernels.hopper.act import pack, unpack
+from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.pipeline import make_barriers, thread_barrier
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
+
+NUM_PUBLISHED = gl.constexpr(control.NUM_PUBLISHED)
+UNIT_BYTES = gl.constexpr(256)
+NOWHERE = gl.constexpr(0x7FFFFFF0)  # a unit past every arena
+NEGATIVE_ZERO = gl.constexpr(-(2**31))  # the bits of -0.0 in fp32
+MAX_SEGMENT = 256  # words: the longest side of a TMA box
+MAX_PIECE_BYTES = 16 << 10  # that is pushed
+STAGE_BYTES = 16 << 10
+MAX_RANKS = 8  # that rows can be pulled from
+MAX_SOURCES = SUM_RING_BYTES // (SUM_STAGES * 4 * MAX_SEGMENT)  # that stages of the shortest pieces have room for
+MOVERS = 4  # warps that move rows, each with its own ring
+MOVE_STAGES = 3
+PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]))  # 16 bytes to a thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """How rows are cut.
+
+    row_bytes: of a row, which has segments of `segment` words. first_segment, end_segment: those that are moved.
+    piece: segments of a piece, a power of 2; the last piece may reach past the end, where the hardware cuts it off.
+    batch: pieces of a stage of a mover's ring.
+    """
+
+    row_bytes: int
+    segment: int
+    first_segment: int
+    end_segment: int
+    piece: int
+    num_ranks: int
+    column: int
+    batch: int = 1
+    stages: int = MOVE_STAGES
+    movers: int = MOVERS
+
+    @property
+    def num_pieces(self) -> int:
+        """Of what is moved of a row."""
+        return -(-(self.end_segment - self.first_segment) // self.piece)
+
+    @property
+    def piece_bytes(self) -> int:
+        """In shared memory."""
+        return 4 * self.segment * self.piece
+
+
+@gluon.jit
+def prefetch(pointer):
+    """Asks for a line of 128 bytes, which will be read soon."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ push
+
+
+@gluon.jit
+def ask(x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_due, CUT: gl.constexpr):
+    """Asks for a batch of pieces: those of tokens that go to the rank, zeros for others."""
+    BATCH: gl.constexpr = CUT.batch
+    mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
+    for i in gl.static_range(BATCH):
+        item = batch * BATCH + i
+        token = item // CUT.num_pieces
+        piece = item - token * CUT.num_pieces
+        row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=is_due & (token < num_tokens), other=-1)
+        place = [gl.where(row >= 0, token, num_tokens), CUT.first_segment + piece * CUT.piece, 0]
+        tma.async_copy_global_to_shared(x_desc, place, full.index(stage), slots.index(stage * BATCH + i), pred=is_due)
+
+
+@gluon.jit
+def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
+    """The role: every so many batches of pieces, from the tokens to the rank's buffer."""
+    x_desc, arena_desc, token_to_row, received, rank, num_tokens = tensors
+    BATCH: gl.constexpr = CUT.batch
+    FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # of this mover's ring
+    LAST_STAGE: gl.constexpr = FIRST_STAGE + CUT.stages - 1
+    offset = gl.load(received + rank * NUM_PUBLISHED + CUT.column)
+    first_unit = offset // UNIT_BYTES
+    step = gl.num_programs(0) * CUT.movers
+    num_batches = (num_tokens * CUT.num_pieces + (BATCH - 1)) // BATCH
+    first = gl.program_id(0) * CUT.movers + MOVER
+    for early in gl.static_range(CUT.stages - 1):
+        due = first + early * step
+        stage_due = FIRST_STAGE + early
+        ask(x_desc, token_to_row, rank, num_tokens, due, slots, full, stage_due, due < num_batches, CUT)
+    stage = FIRST_STAGE
+    phase = 0
+    for batch in range(first, num_batches, step):
+        mbarrier.wait(full.index(stage), phase)
+        for i in gl.static_range(BATCH):
+            item = batch * BATCH + i
+            token = item // CUT.num_pieces
+            piece = item - token * CUT.num_pieces
+            row = gl.load(token_to_row + token * CUT.num_ranks + rank, mask=token < num_tokens, other=-1)
+            unit = (first_unit + row.to(gl.int64) * (CUT.row_bytes // UNIT_BYTES)).to(gl.int32)
+            goes = (row >= 0) & (offset >= 0)
+            place = [gl.where(goes, unit, NOWHERE), CUT.first_segment + piece * CUT.piece, 0]
+            tma.async_copy_shared_to_global(arena_desc, place, slots.index(stage * BATCH + i))
+        tma.store_wait(BATCH)  # the batch before has left its stage, which is the next to be filled
+        previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
+        later = batch + (CUT.stages - 1) * step
+        ask(x_desc, token_to_row, rank, num_tokens, later, slots, full, previous_stage, later < num_batches, CUT)
+        is_last = stage == LAST_STAGE
+        stage = gl.where(is_last, FIRST_STAGE, stage + 1)
+        phase = gl.where(is_last, phase ^ 1, phase)
+    # Not only read from shared memory but written, before the kernel ends.
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [stage], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@fast_launch
+@gluon.jit(do_not_specialize=["rank", "num_tokens"], do_not_specialize_on_alignment=["token_to_row", "received"])
+def hopper_push_kernel(
+    x_desc,  # [T, segments, SEGMENT], block [1, piece, SEGMENT]
+    arena_desc,  # [units, segments, SEGMENT]
+    token_to_row,  # [T, R]
+    received,
+    rank: gl.int32,
+    num_tokens: gl.int32,
+    CUT: gl.constexpr,
+):
+    NUM_SLOTS: gl.constexpr = CUT.movers * CUT.stages * CUT.batch
+    slots = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS] + x_desc.block_shape, x_desc.layout)  # noqa: RUF005
+    full = make_barriers(CUT.movers * CUT.stages, 1)
+    fence_async_shared()
+    tensors = (x_desc, arena_desc, token_to_row, received, rank, num_tokens)
+    gl.warp_specialize(
+        [
+            (push, (tensors, slots, full, 0, CUT)),
+            (push, (tensors, slots, full, 1, CUT)),
+            (push, (tensors, slots, full, 2, CUT)),
+            (push, (tensors, slots, full, 3, CUT)),
+        ],
+        [1, 1, 1],
+        [64, 64, 64],
+    )
+
+
+def launch_push(
+    x: torch.Tensor,
+    token_to_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    *,
+    column: int,
+    rank: int,
+    num_ctas: int,
+) -> None:
+    """push_rows of x [T, H] to one rank, on `num_ctas` SMs. T is at least 1; the row is one that `takes_rows` takes."""
+    row_bytes = x.shape[1] * x.element_size()
+    constants = _push_plan(row_bytes, peers.num_ranks, column)
+    arena = peers.views[rank]
+    launch(hopper_push_kernel, (num_ctas,), constants, x, arena, token_to_row, received, rank, x.shape[0])
+
+
+def takes_rows(rows: torch.Tensor) -> bool:
+    """Whether the kernels can move rows of this length."""
+    return rows.shape[1] * rows.element_size() % UNIT_BYTES.value == 0
+
+
+def takes_sums(top_k: int, num_ranks: int) -> bool:
+    """Whether the kernels can sum so many rows."""
+    return num_ranks <= MAX_RANKS and top_k + num_ranks - 1 <= MAX_SOURCES
+
+
+@functools.cache
+def _push_plan(row_bytes: int, num_ranks: int, column: int) -> Constants:
+    cut = cut_rows(row_bytes, num_ranks, column, MAX_PIECE_BYTES)
+    descriptors = {0: describe_rows(cut), 1: describe_arena(cut)}
+    return Constants({"CUT": cut, "num_warps": 4}, descriptors)
+
+
+@functools.cache
+def cut_rows(
+    row_bytes: int, num_ranks: int, column: int, most_bytes: int, part: tuple[int, int] | None = None
+) -> Pieces:
+    """Rows, or bytes (first, one past the last) of them, multiples of UNIT_BYTES, in pieces of at most `most_bytes`."""
+    words = row_bytes // 4
+    begin, end = (0, words) if part is None else (part[0] // 4, part[1] // 4)
+    joint = words | begin | end
+    segment = min(MAX_SEGMENT, joint & -joint)
+    num_segments = (end - begin) // segment
+    piece = min(1 << (num_segments - 1).bit_length(), most_bytes // (4 * segment))
+    return Pieces(
+        row_bytes=row_bytes,
+        segment=segment,
+        first_segment=begin // segment,
+        end_segment=end // segment,
+        piece=piece,
+        num_ranks=num_ranks,
+        column=column,
+        batch=max(1, STAGE_BYTES // (4 * segment * piece)),
+    )
+
+
+def _layout(block: list[int]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
+
+
+def describe_rows(cut: Pieces):
+    """Function from contiguous rows to their descriptor."""
+    block = [1, cut.piece, cut.segment]
+
+    def describe(rows: torch.Tensor) -> TensorDescriptor:
+        words = rows.view(torch.int32)
+        shape = [words.shape[0], cut.end_segment, cut.segment]
+        return TensorDescriptor(words, shape, [words.shape[1], cut.segment, 1], block, _layout(block))
+
+    return describe
+
+
+def describe_arena(cut: Pieces):
+    """Function from an arena (bytes) to the descriptor of rows that begin at any of its units."""
+    block = [1, cut.piece, cut.segment]
+
+    def describe(arena: torch.Tensor) -> TensorDescriptor:
+        num_units = (arena.numel() - cut.row_bytes) // UNIT_BYTES.value + 1
+        shape = [num_units, cut.end_segment, cut.segment]
+        strides = [UNIT_BYTES.value // 4, cut.segment, 1]
+        return TensorDescriptor(arena.view(torch.int32), shape, strides, block, _layout(block))
+
+    return describe
+
+
+# ------------------------------------------------------------------------------------------------------ sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """How rows are summed by pairs of roles, three to a program: one warp asks for pieces, a warpgroup adds them.
+
+    A stage of a pair's ring belongs to a few tokens, and has a slot for each row that their sums may have; those that
+    they do not have come as zeros from the hardware, without any traffic, and are not added.
+
+    cut: of the rows. top_k: K. sources: slots of a token. tokens: of a stage. own_rank: this rank, where rows are
+    pulled.
+    """
+
+    cut: Pieces
+    top_k: int
+    sources: int
+    tokens: int
+    stages: int
+    own_rank: int = -1
+    pairs: int = 3
+
+    @property
+    def slots(self) -> int:
+        """Of a stage."""
+        return self.tokens * self.sources
+
+
+@gluon.jit
+def next_stage(stage, phase, PAIR: gl.constexpr, SUMS: gl.constexpr):
+    """The ring's stage after `stage`, and its parity."""
+    FIRST: gl.constexpr = PAIR * SUMS.stages
+    LAST: gl.constexpr = FIRST + SUMS.stages - 1
+    wraps = stage == LAST
+    return gl.where(wraps, FIRST, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def open_stage(ring, stage, phase, SUMS: gl.constexpr):
+    """Waits until a stage is free, and says what will come."""
+    _slots, full, empty = ring
+    mbarrier.wait(empty.index(stage), phase)
+    mbarrier.expect(full.index(stage), SUMS.slots * SUMS.cut.piece_bytes)
+
+
+@gluon.jit
+def ask_piece(desc, first, segment, ring, stage, slot, SUMS: gl.constexpr):
+    """Asks for a stage's piece of one row."""
+    slots, full, _empty = ring
+    target = slots.index(stage * SUMS.slots + slot)
+    tma.async_copy_global_to_shared(desc, [first, segment, 0], full.index(stage), target)
+
+
+@gluon.jit
+def add_piece(low, high, has, ring, stage, slot, DTYPE: gl.constexpr, SUMS: gl.constexpr):
+    """Sums of pairs of features, and one row's pairs if it has come. A missing row must not turn -0.0 into 0.0."""
+    slots, _full, _empty = ring
+    if has:
+        more_low, more_high = unpack(slots.index(stage * SUMS.slots + slot).load(PIECE_LAYOUT), DTYPE)
+        low += more_low
+        high += more_high
+    return low, high
+
+
+@gluon.jit
+def close_stage(ring, stage):
+    """All of a stage has been read."""
+    _slots, _full, empty = ring
+    thread_barrier()
+    mbarrier.arrive(empty.index(stage))
+
+
+@gluon.jit
+def constant_piece(bits, SUMS: gl.constexpr):
+    """Sums to begin with: fp32 of these bits (of the number -0.0 Triton makes 0.0)."""
+    layout: gl.constexpr = PIECE_LAYOUT
+    return gl.full([1, SUMS.cut.piece, SUMS.cut.segment], bits, gl.int32, layout).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def store_piece(words, low, high, row, first_segment, DTYPE: gl.constexpr, SUMS: gl.constexpr):
+    """Rounds a piece and stores it in a row."""
+    layout: gl.constexpr = PIECE_LAYOUT
+    CUT: gl.constexpr = SUMS.cut
+    END: gl.constexpr = CUT.end_segment * CUT.segment
+    segment = first_segment + gl.arange(0, CUT.piece, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    word = gl.arange(0, CUT.segment, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    places = gl.expand_dims(gl.expand_dims(segment, 0), 2) * CUT.segment + gl.expand_dims(gl.expand_dims(word, 0), 1)
+    target = words + row.to(gl.int64) * (CUT.row_bytes // 4) + places
+    gl.store(target, pack(low, high, DTYPE), mask=places < END)
+
+
+@gluon.jit
+def peers_rows(source_to_packed_start, rank, SUMS: gl.constexpr):
+    """First and number of the packed rows of this rank's own tokens, which are left out; the number of all others."""
+    begin = gl.load(source_to_packed_start + rank)
+    length = gl.load(source_to_packed_start + rank + 1) - begin
+    return begin, length, gl.load(source_to_packed_start + SUMS.cut.num_ranks) - length
+
+
+@gluon.jit
+def num_items(num_tokens, SUMS: gl.constexpr):
+    """Groups of tokens, times pieces of a row."""
+    return (num_tokens + (SUMS.tokens - 1)) // SUMS.tokens * SUMS.cut.num_pieces
+
+
+@gluon.jit
+def place_of(item, SUMS: gl.constexpr):
+    """First token and first segment of an item."""
+    group = item // SUMS.cut.num_pieces
+    segment = SUMS.cut.first_segment + (item - group * SUMS.cut.num_pieces) * SUMS.cut.piece
+    return group * SUMS.tokens, segment
+
+
+@gluon.jit
+def load_slots(table, token, inside, SUMS: gl.constexpr):
+    """K scalars of a token; -1 of none."""
+    TOP_K: gl.constexpr = SUMS.top_k
+    values = ()
+    for k in gl.static_range(TOP_K):
+        values += (gl.load(table + token * TOP_K + k, mask=inside, other=-1),)
+    return values
+
+
+@gluon.jit
+def first_of_several(rows, SUMS: gl.constexpr):
+    """Whether a token has several rows, and the first."""
+    TOP_K: gl.constexpr = SUMS.top_k
+    primary = rows[0]
+    number = (rows[0] >= 0).to(gl.int32)
+    for k in gl.static_range(1, TOP_K):
+        primary = gl.where(primary < 0, rows[k], primary)
+        number += (rows[k] >= 0).to(gl.int32)
+    return number > 1, primary
+
+
+@gluon.jit
+def ask_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
+    """The role: pieces of the rows of tokens that have several."""
+    rows_desc, _words, packed_to_row, source_to_packed_start, rank = tensors
+    TOP_K: gl.constexpr = SUMS.top_k
+    TOKENS: gl.constexpr = SUMS.tokens
+    begin, length, number = peers_rows(source_to_packed_start, rank, SUMS)
+    step = gl.num_programs(0) * SUMS.pairs
+    stage = PAIR * SUMS.stages + 0
+    phase = 1
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
+        first, segment = place_of(item, SUMS)
+        later, _ = place_of(item + 2 * step, SUMS)
+        later = gl.minimum(later, number - 1)
+        prefetch(packed_to_row + gl.where(later < begin, later, later + length) * TOP_K)
+        open_stage(ring, stage, phase, SUMS)
+        for i in range(TOKENS):  # not unrolled: the code of all roles has to fit into the instruction cache
+            packed = gl.where(first + i < begin, first + i, first + i + length)
+            rows = load_slots(packed_to_row, packed, first + i < number, SUMS)
+            several, _primary = first_of_several(rows, SUMS)
+            for k in gl.static_range(TOP_K):
+                row = gl.where(several & (rows[k] >= 0), rows[k], NOWHERE)
+                ask_piece(rows_desc, row, segment, ring, stage, i * TOP_K + k, SUMS)
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+
+
+@gluon.jit
+def add_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
+    """The role: sums of the same pieces, into each token's first row."""
+    _rows_desc, words, packed_to_row, source_to_packed_start, rank = tensors
+    TOP_K: gl.constexpr = SUMS.top_k
+    TOKENS: gl.constexpr = SUMS.tokens
+    _slots, full, _empty = ring
+    begin, length, number = peers_rows(source_to_packed_start, rank, SUMS)
+    stage = PAIR * SUMS.stages + 0
+    phase = 0
+    step = gl.num_programs(0) * SUMS.pairs
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
+        first, segment = place_of(item, SUMS)
+        mbarrier.wait(full.index(stage), phase)
+        for i in range(TOKENS):  # not unrolled: the code of all roles has to fit into the instruction cache
+            packed = gl.where(first + i < begin, first + i, first + i + length)
+            rows = load_slots(packed_to_row, packed, first + i < number, SUMS)
+            several, primary = first_of_several(rows, SUMS)
+            if several:
+                low = constant_piece(NEGATIVE_ZERO, SUMS)  # to which any number can be added without a change of bits
+                high = constant_piece(NEGATIVE_ZERO, SUMS)
+                for k in gl.static_range(TOP_K):
+                    low, high = add_piece(low, high, rows[k] >= 0, ring, stage, i * TOP_K + k, DTYPE, SUMS)
+                store_piece(words, low, high, primary, segment, DTYPE, SUMS)
+        close_stage(ring, stage)
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+
+
+@gluon.jit
+def make_rings(desc, SUMS: gl.constexpr):
+    """The pairs' stages, one after the other, and their barriers."""
+    NUM_STAGES: gl.constexpr = SUMS.pairs * SUMS.stages
+    slots = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * SUMS.slots] + desc.block_shape, desc.layout)  # noqa: RUF005
+    full = make_barriers(NUM_STAGES, 1)
+    empty = make_barriers(NUM_STAGES, 1)
+    fence_async_shared()
+    return slots, full, empty
+
+
+@fast_launch
+@gluon.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"])
+def hopper_pre_reduce_kernel(
+    rows_desc,  # [N_cap, segments, SEGMENT], block [1, piece, SEGMENT]
+    words,  # of the rows
+    packed_to_row,  # [P_cap, K]
+    source_to_packed_start,  # [R + 1]
+    rank: gl.int32,
+    SUMS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    tensors = (rows_desc, words, packed_to_row, source_to_packed_start, rank)
+    ring = make_rings(rows_desc, SUMS)
+    gl.warp_specialize(
+        [
+            (add_for_reduce, (tensors, ring, 0, SUMS, DTYPE)),
+            (add_for_reduce, (tensors, ring, 1, SUMS, DTYPE)),
+            (add_for_reduce, (tensors, ring, 2, SUMS, DTYPE)),
+            (ask_for_reduce, (tensors, ring, 0, SUMS)),
+            (ask_for_reduce, (tensors, ring, 1, SUMS)),
+            (ask_for_reduce, (tensors, ring, 2, SUMS)),
+        ],
+        [4, 4, 1, 1, 1],
+        [128, 128, 64, 64, 64],
+    )
+
+
+def launch_pre_reduce(
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
+    *,
+    rank: int,
+    columns: tuple[int, int] | None,
+    num_ctas: int,
+) -> None:
+    """pre_reduce of rows [N_cap, H], on `num_ctas` SMs."""
+    num_ranks, top_k = source_to_packed_start.numel() - 1, packed_to_row.shape[1]
+    constants = _pre_reduce_plan(rows.shape[1], rows.dtype, top_k, num_ranks, columns)
+    tables = (packed_to_row, source_to_packed_start)
+    launch(hopper_pre_reduce_kernel, (num_ctas,), constants, rows, rows.view(torch.int32), *tables, rank)
+
+
+@functools.cache
+def _pre_reduce_plan(
+    width: int, dtype: torch.dtype, top_k: int, num_ranks: int, columns: tuple[int, int] | None
+) -> Constants:
+    sums = _sums(width, dtype, top_k, columns, top_k, num_ranks)
+    return Constants(_named(sums, dtype), {0: describe_rows(sums.cut)})
+
+
+def _sums(
+    width: int,
+    dtype: torch.dtype,
+    top_k: int,
+    columns: tuple[int, int] | None,
+    sources: int,
+    num_ranks: int,
+    column: int = 0,
+    own_rank: int = -1,
+) -> Sums:
+    """As many stages as a ring takes."""
+    first, end = columns or (0, width)
+    part = (first * dtype.itemsize, end * dtype.itemsize)
+    piece_bytes, tokens = sum_stage(part[1] - part[0], sources)
+    cut = cut_rows(width * dtype.itemsize, num_ranks, column, piece_bytes, part)
+    stages = SUM_RING_BYTES // (tokens * sources * cut.piece_bytes)
+    return Sums(cut=cut, top_k=top_k, sources=sources, tokens=tokens, stages=stages, own_rank=own_rank)
+
+
+def _named(sums: Sums, dtype: torch.dtype) -> dict[str, object]:
+    return {"SUMS": sums, "DTYPE": GLUON_DTYPES[dtype], "num_warps": 4}
+
+
+@gluon.jit
+def is_failed(received, SUMS: gl.constexpr):
+    """Whether the barrier handed out offsets that say that nothing may be moved."""
+    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
+    lowest = gl.load(received + SUMS.cut.column)
+    for rank in gl.static_range(1, NUM_RANKS):
+        lowest = gl.minimum(lowest, gl.load(received + rank * NUM_PUBLISHED + SUMS.cut.column))
+    return lowest < 0
+
+
+@gluon.jit
+def first_units(received, SUMS: gl.constexpr):
+    """Where the ranks' published buffers begin in their arenas."""
+    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
+    units = ()
+    for rank in gl.static_range(NUM_RANKS):
+        units += ((gl.load(received + rank * NUM_PUBLISHED + SUMS.cut.column) // UNIT_BYTES).to(gl.int32),)
+    return units
+
+
+@gluon.jit
+def unit_of(first_unit, row, has, SUMS: gl.constexpr):
+    """Where a row begins in an arena."""
+    return gl.where(has, first_unit + row * (SUMS.cut.row_bytes // UNIT_BYTES), NOWHERE)
+
+
+@gluon.jit
+def ask_for_pull(tensors, arenas, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
+    """The role: pieces of every token's rows, one of each peer, all of this rank."""
+    _words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens = tensors
+    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
+    TOP_K: gl.constexpr = SUMS.top_k
+    TOKENS: gl.constexpr = SUMS.tokens
+    OWN: gl.constexpr = SUMS.own_rank
+    units = first_units(received, SUMS)
+    number = gl.where(is_failed(received, SUMS), 0, num_tokens)
+    step = gl.num_programs(0) * SUMS.pairs
+    stage = PAIR * SUMS.stages + 0
+    phase = 1
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(number, SUMS), step):
+        first, segment = place_of(item, SUMS)
+        later, _ = place_of(item + 2 * step, SUMS)
+        later = gl.minimum(later, number - 1)
+        prefetch(token_to_primary_row + later * NUM_RANKS)
+        prefetch(slot_to_rank + later * TOP_K)
+        prefetch(slot_to_row + later * TOP_K)
+        open_stage(ring, stage, phase, SUMS)
+        for t in range(TOKENS):
+            token = first + t
+            own_rows = load_slots(slot_to_row, token, token < number, SUMS)
+            ranks = load_slots(slot_to_rank, token, token < number, SUMS)
+            for i in gl.static_range(1, NUM_RANKS):  # peers first: theirs is the longer way
+                primary = token_to_primary_row + token * NUM_RANKS + (OWN + i) % NUM_RANKS
+                row = gl.load(primary, mask=token < number, other=-1)
+                unit = unit_of(units[(OWN + i) % NUM_RANKS], row, row >= 0, SUMS)
+                slot = t * SUMS.sources + TOP_K + i - 1
+                ask_piece(arenas[(OWN + i) % NUM_RANKS], unit, segment, ring, stage, slot, SUMS)
+            for k in gl.static_range(TOP_K):
+                unit = unit_of(units[OWN], own_rows[k], (ranks[k] == OWN) & (own_rows[k] >= 0), SUMS)
+                ask_piece(arenas[OWN], unit, segment, ring, stage, t * SUMS.sources + k, SUMS)
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+
+
+@gluon.jit
+def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
+    """The role: sums of the same pieces. This rank's rows are summed and rounded first, as its peers do with theirs."""
+    words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens = tensors
+    NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
+    TOP_K: gl.constexpr = SUMS.top_k
+    TOKENS: gl.constexpr = SUMS.tokens
+    OWN: gl.constexpr = SUMS.own_rank
+    _slots, full, _empty = ring
+    failed = is_failed(received, SUMS)
+    stage = PAIR * SUMS.stages + 0
+    phase = 0
+    step = gl.num_programs(0) * SUMS.pairs
+    for item in range(gl.program_id(0) * SUMS.pairs + PAIR, num_items(num_tokens, SUMS), step):
+        first, segment = place_of(item, SUMS)
+        mbarrier.wait(full.index(stage), phase, pred=not failed)
+        for t in range(TOKENS):
+            token = first + t
+            moves = (token < num_tokens) & (not failed)
+            own_rows = load_slots(slot_to_row, token, moves, SUMS)
+            ranks = load_slots(slot_to_rank, token, moves, SUMS)
+            low = constant_piece(0, SUMS)
+            high = constant_piece(0, SUMS)
+            for rank in gl.static_range(NUM_RANKS):
+                if rank == OWN:
+                    # Where a primary row has -0.0 this may be 0.0: the same to who adds it to 0.0.
+                    own_low = constant_piece(0, SUMS)
+                    own_high = constant_piece(0, SUMS)
+                    for k in gl.static_range(TOP_K):
+                        has = (ranks[k] == OWN) & (own_rows[k] >= 0)
+                        slot = t * SUMS.sources + k
+                        own_low, own_high = add_piece(own_low, own_high, has, ring, stage, slot, DTYPE, SUMS)
+                    rounded_low, rounded_high = unpack(pack(own_low, own_high, DTYPE), DTYPE)
+                    low += rounded_low
+                    high += rounded_high
+                else:
+                    has = gl.load(token_to_primary_row + token * NUM_RANKS + rank, mask=moves, other=-1) >= 0
+                    slot = t * SUMS.sources + TOP_K + (rank + NUM_RANKS - OWN) % NUM_RANKS - 1
+                    low, high = add_piece(low, high, has, ring, stage, slot, DTYPE, SUMS)
+            low = gl.where(failed, float("nan"), low)
+            high = gl.where(failed, float("nan"), high)
+            if token < num_tokens:
+                store_piece(words, low, high, token, segment, DTYPE, SUMS)
+        close_stage(ring, stage)
+        stage, phase = next_stage(stage, phase, PAIR, SUMS)
+
+
+@fast_launch
+@gluon.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["token_to_primary_row", "slot_to_rank", "slot_to_row", "received"],
+)
+def hopper_pull_kernel(
+    arena0,  # [units, segments, SEGMENT], block [1, piece, SEGMENT]; those of ranks that do not exist are not read
+    arena1,
+    arena2,
+    arena3,
+    arena4,
+    arena5,
+    arena6,
+    arena7,
+    words,  # of out
+    token_to_primary_row,  # [T, R]
+    slot_to_rank,  # [T, K]
+    slot_to_row,
+    received,
+    num_tokens: gl.int32,
+    SUMS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    tensors = (words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens)
+    arenas = (arena0, arena1, arena2, arena3, arena4, arena5, arena6, arena7)
+    ring = make_rings(arena0, SUMS)
+    gl.warp_specialize(
+        [
+            (add_for_pull, (tensors, ring, 0, SUMS, DTYPE)),
+            (add_for_pull, (tensors, ring, 1, SUMS, DTYPE)),
+            (add_for_pull, (tensors, ring, 2, SUMS, DTYPE)),
+            (ask_for_pull, (tensors, arenas, ring, 0, SUMS)),
+            (ask_for_pull, (tensors, arenas, ring, 1, SUMS)),
+            (ask_for_pull, (tensors, arenas, ring, 2, SUMS)),
+        ],
+        [4, 4, 1, 1, 1],
+        [128, 128, 64, 64, 64],
+    )
+
+
+def launch_pull(
+    token_to_primary_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    column: int,
+    columns: tuple[int, int] | None,
+    num_ctas: int,
+) -> None:
+    """pull_sums to out [T, H], on `num_ctas` SMs. T is at least 1."""
+    top_k = slot_to_row.shape[1]
+    constants = _pull_plan(out.shape[1], out.dtype, top_k, peers.num_ranks, peers.rank, column, columns)
+    arenas = (*peers.views, *(MAX_RANKS - peers.num_ranks) * peers.views[:1])
+    tables = (token_to_primary_row, slot_to_rank, slot_to_row, received)
+    launch(hopper_pull_kernel, (num_ctas,), constants, *arenas, out.view(torch.int32), *tables, out.shape[0])
+
+
+@functools.cache
+def _pull_plan(
+    width: int,
+    dtype: torch.dtype,
+    top_k: int,
+    num_ranks: int,
+    own_rank: int,
+    column: int,
+    columns: tuple[int, int] | None,
+) -> Constants:
+    sums = _sums(width, dtype, top_k, columns, top_k + num_ranks - 1, num_ranks, column, own_rank)
+    return Constants(_named(sums, dtype), dict.fromkeys(range(MAX_RANKS), describe_arena(sums.cut)))

@@ -1,0 +1,227 @@
+"""grouped_gemm_wgrad of contiguous rows for Hopper. Contract as in triton/gemm.py, same bits; roles as in pipeline.py.
+
+A tile is 128 rows of out[g] (features of dout), 256 columns (features of rows). It contracts over the group's rows, so
+both operands lie in shared memory as they do in memory: a stage is BLOCK_K rows of either. Each of the two multiplying
+warpgroups has a [BLOCK_K, CHUNK] of dout to itself, which WGMMA reads transposed. A group's number of stages is known
+only to the device and may be 0: then nobody touches the ring, and the tile is zeros.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from symmoe.kernels.hopper.gemm import GLUON_DTYPES, NUM_WARPS, describe
+from symmoe.kernels.hopper.pipeline import (
+    BLOCK_K,
+    BLOCK_M,
+    CHUNK,
+    RAGGED,
+    Groups,
+    make_barriers,
+    next_stage,
+    stage_before,
+    write_dump,
+)
+from symmoe.kernels.launch.compiled import Describe
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.triton.gemm import device_num_sms
+
+BLOCK_N = gl.constexpr(256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WgradPipeline(Groups):
+    """The constants of one kernel; out is [num_groups, out_rows, columns]. The others as in Pipeline."""
+
+    out_rows: int
+    columns: int
+    stages: int = 3
+    group_m: int = 4
+    multiply_registers: int = 232
+    load_registers: int = 40
+    alternate: bool = False  # for write_dump
+
+    @property
+    def num_m_tiles(self) -> int:
+        """Tiles down a group's result."""
+        return -(-self.out_rows // BLOCK_M.value)
+
+    @property
+    def num_n_tiles(self) -> int:
+        """Tiles across the result."""
+        return -(-self.columns // BLOCK_N.value)
+
+    @property
+    def group_tiles(self) -> int:
+        """Tiles of a group's result."""
+        return self.num_m_tiles * self.num_n_tiles
+
+    @property
+    def num_tiles(self) -> int:
+        return self.num_groups * self.group_tiles
+
+
+@gluon.jit
+def locate_tile(tile, row_start, PIPE: gl.constexpr):
+    """Group, its first row and the end of its rows, and a tile's first row and column in the group's result."""
+    group = tile // PIPE.group_tiles
+    local = tile - group * PIPE.group_tiles
+    BAND: gl.constexpr = PIPE.group_m * PIPE.num_n_tiles
+    band = local // BAND
+    height = gl.minimum(PIPE.num_m_tiles - band * PIPE.group_m, PIPE.group_m)
+    in_band = local - band * BAND
+    m = (band * PIPE.group_m + in_band % height) * BLOCK_M
+    n = (in_band // height) * BLOCK_N
+    return group, gl.load(row_start + group), gl.load(row_start + group + 1), m, n
+
+
+@gluon.jit
+def num_steps(start, end):
+    """Stages of the ring that a group's tile takes."""
+    return (end - start + (BLOCK_K - 1)) // BLOCK_K
+
+
+@gluon.jit
+def load(dout_desc, rows_desc, row_start, ring, PIPE: gl.constexpr):
+    """The role. Rows at and past a group's end, and columns past the last feature, come as zeros from the hardware."""
+    a, b, full, empty = ring
+    num_bytes: gl.constexpr = 2 * dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
+        _group, start, end, m, n = locate_tile(tile, row_start, PIPE)
+        for k in range(num_steps(start, end)):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), num_bytes)
+            row = RAGGED - end + start + k * BLOCK_K
+            barrier = full.index(stage)
+            tma.async_copy_global_to_shared(rows_desc, [RAGGED, end, row, n], barrier, b.index(stage))
+            for i in gl.static_range(2):
+                place = [RAGGED, end, row, m + i * CHUNK]
+                tma.async_copy_global_to_shared(dout_desc, place, barrier, a.index(2 * stage + i))
+            stage, phase = next_stage(stage, phase, PIPE)
+
+
+@gluon.jit
+def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Sum of products of a warpgroup's CHUNK rows of a tile in fp32, and the ring's next stage and parity.
+
+    One WGMMA stays in flight; the stage before it is free then. See the NOTE in pipeline.product.
+    """
+    a_ring, b_ring, full, empty = ring
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros([CHUNK, BLOCK_N], gl.float32, layout)
+    for k in range(num_k):
+        mbarrier.wait(full.index(stage), phase)
+        a = a_ring.index(2 * stage + WARPGROUP).reshape([BLOCK_K, CHUNK]).permute([1, 0])
+        b = b_ring.index(stage).reshape([BLOCK_K, BLOCK_N])
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index(stage_before(stage, PIPE)), pred=k > 0)
+        stage, phase = next_stage(stage, phase, PIPE)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(stage_before(stage, PIPE)), pred=num_k > 0)
+    return acc, stage, phase
+
+
+@gluon.jit
+def multiply(out_desc, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """The role. A tile is stored by TMA, which reads while the next tile is multiplied."""
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
+        group, start, end, m, n = locate_tile(tile, row_start, PIPE)
+        acc, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
+        tma.store_wait(0)
+        write_dump(acc, chunks, WARPGROUP, PIPE)
+        fence_async_shared()
+        for i in gl.static_range(BLOCK_N // CHUNK):
+            place = [group, m + CHUNK * WARPGROUP, n + CHUNK * i]
+            chunk = chunks.index(BLOCK_N // CHUNK * WARPGROUP + i).reshape([1, CHUNK, CHUNK])
+            tma.async_copy_shared_to_global(out_desc, place, chunk)
+    tma.store_wait(0)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize_on_alignment=["row_start"])
+def hopper_wgrad_kernel(
+    dout_desc,  # [N, O], ragged, block [BLOCK_K, CHUNK]
+    rows_desc,  # [N, C], ragged, block [BLOCK_K, BLOCK_N]
+    out_desc,  # [G, O, C], block [1, CHUNK, CHUNK]
+    row_start,
+    PIPE: gl.constexpr,
+):
+    # The halves of a stage of dout are apart, as a ring of twice the length.
+    a = gl.allocate_shared_memory(dout_desc.dtype, [2 * PIPE.stages] + dout_desc.block_shape, dout_desc.layout)  # noqa: RUF005
+    b = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
+    chunks = gl.allocate_shared_memory(out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
+    ring = (a, b, make_barriers(PIPE.stages, 1), make_barriers(PIPE.stages, 2))
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply, (out_desc, row_start, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, row_start, ring, chunks, 1, PIPE)),
+            (load, (dout_desc, rows_desc, row_start, ring, PIPE)),
+        ],
+        [4, 1],
+        [PIPE.multiply_registers, PIPE.load_registers],
+    )
+
+
+def launch_wgrad(
+    dout: torch.Tensor,
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    num_sms: int | None = None,
+    group_m: int = 4,
+) -> None:
+    """grouped_gemm_wgrad of dout [N, O] and rows [N, C] into out [G, O, C] of their dtype, without indices.
+
+    O and C are multiples of 8, N is at most hopper.MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
+    """
+    if dout.shape[0] == 0:  # no descriptor can describe it
+        out.zero_()
+        return
+    pipe, constants = _wgrad_plan(*out.shape, out.dtype, group_m)
+    num_sms = device_num_sms(out.device) if num_sms is None else num_sms
+    grid = (min(pipe.num_tiles, num_sms),)
+    launch(hopper_wgrad_kernel, grid, constants, dout, rows, out, row_start)
+
+
+@functools.cache
+def _wgrad_plan(
+    num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, group_m: int
+) -> tuple[WgradPipeline, Constants]:
+    pipe = WgradPipeline(num_groups=num_groups, out_rows=out_rows, columns=columns, group_m=group_m)
+    descriptors = {
+        0: describe_ragged_rows(CHUNK.value, dtype),
+        1: describe_ragged_rows(BLOCK_N.value, dtype),
+        2: describe([1, CHUNK.value, CHUNK.value], dtype),
+    }
+    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+
+
+def describe_ragged_rows(columns: int, dtype: torch.dtype) -> Describe:
+    """Function from a contiguous matrix to its ragged descriptor, for blocks [BLOCK_K, columns]."""
+    block = [1, 1, BLOCK_K.value, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+
+    def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
+        width = matrix.shape[1]
+        shape = [0x7FFF0000, 0x7FFF0000, RAGGED.value, width]
+        return TensorDescriptor(matrix, shape, [2**34 - width, width, width, 1], block, layout)
+
+    return describe_matrix

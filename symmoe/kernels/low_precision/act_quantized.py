@@ -1,0 +1,461 @@
+"""The activation of an expert and its gradient with quantised results (Triton). Contract as in the twin.
+
+Rows of the activation know nothing of groups: a program has a few of them by FEATURES of the result. Where columns are
+made, it has TILE tokens of a group. A gradient's program goes through them twice: in strips of features, which have
+whole blocks of columns, and in strips of rows, which have whole blocks of rows. The second time h is in L2. (In one
+tile for both, what waits to be quantised fills the registers.) On Hopper a kernel that passes them through shared
+memory computes each number once: low_precision/hopper_dact_quantize.py.
+
+The arithmetic is that of activation.py and quantize.py, the same functions on the same rounded numbers. No function
+synchronises, allocates device memory or reads row_start.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.kernels import formats, hopper
+from symmoe.kernels.act_quantized import (
+    FEATURES,
+    Buffers,
+    check_act_quantize,
+    check_dact_quantize,
+    dact_features,
+)
+from symmoe.kernels.activation import Activation, num_scale_sums
+from symmoe.kernels.formats import BlockFormat, max_tiles
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.quantize import (
+    block_scales_or_nan,
+    column_scale,
+    e4m3_code,
+    magnitude_bits,
+)
+from symmoe.kernels.triton.activation import (
+    SUM_COLUMNS,
+    SUM_STEPS,
+    act_slopes,
+    act_value,
+    activation_fields,
+    activation_of,
+    add_neighbours,
+    join_blocks,
+    load_hidden,
+    scale_terms,
+)
+from symmoe.kernels.triton.gemm import (
+    end_of_rows,
+    locate_tile,
+    row_programs,
+    row_tile_prefix,
+    tile_mask,
+)
+from symmoe.kernels.triton.gemm_act import sum_dact_partials
+
+TILE = tl.constexpr(formats.TILE)
+# A strip of columns costs about 500 instructions for its maxima and for turning it, whatever its width.
+STRIP, DACT_STRIP = 64, 32  # features of a strip of columns, of the result and of its gradient
+ROWS = 32  # of a strip of rows, and of a program that makes rows alone
+ROW_WARPS = 4  # of such a program: few, so that many programs are between their loads and their stores
+NUM_WARPS = 8
+REGISTERS = 128  # per thread of those: two programs to an SM
+_PROGRAM = {"num_warps": NUM_WARPS, "maxnreg": REGISTERS}
+
+
+@triton.jit
+def store_part(out, part, line, in_lines, first, end, width):
+    """Stores columns first.. of lines of a matrix of `width` columns, those before `end`."""
+    column = first + tl.arange(0, part.shape[1])
+    pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(pointers, part, mask=in_lines[:, None] & (column < end)[None, :])
+
+
+@triton.jit
+def quantize_lines(x, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes of x [LINES, WIDTH] fp32, and stored scales [LINES, WIDTH / BLOCK]: quantize_tile of quantize.py."""
+    LINES: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    blocks = x.reshape(LINES, WIDTH // BLOCK, BLOCK)
+    stored, multiplier = block_scales_or_nan(tl.max(magnitude_bits(blocks), axis=2), SCALE)
+    return e4m3_code(blocks * multiplier[:, :, None]).reshape(LINES, WIDTH), stored
+
+
+@triton.jit
+def store_rows(
+    x, row, end, first, END: tl.constexpr, data, scale, WIDTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Quantises x [rows, C], features first..END of rows of WIDTH, with scales along features; nothing without data."""
+    if data is not None:
+        codes, scales = quantize_lines(x.to(tl.float32), SCALE, BLOCK)
+        store_part(data, codes, row, row < end, first, END, WIDTH)
+        NUM_BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+        store_part(scale, scales, row, row < end, first // BLOCK, (END + BLOCK - 1) // BLOCK, NUM_BLOCKS)
+
+
+@triton.jit
+def store_columns(
+    x,
+    first,
+    END: tl.constexpr,
+    tile,
+    num_tiles,
+    data,
+    scale,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Quantises the columns of x [TILE, C], features first..END of WIDTH, with scales along tokens; nothing without
+    data. Scales of four bytes lie by blocks, those of one byte by features."""
+    if data is not None:
+        codes, scales = quantize_lines(tl.trans(x).to(tl.float32), SCALE, BLOCK)
+        feature = first + tl.arange(0, x.shape[1])
+        tokens = num_tiles * TILE
+        store_part(data, codes, feature, feature < END, tile * TILE, tokens, tokens)
+        if scale.dtype.element_ty == tl.float32:
+            block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+            pointers = scale + block.to(tl.int64)[None, :] * WIDTH + feature[:, None]
+            tl.store(pointers, scales, mask=(feature < END)[:, None])
+        else:
+            blocks = num_tiles * (TILE // BLOCK)
+            store_part(scale, scales, feature, feature < END, tile * (TILE // BLOCK), blocks, blocks)
+
+
+@triton.jit
+def store_block_sums(sums, scale_sums, row, end, first_column, num_rows, FFN: tl.constexpr):
+    """Stores sums [ROWS, BLOCKS] of blocks of columns from first_column on; scale_sums [blocks, num_rows]."""
+    block = first_column // SUM_COLUMNS + tl.arange(0, sums.shape[1])
+    pointers = scale_sums + block.to(tl.int64)[None, :] * num_rows + row[:, None]
+    tl.store(pointers, sums, mask=(row < end)[:, None] & (block * SUM_COLUMNS < FFN)[None, :])
+
+
+@triton.jit
+def act_part(
+    h,
+    row_scale,
+    row,
+    end,
+    first,
+    ACTIVATION: tl.constexpr,
+    FFN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """a [ROWS, COLUMNS], rounded, from feature `first` on; zeros from row `end` on and past the features."""
+    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
+    factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
+    return (value * factor).to(h.dtype.element_ty)
+
+
+@triton.jit
+def dact_part(
+    da,
+    h,
+    row_scale,
+    row,
+    end,
+    first,
+    ACTIVATION: tl.constexpr,
+    FFN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """a, dgate, dup [ROWS, COLUMNS], rounded, from feature `first` on, and the terms of dscale."""
+    DTYPE: tl.constexpr = h.dtype.element_ty
+    gate, up = load_hidden(h, row, end, first, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    column = first + tl.arange(0, COLUMNS)
+    pointers = da + row.to(tl.int64)[:, None] * FFN + column[None, :]
+    dout = tl.load(pointers, mask=tile_mask(row, end, column, FFN, COLUMNS), other=0.0).to(tl.float32)
+    factor = tl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
+    value = act_value(gate, up, ACTIVATION)
+    by_gate, by_up = act_slopes(gate, up, ACTIVATION)
+    ds = dout * factor
+    a = (value * factor).to(DTYPE)
+    return a, (ds * by_gate).to(DTYPE), (ds * by_up).to(DTYPE), scale_terms(dout, value)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["row_scale", "row_start", "scale"])
+def act_quantize_rows_kernel(
+    h,  # [N, W]
+    row_scale,  # fp32[N]
+    row_start,
+    data,  # bytes [N, I]
+    scale,
+    FIELDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    END: tl.constexpr,
+    FFN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid (tiles of features, tiles of rows): neighbours read the same rows."""
+    ACTIVATION: tl.constexpr = activation_of(FIELDS)
+    first = tl.program_id(0) * FEATURES
+    if END == 1:
+        end = tl.load(row_start + NUM_GROUPS)
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
+        store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
+    else:
+        prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, ROWS, END)
+        for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+            _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, ROWS, END)
+            row = first_row + tl.arange(0, ROWS)
+            a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
+            store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scale", "row_start", "scale"])
+def act_quantize_columns_kernel(
+    h,  # [N, W]
+    row_scale,  # fp32[N]
+    row_start,
+    data,  # bytes [I, num_tiles * TILE]
+    scale,
+    num_tiles,
+    FIELDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    FFN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    """Grid (tiles of tokens, tiles of features)."""
+    ACTIVATION: tl.constexpr = activation_of(FIELDS)
+    tile = tl.program_id(0)
+    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    if tile < num_used:
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        token = first_row + tl.arange(0, TILE)
+        for i in tl.range(0, FEATURES, STRIP):
+            first = tl.program_id(1) * FEATURES + i
+            a = act_part(h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
+            store_columns(a, first, FFN, tile, num_tiles, data, scale, FFN, SCALE, BLOCK)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
+    do_not_specialize_on_alignment=["row_scale", "row_start", "workspace", "scale", "column_scale", "a_column_scale"],
+)
+def dact_quantize_kernel(
+    da,  # [N, I]
+    h,  # [N, W]
+    row_scale,  # fp32[N]
+    row_start,
+    workspace,  # fp32 [blocks of features, N]
+    data,  # bytes [N, W], or None
+    scale,
+    column_data,  # bytes [W, num_tiles * TILE], or None
+    column_scale,
+    a_column_data,  # bytes [I, num_a_tiles * TILE], or None
+    a_column_scale,
+    num_rows,
+    num_tiles,
+    num_a_tiles,
+    FIELDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    FFN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    STRIP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid (tiles of tokens, tiles of features)."""
+    ACTIVATION: tl.constexpr = activation_of(FIELDS)
+    WIDTH: tl.constexpr = ACTIVATION.hidden_width(FFN)
+    tile, n_tile = tl.program_id(0), tl.program_id(1)
+    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    if tile < num_used:
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        first_feature = n_tile * FEATURES
+        if column_data is not None or a_column_data is not None:
+            token = first_row + tl.arange(0, TILE)
+            for i in tl.range(0, FEATURES, STRIP):
+                first = first_feature + i
+                a, dgate, dup, _ = dact_part(da, h, row_scale, token, end, first, ACTIVATION, FFN, TILE, STRIP)
+                store_columns(a, first, FFN, tile, num_a_tiles, a_column_data, a_column_scale, FFN, SCALE, BLOCK)
+                if not ACTIVATION.is_gated:
+                    store_columns(dgate, first, FFN, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
+                elif ACTIVATION.interleave is None:
+                    store_columns(dgate, first, FFN, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
+                    store_columns(
+                        dup, FFN + first, WIDTH, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK
+                    )
+                else:
+                    dh = join_blocks(dgate, dup, TILE, STRIP, ACTIVATION.interleave)
+                    store_columns(dh, 2 * first, WIDTH, tile, num_tiles, column_data, column_scale, WIDTH, SCALE, BLOCK)
+        for i in tl.range(0, TILE, ROWS):
+            row = first_row + i + tl.arange(0, ROWS)
+            _, dgate, dup, terms = dact_part(da, h, row_scale, row, end, first_feature, ACTIVATION, FFN, ROWS, FEATURES)
+            sums = add_neighbours(terms, SUM_STEPS)
+            store_block_sums(sums, workspace, row, end, first_feature, num_rows, FFN)
+            if not ACTIVATION.is_gated:
+                store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, SCALE, BLOCK)
+            elif ACTIVATION.interleave is None:
+                store_rows(dgate, row, end, first_feature, FFN, data, scale, WIDTH, SCALE, BLOCK)
+                store_rows(dup, row, end, FFN + first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
+            else:
+                dh = join_blocks(dgate, dup, ROWS, FEATURES, ACTIVATION.interleave)
+                store_rows(dh, row, end, 2 * first_feature, WIDTH, data, scale, WIDTH, SCALE, BLOCK)
+
+
+def act_quantize(
+    h: torch.Tensor,
+    row_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    activation: Activation,
+    block_format: BlockFormat,
+    *,
+    rows: Buffers | None = None,
+    columns: Buffers | None = None,
+) -> None:
+    """a = act(h) * row_scale, rounded to the dtype of h and quantised: the operands that the second GEMM has of it.
+
+    h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start int32[G+1]: the groups' bounds, or without columns ranges of
+    rows int32[2, G]; other rows are not read. rows: data [N, I] and its scales along features; columns: data [I, P], P
+    a multiple of TILE and at least TILE * max_tiles(N, G), and its scales along a group's tokens, block-major if they
+    are fp32 (kernels/operands.py). What is None is not made; one must be given. block_format: E4M3, blocks of 32 or
+    128. ArgumentError if an argument is not like that.
+    """
+    sizes = check_act_quantize(h, row_scale, row_start, activation, block_format, rows, columns)
+    problem = sizes.ffn, sizes.num_groups, activation, block_format
+    row_constants = _row_constants(*problem, end_of_rows(row_start, sizes.num_groups))
+    column_constants = _column_constants(*problem)
+    if sizes.num_rows == 0:
+        return
+    tiles_of_features = ceil_div(sizes.ffn, FEATURES)
+    if rows is not None:
+        num_programs = row_programs(row_start, ceil_div(sizes.num_rows, ROWS), tiles_of_features)
+        grid = tiles_of_features, num_programs
+        launch(act_quantize_rows_kernel, grid, row_constants, h, row_scale, row_start, *_row_bytes(rows))
+    if columns is not None:
+        grid = max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features
+        operands = *_column_bytes(columns), _num_tiles(columns)
+        launch(act_quantize_columns_kernel, grid, column_constants, h, row_scale, row_start, *operands)
+
+
+def dact_quantize(
+    da: torch.Tensor,
+    h: torch.Tensor,
+    row_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    dscale: torch.Tensor,
+    workspace: torch.Tensor,
+    activation: Activation,
+    block_format: BlockFormat,
+    *,
+    rows: Buffers | None = None,
+    columns: Buffers | None = None,
+    a_columns: Buffers | None = None,
+) -> None:
+    """Gradient of a = act(h) * row_scale, rounded to the dtype of h and quantised; dscale; and columns of a again.
+
+    da [N, I] of the dtype of h; dscale fp32[N], 0 past the last row; workspace: fp32, of
+    dact_quantize_workspace_numel(...) elements. rows, columns: dh's, of W features: operands of the first GEMM's input
+    gradient and weight gradient. a_columns: the second GEMM's, so that a forward pass need not keep them. The others as
+    in act_quantize; all operands may be None. If h has halves, blocks must divide I (takes_dact_quantize).
+    ArgumentError if an argument is not like that.
+    """
+    sizes = check_dact_quantize(
+        da, h, row_scale, row_start, dscale, workspace, activation, block_format, rows, columns, a_columns
+    )
+    constants = _dact_constants(sizes.ffn, sizes.num_groups, activation, block_format)
+    if sizes.num_rows == 0:
+        return
+    tiles_of_features = ceil_div(sizes.ffn, dact_features(activation))
+    special = hopper.kernels(h.device, h.dtype, sizes.hidden)
+    all_operands = rows is not None and columns is not None and a_columns is not None
+    if special is not None and all_operands and special.takes_dact_quantize(da, h, activation, block_format):
+        operands = rows, columns, a_columns
+        special.launch_dact_quantize(da, h, row_scale, row_start, workspace, activation, block_format, *operands)
+    else:
+        launch(
+            dact_quantize_kernel,
+            (max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features),
+            constants,
+            da,
+            h,
+            row_scale,
+            row_start,
+            workspace,
+            *_row_bytes(rows),
+            *_column_bytes(columns),
+            *_column_bytes(a_columns),
+            sizes.num_rows,
+            _num_tiles(columns),
+            _num_tiles(a_columns),
+        )
+    sum_dact_partials(workspace, row_start, dscale, num_scale_sums(sizes.ffn))
+
+
+def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Data and scales, those of one byte as uint8, which the kernels store."""
+    if rows is None:
+        return None, None
+    data, scale = rows
+    return data.view(torch.uint8), scale.view(torch.uint8) if scale.element_size() == 1 else scale
+
+
+def _column_bytes(columns: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The same; scales in the order in which they lie."""
+    if columns is None:
+        return None, None
+    data, scale = columns
+    return data.view(torch.uint8), column_scale(scale)
+
+
+def _num_tiles(columns: Buffers | None) -> int:
+    """Tiles of tokens that columns have room for."""
+    return 0 if columns is None else columns[0].shape[1] // formats.TILE
+
+
+@functools.cache
+def _row_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat, end: int) -> Constants:
+    lanes = next_power_of_2(num_groups)
+    tile = {"GROUP_LANES": lanes, "END": end, "FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
+    return Constants({**_common(ffn, num_groups, activation, block_format), **tile})
+
+
+@functools.cache
+def _column_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
+    tile = {"GROUP_LANES": next_power_of_2(num_groups), "FEATURES": FEATURES, "STRIP": STRIP}
+    return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
+
+
+@functools.cache
+def _dact_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
+    tile = {
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "FEATURES": dact_features(activation),
+        "STRIP": max(DACT_STRIP, activation.interleave or 0),
+        "ROWS": ROWS,
+    }
+    return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
+
+
+def _common(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> dict[str, object]:
+    return {
+        "FIELDS": activation_fields(activation, ffn),
+        "SCALE": block_format.scale,
+        "BLOCK": block_format.block,
+        "NUM_GROUPS": num_groups,
+        "FFN": ffn,
+    }

@@ -1,0 +1,311 @@
+"""Grouped GEMMs of E4M3 numbers with a scale per block (Triton). Contract as in the twin; tiles as in triton/gemm.py.
+
+A block's products are summed by the tensor core, and that sum is scaled and added in fp32 before the next block. Hopper
+has kernels of its own (hopper_fp8.py, hopper_fp8_wgrad.py), in which one warpgroup adds while the other multiplies.
+These are for every other GPU that multiplies E4M3 numbers, for fp32 results of grouped_gemm_fp8, for narrow ones, and
+for scales of whole lines.
+No function synchronises, allocates device memory or reads row_start.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels import fp8, hopper
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.parts import panel, refuse_ranges
+from symmoe.kernels.triton.gemm import (
+    TRITON_DTYPES,
+    ZERO_BLOCK,
+    TileConfig,
+    describe,
+    end_of_rows,
+    launch_grid,
+    locate_tile,
+    max_row_tiles,
+    row_tile_prefix,
+    store_gradient,
+    swizzle_tile,
+    tile_mask,
+    zero_panel,
+    zero_rows,
+)
+
+BLOCK = tl.constexpr(fp8.BLOCK)
+CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, num_warps=8)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_start"])
+def grouped_gemm_fp8_kernel(
+    rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
+    row_scale,  # [N, blocks of C], or [N]
+    weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK]
+    weight_scale,  # [G, blocks of O, blocks of C], or [G, O]
+    row_start,
+    out,  # [N, O]
+    num_rows,  # N; None: leave the tail alone
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    IN_WIDTH: tl.constexpr,
+    END: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,  # of the panel
+    COLUMNS: tl.constexpr,
+    OF_LINES: tl.constexpr,  # scales
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    tl.static_assert(BLOCK % BLOCK_N == 0)  # a tile has one scale of the weight at a time
+    NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    NUM_BLOCKS: tl.constexpr = (IN_WIDTH + BLOCK - 1) // BLOCK
+    COLUMN_BLOCKS: tl.constexpr = (OUT_WIDTH + BLOCK - 1) // BLOCK
+    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
+    for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
+        row = first_row + tl.arange(0, BLOCK_M)
+        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
+        weight_scales = weight_scale + (group.to(tl.int64) * COLUMN_BLOCKS + first_column // BLOCK) * NUM_BLOCKS
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for b in tl.range(0, NUM_BLOCKS):
+            left = rows_desc.load([first_row, b * BLOCK])
+            right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
+            if OF_LINES:
+                # Added in fp32 after every block: tensor cores keep about 14 bits of a sum of E4M3 products.
+                acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=BLOCK)
+            else:
+                scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
+                acc += tl.dot(left, right.T) * scale[:, None]
+        column = first_column + tl.arange(0, BLOCK_N)
+        if OF_LINES:
+            by_row = tl.load(row_scale + row, mask=row < end, other=0.0)
+            lines = weight_scale + group.to(tl.int64) * OUT_WIDTH + column
+            acc *= by_row[:, None] * tl.load(lines, mask=column < OUT_WIDTH, other=0.0)[None, :]
+        pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
+        tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
+    if num_rows is not None:
+        first = tl.load(row_start + NUM_GROUPS)
+        if COLUMNS == OUT_WIDTH:
+            zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
+        else:
+            zero_panel(out, first, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_start"])
+def grouped_gemm_wgrad_fp8_kernel(
+    dout_desc,  # [O, P], block [BLOCK_M, BLOCK]
+    dout_scale,  # [O, num_blocks], block-major
+    rows_desc,  # [C, P], block [BLOCK_N, BLOCK]
+    rows_scale,  # [C, num_blocks], block-major
+    row_start,
+    out,  # [G, O, C]
+    OUT_DTYPE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    OUT_ROWS: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
+    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
+    prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK)
+    lane = tl.arange(0, GROUP_LANES)
+    for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
+        group = tile // TILES
+        m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
+        first_block = tl.max(tl.where(lane < group, prefix, 0), axis=0)
+        end_block = tl.max(tl.where(lane <= group, prefix, 0), axis=0)
+        row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for b in tl.range(first_block, end_block):
+            left = dout_desc.load([m_tile * BLOCK_M, b * BLOCK])
+            right = rows_desc.load([n_tile * BLOCK_N, b * BLOCK])
+            # No memory holds so many numbers that their scales could not be counted in 32 bits.
+            by_row = tl.load(dout_scale + b * OUT_ROWS + row, mask=row < OUT_ROWS, other=0.0)
+            by_column = tl.load(rows_scale + b * OUT_WIDTH + column, mask=column < OUT_WIDTH, other=0.0)
+            acc += (tl.dot(left, right.T) * by_column[None, :]) * by_row[:, None]
+        if not ACCUMULATE or first_block < end_block:  # a group without tokens is not even read
+            out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
+            store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, ACCUMULATE, BLOCK_N)
+
+
+def grouped_gemm_fp8(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    columns: tuple[int, int] | None = None,
+    zero_tail: bool = False,
+    num_sms: int | None = None,
+    config: TileConfig | None = None,
+) -> None:
+    """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
+
+    rows E4M3 [N, C], row_scale fp32 [N, B(C)]: a scale for BLOCK features of a row; weight E4M3 [G, O, C], weight_scale
+    fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. Or row_scale [N, 1] and weight_scale [G, O, 1]: one for
+    a row and one for a line of the weight. out bf16, fp16 or fp32 [N, O]. C is a multiple of 16, rows of out are
+    multiples of 16 bytes. The input gradient is the same product, with gradients for rows and the transposed weight
+    [G, C, O] with its transposed scales. row_start, columns, zero_tail, num_sms: as in grouped_gemm.
+    ArgumentError if an operand is anything else.
+    """
+    of_lines = fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    num_rows, out_width = out.shape
+    num_groups = weight.shape[0]
+    columns = panel(columns, out_width)
+    if zero_tail:
+        refuse_ranges(row_start, "zero_tail")
+    if num_rows == 0:
+        return
+    if config is None and not of_lines:
+        special = hopper.kernels(out.device, out.dtype, out_width)
+        if special is not None and num_rows <= hopper.MAX_ROWS:
+            options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
+            special.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_start, out, **options)
+            return
+    config = config or CONFIG
+    end = end_of_rows(row_start, num_groups)
+    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end, columns, of_lines)
+    num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * plan.num_n_tiles
+    launch(
+        grouped_gemm_fp8_kernel,
+        launch_grid(config, num_tiles, num_sms, out.device),
+        plan.constants,
+        rows,
+        row_scale,
+        weight,
+        weight_scale,
+        row_start,
+        out,
+        num_rows if zero_tail else None,
+    )
+
+
+def grouped_gemm_wgrad_fp8(
+    dout: torch.Tensor,
+    dout_scale: torch.Tensor,
+    rows: torch.Tensor,
+    rows_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    accumulate: bool = False,
+    num_sms: int | None = None,
+    config: TileConfig | None = None,
+) -> None:
+    """out[g] = (dout * dout_scale) @ (rows * rows_scale)^T over the tokens of group g; no tokens give zeros.
+
+    dout E4M3 [O, P], rows E4M3 [C, P], as quantize_columns makes them: the tokens between a group's last and the next
+    multiple of BLOCK are zeros, those past the last group may be anything. dout_scale fp32 [O, P / BLOCK], rows_scale
+    fp32 [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major (strides (1, O) and (1, C)). O is a multiple
+    of 4. out [G, O, C] in bf16, fp16 or fp32, its rows multiples of 16 bytes. accumulate: the sum is added to out[g] in
+    fp32; no tokens leave it alone. On Hopper TMA adds to an fp32 out, and subnormal numbers, added or summed, count as
+    zeros of their sign. row_start: the groups' bounds. num_sms: as in grouped_gemm.
+    ArgumentError if an operand is anything else.
+    """
+    fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
+    refuse_ranges(row_start, "a weight gradient")
+    num_groups, out_rows, out_width = out.shape
+    if dout_scale.shape[1] == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    if config is None:
+        operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are stored as well
+        special = hopper.kernels(out.device, operands, out_width)
+        if special is not None:
+            options = {"accumulate": accumulate, "num_sms": num_sms}
+            special.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_start, out, **options)
+            return
+    config = config or CONFIG
+    num_tiles, constants = _wgrad_plan(config, out.dtype, accumulate, num_groups, out_rows, out_width)
+    launch(
+        grouped_gemm_wgrad_fp8_kernel,
+        launch_grid(config, num_tiles, num_sms, out.device),
+        constants,
+        dout,
+        dout_scale,
+        rows,
+        rows_scale,
+        row_start,
+        out,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the launches of a GEMM with the same static dimensions have in common."""
+
+    num_n_tiles: int
+    constants: Constants
+
+
+@functools.cache
+def _gemm_plan(
+    config: TileConfig,
+    num_groups: int,
+    out_width: int,
+    in_width: int,
+    end: int,
+    columns: tuple[int, int] | None,
+    of_lines: bool,
+) -> Plan:
+    first_column, end_column = columns or (0, out_width)
+    constants = {
+        "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "OUT_WIDTH": out_width,
+        "IN_WIDTH": in_width,
+        "END": end,
+        "FIRST_COLUMN": first_column,
+        "COLUMNS": end_column - first_column,
+        "OF_LINES": of_lines,
+        **_tile_constants(config),
+    }
+    descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}
+    return Plan(ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+
+
+@functools.cache
+def _wgrad_plan(
+    config: TileConfig, dtype: torch.dtype, accumulate: bool, num_groups: int, out_rows: int, out_width: int
+) -> tuple[int, Constants]:
+    constants = {
+        "OUT_DTYPE": TRITON_DTYPES[dtype],
+        "ACCUMULATE": accumulate,
+        "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "OUT_ROWS": out_rows,
+        "OUT_WIDTH": out_width,
+        **_tile_constants(config),
+    }
+    descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([config.block_n, fp8.BLOCK])}
+    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
+    return num_tiles, Constants(constants, descriptors)
+
+
+def _tile_constants(config: TileConfig) -> dict[str, int]:
+    if config.block_k != fp8.BLOCK or fp8.BLOCK % config.block_n:
+        raise ArgumentError(f"tiles must have block_k {fp8.BLOCK} and a block_n that divides it, got {config}")
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "GROUP_M": config.group_m,
+        "num_stages": config.num_stages,
+        "num_warps": config.num_warps,
+    }

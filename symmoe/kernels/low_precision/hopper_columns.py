@@ -1,0 +1,436 @@
+"""Quantising along tokens in blocks of TILE for Hopper (Gluon): rows, and rows that have travelled quantised.
+
+Programs are persistent. A tile is TILE tokens by TILE features. It comes to shared memory by cp.async, 16 bytes of a
+row at a time, and from there to registers; then a later tile begins to come to its place, beside this one's arithmetic.
+Indices of gathered rows are read one tile ahead of the rows.
+
+What costs is instructions, so numbers stay in words of two features as long as that is possible:
+
+    amax        of both numbers of a word at once
+    turning     a thread has 32 tokens of two features, 16 of them neighbours: codes need no way through shared memory
+    scales      four threads share a feature: two shuffles of words; each of them divides
+    not finite  such a block has NaN for a multiplier, which makes all of its codes NaN
+
+The layout of shared memory permutes the pieces that eight words are by the 16 tokens to which they belong. No access
+has a bank conflict, but for the ldmatrix by which the compiler reads words of the wire: its cycles are those of single
+words. The formulas are those of low_precision/quantize.py on the same numbers, so the bits are those of its kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from symmoe.kernels import formats
+from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.pipeline import Groups
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.quantize import block_scales_or_nan, e4m3_code, magnitude_bits
+from symmoe.kernels.triton.gemm import device_num_sms
+
+TILE = gl.constexpr(formats.TILE)  # tokens, and features
+PAIRS = gl.constexpr(formats.TILE // 2)  # words of a tile's row
+PANEL = 4  # tiles of features; of 16384 rows that groups share, they are 17 MB, which stay in L2
+NUM_WARPS = 8
+ACCESS_BYTES = 16  # of a copy to shared memory
+WITHOUT_SIGNS, UPPER_HALF = gl.constexpr(0x7FFF7FFF), gl.constexpr(-0x10000)
+# stages: tiles of a program in shared memory. Three programs of bf16 have up to 192 kB of an SM's on their way.
+OPTIONS = {"stages": 2, "programs_per_sm": 3}
+MAX_REGISTERS = {2: 128, 3: 80}  # of a thread, by programs per SM
+
+# As words of two features are read and multiplied, and their codes are written.
+HELD = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [64, 0]],
+        lane_bases=[[16, 0], [32, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[0, 8], [0, 16], [0, 32]],
+        block_bases=[],
+        shape=[128, 64],
+    )
+)
+SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 16, 4, [1, 0]))
+SHARED_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnPlan(Groups):
+    """The constants of one kernel: rows [N, width] in num_groups groups, of dtype (of Gluon) before they are quantised.
+
+    row_words: words of two numbers from a row to the next one. word_bytes: 4, or 2 on the wire. scale: of BlockFormat.
+    """
+
+    width: int
+    scale: str
+    dtype: Any
+    row_words: int
+    word_bytes: int
+    stages: int
+    programs_per_sm: int
+
+    @property
+    def num_feature_tiles(self) -> int:
+        """Tiles across the rows."""
+        return -(-self.width // TILE.value)
+
+    @property
+    def panel(self) -> int:
+        """Tiles of features that are beside each other in the order of tiles; then come the next tokens."""
+        return PANEL if self.num_feature_tiles % PANEL == 0 else self.num_feature_tiles
+
+    @property
+    def copied_pairs(self) -> int:
+        """Words of a row that are read: whole copies. Behind a row's codes on the wire are its scales."""
+        words = ACCESS_BYTES // self.word_bytes
+        return -(-self.width // (2 * words)) * words
+
+    @property
+    def groups(self) -> Any:
+        """Of groups: a copy in every warp."""
+        return gl.BlockedLayout([self.group_lanes // 32], [32], [NUM_WARPS], [0])
+
+    @property
+    def copied(self) -> Any:
+        """Of words as they are copied to shared memory."""
+        return copied_layout(self.word_bytes)
+
+
+def copied_layout(word_bytes: int) -> Any:
+    """Of words [TILE, PAIRS] as they are copied to shared memory: rows of threads with 16 bytes each."""
+    words = ACCESS_BYTES // word_bytes
+    across = PAIRS.value // words
+    return gl.BlockedLayout([1, words], [32 // across, across], [NUM_WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def larger_bf16(a, b):
+    """The larger one of two |x|, NaN if one of them is, for both bf16 numbers of words; signs mean nothing."""
+    instruction: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def larger_fp16(a, b):
+    """The same of fp16 numbers."""
+    instruction: gl.constexpr = "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def largest(words, DTYPE: gl.constexpr):
+    """Words of the largest |x| of words [TILE, PAIRS] along the tokens; NaN if one of them is."""
+    if DTYPE == gl.bfloat16:
+        result = gl.reduce(words, 0, larger_bf16)
+    else:
+        result = gl.reduce(words, 0, larger_fp16)
+    return result & WITHOUT_SIGNS
+
+
+@gluon.jit
+def first_number(words, DTYPE: gl.constexpr):
+    """fp32 of the first numbers of words, those in the lower half."""
+    if DTYPE == gl.bfloat16:
+        result = (words << 16).to(gl.float32, bitcast=True)
+    else:
+        result = words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    return result
+
+
+@gluon.jit
+def second_number(words, DTYPE: gl.constexpr):
+    """fp32 of the second numbers of words."""
+    if DTYPE == gl.bfloat16:
+        result = (words & UPPER_HALF).to(gl.float32, bitcast=True)
+    else:
+        result = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    return result
+
+
+@gluon.jit
+def decoded(codes, scale, DTYPE: gl.constexpr):
+    """Words of two numbers code * scale, rounded, of words of two E4M3 codes (int16) and scales fp32."""
+    ROUND: gl.constexpr = "cvt.rn.bf16x2.f32" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32"
+    PRODUCTS: gl.constexpr = """{
+        .reg .b32 both;
+        .reg .b16 low, high;
+        .reg .f32 x, y;
+        cvt.rn.f16x2.e4m3x2 both, $1;
+        mov.b32 {low, high}, both;
+        cvt.f32.f16 x, low;
+        cvt.f32.f16 y, high;
+        mul.f32 x, x, $2;
+        mul.f32 y, y, $2;
+        """
+    instructions: gl.constexpr = PRODUCTS + ROUND + " $0, y, x; }"
+    return gl.inline_asm_elementwise(instructions, "=r,h,f", [codes, scale], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def group_tiles(row_start, PLAN: gl.constexpr):
+    """Groups' first rows and ends, the inclusive prefix sum of their tiles of tokens, and how many tiles there are."""
+    group = gl.arange(0, PLAN.group_lanes, PLAN.groups)
+    start = gl.load(row_start + group, mask=group < PLAN.num_groups, other=0)
+    end = gl.load(row_start + group + 1, mask=group < PLAN.num_groups, other=0)
+    num_tiles = (end - start + (TILE - 1)) // TILE
+    return start, end, gl.associative_scan(num_tiles, 0, _add), gl.sum(num_tiles, axis=0)
+
+
+@gluon.jit
+def stride(number, num_used, PLAN: gl.constexpr):
+    """A number of tiles in the order of tiles as whole panels, and the rest: a panel's tiles follow each other."""
+    in_panel = gl.maximum(num_used, 1) * PLAN.panel
+    return number // in_panel, number % in_panel
+
+
+@gluon.jit
+def further(at, step, num_used, PLAN: gl.constexpr):
+    """Panel, and tile in it, that are a step of `stride` further than `at`. No division."""
+    in_panel = gl.maximum(num_used, 1) * PLAN.panel
+    rest = at[1] + step[1]
+    is_past = (rest >= in_panel).to(gl.int32)
+    return at[0] + step[0] + is_past, rest - is_past * in_panel
+
+
+@gluon.jit
+def tile_at(at, PLAN: gl.constexpr):
+    """Tile of tokens, and of features."""
+    return at[1] // PLAN.panel, at[0] * PLAN.panel + at[1] % PLAN.panel
+
+
+@gluon.jit
+def locate(tile, groups):
+    """First row of a tile of tokens, and the end of its group."""
+    start, end, after, _num_used = groups
+    num_tiles = (end - start + (TILE - 1)) // TILE
+    before = after - num_tiles
+    is_here = (before <= tile) & (tile < after)
+    first_row = gl.sum(gl.where(is_here, start + (tile - before) * TILE, 0), axis=0)
+    return first_row, gl.sum(gl.where(is_here, end, 0), axis=0)
+
+
+@gluon.jit
+def source_of(at, row_index, groups, PLAN: gl.constexpr):
+    """What a tile is copied from: first row, end (0 past the last tile), tile of features, and what row_index has for
+    its rows (without it, the first row)."""
+    tile, feature_tile = tile_at(at, PLAN)
+    first_row, end = locate(tile, groups)
+    end = gl.where(feature_tile < PLAN.num_feature_tiles, end, 0)
+    if row_index is None:
+        index = first_row
+    else:
+        row = gl.arange(0, TILE, gl.SliceLayout(1, PLAN.copied))
+        index = gl.load(row_index + first_row + row, mask=row < end - first_row, other=0)
+    return first_row, end, feature_tile, index
+
+
+@gluon.jit
+def begin_copy(stage, source, rows, row_scales, row_index, PLAN: gl.constexpr):
+    """Begins to copy a tile, and on the wire the scales of its rows, to a stage of shared memory. Zeros for no row."""
+    first_row, end, feature_tile, index = source
+    row = gl.arange(0, TILE, gl.SliceLayout(1, PLAN.copied))
+    is_row = row < end - first_row
+    if row_index is None:
+        rows += first_row.to(gl.int64) * PLAN.row_words
+    else:
+        row = index
+    pair = feature_tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(0, PLAN.copied))
+    mask = is_row[:, None]
+    if PLAN.width % TILE != 0:
+        mask = mask & (pair < PLAN.copied_pairs)[None, :]
+    pointers = rows + pair[None, :] + (row.to(gl.int64) * PLAN.row_words)[:, None]
+    async_copy.async_copy_global_to_shared(stage[0], pointers, mask=mask)
+    if row_scales is not None:
+        # A tile's features are one block.
+        if row_index is None:
+            row_scales += first_row.to(gl.int64) * (PLAN.row_words // 2)
+        pointers = row_scales + (PLAN.width // 4 + feature_tile) + row.to(gl.int64) * (PLAN.row_words // 2)
+        async_copy.async_copy_global_to_shared(stage[1], pointers, mask=is_row)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def scales_of(amax, PLAN: gl.constexpr):
+    """Stored scales, and multipliers, of blocks whose largest |x| is amax."""
+    SCALE: gl.constexpr = PLAN.scale
+    return block_scales_or_nan(magnitude_bits(amax), SCALE)
+
+
+@gluon.jit
+def store_feature(codes, stored, tile, feature, data, scale, num_tiles, PLAN: gl.constexpr):
+    """Stores codes [TILE, PAIRS] and scales [PAIRS] of one feature of every word."""
+    token = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, HELD))
+    pointers = data + (feature.to(gl.int64) * (num_tiles * TILE))[None, :] + token[:, None]
+    if PLAN.width % TILE == 0:
+        gl.store(pointers, codes)
+        gl.store(scale + tile.to(gl.int64) * PLAN.width + feature, stored)
+    else:
+        gl.store(pointers, codes, mask=(feature < PLAN.width)[None, :])
+        gl.store(scale + tile.to(gl.int64) * PLAN.width + feature, stored, mask=feature < PLAN.width)
+
+
+@gluon.jit
+def store_tile(words, at, data, scale, num_tiles, PLAN: gl.constexpr):
+    """Quantises words [TILE, PAIRS] along the tokens. They are taken apart late: two fp32 need twice the registers."""
+    largest_words = largest(words, PLAN.dtype)
+    first_stored, first_multiplier = scales_of(first_number(largest_words, PLAN.dtype), PLAN)
+    second_stored, second_multiplier = scales_of(second_number(largest_words, PLAN.dtype), PLAN)
+    tile, feature_tile = tile_at(at, PLAN)
+    feature = feature_tile * TILE + 2 * gl.arange(0, PAIRS, gl.SliceLayout(0, HELD))
+    codes = e4m3_code(first_number(words, PLAN.dtype) * first_multiplier[None, :])
+    store_feature(codes, first_stored, tile, feature, data, scale, num_tiles, PLAN)
+    codes = e4m3_code(second_number(words, PLAN.dtype) * second_multiplier[None, :])
+    store_feature(codes, second_stored, tile, feature + 1, data, scale, num_tiles, PLAN)
+
+
+@gluon.jit
+def quantize_tiles(rows, row_scales, row_index, row_start, data, scale, num_tiles, PLAN: gl.constexpr):
+    """The tiles of a program. row_scales: None, or of rows of the wire, which are decoded to PLAN.dtype."""
+    ring = gl.allocate_shared_memory(rows.dtype.element_ty, [PLAN.stages, TILE, PAIRS], SHARED)
+    scale_ring = ring
+    if row_scales is not None:
+        scale_ring = gl.allocate_shared_memory(gl.float32, [PLAN.stages, TILE], SHARED_LINE)
+    groups = group_tiles(row_start, PLAN)
+    num_used = groups[3]
+    step = stride(gl.num_programs(0), num_used, PLAN)
+    at = stride(gl.program_id(0), num_used, PLAN)
+    ahead = at
+    STAGES: gl.constexpr = PLAN.stages
+    for i in gl.static_range(STAGES):
+        source = source_of(ahead, row_index, groups, PLAN)
+        begin_copy((ring.index(i), scale_ring.index(i)), source, rows, row_scales, row_index, PLAN)
+        ahead = further(ahead, step, num_used, PLAN)
+    source = source_of(ahead, row_index, groups, PLAN)
+    turn = 0
+    for _ in range(gl.program_id(0), num_used * PLAN.num_feature_tiles, gl.num_programs(0)):
+        async_copy.wait_group(STAGES - 1)
+        stage = ring.index(turn), scale_ring.index(turn)
+        words = stage[0].load(HELD)
+        if row_scales is not None:
+            words = decoded(words, stage[1].load(gl.SliceLayout(1, HELD))[:, None], PLAN.dtype)
+        begin_copy(stage, source, rows, row_scales, row_index, PLAN)
+        ahead = further(ahead, step, num_used, PLAN)
+        source = source_of(ahead, row_index, groups, PLAN)
+        store_tile(words, at, data, scale, num_tiles, PLAN)
+        at = further(at, step, num_used, PLAN)
+        turn = (turn + 1) % STAGES
+    async_copy.wait_group(0)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+def hopper_quantize_columns_kernel(
+    rows,  # words of two numbers, int32 [N, C / 2]
+    row_index,  # int32[N] or None
+    row_start,
+    data,  # bytes [C, num_tiles * TILE]
+    scale,  # fp32 [num_tiles, C]
+    num_tiles,
+    PLAN: gl.constexpr,
+):
+    quantize_tiles(rows, None, row_index, row_start, data, scale, num_tiles, PLAN)
+
+
+@fast_launch
+@gluon.jit(
+    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scales", "row_index", "row_start", "scale"]
+)
+def hopper_requantize_columns_kernel(
+    wire,  # words of two codes, int16 [N, bytes of a row / 2]
+    row_scales,  # the wire as fp32
+    row_index,  # int32[N] or None
+    row_start,
+    data,  # bytes [C, num_tiles * TILE]
+    scale,  # fp32 [num_tiles, C]
+    num_tiles,
+    PLAN: gl.constexpr,
+):
+    """The same of rows of the wire."""
+    quantize_tiles(wire, row_scales, row_index, row_start, data, scale, num_tiles, PLAN)
+
+
+def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> bool:
+    """Whether these kernels make the format of rows, or of rows of the wire: E4M3 in blocks of TILE tokens."""
+    in_tiles = block_format.element == "e4m3" and block_format.block == formats.TILE
+    return in_tiles and width % 8 == 0 and rows.data_ptr() % ACCESS_BYTES == 0
+
+
+def launch_quantize_columns(
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    row_index: torch.Tensor | None = None,
+    num_sms: int | None = None,
+    **options: int,
+) -> None:
+    """quantize_columns of at least one tile that takes_columns. options: OPTIONS."""
+    width, num_tiles = scale.shape
+    layout = (width, row_start.shape[0] - 1, block_format.scale, rows.dtype, width // 2, 4)
+    plan, constants = _plan(*layout, tuple(options.items()))
+    grid = _grid(plan, num_tiles, num_sms, rows.device)
+    buffers = data.view(torch.uint8), scale.t()
+    words = rows.view(torch.int32)
+    launch(hopper_quantize_columns_kernel, grid, constants, words, row_index, row_start, *buffers, num_tiles)
+
+
+def launch_requantize_columns(
+    wire: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    dtype: torch.dtype,
+    *,
+    row_index: torch.Tensor | None = None,
+    num_sms: int | None = None,
+    **options: int,
+) -> None:
+    """requantize_columns, likewise."""
+    width, num_tiles = scale.shape
+    layout = (width, row_start.shape[0] - 1, block_format.scale, dtype, wire.shape[1] // 2, 2)
+    plan, constants = _plan(*layout, tuple(options.items()))
+    grid = _grid(plan, num_tiles, num_sms, wire.device)
+    inputs = wire.view(torch.int16), wire.view(torch.float32), row_index, row_start
+    buffers = data.view(torch.uint8), scale.t()
+    launch(hopper_requantize_columns_kernel, grid, constants, *inputs, *buffers, num_tiles)
+
+
+def _grid(plan: ColumnPlan, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
+    num_sms = device_num_sms(device) if num_sms is None else num_sms
+    return (min(num_tiles * plan.num_feature_tiles, plan.programs_per_sm * num_sms),)
+
+
+@functools.cache
+def _plan(
+    width: int,
+    num_groups: int,
+    scale: str,
+    dtype: torch.dtype,
+    row_words: int,
+    word_bytes: int,
+    options: tuple[tuple[str, int], ...],
+) -> tuple[ColumnPlan, Constants]:
+    plan = ColumnPlan(
+        width=width,
+        num_groups=num_groups,
+        scale=scale,
+        dtype=GLUON_DTYPES[dtype],
+        row_words=row_words,
+        word_bytes=word_bytes,
+        **{**OPTIONS, **dict(options)},
+    )
+    registers = MAX_REGISTERS[plan.programs_per_sm]
+    return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": registers})

@@ -1,0 +1,293 @@
+"""dact_quantize for Hopper: E4M3 in blocks of 128, every number computed once (Gluon, persistent, two programs per SM).
+
+A tile is TILE tokens by TILE features. It comes to shared memory by cp.async, and gates, ups and da are replaced there
+by dgate, dup and a. Then dgate and dup are quantised by rows, and all three by columns, one after the other; when its
+columns have been read, the same part of the next tile begins to come to its place. Two programs share an SM: the one's
+loads run beside the other's arithmetic.
+
+What costs is instructions, about 70 for each number of a:
+
+    amax        four threads have a block of 128 numbers, 32 in each: two shuffles, and two divisions for 32 numbers
+    turning     a thread reads pairs of features of 32 tokens, and writes 16 codes of a feature at once
+    not finite  such a block has NaN for a multiplier, which makes all of its codes NaN
+    rounding    happens in pairs because nothing but a store takes the result; what is quantised is read again
+
+ROWS and PAIRS are such that no access to shared memory has a bank conflict, if LAYOUT permutes pieces of 32 bytes by
+the 16 rows to which they belong.
+
+The formulas are those of triton/activation.py and low_precision/quantize.py, on the same rounded numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from symmoe.kernels import formats
+from symmoe.kernels.act_quantized import Buffers
+from symmoe.kernels.activation import Activation, num_scale_sums
+from symmoe.kernels.formats import BlockFormat, max_tiles
+from symmoe.kernels.hopper.pipeline import Groups, place_in_group, row_tile_prefix
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.quantize import (
+    block_scales_or_nan,
+    column_scale,
+    e4m3_code,
+    magnitude_bits,
+)
+from symmoe.kernels.triton.activation import (
+    SUM_STEPS,
+    act_slopes,
+    act_value,
+    add_neighbours,
+    scale_terms,
+)
+from symmoe.kernels.triton.gemm import device_num_sms
+
+TILE = gl.constexpr(formats.TILE)  # tokens, and features
+STRIP = gl.constexpr(64)  # rows
+NUM_SUMS = gl.constexpr(num_scale_sums(formats.TILE))  # of dscale, in a tile's row
+ALL = gl.constexpr(tl.PropagateNan.ALL)
+PROGRAMS_PER_SM, NUM_WARPS, REGISTERS = 2, 8, 128
+ACCESS_BYTES = 16  # of a copy to shared memory
+
+LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(16, 16, 4, [1, 0]))
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [32, 0], [16, 0], [1, 0]],
+        warp_bases=[[2, 0], [4, 0], [8, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+)
+SUMS = gl.constexpr(  # what adding neighbours makes of ROWS
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1]],
+        lane_bases=[[0, 0], [0, 0], [32, 0], [16, 0], [1, 0]],
+        warp_bases=[[2, 0], [4, 0], [8, 0]],
+        block_bases=[],
+        shape=[64, 2],
+    )
+)
+COLUMN_LANES, COLUMN_WARPS = [[16, 0], [32, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [0, 64]]
+TOKENS = [[1, 0], [2, 0], [4, 0], [8, 0], [64, 0]]
+# As columns are read, pairs of features, and as they are written, 16 tokens at a time: the same numbers in a thread.
+PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], *TOKENS], COLUMN_LANES, COLUMN_WARPS, block_bases=[], shape=[128, 128])
+)
+COLUMNS = gl.constexpr(
+    gl.DistributedLinearLayout([*TOKENS, [0, 1]], COLUMN_LANES, COLUMN_WARPS, block_bases=[], shape=[128, 128])
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DactQuantize(Groups):
+    """The constants of one kernel. ffn: I. scale: of BlockFormat. group_m, end: as in Pipeline."""
+
+    ffn: int
+    activation: Activation
+    scale: str
+    group_m: int = 8
+    end: int = 1
+
+    @property
+    def num_n_tiles(self) -> int:
+        """Tiles of features."""
+        return self.ffn // formats.TILE
+
+
+@gluon.jit
+def copy_part(shared, matrix, first_row, end, column, WIDTH: gl.constexpr):
+    """Begins to copy a tile of a matrix of WIDTH columns to shared memory, zeros from row `end` on."""
+    row = first_row + gl.arange(0, TILE, gl.SliceLayout(1, COPY))
+    pointers = (
+        matrix + row.to(gl.int64)[:, None] * WIDTH + (column + gl.arange(0, TILE, gl.SliceLayout(0, COPY)))[None, :]
+    )
+    async_copy.async_copy_global_to_shared(shared, pointers, mask=(row < end)[:, None])
+
+
+@gluon.jit
+def larger(a, b):
+    """The larger one, NaN if one of them is."""
+    return gl.maximum(a, b, propagate_nan=ALL)
+
+
+@gluon.jit
+def scales_of(x, axis: gl.constexpr, PLAN: gl.constexpr):
+    """Stored scales, and multipliers, of the blocks that the lines of x along an axis are."""
+    SCALE: gl.constexpr = PLAN.scale
+    return block_scales_or_nan(magnitude_bits(gl.reduce(gl.abs(x), axis, larger)), SCALE)
+
+
+@gluon.jit
+def store_rows(shared, first_row, end, block, data, scale, PLAN: gl.constexpr):
+    """Quantises a tile [tokens, features], a block of each of the rows."""
+    WIDTH: gl.constexpr = 2 * PLAN.ffn
+    column = block * TILE + gl.arange(0, TILE, gl.SliceLayout(0, ROWS))
+    for i in gl.static_range(TILE // STRIP):
+        row = first_row + STRIP * i + gl.arange(0, STRIP, gl.SliceLayout(1, ROWS))
+        x = shared.slice(STRIP * i, STRIP).load(ROWS).to(gl.float32)
+        stored, multiplier = scales_of(x, 1, PLAN)
+        codes = e4m3_code(x * multiplier[:, None])
+        gl.store(data + row.to(gl.int64)[:, None] * WIDTH + column[None, :], codes, mask=(row < end)[:, None])
+        gl.store(scale + row.to(gl.int64) * (WIDTH // TILE) + block, stored, mask=row < end)
+
+
+@gluon.jit
+def store_columns(shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, data, scale, PLAN: gl.constexpr):
+    """Quantises a tile [tokens, features], a block of each of the columns, of which a matrix has WIDTH."""
+    x = gl.convert_layout(shared.load(PAIRS), COLUMNS).to(gl.float32)
+    stored, multiplier = scales_of(x, 0, PLAN)
+    codes = e4m3_code(x * multiplier[None, :])
+    feature = first + gl.arange(0, TILE, gl.SliceLayout(0, COLUMNS))
+    token = token_tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, COLUMNS))
+    gl.store(data + feature.to(gl.int64)[None, :] * (num_tiles * TILE) + token[:, None], codes)
+    gl.store(scale + token_tile.to(gl.int64) * WIDTH + feature, stored)
+
+
+@gluon.jit
+def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN: gl.constexpr):
+    """Replaces a tile's gates, ups and da by dgate, dup and a. tile_sums: of dscale, by blocks of columns."""
+    ACTIVATION: gl.constexpr = PLAN.activation
+    DTYPE: gl.constexpr = gates.dtype
+    for i in gl.static_range(TILE // STRIP):
+        row = first_row + STRIP * i + gl.arange(0, STRIP, gl.SliceLayout(1, ROWS))
+        factor = gl.load(row_scale + row, mask=row < end, other=0.0)[:, None]
+        gate = gates.slice(STRIP * i, STRIP).load(ROWS).to(gl.float32)
+        up = ups.slice(STRIP * i, STRIP).load(ROWS).to(gl.float32)
+        da = das.slice(STRIP * i, STRIP).load(ROWS).to(gl.float32)
+        value = act_value(gate, up, ACTIVATION)
+        by_gate, by_up = act_slopes(gate, up, ACTIVATION)
+        ds = da * factor
+        gates.slice(STRIP * i, STRIP).store((ds * by_gate).to(DTYPE))
+        ups.slice(STRIP * i, STRIP).store((ds * by_up).to(DTYPE))
+        das.slice(STRIP * i, STRIP).store((value * factor).to(DTYPE))
+        sums = gl.convert_layout(add_neighbours(scale_terms(da, value), SUM_STEPS), SUMS)
+        row = first_row + STRIP * i + gl.arange(0, STRIP, gl.SliceLayout(1, SUMS))
+        block = gl.arange(0, NUM_SUMS, gl.SliceLayout(0, SUMS))
+        place = tile_sums + block.to(gl.int64)[None, :] * num_rows + row[:, None]
+        gl.store(place, sums, mask=(row < end)[:, None])
+
+
+@fast_launch
+@gluon.jit(
+    do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
+    do_not_specialize_on_alignment=["row_scale", "row_start", "workspace", "scale", "column_scale", "a_column_scale"],
+)
+def hopper_dact_quantize_kernel(
+    da,  # [N, I]
+    h,  # [N, 2I]
+    row_scale,  # fp32[N]
+    row_start,
+    workspace,  # fp32 [blocks of features, N]
+    data,  # bytes [N, 2I]
+    scale,  # fp32 [N, blocks of 2I]
+    column_data,  # bytes [2I, num_tiles * TILE]
+    column_scale,  # fp32, in memory [num_tiles, 2I]
+    a_column_data,  # bytes [I, num_a_tiles * TILE]
+    a_column_scale,  # fp32, in memory [num_a_tiles, I]
+    num_rows,
+    num_tiles,
+    num_a_tiles,
+    PLAN: gl.constexpr,
+):
+    FFN: gl.constexpr = PLAN.ffn
+    gates = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
+    ups = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
+    das = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
+    prefix, num_row_tiles = row_tile_prefix(row_start, PLAN)
+    num_used = num_row_tiles * PLAN.num_n_tiles
+    tile = gl.program_id(0)
+    if tile < num_used:
+        _group, first_row, end, _token_tile, n_tile = place_in_group(tile, prefix, row_start, PLAN)
+        copy_part(gates, h, first_row, end, n_tile * TILE, 2 * FFN)
+        copy_part(ups, h, first_row, end, FFN + n_tile * TILE, 2 * FFN)
+        copy_part(das, da, first_row, end, n_tile * TILE, FFN)
+        async_copy.commit_group()
+        for this in range(tile, num_used, gl.num_programs(0)):
+            _group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_start, PLAN)
+            async_copy.wait_group(0)
+            tile_sums = workspace + n_tile.to(gl.int64) * NUM_SUMS * num_rows
+            differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
+            store_rows(gates, first_row, end, n_tile, data, scale, PLAN)
+            store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
+            # Past the last tile, the last one comes again.
+            following = gl.minimum(this + gl.num_programs(0), num_used - 1)
+            _group, next_row, next_end, _token_tile, next_n_tile = place_in_group(following, prefix, row_start, PLAN)
+            column = n_tile * TILE
+            next_column = next_n_tile * TILE
+            store_columns(gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, PLAN)
+            copy_part(gates, h, next_row, next_end, next_column, 2 * FFN)
+            store_columns(ups, token_tile, num_tiles, FFN + column, 2 * FFN, column_data, column_scale, PLAN)
+            copy_part(ups, h, next_row, next_end, FFN + next_column, 2 * FFN)
+            store_columns(das, token_tile, num_a_tiles, column, FFN, a_column_data, a_column_scale, PLAN)
+            copy_part(das, da, next_row, next_end, next_column, FFN)
+            async_copy.commit_group()
+        async_copy.wait_group(0)
+
+
+def takes_dact_quantize(da: torch.Tensor, h: torch.Tensor, activation: Activation, block_format: BlockFormat) -> bool:
+    """Whether launch_dact_quantize has a kernel for these: whole tiles of features, gates and ups in halves."""
+    is_in_halves = activation.is_gated and activation.interleave is None
+    in_tiles = block_format.block == TILE.value and da.shape[1] % TILE.value == 0
+    return is_in_halves and in_tiles and (da.data_ptr() | h.data_ptr()) % ACCESS_BYTES == 0
+
+
+def launch_dact_quantize(
+    da: torch.Tensor,
+    h: torch.Tensor,
+    row_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    workspace: torch.Tensor,
+    activation: Activation,
+    block_format: BlockFormat,
+    rows: Buffers,
+    columns: Buffers,
+    a_columns: Buffers,
+    *,
+    num_sms: int | None = None,
+    **options: int,
+) -> None:
+    """dact_quantize of at least one row, but for the sum of dscale's parts, which are left in the workspace.
+
+    options: of DactQuantize.
+    """
+    num_rows, ffn = da.shape
+    num_groups = row_start.shape[0] - 1
+    num_sms = device_num_sms(h.device) if num_sms is None else num_sms
+    num_tiles = max_tiles(num_rows, num_groups) * (ffn // TILE.value)
+    launch(
+        hopper_dact_quantize_kernel,
+        (max(1, min(num_tiles, PROGRAMS_PER_SM * num_sms)),),
+        _constants(num_groups, ffn, activation, block_format.scale, tuple(options.items())),
+        da,
+        h,
+        row_scale,
+        row_start,
+        workspace,
+        rows[0].view(torch.uint8),
+        rows[1],
+        columns[0].view(torch.uint8),
+        column_scale(columns[1]),
+        a_columns[0].view(torch.uint8),
+        column_scale(a_columns[1]),
+        num_rows,
+        columns[0].shape[1] // TILE.value,
+        a_columns[0].shape[1] // TILE.value,
+    )
+
+
+@functools.cache
+def _constants(
+    num_groups: int, ffn: int, activation: Activation, scale: str, options: tuple[tuple[str, int], ...]
+) -> Constants:
+    plan = DactQuantize(num_groups=num_groups, ffn=ffn, activation=activation, scale=scale, **dict(options))
+    return Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": REGISTERS})

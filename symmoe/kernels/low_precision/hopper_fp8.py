@@ -1,0 +1,258 @@
+"""grouped_gemm_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 contracted features. Contract as in fp8.py.
+
+Tiles, roles and barriers as in pipeline.py: a stage is 128 rows and 256 rows of the weight, 128 bytes of either. WGMMA
+adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) leaves it by way of the fp32 units:
+
+    sum of the tile += partial sum * (scale of the row * scale of the weight's block)
+
+A warpgroup has 64 rows of a tile, and a sum for either half of its columns: one scale of the weight is for 128 of them,
+and the sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies again,
+and the tensor core has the other warpgroup's products meanwhile. Nothing keeps both from falling into step: making them
+take turns was slower for most products (docs/performance.md).
+
+Scales are read by the warps that need them, a stage ahead, as the rows' are four bytes each and lie in L1 for the next
+seven stages; for TMA they are too narrow.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from symmoe.kernels.fp8 import BLOCK
+from symmoe.kernels.hopper.gemm import (
+    NUM_WARPS,
+    describe,
+    describe_ragged,
+    grid,
+    zero_tail_rows,
+)
+from symmoe.kernels.hopper.pipeline import (
+    BLOCK_M,
+    CHUNK,
+    Pipeline,
+    halves,
+    locate_tile,
+    make_barriers,
+    next_stage,
+    row_tile_prefix,
+    store_chunk,
+)
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.triton.gemm import end_of_rows
+
+E4M3 = torch.float8_e4m3fn
+BLOCK_K = gl.constexpr(BLOCK)
+BLOCK_N = gl.constexpr(256)
+HALF = gl.constexpr(BLOCK)  # columns that one scale of the weight is for
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))  # of a warpgroup's half of a tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Pipeline(Pipeline):
+    """The constants of one kernel, as in Pipeline."""
+
+    instruction_n: int = HALF.value
+
+    @property
+    def num_k(self) -> int:
+        """Stages of the ring that a tile takes, and scales of a row."""
+        return -(-self.in_width // BLOCK_K.value)
+
+    @property
+    def num_column_blocks(self) -> int:
+        """Scales down a weight [columns, in_width]."""
+        return -(-self.columns // HALF.value)
+
+
+@gluon.jit
+def load(rows_desc, weight_desc, row_start, ring, PIPE: gl.constexpr):
+    """The role: what lies past the last feature comes as zeros."""
+    a, b, full, empty = ring
+    num_bytes: gl.constexpr = rows_desc.block_type.nbytes + weight_desc.block_type.nbytes
+    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
+        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        for k in range(PIPE.num_k):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), num_bytes)
+            place = [group, n_tile * BLOCK_N, k * BLOCK_K]
+            tma.async_copy_global_to_shared(weight_desc, place, full.index(stage), b.index(stage))
+            tma.async_copy_global_to_shared(rows_desc, [first_row, k * BLOCK_K], full.index(stage), a.index(stage))
+            stage, phase = next_stage(stage, phase, PIPE)
+
+
+@gluon.jit
+def partial_sum(a, b):
+    """a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T by the tensor core."""
+    zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(products,))
+
+
+@gluon.jit
+def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Both halves of the scaled sums of a warpgroup's rows of a tile, fp32, and the ring's next stage and parity."""
+    a_ring, b_ring, full, empty = ring
+    row_scale, weight_scale = scales
+    row = first_row + CHUNK * WARPGROUP + gl.arange(0, CHUNK, gl.SliceLayout(1, SUMS))
+    row = gl.minimum(row, end - 1)  # what the rows past the group's end are multiplied by does not matter
+    row_pointers = row_scale + row.to(gl.int64) * PIPE.num_k
+    block = n_tile * (BLOCK_N // HALF)
+    distance = gl.where(block + 1 < PIPE.num_column_blocks, PIPE.num_k, 0)
+    left_pointer = weight_scale + (group.to(gl.int64) * PIPE.num_column_blocks + block) * PIPE.num_k
+    right_pointer = left_pointer + distance
+    scale = gl.load(row_pointers)
+    left_scale = scale * gl.load(left_pointer)
+    right_scale = scale * gl.load(right_pointer)
+    left = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    right = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    for k in range(PIPE.num_k):
+        following = gl.minimum(k + 1, PIPE.num_k - 1)
+        next_scale = gl.load(row_pointers + following)
+        next_left_scale = gl.load(left_pointer + following)
+        next_right_scale = gl.load(right_pointer + following)
+        mbarrier.wait(full.index(stage), phase)
+        a = a_ring.index(stage).slice(CHUNK * WARPGROUP, CHUNK, dim=0)
+        b = b_ring.index(stage).reshape([BLOCK_N, BLOCK_K])
+        partial = partial_sum(a, b.slice(0, HALF, dim=0))
+        left += partial * left_scale[:, None]
+        partial = partial_sum(a, b.slice(HALF, HALF, dim=0))
+        mbarrier.arrive(empty.index(stage))
+        right += partial * right_scale[:, None]
+        left_scale = next_scale * next_left_scale
+        right_scale = next_scale * next_right_scale
+        stage, phase = next_stage(stage, phase, PIPE)
+    return left, right, stage, phase
+
+
+@gluon.jit
+def store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP: gl.constexpr):
+    """Rounds the sums and stores them by TMA, which reads while the next tile is multiplied."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    tma.store_wait(0)
+    parts = halves(left, 1) + halves(right, 1)
+    for i in gl.static_range(4):
+        part = gl.convert_layout(parts[i], layout, assert_trivial=True).to(chunks.dtype)
+        chunks.index(4 * WARPGROUP + i).store(part)
+    fence_async_shared()
+    for i in gl.static_range(4):
+        row = first_row + CHUNK * WARPGROUP
+        store_chunk(out_desc, chunks.index(4 * WARPGROUP + i), row, end, n_tile * BLOCK_N + CHUNK * i)
+
+
+@gluon.jit
+def multiply(out_desc, scales, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """The role."""
+    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        left, right, stage, phase = product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE)
+        store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP)
+    tma.store_wait(0)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_start"])
+def hopper_fp8_gemm_kernel(
+    rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
+    weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK_K]
+    out_desc,  # [N, O], ragged, block [CHUNK, CHUNK]
+    out,
+    row_scale,  # fp32[N, blocks of C]
+    weight_scale,  # fp32[G, blocks of O, blocks of C]
+    row_start,
+    num_rows,  # N; None: leave the tail alone
+    PIPE: gl.constexpr,
+):
+    a = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
+    b = gl.allocate_shared_memory(weight_desc.dtype, [PIPE.stages] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005
+    chunks = gl.allocate_shared_memory(out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
+    ring = (a, b, make_barriers(PIPE.stages, 1), make_barriers(PIPE.stages, 2))
+    scales = (row_scale, weight_scale)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply, (out_desc, scales, row_start, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, scales, row_start, ring, chunks, 1, PIPE)),
+            (load, (rows_desc, weight_desc, row_start, ring, PIPE)),
+        ],
+        [4, 1],
+        [PIPE.multiply_registers, PIPE.load_registers],
+    )
+    if num_rows is not None:
+        zero_tail_rows(out, row_start, num_rows, PIPE)
+
+
+def launch_fp8_gemm(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    columns: tuple[int, int] | None = None,
+    zero_tail: bool = False,
+    num_sms: int | None = None,
+    **options: int,
+) -> None:
+    """grouped_gemm_fp8 of at least one row. columns: what parts.panel returns. options: of the pipeline."""
+    num_rows, num_groups = out.shape[0], weight.shape[0]
+    end = end_of_rows(row_start, num_groups)
+    pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, end, columns, tuple(options.items()))
+    launch(
+        hopper_fp8_gemm_kernel,
+        grid(pipe, num_rows, num_sms, out.device),
+        constants,
+        rows,
+        weight,
+        out,
+        out,
+        row_scale,
+        weight_scale,
+        row_start,
+        num_rows if zero_tail else None,
+    )
+
+
+@functools.cache
+def _plan(
+    num_groups: int,
+    out_width: int,
+    in_width: int,
+    dtype: torch.dtype,
+    end: int,
+    columns: tuple[int, int] | None,
+    options: tuple[Any, ...],
+) -> tuple[Fp8Pipeline, Constants]:
+    first_column, end_column = columns or (0, None)
+    pipe = Fp8Pipeline(
+        num_groups=num_groups,
+        columns=out_width,
+        in_width=in_width,
+        end=end,
+        first_column=first_column,
+        end_column=end_column,
+        **{"group_m": 16, **dict(options)},
+    )
+    descriptors = {
+        0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
+        1: describe([1, BLOCK_N.value, BLOCK_K.value], E4M3),
+        2: describe_ragged(dtype),
+    }
+    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)

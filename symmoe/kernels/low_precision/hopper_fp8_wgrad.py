@@ -1,0 +1,339 @@
+"""grouped_gemm_wgrad_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 tokens. Contract as in fp8.py.
+
+Tiles as in wgrad.py, roles and sums as in fp8.py. Both operands lie with tokens last, so WGMMA reads them as it reads
+rows and weights, and both have a scale for a feature and 128 tokens:
+
+    sum of the tile += partial sum * scale of the column * scale of the row
+
+Scales are read from shared memory, which also feeds the tensor core: at full speed its operands take three quarters of
+the cycles. A thread has two rows of a partial sum, but 32 of its columns. So a warpgroup has all 128 rows of a tile and
+one half of its columns, and reads the columns' scales once for the upper and the lower partial sum. It does so a stage
+ahead: while products are on their way, a quarter of the cycles is left, and scales come late. They fit into the
+registers beside one partial sum and the sums, and no more does; so the next stage's come to the place of this one's as
+soon as both partial sums have had theirs.
+
+The scales of 128 tokens lie side by side: TMA brings them with the operands, and counts their bytes at full[s].
+
+    barrier    arrivals     says                              who waits
+    full[s]    1 + bytes    stage s holds all of it           the multiplying warpgroups
+    empty[s]   2            stage s has been multiplied       load
+
+A group's tokens begin at the next multiple of 128 after the group before; how many stages it has, which may be none, is
+known only to the device.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
+from symmoe.kernels.hopper.pipeline import (
+    BLOCK_M,
+    CHUNK,
+    halves,
+    make_barriers,
+    next_stage,
+)
+from symmoe.kernels.hopper.tma_add import add_shared_to_global
+from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
+from symmoe.kernels.launch.compiled import Describe
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.hopper_fp8 import (
+    BLOCK_K,
+    BLOCK_N,
+    E4M3,
+    HALF,
+    SUMS,
+)
+from symmoe.kernels.triton.gemm import device_num_sms
+
+PART = gl.constexpr(32)  # columns of sums that leave the registers at a time
+PARTS = gl.constexpr(8)  # of a warpgroup's sums in a tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8WgradPipeline(WgradPipeline):
+    """The constants of one kernel. accumulate: sums are added to out.
+
+    batch: parts that a warpgroup stores together; there is memory for two batches.
+    """
+
+    multiply_registers: int = 240
+    load_registers: int = 24
+    accumulate: bool = False
+    batch: int
+
+
+@gluon.jit
+def first_block(row_start, group, PIPE: gl.constexpr):
+    """Blocks of BLOCK_K tokens before those of a group."""
+    layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, PIPE.group_lanes, layout=layout)
+    start = gl.load(row_start + lane, mask=lane < group, other=0)
+    end = gl.load(row_start + lane + 1, mask=lane < group, other=0)
+    return gl.sum((end - start + (BLOCK_K - 1)) // BLOCK_K, axis=0)
+
+
+@gluon.jit
+def num_steps(start, end):
+    """Stages of the ring that a group's tile takes."""
+    return (end - start + (BLOCK_K - 1)) // BLOCK_K
+
+
+@gluon.jit
+def load(operands, row_start, ring, PIPE: gl.constexpr):
+    """The role, of one warp. What lies past the last feature comes as zeros."""
+    dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
+    a, b, a_scale, b_scale, full, empty = ring
+    operand_bytes: gl.constexpr = dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
+    scale_bytes: gl.constexpr = dout_scale_desc.block_type.nbytes + rows_scale_desc.block_type.nbytes
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
+        group, start, end, m, n = locate_tile(tile, row_start, PIPE)
+        block = first_block(row_start, group, PIPE)
+        for k in range(num_steps(start, end)):
+            mbarrier.wait(empty.index(stage), phase)
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, operand_bytes + scale_bytes)
+            token = (block + k) * BLOCK_K
+            tma.async_copy_global_to_shared(rows_desc, [n, token], barrier, b.index(stage))
+            tma.async_copy_global_to_shared(dout_desc, [m, token], barrier, a.index(stage))
+            tma.async_copy_global_to_shared(rows_scale_desc, [block + k, n], barrier, b_scale.index(stage))
+            tma.async_copy_global_to_shared(dout_scale_desc, [block + k, m], barrier, a_scale.index(stage))
+            stage, phase = next_stage(stage, phase, PIPE)
+
+
+@gluon.jit
+def begin_partial_sum(a, b):
+    """Asks for a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T."""
+    zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    # NOTE: one may be on its way, so nothing is waited for. But ptxas would put what follows between the products.
+    return warpgroup_mma_wait(1, deps=(products,))
+
+
+@gluon.jit
+def load_column_scale(b_scale, stage, WARPGROUP: gl.constexpr):
+    """Those of a stage for a warpgroup's half of the columns, [1, HALF]."""
+    return b_scale.index(stage).slice(HALF * WARPGROUP, HALF, dim=1).load(SUMS)
+
+
+@gluon.jit
+def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Scaled sums of the upper and the lower CHUNK rows of a tile, in a warpgroup's half of its columns, fp32.
+
+    Also the ring's next stage and parity.
+    """
+    a_ring, b_ring, a_scale, b_scale, full, empty = ring
+    upper = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    lower = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
+    mbarrier.wait(full.index(stage), phase, pred=num_k > 0)
+    column_scale = load_column_scale(b_scale, stage, WARPGROUP)
+    for k in range(num_k):
+        a = a_ring.index(stage)
+        b = b_ring.index(stage).slice(HALF * WARPGROUP, HALF, dim=0)
+        partial = begin_partial_sum(a.slice(0, CHUNK, dim=0), b)
+        row_scales = a_scale.index(stage).permute([1, 0])
+        upper_scale = row_scales.slice(0, CHUNK, dim=0).load(SUMS)
+        lower_scale = row_scales.slice(CHUNK, CHUNK, dim=0).load(SUMS)
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        upper += (partial * column_scale) * upper_scale
+        # NOTE: nothing is left to wait for. But LLVM would put this sum behind the next products, and both partial sums
+        # do not fit into the registers.
+        upper = warpgroup_mma_wait(0, deps=(upper,))
+        partial = begin_partial_sum(a.slice(CHUNK, CHUNK, dim=0), b)
+        following, following_phase = next_stage(stage, phase, PIPE)
+        mbarrier.wait(full.index(following), following_phase, pred=k + 1 < num_k)
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        mbarrier.arrive(empty.index(stage))
+        partial *= column_scale
+        # NOTE: as above: the scales of two stages do not fit either. Waiting again keeps them from being read after
+        # the sum. Those read after a tile's last stage are of no use.
+        partial = warpgroup_mma_wait(0, deps=(partial,))
+        column_scale = load_column_scale(b_scale, following, WARPGROUP)
+        partial, column_scale = warpgroup_mma_wait(0, deps=(partial, column_scale))
+        lower += partial * lower_scale
+        stage = following
+        phase = following_phase
+    return upper, lower, stage, phase
+
+
+@gluon.jit
+def quarters(x):
+    """x [M, N] cut into a tuple of four [M, N / 4] from left to right."""
+    left, right = halves(x, 1)
+    return halves(left, 1) + halves(right, 1)
+
+
+@gluon.jit
+def store_batch(parts, chunks, out_desc, group, m, n, FIRST: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """Rounds parts FIRST.. of a warpgroup's sums, those of the upper rows first, and stores or adds them by TMA."""
+    BATCH: gl.constexpr = PIPE.batch
+    PLACE: gl.constexpr = 2 * BATCH * WARPGROUP + FIRST % (2 * BATCH)
+    ACROSS: gl.constexpr = HALF // PART
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    tma.store_wait(BATCH)
+    for i in gl.static_range(BATCH):
+        part = gl.convert_layout(parts[FIRST + i], layout, assert_trivial=True).to(out_desc.dtype)
+        chunks.index(PLACE + i).reshape([CHUNK, PART]).store(part)
+    fence_async_shared()
+    for i in gl.static_range(BATCH):
+        place = [group, m + CHUNK * ((FIRST + i) // ACROSS), n + PART * ((FIRST + i) % ACROSS)]
+        if PIPE.accumulate:
+            add_shared_to_global(out_desc, place, chunks.index(PLACE + i))
+        else:
+            tma.async_copy_shared_to_global(out_desc, place, chunks.index(PLACE + i))
+
+
+@gluon.jit
+def add_part(part, out, m, n, PIPE: gl.constexpr):
+    """Adds a part [CHUNK, PART] of a tile to the matrix out [out_rows, columns], in fp32."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    row = m + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    column = n + gl.arange(0, PART, gl.SliceLayout(0, layout))
+    pointers = out + row.to(gl.int64)[:, None] * PIPE.columns + column[None, :]
+    mask = (row < PIPE.out_rows)[:, None] & (column < PIPE.columns)[None, :]
+    total = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
+    total += gl.convert_layout(part, layout, assert_trivial=True)
+    gl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """The end of a tile. n: a warpgroup's first column."""
+    parts = quarters(upper) + quarters(lower)
+    if PIPE.accumulate and out_desc.dtype != gl.float32:  # by TMA it would be rounded twice
+        out_group = out + group.to(gl.int64) * (PIPE.out_rows * PIPE.columns)
+        for i in gl.static_range(PARTS):
+            add_part(parts[i], out_group, m + CHUNK * (i // (PARTS // 2)), n + PART * (i % (PARTS // 2)), PIPE)
+    else:
+        BATCH: gl.constexpr = PIPE.batch
+        for i in gl.static_range(PARTS // BATCH):
+            store_batch(parts, chunks, out_desc, group, m, n, i * BATCH, WARPGROUP, PIPE)
+
+
+@gluon.jit
+def multiply(out_desc, out, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+    """The role."""
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
+        group, start, end, m, first_column = locate_tile(tile, row_start, PIPE)
+        n = first_column + HALF * WARPGROUP
+        upper, lower, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
+        if PIPE.accumulate:
+            if start < end:  # a group without rows is not even read
+                store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
+        else:
+            store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
+    tma.store_wait(0)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize_on_alignment=["row_start"])
+def hopper_fp8_wgrad_kernel(
+    dout_desc,  # [O, P], block [BLOCK_M, BLOCK_K]
+    dout_scale_desc,  # [blocks of P, O], block [1, BLOCK_M]
+    rows_desc,  # [C, P], block [BLOCK_N, BLOCK_K]
+    rows_scale_desc,  # [blocks of P, C], block [1, BLOCK_N]
+    out_desc,  # [G, O, C], block [1, CHUNK, PART]
+    out,
+    row_start,
+    PIPE: gl.constexpr,
+):
+    a = gl.allocate_shared_memory(dout_desc.dtype, [PIPE.stages] + dout_desc.block_shape, dout_desc.layout)  # noqa: RUF005
+    b = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
+    a_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_M], dout_scale_desc.layout)
+    b_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_N], rows_scale_desc.layout)
+    chunks = gl.allocate_shared_memory(out_desc.dtype, [4 * PIPE.batch, 1, CHUNK, PART], out_desc.layout)
+    full = make_barriers(PIPE.stages, 1)
+    ring = (a, b, a_scale, b_scale, full, make_barriers(PIPE.stages, 2))
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply, (out_desc, out, row_start, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, out, row_start, ring, chunks, 1, PIPE)),
+            (load, ((dout_desc, dout_scale_desc, rows_desc, rows_scale_desc), row_start, ring, PIPE)),
+        ],
+        [4, 1],
+        [PIPE.multiply_registers, PIPE.load_registers],
+    )
+
+
+def launch_fp8_wgrad(
+    dout: torch.Tensor,
+    dout_scale: torch.Tensor,
+    rows: torch.Tensor,
+    rows_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    accumulate: bool = False,
+    num_sms: int | None = None,
+    **options: int,
+) -> None:
+    """grouped_gemm_wgrad_fp8 of at least one block of tokens. options: of the pipeline, for comparisons."""
+    pipe, constants = _plan(*out.shape, out.dtype, accumulate, tuple(options.items()))
+    num_sms = device_num_sms(out.device) if num_sms is None else num_sms
+    grid = (min(pipe.num_tiles, num_sms),)
+    launch(
+        hopper_fp8_wgrad_kernel,
+        grid,
+        constants,
+        dout,
+        dout_scale.t(),
+        rows,
+        rows_scale.t(),
+        out,
+        out,
+        row_start,
+    )
+
+
+@functools.cache
+def _plan(
+    num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, accumulate: bool, options: tuple[Any, ...]
+) -> tuple[Fp8WgradPipeline, Constants]:
+    pipe = Fp8WgradPipeline(
+        num_groups=num_groups,
+        out_rows=out_rows,
+        columns=columns,
+        accumulate=accumulate,
+        # One more stage of operands, in the memory that 16-bit results leave.
+        **{**({"stages": 4, "batch": 1} if dtype.itemsize == 2 else {"batch": 2}), **dict(options)},
+    )
+    descriptors = {
+        0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
+        1: describe_scales(BLOCK_M.value),
+        2: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
+        3: describe_scales(BLOCK_N.value),
+        4: describe([1, CHUNK.value, PART.value], dtype),
+    }
+    return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
+
+
+def describe_scales(features: int) -> Describe:
+    """Function from block-major scales [num_blocks, C] to their descriptor, for so many features of one block."""
+    block = [1, features]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+
+    def describe_matrix(matrix: torch.Tensor) -> TensorDescriptor:
+        num_blocks, width = matrix.shape
+        return TensorDescriptor(
+            matrix, [num_blocks, width], [width, 1], block, layout
+        )  # a single block may have others
+
+    return describe_matrix

@@ -1,0 +1,192 @@
+"""Both operands that weights are, quantised in square blocks of TILE, for Hopper (Gluon, persistent).
+
+A tile is a block. It comes to shared memory as a tile of hopper_columns.py does, and is read twice from there: as words
+of 128 lines, for the block's largest number and the transposed codes, and as words of a line, for the others. So no
+code is turned; multiplying and rounding again costs less. Formulas and bits are those of quantize.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from symmoe.kernels import formats
+from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.hopper_columns import (
+    ACCESS_BYTES,
+    HELD,
+    MAX_REGISTERS,
+    NUM_WARPS,
+    PAIRS,
+    SHARED,
+    TILE,
+    copied_layout,
+    first_number,
+    largest,
+    scales_of,
+    second_number,
+)
+from symmoe.kernels.low_precision.quantize import e4m3_code
+from symmoe.kernels.triton.gemm import device_num_sms
+
+COPIED = gl.constexpr(copied_layout(4))
+OPTIONS = {
+    "stages": 1,
+    "programs_per_sm": 3,
+}  # as in hopper_columns.py; one stage was 4 % faster than two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlan:
+    """The constants of one kernel: matrices [num_lines, width] of dtype (of Gluon). scale: of BlockFormat."""
+
+    num_lines: int
+    width: int
+    scale: str
+    dtype: Any
+    stages: int
+    programs_per_sm: int
+
+    @property
+    def line_tiles(self) -> int:
+        """Tiles of a matrix' lines."""
+        return self.num_lines // TILE.value
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles of a line."""
+        return self.width // TILE.value
+
+
+@gluon.jit
+def code_pairs(first, second):
+    """Two E4M3 codes, int16."""
+    instruction: gl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
+    return gl.inline_asm_elementwise(instruction, "=h,f,f", [second, first], dtype=gl.int16, is_pure=True, pack=1)
+
+
+@gluon.jit
+def begin_copy(stage, weight, tile, num_tiles, PLAN: gl.constexpr):
+    """Begins to copy a tile to a stage of shared memory. Past the last tile, zeros come."""
+    line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
+    pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
+    WORDS: gl.constexpr = PLAN.width // 2
+    weight += (tile // PLAN.column_tiles).to(gl.int64) * (TILE * WORDS) + tile % PLAN.column_tiles * PAIRS
+    mask = (tile < num_tiles) & (line < TILE)[:, None]
+    async_copy.async_copy_global_to_shared(stage, weight + line[:, None] * WORDS + pair[None, :], mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, PLAN: gl.constexpr):
+    """Codes of words [TILE, PAIRS], `HELD`, times the multiplier, as lines of 128 neighbours of a column."""
+    first_line = group.to(gl.int64) * PLAN.width + tile_column * TILE
+    line = first_line + 2 * gl.arange(0, PAIRS, gl.SliceLayout(0, HELD))
+    column = tile_line * TILE + gl.arange(0, TILE, gl.SliceLayout(1, HELD))
+    pointers = transposed_data + (line * PLAN.num_lines)[None, :] + column[:, None]
+    gl.store(pointers, e4m3_code(first_number(words, PLAN.dtype) * multiplier))
+    gl.store(pointers + PLAN.num_lines, e4m3_code(second_number(words, PLAN.dtype) * multiplier))
+
+
+@gluon.jit
+def store_straight(words, multiplier, data, tile, PLAN: gl.constexpr):
+    """Codes of words [TILE, PAIRS], `COPIED`, times the multiplier, two at a time."""
+    WORDS: gl.constexpr = PLAN.width // 2
+    data += (tile // PLAN.column_tiles).to(gl.int64) * (TILE * WORDS) + tile % PLAN.column_tiles * PAIRS
+    line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
+    pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
+    codes = code_pairs(first_number(words, PLAN.dtype) * multiplier, second_number(words, PLAN.dtype) * multiplier)
+    gl.store(data + line[:, None] * WORDS + pair[None, :], codes)
+
+
+@fast_launch
+@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["scale", "transposed_scale"])
+def hopper_quantize_weight_pairs_kernel(
+    weight,  # words of two numbers, int32 [G, M, K / 2]
+    data,  # words of two codes, int16 [G, M, K / 2]
+    scale,  # fp32 [G, M / TILE, K / TILE]
+    transposed_data,  # bytes [G, K, M]
+    transposed_scale,  # fp32 [G, K / TILE, M / TILE]
+    num_tiles,
+    PLAN: gl.constexpr,
+):
+    """Neighbouring programs have neighbouring columns of the same lines."""
+    STAGES: gl.constexpr = PLAN.stages
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, PAIRS], SHARED)
+    step = gl.num_programs(0)
+    first = gl.program_id(0)
+    for i in gl.static_range(STAGES):
+        begin_copy(ring.index(i), weight, first + i * step, num_tiles, PLAN)
+    turn = 0
+    for tile in range(first, num_tiles, step):
+        line_tile = tile // PLAN.column_tiles
+        tile_column = tile % PLAN.column_tiles
+        group = line_tile // PLAN.line_tiles
+        tile_line = line_tile % PLAN.line_tiles
+        async_copy.wait_group(STAGES - 1)
+        words = ring.index(turn).load(HELD)
+        largest_words = largest(words, PLAN.dtype)
+        # Numbers without a sign are ordered as their bits are, Inf and NaN above all.
+        bits = gl.max(gl.maximum(largest_words & 0xFFFF, largest_words >> 16), axis=0)
+        stored, multiplier = scales_of(first_number(bits, PLAN.dtype), PLAN)
+        gl.store(scale + tile, stored)
+        gl.store(transposed_scale + (group * PLAN.column_tiles + tile_column) * PLAN.line_tiles + tile_line, stored)
+        store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, PLAN)
+        store_straight(ring.index(turn).load(COPIED), multiplier, data, tile, PLAN)
+        begin_copy(ring.index(turn), weight, tile + STAGES * step, num_tiles, PLAN)
+        turn = (turn + 1) % STAGES
+    async_copy.wait_group(0)
+
+
+def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor) -> bool:
+    """Whether the kernel makes the format of weights [G, M, K]: E4M3 in square blocks of TILE, all of them whole."""
+    in_tiles = block_format.element == "e4m3" and block_format.block == block_format.block_lines == formats.TILE
+    return in_tiles and all(n % formats.TILE == 0 for n in weight.shape[1:]) and weight.data_ptr() % ACCESS_BYTES == 0
+
+
+def launch_quantize_weight_pairs(
+    weight: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    transposed_data: torch.Tensor,
+    transposed_scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    num_sms: int | None = None,
+    **options: int,
+) -> None:
+    """quantize_weight_pairs of what takes_weight_pairs. options: OPTIONS."""
+    num_tiles = scale.numel()
+    if num_tiles == 0:
+        return
+    num_sms = device_num_sms(weight.device) if num_sms is None else num_sms
+    plan, constants = _plan(*weight.shape[1:], block_format.scale, weight.dtype, tuple(options.items()))
+    launch(
+        hopper_quantize_weight_pairs_kernel,
+        (min(num_tiles, plan.programs_per_sm * num_sms),),
+        constants,
+        weight.view(torch.int32),
+        data.view(torch.int16),
+        scale,
+        transposed_data.view(torch.uint8),
+        transposed_scale,
+        num_tiles,
+    )
+
+
+@functools.cache
+def _plan(
+    num_lines: int, width: int, scale: str, dtype: torch.dtype, options: tuple[tuple[str, int], ...]
+) -> tuple[WeightPlan, Constants]:
+    given = {**OPTIONS, **dict(options)}
+    plan = WeightPlan(num_lines=num_lines, width=width, scale=scale, dtype=GLUON_DTYPES[dtype], **given)
+    registers = MAX_REGISTERS[plan.programs_per_sm]
+    return plan, Constants({"PLAN": plan, "num_warps": NUM_WARPS, "maxnreg": registers})

@@ -1,0 +1,863 @@
+"""Quantising rows, their columns per group, and weights (Triton). Contract as in the twin.
+
+All kernels are bound by memory: one read of the numbers (two where a block is a whole line; the second one hits in L2),
+one write of the data. A program has a tile of lines by elements; where lines are columns of the rows, the compiler
+reads along the features and writes along the tokens.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.kernels import formats, hopper
+from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.hadamard import hadamard
+from symmoe.kernels.operands import check_column_scale
+from symmoe.kernels.parts import num_groups_of, refuse_ranges
+from symmoe.kernels.triton.gemm import (
+    end_of_rows,
+    locate_tile,
+    max_row_tiles,
+    row_programs,
+    row_tile_prefix,
+)
+
+TILE = tl.constexpr(formats.TILE)
+E4M3_MAX, E2M1_MAX = tl.constexpr(formats.E4M3_MAX), tl.constexpr(formats.E2M1_MAX)
+GLOBAL_MAX = tl.constexpr(formats.GLOBAL_MAX)
+E4M3_NAN, E8M0_NAN = tl.constexpr(formats.E4M3_NAN), tl.constexpr(formats.E8M0_NAN)
+MIN_SCALE = tl.constexpr(formats.MIN_SCALE)
+MIN_BLOCK_SCALE = tl.constexpr(formats.MIN_BLOCK_SCALE)
+MIN_GLOBAL_SCALE = tl.constexpr(formats.MIN_GLOBAL_SCALE)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MANTISSA_BITS = tl.constexpr(0x7FFFFF)
+E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = tl.constexpr(8), tl.constexpr(0x600000)  # of 448 in fp32
+RANDOM_UNIT = tl.constexpr(2.0**-24)  # of the 24 bits of a word that are used
+
+# Lines and elements of a program's tile.
+ROW_TILE = (16, 256)
+COLUMN_TILE = (64, formats.TILE)  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
+WEIGHT_TILE = (128, 128)
+PAIR_COLUMNS = 256  # where blocks are not square; a tile then has one block of lines, so few threads share a scale
+LINE_TILE = (16, 512)
+ROW_WARPS = 4
+NUM_WARPS = 8
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as an integer, which orders numbers, Inf and NaN, in this order."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def e4m3_code(x):
+    """The nearest E4M3 number, ties to even, saturating, as uint8."""
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def e4m3_value(code):
+    """The E4M3 number of a code in fp32."""
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def global_scale_of(amax, group):
+    """The global scale of a group, 1 if the format has none."""
+    if amax is None:
+        scale = 1.0
+    else:
+        scale = tl.maximum(tl.div_rn(tl.load(amax + group), GLOBAL_MAX), MIN_GLOBAL_SCALE)
+    return scale
+
+
+@triton.jit
+def block_scales(bits, global_scale, SCALE: tl.constexpr):
+    """The scales of blocks as they are stored, and what their elements are multiplied by, from the largest bits."""
+    is_finite = bits < INFINITY_BITS
+    finite_bits = tl.where(is_finite, bits, 0)
+    amax = finite_bits.to(tl.float32, bitcast=True)
+    if SCALE == "e4m3":
+        relative = tl.div_rn(tl.div_rn(amax, E2M1_MAX), global_scale)
+        code = e4m3_code(tl.minimum(tl.maximum(relative, MIN_BLOCK_SCALE), E4M3_MAX))
+        multiplier = tl.div_rn(1.0, e4m3_value(code) * global_scale)
+        stored = tl.where(is_finite, code, E4M3_NAN).to(tl.uint8)
+    elif SCALE == "fp32":
+        scale = tl.maximum(tl.div_rn(amax, E4M3_MAX), MIN_SCALE)
+        multiplier = tl.div_rn(1.0, scale)
+        stored = tl.where(is_finite, scale, float("nan"))
+    else:
+        # Without a division: 448 is 1.75 * 2^8, so amax = m * 2^a needs 2^(a - 8), or one more if m > 1.75; then the
+        # quotient is above the power of two by more than half of the last place, so rounding it does not hide that.
+        exponent = tl.maximum(((finite_bits + (MANTISSA_BITS - E4M3_MAX_MANTISSA)) >> 23) - E4M3_MAX_EXPONENT, 1)
+        multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # normal: no scale is above 2^120
+        if SCALE == "e8m0":
+            stored = tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
+        else:
+            stored = tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+    return stored, multiplier
+
+
+@triton.jit
+def block_scales_or_nan(bits, SCALE: tl.constexpr):
+    """block_scales without a global scale; the multiplier of a block that is not finite is NaN.
+
+    So are all of its E4M3 codes then, without looking at every number.
+    """
+    stored, multiplier = block_scales(bits, 1.0, SCALE)
+    return stored, tl.where(bits < INFINITY_BITS, multiplier, float("nan"))
+
+
+@triton.jit
+def e2m1_code(x, words):
+    """As the twin's to_e2m1: x [LINES, WIDTH] to codes uint8; words: random, of the same shape, or None."""
+    size = tl.minimum(tl.abs(x), E2M1_MAX)
+    per_unit = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
+    base = tl.where(size < 2.0, 0, tl.where(size < 4.0, 2, 4))
+    units = size * per_unit
+    code = units.to(tl.int32)
+    rest = units - code.to(tl.float32)
+    if words is None:
+        is_up = (rest > 0.5) | ((rest == 0.5) & (code % 2 == 1))
+    else:
+        is_up = (words >> 8).to(tl.int32).to(tl.float32) * RANDOM_UNIT < rest
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
+    return (base + code + is_up.to(tl.int32) + sign).to(tl.uint8)
+
+
+@triton.jit
+def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """The random words of lines [LINES] and elements first + [WIDTH], WIDTH and first multiples of 4; None if there
+    are no seeds."""
+    if seeds is None:
+        words = None
+    else:
+        quad = (first // 4 + tl.arange(0, WIDTH // 4))[None, :] + tl.zeros((LINES, WIDTH // 4), tl.int32)
+        lines = line[:, None] + tl.zeros((LINES, WIDTH // 4), tl.int32)
+        zeros = tl.zeros((LINES, WIDTH // 4), tl.int32)
+        w0, w1, w2, w3 = tl.philox(tl.load(seeds + group), quad, lines, zeros, zeros)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(LINES, WIDTH)
+    return words
+
+
+@triton.jit
+def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
+    """A byte for every number x; the others are of its shape, words or None."""
+    scaled = tl.where(is_finite, x, 0.0) * multiplier
+    if ELEMENT == "e4m3":
+        codes = tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
+    else:
+        codes = e2m1_code(scaled, words)
+    return codes
+
+
+@triton.jit
+def pack(codes, ELEMENT: tl.constexpr):
+    """Codes as they are stored: of their shape, or of half its width."""
+    packed = codes
+    if ELEMENT == "e2m1":
+        half: tl.constexpr = codes.shape[1] // 2
+        first, second = tl.split(codes.reshape(codes.shape[0], half, 2))
+        packed = first | (second << 4)
+    return packed
+
+
+@triton.jit
+def encode(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
+    """Data of numbers x: bytes of the shape of x, or of half its width; the others are of its shape, words or None."""
+    return pack(element_codes(x, is_finite, multiplier, words, ELEMENT), ELEMENT)
+
+
+@triton.jit
+def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets what its block has."""
+    across: tl.constexpr = LINES // blocks.shape[0]
+    along: tl.constexpr = WIDTH // blocks.shape[1]
+    full = tl.broadcast_to(blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along))
+    return full.reshape(LINES, WIDTH)
+
+
+@triton.jit
+def tile_codes(
+    x, global_scale, words, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr
+):
+    """Codes of x [LINES, WIDTH], a byte each, and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK]."""
+    lines: tl.constexpr = x.shape[0]
+    width: tl.constexpr = x.shape[1]
+    bits = magnitude_bits(x).reshape(lines // BLOCK_LINES, BLOCK_LINES, width // BLOCK, BLOCK)
+    bits = tl.max(tl.max(bits, axis=3), axis=1)
+    stored, multiplier = block_scales(bits, global_scale, SCALE)
+    is_finite = spread(bits, lines, width) < INFINITY_BITS
+    return element_codes(x, is_finite, spread(multiplier, lines, width), words, ELEMENT), stored
+
+
+@triton.jit
+def quantize_tile(
+    x, global_scale, words, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr
+):
+    """Data [LINES, WIDTH or WIDTH / 2] and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK] of x [LINES, WIDTH]."""
+    codes, stored = tile_codes(x, global_scale, words, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
+    return pack(codes, ELEMENT), stored
+
+
+@triton.jit
+def store_tile(out, tile, line, in_lines, tile_column, width):
+    """Stores columns of lines of a matrix of `width` columns; tile_column: which tile of columns."""
+    column = tile_column * tile.shape[1] + tl.arange(0, tile.shape[1])
+    pointers = out + line.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(pointers, tile, mask=in_lines[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def store_weight_tile(
+    data,
+    scale,
+    codes,
+    scales,
+    at,  # group, tile of lines, tile of columns
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    NUM_LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Stores what tile_codes has made of a tile of one of several matrices NUM_LINES x WIDTH."""
+    group, tile_line, tile_column = at
+    packed = pack(codes, ELEMENT)
+    width: tl.constexpr = WIDTH * packed.shape[1] // codes.shape[1]
+    line = tile_line * codes.shape[0] + tl.arange(0, codes.shape[0])
+    data += group.to(tl.int64) * (NUM_LINES * width)
+    store_tile(data, packed, line, line < NUM_LINES, tile_column, width)
+    scale_lines: tl.constexpr = (NUM_LINES + BLOCK_LINES - 1) // BLOCK_LINES
+    scale_width: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    scale_line = tile_line * scales.shape[0] + tl.arange(0, scales.shape[0])
+    scale += group.to(tl.int64) * (scale_lines * scale_width)
+    store_tile(scale, scales, scale_line, scale_line < scale_lines, tile_column, scale_width)
+
+
+@triton.jit
+def load_columns(rows, row_index, first_row, end, feature, WIDTH: tl.constexpr):
+    """TILE rows from first_row on, as lines [features, TILE] fp32; zeros from row `end` on and past the features."""
+    row = first_row + tl.arange(0, TILE)
+    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+    pointers = rows + source.to(tl.int64)[None, :] * WIDTH + feature[:, None]
+    return tl.load(pointers, mask=(row < end)[None, :] & (feature < WIDTH)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH: tl.constexpr):
+    """Stores the scales of a tile of tokens: bytes by features, fp32 by blocks."""
+    if scale.dtype.element_ty == tl.float32:
+        block = tile * scales.shape[1] + tl.arange(0, scales.shape[1])
+        pointers = scale + block.to(tl.int64)[None, :] * WIDTH + feature[:, None]
+        tl.store(pointers, scales, mask=(feature < WIDTH)[:, None])
+    else:
+        store_tile(scale, scales, feature, feature < WIDTH, tile, num_tiles * scales.shape[1])
+
+
+@triton.jit
+def quantize_rows_tile(
+    rows,
+    row_index,
+    row_start,
+    data,
+    scale,
+    amax,
+    seeds,
+    at,  # what locate_tile returns
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """COLUMNS of LINES rows."""
+    group, first_row, end, _ = at
+    tile_column = tl.program_id(1)
+    row, column = first_row + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+    pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    words = random_words(seeds, group, row - tl.load(row_start + group), tile_column * COLUMNS, LINES, COLUMNS)
+    codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
+    store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
+    store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"])
+def quantize_rows_kernel(
+    rows,
+    row_index,  # int32[N] or None
+    row_start,
+    data,  # bytes
+    scale,
+    amax,  # fp32[G] or None
+    seeds,  # int64[G] or None
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    END: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of rows, tiles of columns)."""
+    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES, END)
+    if END == 1:
+        if tl.program_id(0) < num_tiles:
+            at = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, LINES)
+            quantize_rows_tile(
+                rows,
+                row_index,
+                row_start,
+                data,
+                scale,
+                amax,
+                seeds,
+                at,
+                ELEMENT,
+                SCALE,
+                BLOCK,
+                PER_BYTE,
+                WIDTH,
+                LINES,
+                COLUMNS,
+            )
+    else:
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            at = locate_tile(tile, prefix, row_start, 1, 1, LINES, END)
+            quantize_rows_tile(
+                rows,
+                row_index,
+                row_start,
+                data,
+                scale,
+                amax,
+                seeds,
+                at,
+                ELEMENT,
+                SCALE,
+                BLOCK,
+                PER_BYTE,
+                WIDTH,
+                LINES,
+                COLUMNS,
+            )
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tiles", "signs"],
+    do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"],
+)
+def quantize_columns_kernel(
+    rows,
+    row_index,  # int32[N] or None
+    row_start,
+    data,  # bytes
+    scale,
+    amax,  # fp32[G] or None
+    seeds,  # int64[G] or None
+    signs,
+    num_tiles,
+    HADAMARD: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Grid (num_tiles tiles of tokens, tiles of features)."""
+    tile = tl.program_id(0)
+    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    if tile < num_used:
+        group, first_row, end, _ = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
+        x = load_columns(rows, row_index, first_row, end, feature, WIDTH)
+        if HADAMARD:
+            x = hadamard(x, signs)
+        words = random_words(seeds, group, feature, first_row - tl.load(row_start + group), LINES, TILE)
+        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
+        store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * (TILE // PER_BYTE))
+        store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["scale", "amax"])
+def quantize_weights_kernel(
+    weight,
+    data,  # bytes
+    scale,
+    amax,  # fp32[G] or None
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    NUM_LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINE_STRIDE: tl.constexpr,
+    ELEMENT_STRIDE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of lines, tiles of columns, groups)."""
+    tile_column, group = tl.program_id(1), tl.program_id(2)
+    line, column = tl.program_id(0) * LINES + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    matrix = weight + group.to(tl.int64) * (NUM_LINES * WIDTH)
+    pointers = matrix + line.to(tl.int64)[:, None] * LINE_STRIDE + column.to(tl.int64)[None, :] * ELEMENT_STRIDE
+    x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    codes, scales = tile_codes(x, global_scale_of(amax, group), None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
+    at = group, tl.program_id(0), tile_column
+    store_weight_tile(data, scale, codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["scale", "transposed_scale", "amax"])
+def quantize_weight_pairs_kernel(
+    weight,
+    data,  # bytes
+    scale,
+    transposed_data,  # bytes
+    transposed_scale,
+    amax,  # fp32[G] or None
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    NUM_LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of columns, tiles of lines, groups): neighbours read neighbouring columns of the same lines."""
+    tile_column, tile_line, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    line, column = tile_line * LINES + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    matrix = weight + group.to(tl.int64) * (NUM_LINES * WIDTH)
+    pointers = matrix + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    global_scale = global_scale_of(amax, group)
+    codes, scales = tile_codes(x, global_scale, None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
+    if BLOCK == BLOCK_LINES:  # square blocks have the same numbers either way
+        column_codes, column_scales = codes, scales
+    else:
+        column_codes, column_scales = tile_codes(x, global_scale, None, ELEMENT, SCALE, BLOCK_LINES, BLOCK)
+    at = group, tile_line, tile_column
+    store_weight_tile(data, scale, codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
+    # Turned as bytes: a quarter of what the numbers would move through shared memory.
+    column_codes, column_scales, at = tl.trans(column_codes), tl.trans(column_scales), (group, tile_column, tile_line)
+    store_weight_tile(
+        transposed_data,
+        transposed_scale,
+        column_codes,
+        column_scales,
+        at,
+        ELEMENT,
+        BLOCK,
+        BLOCK_LINES,
+        WIDTH,
+        NUM_LINES,
+    )
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+def quantize_lines_kernel(
+    matrices,
+    row_index,  # int32[N], which line of the one matrix stands for line r; None: line r
+    row_start,  # int32[G + 1], of the lines of one matrix; None: all lines
+    data,  # bytes
+    scale,  # fp32, one for every line
+    SCALE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_LINES: tl.constexpr,  # of each of several matrices
+    WIDTH: tl.constexpr,
+    LINE_STRIDE: tl.constexpr,
+    ELEMENT_STRIDE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """E4M3 with one scale for a line. Grid (tiles of lines, matrices)."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    if row_start is None:
+        end: tl.constexpr = NUM_LINES
+    else:
+        end = tl.load(row_start + NUM_GROUPS)
+    first_line = tl.program_id(1).to(tl.int64) * NUM_LINES
+    source = line if row_index is None else tl.load(row_index + line, mask=line < end, other=0)
+    pointers = matrices + first_line * WIDTH + source.to(tl.int64)[:, None] * LINE_STRIDE
+    bits = tl.zeros((LINES, COLUMNS), tl.int32)
+    for first_column in tl.range(0, WIDTH, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        mask = (line < end)[:, None] & (column < WIDTH)[None, :]
+        x = tl.load(pointers + column.to(tl.int64)[None, :] * ELEMENT_STRIDE, mask=mask, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, magnitude_bits(x))
+    line_bits = tl.max(bits, axis=1)
+    stored, multiplier = block_scales(line_bits, 1.0, SCALE)
+    tl.store(scale + first_line + line, stored, mask=line < end)
+    is_finite = (line_bits < INFINITY_BITS)[:, None]
+    data += first_line * WIDTH
+    for first_column in tl.range(0, WIDTH, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        mask = (line < end)[:, None] & (column < WIDTH)[None, :]
+        x = tl.load(pointers + column.to(tl.int64)[None, :] * ELEMENT_STRIDE, mask=mask, other=0.0).to(tl.float32)
+        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
+        store_tile(data, codes, line, line < end, first_column // COLUMNS, WIDTH)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+def quantize_column_lines_kernel(
+    rows,
+    row_index,  # int32[N] or None
+    row_start,
+    data,  # bytes
+    scale,  # fp32[G, C]
+    num_tiles,
+    SCALE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """E4M3 with one scale for a feature of a group. Grid (tiles of features, groups)."""
+    group = tl.program_id(1)
+    feature = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    start, end = tl.load(row_start + group), tl.load(row_start + group + 1)
+    bits = tl.zeros((LINES, TILE), tl.int32)
+    for first_row in tl.range(start, end, TILE):
+        bits = tl.maximum(bits, magnitude_bits(load_columns(rows, row_index, first_row, end, feature, WIDTH)))
+    line_bits = tl.max(bits, axis=1)
+    stored, multiplier = block_scales(line_bits, 1.0, SCALE)
+    tl.store(scale + group * WIDTH + feature, stored, mask=feature < WIDTH)
+    is_finite = (line_bits < INFINITY_BITS)[:, None]
+    prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    tile = tl.max(tl.where(tl.arange(0, GROUP_LANES) < group, prefix, 0), axis=0)
+    for first_row in tl.range(start, end, TILE):
+        x = load_columns(rows, row_index, first_row, end, feature, WIDTH)
+        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
+        store_tile(data, codes, feature, feature < WIDTH, tile + (first_row - start) // TILE, num_tiles * TILE)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["signs"], do_not_specialize_on_alignment=["row_index", "row_start", "amax_bits"])
+def group_amax_kernel(
+    rows,
+    row_index,  # int32[N] or None
+    row_start,
+    amax_bits,  # int32[G], zeros: the numbers of amax, which are ordered as their bits are
+    signs,
+    HADAMARD: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
+    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    if tl.program_id(0) < num_tiles:
+        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, TILE)
+        x = load_columns(rows, row_index, first_row, end, tl.program_id(1) * LINES + tl.arange(0, LINES), WIDTH)
+        if HADAMARD:
+            x = hadamard(x, signs)
+        bits = magnitude_bits(x)
+        bits = tl.where(bits < INFINITY_BITS, bits, 0)
+        tl.atomic_max(amax_bits + group, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+
+
+def quantize_rows(
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    row_index: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+) -> None:
+    """Scales along the features of every row of every group.
+
+    rows [N, C] bf16, fp16 or fp32, or any number of rows with row_index int32[N]; data [N, C or C / 2]; scale [N,
+    num_blocks(C)]; amax fp32[G], of group_amax, where there is a global scale. seeds int64[G]: E2M1 is rounded
+    stochastically, by random words of the group's seed and the position (feature, row in the group). row_start may be
+    ranges of rows int32[2, G]: no others are read or written; not with seeds or scales of whole rows (ArgumentError).
+    """
+    num_rows, width = data.shape[0], rows.shape[1]
+    num_groups = num_groups_of(row_start)
+    if block_format.block is None or seeds is not None:
+        refuse_ranges(row_start, "a scale of a whole row, or a seed,")
+    if num_rows == 0:
+        return
+    if block_format.block is None:
+        constants = _line_constants(block_format, num_groups, 0, width, width, 1)
+        grid = (ceil_div(num_rows, constants.named["LINES"]), 1)
+        launch(quantize_lines_kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale)
+        return
+    lines, num_columns = ROW_TILE[0], ceil_div(width, ROW_TILE[1])
+    launch(
+        quantize_rows_kernel,
+        (row_programs(row_start, max_row_tiles(num_rows, num_groups, lines), num_columns), num_columns),
+        _row_constants(block_format, num_groups, end_of_rows(row_start, num_groups), width),
+        rows,
+        row_index,
+        row_start,
+        _bytes(data),
+        _bytes(scale),
+        amax,
+        seeds,
+    )
+
+
+def quantize_columns(
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    row_index: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    signs: int | None = None,
+    seeds: torch.Tensor | None = None,
+) -> None:
+    """Scales along the tokens of every feature of every group; data transposed.
+
+    rows [N, C], or any number of rows with row_index int32[N]; data [C, P or P / 2]; scale [C, P / block], or [C, G]
+    where a feature of a group is one block; block-major if it is fp32 (kernels/operands.py). amax and seeds as in
+    quantize_rows, with positions (token in the group, feature). signs: 16 neighbouring tokens are transformed first
+    (twin/hadamard.py). ArgumentError if fp32 scales lie otherwise.
+    """
+    check_column_scale("scale", scale)
+    width, num_groups = rows.shape[1], row_start.shape[0] - 1
+    num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
+    constants = _column_constants(block_format, num_groups, width, signs is not None)
+    if num_tiles == 0 and block_format.block is not None:
+        return
+    blocks = ceil_div(width, COLUMN_TILE[0])
+    if block_format.block is None:
+        kernel, grid = quantize_column_lines_kernel, (blocks, num_groups)
+        launch(kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale.t(), num_tiles)
+        return
+    special = hopper.kernels(rows.device, rows.dtype, width)
+    if special is not None and special.takes_columns(block_format, rows, width) and signs is None:
+        special.launch_quantize_columns(rows, row_start, data, scale, block_format, row_index=row_index)
+        return
+    launch(
+        quantize_columns_kernel,
+        (num_tiles, blocks),
+        constants,
+        rows,
+        row_index,
+        row_start,
+        _bytes(data),
+        column_scale(scale),
+        amax,
+        seeds,
+        signs or 0,
+        num_tiles,
+    )
+
+
+def quantize_weights(
+    weight: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Scales along the last dimension of G matrices.
+
+    weight [G, M, K], contiguous or the transpose of contiguous matrices; data [G, M, K or K / 2]; scale [G, M /
+    block_lines, num_blocks(K)], quotients rounded up; amax fp32[G] where there is a global scale.
+    """
+    num_groups, num_lines, width = weight.shape
+    strides = weight.stride()[1:]
+    if block_format.block is None:
+        constants = _line_constants(block_format, 0, num_lines, width, *strides)
+        grid = (ceil_div(num_lines, constants.named["LINES"]), num_groups)
+        launch(quantize_lines_kernel, grid, constants, weight, None, None, _bytes(data), scale)
+        return
+    launch(
+        quantize_weights_kernel,
+        (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
+        _weight_constants(block_format, num_lines, width, *strides),
+        weight,
+        _bytes(data),
+        _bytes(scale),
+        amax,
+    )
+
+
+def quantize_weight_pairs(
+    weight: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    transposed_data: torch.Tensor,
+    transposed_scale: torch.Tensor,
+    block_format: BlockFormat,
+    *,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Both operands that G contiguous matrices [G, M, K] are: what quantize_weights makes of `weight` (data, scale) and
+    of `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is packed."""
+    if block_format.block is None:
+        # A tile does not know the scales of its lines and columns: the numbers would be read twice here as well.
+        quantize_weights(weight, data, scale, block_format)
+        quantize_weights(weight.mT, transposed_data, transposed_scale, block_format)
+        return
+    num_groups, num_lines, width = weight.shape
+    special = hopper.kernels(weight.device, weight.dtype, width)
+    if special is not None and special.takes_weight_pairs(block_format, weight):
+        buffers = data, scale, transposed_data, transposed_scale
+        special.launch_quantize_weight_pairs(weight, *buffers, block_format)
+        return
+    constants = _pair_constants(block_format, num_lines, width)
+    tile_lines, tile_columns = constants.named["LINES"], constants.named["COLUMNS"]
+    launch(
+        quantize_weight_pairs_kernel,
+        (ceil_div(width, tile_columns), ceil_div(num_lines, tile_lines), num_groups),
+        constants,
+        weight,
+        _bytes(data),
+        _bytes(scale),
+        _bytes(transposed_data),
+        _bytes(transposed_scale),
+        amax,
+    )
+
+
+def group_amax(
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    amax: torch.Tensor,
+    *,
+    row_index: torch.Tensor | None = None,
+    signs: int | None = None,
+) -> None:
+    """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G].
+
+    rows and row_index as in quantize_columns; signs: of what that makes of the rows with them.
+    """
+    num_rows, width = rows.shape if row_index is None else (row_index.shape[0], rows.shape[1])
+    num_groups = amax.shape[0]
+    amax.zero_()
+    if num_rows == 0:
+        return
+    launch(
+        group_amax_kernel,
+        (max_row_tiles(num_rows, num_groups, formats.TILE), ceil_div(width, COLUMN_TILE[0])),
+        _amax_constants(num_groups, width, signs is not None),
+        rows,
+        row_index,
+        row_start,
+        amax.view(torch.int32),
+        signs or 0,
+    )
+
+
+def column_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of columns in the order in which they lie, as kernels store them."""
+    return scale.t() if scale.dtype == torch.float32 else scale.view(torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """One-byte formats as uint8, which the kernels store."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _format(block_format: BlockFormat) -> dict[str, object]:
+    return {
+        "ELEMENT": block_format.element,
+        "SCALE": block_format.scale,
+        "BLOCK": block_format.block,
+        "PER_BYTE": block_format.elements_per_byte,
+    }
+
+
+def _groups(num_groups: int) -> dict[str, int]:
+    return {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
+
+
+@functools.cache
+def _row_constants(block_format: BlockFormat, num_groups: int, end: int, width: int) -> Constants:
+    tile = {"END": end, "WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
+    return Constants({**_format(block_format), **_groups(num_groups), **tile, "num_warps": ROW_WARPS})
+
+
+@functools.cache
+def _column_constants(block_format: BlockFormat, num_groups: int, width: int, transforms: bool) -> Constants:
+    tile = {"WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
+    if block_format.block is None:
+        return Constants({"SCALE": block_format.scale, **_groups(num_groups), **tile})
+    return Constants({"HADAMARD": transforms, **_format(block_format), **_groups(num_groups), **tile})
+
+
+def _weights(block_format: BlockFormat, num_lines: int, width: int) -> dict[str, object]:
+    return {
+        "ELEMENT": block_format.element,
+        "SCALE": block_format.scale,
+        "BLOCK": block_format.block,
+        "BLOCK_LINES": block_format.block_lines,
+        "NUM_LINES": num_lines,
+        "WIDTH": width,
+    }
+
+
+@functools.cache
+def _weight_constants(
+    block_format: BlockFormat, num_lines: int, width: int, line_stride: int, element_stride: int
+) -> Constants:
+    strides = {"LINE_STRIDE": line_stride, "ELEMENT_STRIDE": element_stride}
+    tile = {"LINES": WEIGHT_TILE[0], "COLUMNS": WEIGHT_TILE[1], "num_warps": NUM_WARPS}
+    return Constants({**_weights(block_format, num_lines, width), **strides, **tile})
+
+
+@functools.cache
+def _pair_constants(block_format: BlockFormat, num_lines: int, width: int) -> Constants:
+    (lines, columns), num_warps = WEIGHT_TILE, NUM_WARPS
+    if block_format.block != block_format.block_lines:
+        assert block_format.block is not None
+        lines, columns, num_warps = block_format.block, PAIR_COLUMNS, ROW_WARPS
+    tile = {"LINES": lines, "COLUMNS": columns, "num_warps": num_warps}
+    return Constants({**_weights(block_format, num_lines, width), **tile})
+
+
+@functools.cache
+def _line_constants(
+    block_format: BlockFormat, num_groups: int, num_lines: int, width: int, line_stride: int, element_stride: int
+) -> Constants:
+    lines, columns = LINE_TILE if element_stride == 1 else COLUMN_TILE
+    return Constants(
+        {
+            "SCALE": block_format.scale,
+            "NUM_GROUPS": num_groups,
+            "NUM_LINES": num_lines,
+            "WIDTH": width,
+            "LINE_STRIDE": line_stride,
+            "ELEMENT_STRIDE": element_stride,
+            "LINES": lines,
+            "COLUMNS": columns,
+            "num_warps": NUM_WARPS,
+        }
+    )
+
+
+@functools.cache
+def _amax_constants(num_groups: int, width: int, transforms: bool) -> Constants:
+    tile = {"WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
+    return Constants({"HADAMARD": transforms, **_groups(num_groups), **tile})

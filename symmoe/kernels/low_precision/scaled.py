@@ -1,0 +1,507 @@
+"""Grouped GEMMs of MXFP8 and NVFP4 numbers (Triton, tl.dot_scaled). Contract as in the twin; persistent.
+
+On Blackwell a dot_scaled is a product with block scales, of the kind mxf8f6f4 for MXFP8 and mxf4nvf4 for NVFP4:
+tcgen05.mma, or mma.sync on GPUs without tensor memory. Data and scales come by TMA; the scales' 128x4 tiles are what
+tcgen05 takes, so that they go from shared to tensor memory as they are. Elsewhere numbers are dequantised to 16 bits,
+which is exact, and multiplied as those: numerics, no speed. Of MXFP8 Triton does that itself. Of NVFP4 `dequantise`
+does, because Triton 3.6 aborts when it lowers E4M3 scales for GPUs that have no such products.
+
+Tiles of rows are the tiles of the scales: 128 rows, counted from a group's first row, with ranges of rows as well. So
+ranges that begin elsewhere are cut out of tiles by masks. No function synchronises, allocates device memory or reads
+row_start.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels import formats, scaled
+from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.launch.compiled import Describe
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.parts import panel, refuse_ranges
+from symmoe.kernels.triton.gemm import (
+    TRITON_DTYPES,
+    ZERO_BLOCK,
+    TileConfig,
+    describe,
+    end_of_rows,
+    launch_grid,
+    max_row_tiles,
+    row_tile_prefix,
+    store_gradient,
+    swizzle_tile,
+    tile_mask,
+    zero_panel,
+    zero_rows,
+)
+
+TILE = tl.constexpr(formats.TILE)
+TILE_BLOCKS = tl.constexpr(scaled.TILE_BLOCKS)
+E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 is 127
+
+# By element, with the output columns from which on a tile is used. block_k counts elements; 128 bytes of a line are the
+# span of TMA's widest swizzle.
+TCGEN05_CONFIGS = {
+    "e4m3": (
+        (256, TileConfig(block_m=128, block_n=256, block_k=128, num_stages=4, num_warps=8)),
+        (0, TileConfig(block_m=128, block_n=128, block_k=128, num_stages=4, num_warps=4)),
+    ),
+    "e2m1": (
+        (256, TileConfig(block_m=128, block_n=256, block_k=256, num_stages=4, num_warps=8)),
+        (0, TileConfig(block_m=128, block_n=128, block_k=256, num_stages=4, num_warps=4)),
+    ),
+}
+# Elsewhere: accumulators are in registers, and GPUs with mma have 99 KiB of shared memory.
+CONFIG = TileConfig(block_m=128, block_n=128, block_k=128, num_stages=3, num_warps=8)
+Unit = Literal["tcgen05", "mma"] | None
+
+
+@functools.cache
+def scaled_products(device: torch.device) -> Unit:
+    """What multiplies numbers with block scales: "tcgen05" (sm_100, sm_103), "mma" (sm_120, sm_121), None: nothing."""
+    if device.type != "cuda":
+        return None
+    units: dict[int, Unit] = {10: "tcgen05", 12: "mma"}
+    return units.get(torch.cuda.get_device_capability(device)[0])
+
+
+@triton.jit
+def tile_scales(desc, down, across, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """Scales [DOWN * 128 lines, ACROSS * 4 blocks] of DOWN x ACROSS tiles."""
+    # In a tile: [row % 32, row / 32, block]; as [2, 256], because TMA's boxes are at most 256 long.
+    tiles = desc.load([down, across, 0, 0]).reshape(DOWN, ACROSS, 32, 4, TILE_BLOCKS)
+    return tiles.trans(0, 3, 2, 1, 4).reshape(DOWN * TILE, ACROSS * TILE_BLOCKS)
+
+
+@triton.jit
+def dequantise(codes, scale, LINES: tl.constexpr, BYTES: tl.constexpr):
+    """E2M1 numbers times their scales, fp16 [LINES, 2 * BYTES]: exact, they have 6 bits between 2^-10 and 2688."""
+    codes = tl.join(codes & 0xF, codes >> 4).reshape(LINES, 2 * BYTES).to(tl.int32)
+    bits = (codes & 7) << 22 | (codes & 8) << 28
+    values = (bits.to(tl.float32, bitcast=True) * E2M1_SHIFT).reshape(LINES, BYTES // 8, 16)
+    return (values * scale.to(tl.float32)[:, :, None]).reshape(LINES, 2 * BYTES).to(tl.float16)
+
+
+@triton.jit
+def add_products(
+    acc,
+    left,
+    left_scale,
+    right,
+    right_scale,
+    ELEMENT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """acc + left @ right^T of numbers [BLOCK_M, K] and [BLOCK_N, K], STEP bytes of each line."""
+    if ELEMENT == "e4m3" or NATIVE:
+        acc = tl.dot_scaled(left, left_scale, ELEMENT, right.T, right_scale, ELEMENT, acc)
+    else:
+        rows = dequantise(left, left_scale, BLOCK_M, STEP)
+        columns = dequantise(right, right_scale, BLOCK_N, STEP)
+        acc = tl.dot(rows, columns.T, acc)
+    return acc
+
+
+@triton.jit
+def apply_global_scales(acc, left, right, group, is_there):
+    """acc * left[group] * right[group]; None: 1. Groups that are not there have no scales to be read."""
+    if left is not None:
+        acc = acc * tl.load(left + group, mask=is_there, other=0.0)
+        acc = acc * tl.load(right + group, mask=is_there, other=0.0)
+    return acc
+
+
+@triton.jit
+def range_tile_prefix(row_start, group_start, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, END: tl.constexpr):
+    """row_tile_prefix of the tiles that have rows of ranges, where tiles are counted from the groups' first rows."""
+    group = tl.arange(0, GROUP_LANES)
+    start = tl.load(group_start + group, mask=group < NUM_GROUPS, other=0)
+    begin = tl.load(row_start + group, mask=group < NUM_GROUPS, other=0)
+    end = tl.load(row_start + group + END, mask=group < NUM_GROUPS, other=0)
+    num_tiles = (end - start + (TILE - 1)) // TILE - (begin - start) // TILE
+    num_tiles = tl.where(begin < end, num_tiles, 0)
+    return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["row_global_scale", "weight_global_scale", "row_start", "group_start"],
+)
+def grouped_gemm_scaled_kernel(
+    rows_desc,  # bytes [N, C], block [BLOCK_M, STEP]
+    row_scale_desc,  # [tiles, ACROSS or more, 2, 256]: tile_scales
+    weight_desc,  # bytes [G, O, C], block [1, BLOCK_N, STEP]
+    weight_scale_desc,
+    row_global_scale,  # fp32[G] or None
+    weight_global_scale,
+    row_start,
+    group_start,  # int32[G + 1] with ranges, else None
+    out,  # [N, O]
+    num_rows,  # N; None: leave the tail alone
+    ELEMENT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    LINE_BYTES: tl.constexpr,  # of C elements
+    END: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,  # of the panel
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,  # bytes of a line
+    ACROSS: tl.constexpr,  # tiles of their scales
+    GROUP_M: tl.constexpr,
+):
+    tl.static_assert(BLOCK_M == TILE)
+    NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    WEIGHT_TILES: tl.constexpr = (OUT_WIDTH + TILE - 1) // TILE  # of a matrix' scales
+    if group_start is None:
+        prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+        scale_prefix = prefix
+        start_of = row_start
+    else:
+        prefix, num_row_tiles = range_tile_prefix(row_start, group_start, NUM_GROUPS, GROUP_LANES, END)
+        scale_prefix, _ = row_tile_prefix(group_start, NUM_GROUPS, GROUP_LANES, TILE)
+        start_of = group_start
+    lane = tl.arange(0, GROUP_LANES)
+    for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
+        before = prefix * NUM_N_TILES <= tile
+        group = tl.sum(before.to(tl.int32), axis=0)
+        first = tl.max(tl.where(before, prefix, 0), axis=0)
+        start, begin, end = tl.load(start_of + group), tl.load(row_start + group), tl.load(row_start + group + END)
+        skipped = (begin - start) // TILE
+        num_m_tiles = (end - start + (TILE - 1)) // TILE - skipped
+        m_tile, n_tile = swizzle_tile(tile - first * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
+        m_tile += skipped
+        first_row = start + m_tile * TILE
+        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        row_tile = tl.max(tl.where(lane < group, scale_prefix, 0), axis=0) + m_tile
+        weight_tile = group * WEIGHT_TILES + first_column // TILE
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for i in tl.range(0, (LINE_BYTES + STEP - 1) // STEP):
+            left = rows_desc.load([first_row, i * STEP])
+            right = weight_desc.load([group, first_column, i * STEP]).reshape(BLOCK_N, STEP)
+            left_scale = tile_scales(row_scale_desc, row_tile, i * ACROSS, 1, ACROSS)
+            right_scale = tile_scales(weight_scale_desc, weight_tile, i * ACROSS, BLOCK_N // TILE, ACROSS)
+            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE, BLOCK_M, BLOCK_N, STEP)
+        acc = apply_global_scales(acc, row_global_scale, weight_global_scale, group, True)
+        row = first_row + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
+        mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
+        if group_start is not None:
+            mask = mask & (row >= begin)[:, None]
+        pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
+        tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+    if num_rows is not None:
+        tail = tl.load(row_start + NUM_GROUPS)
+        if COLUMNS == OUT_WIDTH:
+            zero_rows(out, tail, num_rows, OUT_WIDTH, ZERO_BLOCK)
+        else:
+            zero_panel(out, tail, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["dout_global_scale", "rows_global_scale", "row_start"])
+def grouped_gemm_wgrad_scaled_kernel(
+    dout_desc,  # bytes [O, P], block [BLOCK_M, STEP]
+    dout_scale_desc,  # [tiles, tiles across P, 2, 256]: tile_scales
+    rows_desc,  # bytes [C, P], block [BLOCK_N, STEP]
+    rows_scale_desc,
+    dout_global_scale,  # fp32[G] or None
+    rows_global_scale,
+    row_start,
+    out,  # [G, O, C]
+    OUT_DTYPE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    OUT_ROWS: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,  # bytes of TILE tokens: a longer step would run into the next group
+    ACROSS: tl.constexpr,  # tiles of their scales
+    GROUP_M: tl.constexpr,
+):
+    NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
+    NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
+    prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    lane = tl.arange(0, GROUP_LANES)
+    for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
+        group = tile // TILES
+        m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
+        first_step = tl.max(tl.where(lane < group, prefix, 0), axis=0)
+        end_step = tl.max(tl.where(lane <= group, prefix, 0), axis=0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for i in tl.range(first_step, end_step):
+            left = dout_desc.load([m_tile * BLOCK_M, i * STEP])
+            right = rows_desc.load([n_tile * BLOCK_N, i * STEP])
+            left_scale = tile_scales(dout_scale_desc, m_tile * (BLOCK_M // TILE), i * ACROSS, BLOCK_M // TILE, ACROSS)
+            right_scale = tile_scales(rows_scale_desc, n_tile * (BLOCK_N // TILE), i * ACROSS, BLOCK_N // TILE, ACROSS)
+            acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE, BLOCK_M, BLOCK_N, STEP)
+        # Not below the condition, where Triton 3.6 fails to compile it for Blackwell.
+        acc = apply_global_scales(acc, dout_global_scale, rows_global_scale, group, first_step < end_step)
+        if not ACCUMULATE or first_step < end_step:  # a group without tokens is not even read
+            row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
+            store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, ACCUMULATE, BLOCK_N)
+
+
+def grouped_gemm_scaled(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    row_global_scale: torch.Tensor | None = None,
+    weight_global_scale: torch.Tensor | None = None,
+    group_start: torch.Tensor | None = None,
+    columns: tuple[int, int] | None = None,
+    zero_tail: bool = False,
+    num_sms: int | None = None,
+    config: TileConfig | None = None,
+) -> None:
+    """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
+
+    rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: the rows' scales in tiles,
+    every group from a tile of its own. weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of one matrix
+    after the other. out bf16, fp16 or fp32 [N, O], its rows multiples of 16 bytes. NVFP4 needs row_global_scale and
+    weight_global_scale, fp32[G]; MXFP8 has none. The input gradient is the same product, with gradients for rows and
+    the transposed weight [G, C, O], quantised along O.
+
+    row_start, columns, zero_tail, num_sms: as in grouped_gemm. group_start int32[G+1], the groups' bounds: with ranges
+    of rows, where row_scale is that of whole groups. ArgumentError if an operand is anything else.
+    """
+    block_format = scaled.check_scaled_gemm(
+        rows, row_scale, weight, weight_scale, row_start, out, row_global_scale, weight_global_scale, group_start
+    )
+    num_rows, out_width = out.shape
+    num_groups = weight.shape[0]
+    columns = panel(columns, out_width)
+    if zero_tail:
+        refuse_ranges(row_start, "zero_tail")
+    if num_rows == 0:
+        return
+    end = end_of_rows(row_start, num_groups)
+    plan = _gemm_plan(
+        config, block_format, scaled_products(out.device), num_groups, out_width, rows.shape[1], end, columns
+    )
+    num_tiles = max_row_tiles(num_rows, num_groups, formats.TILE) * plan.num_n_tiles
+    launch(
+        grouped_gemm_scaled_kernel,
+        launch_grid(plan.config, num_tiles, num_sms, out.device),
+        plan.constants,
+        rows,
+        row_scale,
+        weight,
+        weight_scale,
+        row_global_scale,
+        weight_global_scale,
+        row_start,
+        group_start,
+        out,
+        num_rows if zero_tail else None,
+    )
+
+
+def grouped_gemm_wgrad_scaled(
+    dout: torch.Tensor,
+    dout_scale: torch.Tensor,
+    rows: torch.Tensor,
+    rows_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    dout_global_scale: torch.Tensor | None = None,
+    rows_global_scale: torch.Tensor | None = None,
+    accumulate: bool = False,
+    num_sms: int | None = None,
+    config: TileConfig | None = None,
+) -> None:
+    """out[g] = (dout * dout_scale) @ (rows * rows_scale)^T over the tokens of group g; no tokens give zeros.
+
+    dout [O, P] and rows [C, P] in E4M3 (MXFP8), or [O, P / 2] and [C, P / 2] in uint8 (NVFP4), as quantize_columns
+    makes them: what fills a group's last tile is summed as well (zeros, or what a Hadamard transform has made of tokens
+    and zeros), what comes after the last group may be anything. dout_scale, rows_scale: in tiles, as one matrix. NVFP4
+    needs dout_global_scale and rows_global_scale, fp32[G], of groups with tokens; MXFP8 has none. out [G, O, C] in
+    bf16, fp16 or fp32, its rows multiples of 16 bytes. accumulate: the sum is added to out[g] in fp32; no tokens leave
+    it alone. row_start: the groups' bounds. num_sms: as in grouped_gemm.
+    ArgumentError if an operand is anything else.
+    """
+    block_format = scaled.check_scaled_wgrad(
+        dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale
+    )
+    refuse_ranges(row_start, "a weight gradient")
+    num_groups, out_rows, out_width = out.shape
+    if dout.shape[1] == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    unit = scaled_products(out.device)
+    plan = _wgrad_plan(config, block_format, unit, out.dtype, accumulate, num_groups, out_rows, out_width)
+    launch(
+        grouped_gemm_wgrad_scaled_kernel,
+        launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device),
+        plan.constants,
+        dout,
+        dout_scale,
+        rows,
+        rows_scale,
+        dout_global_scale,
+        rows_global_scale,
+        row_start,
+        out,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the launches of a GEMM with the same static dimensions have in common.
+
+    Attributes:
+        config: the tiles.
+        num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
+        constants: of the kernel.
+    """
+
+    config: TileConfig
+    num_n_tiles: int
+    constants: Constants
+
+
+@functools.cache
+def _gemm_plan(
+    config: TileConfig | None,
+    block_format: BlockFormat,
+    unit: Unit,
+    num_groups: int,
+    out_width: int,
+    line_bytes: int,
+    end: int,
+    columns: tuple[int, int] | None,
+) -> Plan:
+    first_column, end_column = columns or (0, out_width)
+    config = config or _gemm_config(block_format, unit, out_width)
+    step, across = _check_tiles(config, block_format)
+    constants = {
+        "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "OUT_WIDTH": out_width,
+        "LINE_BYTES": line_bytes,
+        "END": end,
+        "FIRST_COLUMN": first_column,
+        "COLUMNS": end_column - first_column,
+        **_tile_constants(config, block_format, unit, step, across),
+    }
+    descriptors = {
+        0: describe([config.block_m, step]),
+        1: _describe_scales(1, across, block_format),
+        2: describe([1, config.block_n, step]),
+        3: _describe_scales(config.block_n // formats.TILE, across, block_format),
+    }
+    return Plan(config, ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+
+
+@functools.cache
+def _wgrad_plan(
+    config: TileConfig | None,
+    block_format: BlockFormat,
+    unit: Unit,
+    dtype: torch.dtype,
+    accumulate: bool,
+    num_groups: int,
+    out_rows: int,
+    out_width: int,
+) -> Plan:
+    config = config or _wgrad_config(block_format, unit, out_width)
+    if config.block_k != formats.TILE:
+        raise ArgumentError(f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}")
+    step, across = _check_tiles(config, block_format)
+    constants = {
+        "OUT_DTYPE": TRITON_DTYPES[dtype],
+        "ACCUMULATE": accumulate,
+        "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
+        "OUT_ROWS": out_rows,
+        "OUT_WIDTH": out_width,
+        **_tile_constants(config, block_format, unit, step, across),
+        # Else the last global scale and what is added to become one fma, and a sum added here has other bits than the
+        # same sum stored and added later, as it is to discrete gradients.
+        "enable_fp_fusion": False,
+    }
+    descriptors = {
+        0: describe([config.block_m, step]),
+        1: _describe_scales(config.block_m // formats.TILE, across, block_format),
+        2: describe([config.block_n, step]),
+        3: _describe_scales(config.block_n // formats.TILE, across, block_format),
+    }
+    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
+    return Plan(config, num_tiles, Constants(constants, descriptors))
+
+
+def _gemm_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileConfig:
+    if unit != "tcgen05":
+        return CONFIG
+    return next(config for least, config in TCGEN05_CONFIGS[block_format.element] if out_width >= least)
+
+
+def _wgrad_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileConfig:
+    return replace(_gemm_config(block_format, unit, out_width), block_k=formats.TILE)
+
+
+def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
+    """Bytes of a line, and tiles of their scales, that a step contracts; ArgumentError if tiles of scales are cut."""
+    unit = (block_format.block or config.block_k) * scaled.TILE_BLOCKS
+    if config.block_m != formats.TILE or config.block_n % formats.TILE or config.block_k % unit:
+        raise ArgumentError(
+            f"tiles must have block_m {formats.TILE}, block_n a multiple of it, and block_k one of {unit}, got {config}"
+        )
+    return config.block_k // block_format.elements_per_byte, config.block_k // unit
+
+
+def _tile_constants(
+    config: TileConfig, block_format: BlockFormat, unit: Unit, step: int, across: int
+) -> dict[str, object]:
+    return {
+        "ELEMENT": block_format.element,
+        "NATIVE": unit is not None,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STEP": step,
+        "ACROSS": across,
+        "GROUP_M": config.group_m,
+        "num_stages": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+
+
+def _describe_scales(down: int, across: int, block_format: BlockFormat) -> Describe:
+    """Function from scales in tiles to their TMA descriptor: see tile_scales."""
+    # E8M0 stays uint8, which is what dot_scaled takes for it. E4M3 must be E4M3 from the start: Triton would not move
+    # scales from shared to tensor memory that a kernel casts in between.
+    dtype = torch.float8_e4m3fn if block_format.has_global_scale else torch.uint8
+
+    def described(scale: torch.Tensor) -> TensorDescriptor:
+        boxes = scale.view(dtype).view(*scale.shape[:2], 2, scaled.TILE_BYTES // 2)
+        return TensorDescriptor.from_tensor(boxes, block_shape=[down, across, 2, scaled.TILE_BYTES // 2])
+
+    return described

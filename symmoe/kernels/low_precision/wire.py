@@ -1,0 +1,441 @@
+"""Rows that travel as bytes, made and taken apart (Triton). Contract as in the twin.
+
+Bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.kernels import formats, hopper
+from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.quantize import (
+    COLUMN_TILE,
+    INFINITY_BITS,
+    LINE_TILE,
+    ROW_TILE,
+    ROW_WARPS,
+    TILE,
+    block_scales,
+    column_scale,
+    encode,
+    magnitude_bits,
+    quantize_tile,
+    store_column_scales,
+    store_tile,
+)
+from symmoe.kernels.low_precision.quantize import NUM_WARPS as COLUMN_WARPS
+from symmoe.kernels.operands import check_column_scale
+from symmoe.kernels.parts import num_groups_of
+from symmoe.kernels.triton.gemm import (
+    TRITON_DTYPES,
+    end_of_rows,
+    locate_tile,
+    row_programs,
+    row_tile_prefix,
+)
+
+LINES, COLUMNS = 16, 1024  # bytes of a program's tile
+DECODED_LINES, DECODED_COLUMNS = 16, 256  # features
+NUM_WARPS = 4
+E8M0_NAN = tl.constexpr(255)
+
+
+@triton.jit
+def load_tile(rows, row, column, num_rows, WIDTH: tl.constexpr):
+    """fp32 of columns of rows; zeros past either."""
+    pointers = rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    return tl.load(pointers, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_items(wire, tile, row, item, num_rows, end, ROW_ITEMS: tl.constexpr):
+    """Stores items of rows of the wire, those before `end`; ROW_ITEMS of the tile's dtype would fill a row."""
+    pointers = wire + row.to(tl.int64)[:, None] * ROW_ITEMS + item[None, :]
+    tl.store(pointers, tile, mask=(row < num_rows)[:, None] & (item < end)[None, :])
+
+
+@triton.jit
+def store_padding(scales, row, num_rows, FIRST: tl.constexpr, ROW_ITEMS: tl.constexpr):
+    """Zeros in the items of rows from FIRST on, fewer than 16."""
+    if FIRST < ROW_ITEMS:
+        zeros = tl.zeros((row.shape[0], 16), scales.dtype.element_ty)
+        store_items(scales, zeros, row, FIRST + tl.arange(0, 16), num_rows, ROW_ITEMS, ROW_ITEMS)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def encode_rows_kernel(
+    rows,
+    wire,  # bytes
+    scales,  # the wire as fp32, or as bytes
+    num_rows,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
+    FIRST_SCALE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of rows, tiles of columns)."""
+    row, tile_column = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.program_id(1)
+    column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    x = load_tile(rows, row, column, num_rows, WIDTH)
+    codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
+    store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
+    block = FIRST_SCALE + tile_column * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
+    end: tl.constexpr = FIRST_SCALE + (WIDTH + BLOCK - 1) // BLOCK
+    store_items(scales, stored, row, block, num_rows, end, SCALE_ITEMS)
+    if tile_column == 0:
+        store_padding(scales, row, num_rows, end, SCALE_ITEMS)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def encode_lines_kernel(
+    rows,
+    wire,  # bytes
+    scales,  # the wire as fp32
+    num_rows,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SCALE_ITEMS: tl.constexpr,
+    FIRST_SCALE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The same with one scale for a row. Grid (tiles of rows)."""
+    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    bits = tl.zeros((LINES, COLUMNS), tl.int32)
+    for first_column in tl.range(0, WIDTH, COLUMNS):
+        x = load_tile(rows, row, first_column + tl.arange(0, COLUMNS), num_rows, WIDTH)
+        bits = tl.maximum(bits, magnitude_bits(x))
+    row_bits = tl.max(bits, axis=1)
+    stored, multiplier = block_scales(row_bits, 1.0, SCALE)
+    tl.store(scales + row.to(tl.int64) * SCALE_ITEMS + FIRST_SCALE, stored, mask=row < num_rows)
+    store_padding(scales, row, num_rows, FIRST_SCALE + 1, SCALE_ITEMS)
+    is_finite = (row_bits < INFINITY_BITS)[:, None]
+    for first_column in tl.range(0, WIDTH, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        x = load_tile(rows, row, column, num_rows, WIDTH)
+        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
+        store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
+
+
+@triton.jit
+def unpack_tile(
+    wire,
+    row_index,
+    data,
+    scale,
+    first_row,
+    end,
+    ROW_BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """COLUMNS of LINES rows from first_row on, those before `end`; scales with the first columns."""
+    row = first_row + tl.arange(0, LINES)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+    lines = wire + source.to(tl.int64)[:, None] * ROW_BYTES
+    mask = (row < end)[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(lines + column[None, :], mask=mask)
+    tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
+    if tl.program_id(1) == 0:
+        lane = tl.arange(0, SCALE_LANES)
+        is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
+        scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
+        tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+def unpack_rows_kernel(
+    wire,
+    row_index,  # int32[N] or None
+    row_start,
+    data,
+    scale,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    END: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,  # of data
+    SCALE_BYTES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of rows, tiles of columns of data)."""
+    if END == 1:
+        first_row, end = tl.program_id(0) * LINES, tl.load(row_start + NUM_GROUPS)
+        if first_row < end:
+            unpack_tile(
+                wire, row_index, data, scale, first_row, end, ROW_BYTES, WIDTH, SCALE_BYTES, SCALE_LANES, LINES, COLUMNS
+            )
+    else:
+        prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES, END)
+        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, LINES, END)
+            unpack_tile(
+                wire, row_index, data, scale, first_row, end, ROW_BYTES, WIDTH, SCALE_BYTES, SCALE_LANES, LINES, COLUMNS
+            )
+
+
+@triton.jit
+def scale_number(scale, SCALE: tl.constexpr):
+    """fp32 of scales as they are stored."""
+    if SCALE == "e8m0":
+        number = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # codes begin at 1
+        number = tl.where(scale == E8M0_NAN, float("nan"), number)
+    else:
+        number = scale
+    return number
+
+
+@triton.jit
+def e4m3_number(code):
+    """fp32 of E4M3 numbers."""
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def decode_rows_kernel(
+    wire,  # bytes
+    scales,  # the wire as fp32, or as bytes
+    out,
+    num_rows,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,  # features that share a scale
+    ROW_BYTES: tl.constexpr,
+    SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
+    FIRST_SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of rows, tiles of columns)."""
+    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    code = tl.load(wire + row.to(tl.int64)[:, None] * ROW_BYTES + column[None, :], mask=mask, other=0)
+    block = FIRST_SCALE + column // BLOCK
+    scale = tl.load(scales + row.to(tl.int64)[:, None] * SCALE_ITEMS + block[None, :], mask=mask, other=0)
+    values = e4m3_number(code) * scale_number(scale, SCALE)
+    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["wire_scales", "row_index", "row_start", "scale"]
+)
+def requantize_columns_kernel(
+    wire,  # bytes
+    wire_scales,  # the wire as fp32, or as bytes
+    row_index,  # int32[N] or None
+    row_start,
+    data,  # bytes
+    scale,
+    num_tiles,
+    DTYPE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,  # features of a row, and tokens of a column, that share a scale
+    ROW_BYTES: tl.constexpr,
+    SCALE_ITEMS: tl.constexpr,  # scales that would fill a row of the wire
+    FIRST_SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Grid (num_tiles tiles of tokens, tiles of features)."""
+    tile = tl.program_id(0)
+    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    if tile < num_used:
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
+        row = first_row + tl.arange(0, TILE)
+        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        source = source.to(tl.int64)[None, :]
+        mask = (row < end)[None, :] & (feature < WIDTH)[:, None]
+        code = tl.load(wire + source * ROW_BYTES + feature[:, None], mask=mask, other=0)
+        block = FIRST_SCALE + feature // BLOCK
+        row_scale = tl.load(wire_scales + source * SCALE_ITEMS + block[:, None], mask=mask, other=0)
+        x = (e4m3_number(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
+        codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
+        store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
+        store_column_scales(scale, stored, feature, tile, num_tiles, WIDTH)
+
+
+def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
+    """wire uint8 [T, W] = what quantize_rows makes of rows [T, C] bf16, fp16 or fp32, and zeros."""
+    num_rows, width = rows.shape
+    if num_rows == 0:
+        return
+    constants = _encode_constants(block_format, wire.shape[1], width)
+    args = rows, wire, _scales_of(wire, block_format), num_rows
+    if block_format.block is None:
+        launch(encode_lines_kernel, (ceil_div(num_rows, LINE_TILE[0]),), constants, *args)
+        return
+    lines, columns = ROW_TILE
+    launch(encode_rows_kernel, (ceil_div(num_rows, lines), ceil_div(width, columns)), constants, *args)
+
+
+def unpack_rows(
+    wire: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """data[r], scale[r] = what row row_index[r] of the wire holds, for every row r of every group; no index: row r.
+
+    row_start int32[G+1], or ranges of rows int32[2, G]; data uint8 [N, C] and scale uint8 [N, S], the bytes of scales;
+    row_index int32[N]. Other rows are neither read nor written.
+    """
+    num_rows, width = data.shape
+    if num_rows == 0:
+        return
+    num_groups = num_groups_of(row_start)
+    num_columns = ceil_div(width, COLUMNS)
+    grid = row_programs(row_start, ceil_div(num_rows, LINES), num_columns), num_columns
+    end = end_of_rows(row_start, num_groups)
+    constants = _unpack_constants(num_groups, end, wire.shape[1], width, scale.shape[1])
+    launch(unpack_rows_kernel, grid, constants, wire, row_index, row_start, data, scale)
+
+
+def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
+    """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
+    num_rows, width = out.shape
+    if num_rows == 0:
+        return
+    grid = (ceil_div(num_rows, DECODED_LINES), ceil_div(width, DECODED_COLUMNS))
+    constants = _decode_constants(block_format, wire.shape[1], width)
+    launch(decode_rows_kernel, grid, constants, wire, _scales_of(wire, block_format), out, num_rows)
+
+
+def requantize_columns(
+    wire: torch.Tensor,
+    row_start: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_format: BlockFormat,
+    dtype: torch.dtype,
+    *,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """What quantize_columns makes of decode_rows' result of `dtype` (bf16, fp16 or fp32), without that result.
+
+    wire uint8 [P, W], or any number of rows with row_index int32[N]; data [C, P] and scale [C, P / block] as in
+    quantize_columns. block_format, of the rows and of the columns: E4M3 in blocks. Rows of no group are not read.
+    """
+    check_column_scale("scale", scale)
+    width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
+    if num_tiles == 0:
+        return
+    special = hopper.kernels(wire.device, dtype, width)
+    if special is not None and special.takes_columns(block_format, wire, width):
+        special.launch_requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
+        return
+    launch(
+        requantize_columns_kernel,
+        (num_tiles, ceil_div(width, COLUMN_TILE[0])),
+        _requantize_constants(block_format, wire.shape[1], width, row_start.shape[0] - 1, dtype),
+        wire,
+        _scales_of(wire, block_format),
+        row_index,
+        row_start,
+        data.view(torch.uint8),
+        column_scale(scale),
+        num_tiles,
+    )
+
+
+def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+    """The wire as items of scales."""
+    return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
+
+
+@functools.cache
+def _encode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
+    named = {"SCALE": block_format.scale, **_places(block_format, row_bytes, width)}
+    if block_format.block is None:
+        lines, columns = LINE_TILE
+        return Constants({**named, "LINES": lines, "COLUMNS": columns, "num_warps": NUM_WARPS})
+    lines, columns = ROW_TILE
+    tile = {"LINES": lines, "COLUMNS": columns, "num_warps": ROW_WARPS}
+    return Constants({**named, "BLOCK": block_format.block, **tile})
+
+
+def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, int]:
+    item_bytes = block_format.scale_dtype.itemsize
+    return {
+        "ROW_BYTES": row_bytes,
+        "SCALE_ITEMS": row_bytes // item_bytes,
+        "FIRST_SCALE": width // item_bytes,
+        "WIDTH": width,
+    }
+
+
+@functools.cache
+def _unpack_constants(num_groups: int, end: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
+    return Constants(
+        {
+            "NUM_GROUPS": num_groups,
+            "GROUP_LANES": next_power_of_2(num_groups),
+            "END": end,
+            "ROW_BYTES": row_bytes,
+            "WIDTH": width,
+            "SCALE_BYTES": scale_bytes,
+            "SCALE_LANES": next_power_of_2(scale_bytes),
+            "LINES": LINES,
+            "COLUMNS": COLUMNS,
+            "num_warps": NUM_WARPS,
+        }
+    )
+
+
+@functools.cache
+def _decode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
+    return Constants(
+        {
+            "SCALE": block_format.scale,
+            "BLOCK": block_format.block or width,
+            **_places(block_format, row_bytes, width),
+            "LINES": DECODED_LINES,
+            "COLUMNS": DECODED_COLUMNS,
+            "num_warps": NUM_WARPS,
+        }
+    )
+
+
+@functools.cache
+def _requantize_constants(
+    block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
+) -> Constants:
+    return Constants(
+        {
+            "DTYPE": TRITON_DTYPES[dtype],
+            "SCALE": block_format.scale,
+            "BLOCK": block_format.block,
+            **_places(block_format, row_bytes, width),
+            "NUM_GROUPS": num_groups,
+            "GROUP_LANES": next_power_of_2(num_groups),
+            "LINES": COLUMN_TILE[0],
+            "num_warps": COLUMN_WARPS,
+        }
+    )

@@ -1,0 +1,334 @@
+"""The activation of an expert times the row's scale, and its gradient (Triton). Contract as in the twin.
+
+    N rows; I columns of the result (FFN); W columns of h: 2I for gated activations, else I.
+
+Here is the one definition of each activation and of its derivative on the device, and of where the two halves of h
+lie. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.
+
+Every kernel takes the activation as a constant: what it does not need (limits, an offset, a gate) costs nothing.
+Entry kernels take its fields as a tuple, which launches can compare without hashing a dataclass.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels import activation as definition
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.launch.integers import ceil_div
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.triton.gemm import tile_mask
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+NO_LIMIT = tl.constexpr(math.inf)
+ANY_POLICY = tl.constexpr("")  # of eviction from L2: left to the hardware
+SUM_COLUMNS = tl.constexpr(definition.SUM_COLUMNS)
+SUM_STEPS = tl.constexpr(definition.SUM_COLUMNS.bit_length() - 1)  # from a block's columns to its sum
+MAX_INTERLEAVE = 32  # a tile has at least that many columns
+ACCESS_BITS = 128  # the widest access of a thread
+
+ROWS, COLUMNS = 8, 256  # of a program's block: 16 bytes for each thread of 8 warps, whole rows to a warp
+NUM_WARPS = 8
+
+
+def activation_fields(activation: Activation, ffn: int) -> tuple[Any, ...]:
+    """An activation as a constant of an entry kernel; rejects what the kernels cannot address."""
+    block = activation.interleave
+    if block is not None:
+        if block > MAX_INTERLEAVE or block & (block - 1):
+            raise ArgumentError(f"interleave ({block}) must be a power of two up to {MAX_INTERLEAVE} on GPUs")
+        if ffn % block:
+            raise ArgumentError(f"interleave ({block}) must divide the FFN width ({ffn})")
+    return activation.kind, activation.alpha, activation.limit, activation.offset, block
+
+
+@triton.constexpr_function
+def activation_of(fields):
+    """The activation of which activation_fields made `fields`."""
+    kind, alpha, limit, offset, interleave = fields
+    return Activation(kind=kind, alpha=alpha, limit=limit, offset=offset, interleave=interleave)
+
+
+@triton.constexpr_function
+def is_scattered(activation, dtype):
+    """Whether blocks of gate features are shorter than one access: then both kinds are accessed together."""
+    return activation.interleave is not None and activation.interleave * dtype.primitive_bitwidth < ACCESS_BITS
+
+
+@triton.constexpr_function
+def up_distance(activation, ffn):
+    """Columns of h from a gate feature to its up feature."""
+    return ffn if activation.interleave is None else activation.interleave
+
+
+@triton.jit
+def gated_terms(gate, up, ACTIVATION: tl.constexpr):
+    """sigmoid(alpha * g), g, u + offset of a gated activation, in fp32; comparisons let NaN through."""
+    if ACTIVATION.limit < NO_LIMIT:
+        gate = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
+        up = tl.where(up > ACTIVATION.limit, ACTIVATION.limit, up)
+        up = tl.where(up < -ACTIVATION.limit, -ACTIVATION.limit, up)
+    if ACTIVATION.offset != 0:
+        up = up + ACTIVATION.offset
+    sigmoid = 1.0 / (1.0 + tl.exp2(gate * (-ACTIVATION.alpha * LOG2_E)))
+    return sigmoid, gate, up
+
+
+@triton.jit
+def act_value(gate, up, ACTIVATION: tl.constexpr):
+    """act(h) in fp32 from the gate and the up features in fp32; not gated: from gate alone."""
+    if ACTIVATION.is_gated:
+        sigmoid, g, u = gated_terms(gate, up, ACTIVATION)
+        value = u * (g * sigmoid)
+    else:
+        positive = tl.where(gate < 0.0, 0.0, gate)
+        value = positive * positive
+    return value
+
+
+@triton.jit
+def act_slopes(gate, up, ACTIVATION: tl.constexpr):
+    """Derivatives of act_value by gate and by up in fp32; not gated: the first counts."""
+    if ACTIVATION.is_gated:
+        sigmoid, g, u = gated_terms(gate, up, ACTIVATION)
+        # An explicit fma, here and nowhere else: the compiler has no sum of products left to fuse as it likes.
+        by_gate = u * (sigmoid * tl.fma(g * ACTIVATION.alpha, 1.0 - sigmoid, 1.0))
+        by_up = g * sigmoid
+        if ACTIVATION.limit < NO_LIMIT:
+            by_gate = tl.where(gate > ACTIVATION.limit, 0.0, by_gate)
+            by_up = tl.where(tl.abs(up) > ACTIVATION.limit, 0.0, by_up)
+    else:
+        by_gate = 2.0 * tl.where(gate < 0.0, 0.0, gate)
+        by_up = by_gate
+    return by_gate, by_up
+
+
+@triton.jit
+def scale_terms(da, value):
+    """da * act(h), the terms of dscale. By an fma that adds 0: the compiler has no product to fuse with a sum."""
+    return tl.fma(da, value, 0.0)
+
+
+@triton.jit
+def add_neighbours(x, STEPS: tl.constexpr):
+    """Sums of 2 ** STEPS columns of x [ROWS, COLUMNS]: of neighbours, then of neighbouring sums, and so on.
+
+    Two numbers have one sum, wherever threads hold them: the layout of x does not matter.
+    """
+    for _ in tl.static_range(STEPS):
+        x = tl.sum(x.reshape(x.shape[0], x.shape[1] // 2, 2), axis=2)
+    return x
+
+
+@triton.jit
+def gate_column(column, ACTIVATION: tl.constexpr):
+    """Where in a row of h the gate feature (or, not gated, the feature) of a column of the result stands."""
+    if ACTIVATION.interleave is None:
+        place = column
+    else:
+        block: tl.constexpr = ACTIVATION.interleave
+        place = column // block * (2 * block) + column % block
+    return place
+
+
+@triton.jit
+def split_blocks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """x [ROWS, 2 * COLUMNS] of alternating blocks of features: the gate and the up features [ROWS, COLUMNS]."""
+    blocks = x.reshape(ROWS, COLUMNS // INTERLEAVE, 2, INTERLEAVE).permute(0, 1, 3, 2)
+    gate, up = tl.split(blocks)
+    return gate.reshape(ROWS, COLUMNS), up.reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def join_blocks(gate, up, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """The inverse of split_blocks."""
+    gates = gate.reshape(ROWS, COLUMNS // INTERLEAVE, INTERLEAVE)
+    ups = up.reshape(ROWS, COLUMNS // INTERLEAVE, INTERLEAVE)
+    return tl.join(gates, ups).permute(0, 1, 3, 2).reshape(ROWS, 2 * COLUMNS)
+
+
+@triton.jit
+def load_hidden(
+    h,
+    row,
+    end,
+    first_column,
+    ACTIVATION: tl.constexpr,
+    FFN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    POLICY: tl.constexpr = ANY_POLICY,
+):
+    """Gate and up features of COLUMNS columns of a tile of TILE; not gated: the features, twice.
+
+    Zeros at and past row `end` and past the matrix. POLICY: how L2 is to evict what is read.
+    """
+    if not ACTIVATION.is_gated:
+        column = first_column + tl.arange(0, COLUMNS)
+        pointers = h + row.to(tl.int64)[:, None] * FFN + column[None, :]
+        mask = tile_mask(row, end, column, FFN, TILE)
+        gate = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
+        up = gate
+    elif is_scattered(ACTIVATION, h.dtype.element_ty):
+        column = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+        pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
+        mask = tile_mask(row, end, column, 2 * FFN, 2 * TILE)
+        both = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
+        gate, up = split_blocks(both, ROWS, COLUMNS, ACTIVATION.interleave)
+    else:
+        column = first_column + tl.arange(0, COLUMNS)
+        pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + gate_column(column, ACTIVATION)[None, :]
+        mask = tile_mask(row, end, column, FFN, TILE)
+        gate = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
+        up = tl.load(pointers + up_distance(ACTIVATION, FFN), mask=mask, other=0.0, eviction_policy=POLICY)
+    return gate, up
+
+
+@triton.jit
+def store_hidden(
+    h,
+    gate,
+    up,
+    row,
+    end,
+    first_column,
+    ACTIVATION: tl.constexpr,
+    FFN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    POLICY: tl.constexpr = ANY_POLICY,
+):
+    """Puts the features where load_hidden finds them; not gated: those of `gate`."""
+    if not ACTIVATION.is_gated:
+        column = first_column + tl.arange(0, COLUMNS)
+        pointers = h + row.to(tl.int64)[:, None] * FFN + column[None, :]
+        tl.store(pointers, gate, mask=tile_mask(row, end, column, FFN, TILE), eviction_policy=POLICY)
+    elif is_scattered(ACTIVATION, h.dtype.element_ty):
+        column = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+        pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + column[None, :]
+        both = join_blocks(gate, up, ROWS, COLUMNS, ACTIVATION.interleave)
+        tl.store(pointers, both, mask=tile_mask(row, end, column, 2 * FFN, 2 * TILE), eviction_policy=POLICY)
+    else:
+        column = first_column + tl.arange(0, COLUMNS)
+        pointers = h + row.to(tl.int64)[:, None] * (2 * FFN) + gate_column(column, ACTIVATION)[None, :]
+        mask = tile_mask(row, end, column, FFN, TILE)
+        tl.store(pointers, gate, mask=mask, eviction_policy=POLICY)
+        tl.store(pointers + up_distance(ACTIVATION, FFN), up, mask=mask, eviction_policy=POLICY)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale"])
+def scaled_activation_kernel(
+    h,  # [N, W]
+    scale,  # fp32[N]
+    out,  # [N, I]
+    num_rows,
+    FIELDS: tl.constexpr,
+    FFN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (blocks of rows, blocks of columns)."""
+    ACTIVATION: tl.constexpr = activation_of(FIELDS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first_column = tl.program_id(1) * COLUMNS
+    gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    value = act_value(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
+    value = value * tl.load(scale + row, mask=row < num_rows, other=0.0)[:, None]
+    column = first_column + tl.arange(0, COLUMNS)
+    pointers = out + row.to(tl.int64)[:, None] * FFN + column[None, :]
+    tl.store(pointers, value.to(out.dtype.element_ty), mask=tile_mask(row, num_rows, column, FFN, COLUMNS))
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale", "dscale"])
+def scaled_activation_grad_kernel(
+    dout,  # [N, I]
+    h,  # [N, W]
+    scale,  # fp32[N]
+    dh,  # [N, W]
+    dscale,  # fp32[N]
+    num_rows,
+    FIELDS: tl.constexpr,
+    FFN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program per block of rows."""
+    BLOCKS: tl.constexpr = COLUMNS // SUM_COLUMNS
+    ACTIVATION: tl.constexpr = activation_of(FIELDS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_scale = tl.load(scale + row, mask=row < num_rows, other=0.0)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    for first_column in tl.range(0, FFN, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        pointers = dout + row.to(tl.int64)[:, None] * FFN + column[None, :]
+        da = tl.load(pointers, mask=tile_mask(row, num_rows, column, FFN, COLUMNS), other=0.0).to(tl.float32)
+        gate, up = load_hidden(h, row, num_rows, first_column, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+        gate = gate.to(tl.float32)
+        up = up.to(tl.float32)
+        sums = add_neighbours(scale_terms(da, act_value(gate, up, ACTIVATION)), SUM_STEPS)
+        for block in tl.static_range(BLOCKS):  # the others are 0, which no order of the sum can tell
+            total += tl.sum(tl.where(tl.arange(0, BLOCKS)[None, :] == block, sums, 0.0), axis=1)
+        ds = da * row_scale[:, None]
+        by_gate, by_up = act_slopes(gate, up, ACTIVATION)
+        dgate = (ds * by_gate).to(dh.dtype.element_ty)
+        dup = (ds * by_up).to(dh.dtype.element_ty)
+        store_hidden(dh, dgate, dup, row, num_rows, first_column, ACTIVATION, FFN, ROWS, COLUMNS, COLUMNS)
+    tl.store(dscale + row, total, mask=row < num_rows)
+
+
+def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
+    """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
+    num_rows, ffn = out.shape
+    constants = _constants(activation, ffn)
+    if num_rows == 0:
+        return
+    launch(
+        scaled_activation_kernel,
+        (ceil_div(num_rows, ROWS), ceil_div(ffn, COLUMNS)),
+        constants,
+        h,
+        scale,
+        out,
+        num_rows,
+    )
+
+
+def scaled_activation_grad(
+    dout: torch.Tensor,
+    h: torch.Tensor,
+    scale: torch.Tensor,
+    dh: torch.Tensor,
+    dscale: torch.Tensor,
+    activation: Activation,
+) -> None:
+    """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W]; scale, dscale fp32[N]."""
+    num_rows, ffn = dout.shape
+    constants = _constants(activation, ffn)
+    if num_rows == 0:
+        return
+    launch(
+        scaled_activation_grad_kernel,
+        (ceil_div(num_rows, ROWS),),
+        constants,
+        dout,
+        h,
+        scale,
+        dh,
+        dscale,
+        num_rows,
+    )
+
+
+@functools.cache
+def _constants(activation: Activation, ffn: int) -> Constants:
+    fields = activation_fields(activation, ffn)
+    return Constants({"FIELDS": fields, "FFN": ffn, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS})

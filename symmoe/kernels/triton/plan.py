@@ -1,0 +1,743 @@
+"""Plan kernels: from a rank's `topk_idx` to maps that say where every slot goes. See the twin.
+
+T tokens, K slots per token, E experts in all, e experts per rank, R ranks, B blocks of TOKENS_PER_BLOCK tokens.
+No atomics: what is summed over blocks is summed by reading every earlier block's counts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.kernels import control, parts
+from symmoe.kernels.control import Peers
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import fast_launch
+from symmoe.kernels.triton.sync import FAULTED, barrier_epoch, write_record
+
+# Triton kernels may read global numbers only as constexpr.
+NO_SLOT = tl.constexpr(2**31 - 1)
+INT32_MIN = tl.constexpr(-(2**31))
+INT32_MAX = tl.constexpr(2**31 - 1)
+TOKENS_PER_BLOCK = tl.constexpr(control.TOKENS_PER_BLOCK)
+HEADER_WORDS = tl.constexpr(control.HEADER_WORDS)
+HEAD_NUM_TOKENS = tl.constexpr(control.HEAD_NUM_TOKENS)
+HEAD_CAPACITY = tl.constexpr(control.HEAD_CAPACITY)
+HEAD_MAX_TOKENS = tl.constexpr(control.HEAD_MAX_TOKENS)
+HEAD_BAD_SLOTS = tl.constexpr(control.HEAD_BAD_SLOTS)
+HEAD_BAD_ID = tl.constexpr(control.HEAD_BAD_ID)
+HEAD_BAD_SLOT = tl.constexpr(control.HEAD_BAD_SLOT)
+AGREED_WORDS = tl.constexpr(sum(1 << word for word in control.AGREED_FIELDS))  # bit w: ranks must agree on word w
+SUMMARY_WORDS = tl.constexpr(control.SUMMARY_WORDS)
+SUM_ERROR = tl.constexpr(control.SUM_ERROR)
+SUM_ERROR_RANK = tl.constexpr(control.SUM_ERROR_RANK)
+SUM_LIMIT = tl.constexpr(control.SUM_LIMIT)
+SUM_VALUE = tl.constexpr(control.SUM_VALUE)
+SUM_WHERE = tl.constexpr(control.SUM_WHERE)
+SUM_NUM_ROWS = tl.constexpr(control.SUM_NUM_ROWS)
+SUM_MAX_ROWS = tl.constexpr(control.SUM_MAX_ROWS)
+SUM_NUM_PACKED = tl.constexpr(control.SUM_NUM_PACKED)
+SUM_MAX_PACKED = tl.constexpr(control.SUM_MAX_PACKED)
+SUM_NUM_DROPPED = tl.constexpr(control.SUM_NUM_DROPPED)
+PLAN_OK = tl.constexpr(control.PLAN_OK)
+PLAN_FAULT = tl.constexpr(control.PLAN_FAULT)
+PLAN_MISMATCH = tl.constexpr(control.PLAN_MISMATCH)
+PLAN_BAD_ID = tl.constexpr(control.PLAN_BAD_ID)
+PLAN_OVERFLOW = tl.constexpr(control.PLAN_OVERFLOW)
+PHASE_PLAN = tl.constexpr(control.PHASE_PLAN)
+STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
+NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
+PART_ROWS = tl.constexpr(parts.PART_ROWS)
+
+_VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_MAX_TOKENS)
+
+COUNT_EXPERTS = 128  # experts that count_slots compares a token with at a time: [32, 128] counters are 32 registers
+SEND_COLUMNS = 32  # columns of one program of send_counts: 128 contiguous bytes per row
+SEND_BLOCKS = 128  # blocks of tokens that it scans at a time
+PACKED_ENTRIES = 2048  # entries [block, rank] of block_tokens that assign_packed_rows adds up at a time
+ASSIGN_SLOTS = 256  # slots that assign_rows places at a time, each compared with the block's 32 tokens
+
+
+@triton.jit
+def load_experts(topk_idx, slot, mask, NUM_EXPERTS: tl.constexpr):
+    """int32 expert of each slot; -1 for none and for ids out of range."""
+    ids = tl.load(topk_idx + slot, mask=mask, other=-1)
+    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["topk_idx", "block_counts"])
+def count_slots_kernel(
+    topk_idx,  # [T, K]
+    block_counts,  # [B, E + R + 2]
+    num_tokens: tl.int32,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    EXPERTS_PER_RANK: tl.constexpr = NUM_EXPERTS // NUM_RANKS
+    WIDTH: tl.constexpr = NUM_EXPERTS + NUM_RANKS + 2
+    block = tl.program_id(0)
+    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
+    is_token = token < num_tokens
+    row = block_counts + block * WIDTH
+    for first in range(0, NUM_EXPERTS, BLOCK_EXPERTS):
+        expert = first + tl.arange(0, BLOCK_EXPERTS)
+        count = tl.zeros((TOKENS_PER_BLOCK, BLOCK_EXPERTS), tl.int32)
+        for k in range(TOP_K):
+            chosen = load_experts(topk_idx, token * TOP_K + k, is_token, NUM_EXPERTS)
+            count += (chosen[:, None] == expert[None, :]).to(tl.int32)
+        tl.store(row + expert, tl.sum(count, axis=0), mask=expert < NUM_EXPERTS)
+
+    rank = tl.arange(0, RANK_LANES)
+    goes = tl.zeros((TOKENS_PER_BLOCK, RANK_LANES), tl.int32)
+    num_bad = tl.zeros((TOKENS_PER_BLOCK,), tl.int32)
+    first_bad = tl.full((TOKENS_PER_BLOCK,), NO_SLOT, tl.int32)
+    for k in range(TOP_K):
+        slot = token * TOP_K + k
+        ids = tl.load(topk_idx + slot, mask=is_token, other=-1)
+        bad = (ids < -1) | (ids >= NUM_EXPERTS)
+        num_bad += bad.to(tl.int32)
+        first_bad = tl.minimum(first_bad, tl.where(bad, slot, NO_SLOT))
+        chosen = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -EXPERTS_PER_RANK).to(tl.int32)
+        goes |= ((chosen // EXPERTS_PER_RANK)[:, None] == rank[None, :]).to(tl.int32)
+    tl.store(row + NUM_EXPERTS + rank, tl.sum(goes, axis=0), mask=rank < NUM_RANKS)
+    tl.store(row + WIDTH - 2, tl.sum(num_bad, axis=0))
+    tl.store(row + WIDTH - 1, tl.min(first_bad, axis=0))
+
+
+def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int) -> None:
+    """Counts slots per expert and tokens per destination rank in each block of tokens. See the twin."""
+    num_blocks = block_counts.shape[0]
+    if num_blocks == 0:
+        return
+    with torch.cuda.device_of(topk_idx):
+        count_slots_kernel[(num_blocks,)](
+            topk_idx,
+            block_counts,
+            topk_idx.shape[0],
+            TOP_K=topk_idx.shape[1],
+            NUM_EXPERTS=num_experts,
+            NUM_RANKS=num_ranks,
+            RANK_LANES=next_power_of_2(num_ranks),
+            BLOCK_EXPERTS=min(COUNT_EXPERTS, next_power_of_2(num_experts)),
+            num_warps=8,
+        )
+
+
+@triton.jit
+def table_row(
+    base, half, RANK: tl.constexpr, COUNT_TABLE: tl.constexpr, NUM_RANKS: tl.constexpr, ROW_WORDS: tl.constexpr
+):
+    """Pointer to rank RANK's row in one half of the count table of the arena at `base`."""
+    address = base + COUNT_TABLE + half * (NUM_RANKS * ROW_WORDS * 4) + RANK * (ROW_WORDS * 4)
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens", "capacity", "max_tokens", "num_blocks"],
+    do_not_specialize_on_alignment=["block_counts", "topk_idx", "block_starts", "bases"],
+)
+def send_counts_kernel(
+    block_counts,  # [B, E + R + 2]
+    topk_idx,  # [T, K]
+    block_starts,  # [B, E]
+    bases,
+    num_tokens: tl.int32,  # three words of the header that may change from step to step
+    capacity: tl.int32,
+    max_tokens: tl.int32,
+    num_blocks: tl.int32,
+    HEADER: tl.constexpr,  # its other words
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    COUNT_TABLE: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    NUM_COLUMNS: tl.constexpr = NUM_EXPERTS + NUM_RANKS
+    WIDTH: tl.constexpr = NUM_COLUMNS + 2
+    half = (barrier_epoch(bases, RANK, COUNTERS) + 1) & 1  # that of the barrier that comes next
+    first_column = tl.program_id(0) * BLOCK_COLUMNS
+    if first_column < NUM_COLUMNS:
+        column = first_column + tl.arange(0, BLOCK_COLUMNS)
+        is_column = column < NUM_COLUMNS
+        total = tl.zeros((BLOCK_COLUMNS,), tl.int32)
+        for first in range(0, num_blocks, BLOCK_ROWS):
+            block = first + tl.arange(0, BLOCK_ROWS)
+            mask = (block < num_blocks)[:, None] & is_column[None, :]
+            count = tl.load(block_counts + block[:, None] * WIDTH + column[None, :], mask=mask, other=0)
+            start = total[None, :] + tl.cumsum(count, axis=0) - count
+            mask &= (column < NUM_EXPERTS)[None, :]
+            tl.store(block_starts + block[:, None] * NUM_EXPERTS + column[None, :], start, mask=mask)
+            total += tl.sum(count, axis=0)
+        for peer in range(NUM_RANKS):
+            row = table_row(tl.load(bases + peer), half, RANK, COUNT_TABLE, NUM_RANKS, ROW_WORDS)
+            tl.store(row + HEADER_WORDS + column, total, mask=is_column)
+    else:  # the last program
+        lane = tl.arange(0, HEADER_WORDS)
+        words = tl.zeros((HEADER_WORDS,), tl.int32)
+        for word in tl.static_range(HEADER_WORDS):
+            words = tl.where(lane == word, HEADER[word], words)
+        words = tl.where(lane == HEAD_NUM_TOKENS, num_tokens, words)
+        words = tl.where(lane == HEAD_CAPACITY, capacity, words)
+        words = tl.where(lane == HEAD_MAX_TOKENS, max_tokens, words)
+        if num_blocks > 0:
+            num_bad = tl.zeros((BLOCK_ROWS,), tl.int32)
+            first_bad = tl.full((BLOCK_ROWS,), NO_SLOT, tl.int32)
+            for first in range(0, num_blocks, BLOCK_ROWS):
+                block = first + tl.arange(0, BLOCK_ROWS)
+                end = block_counts + block * WIDTH + NUM_COLUMNS
+                num_bad += tl.load(end, mask=block < num_blocks, other=0)
+                first_bad = tl.minimum(first_bad, tl.load(end + 1, mask=block < num_blocks, other=NO_SLOT))
+            bad_slots = tl.sum(num_bad, axis=0)
+            bad_slot = tl.min(first_bad, axis=0)
+            words = tl.where(lane == HEAD_BAD_SLOTS, bad_slots, words)
+            words = tl.where(lane == HEAD_BAD_SLOT, bad_slot, words)
+            if bad_slots > 0:
+                bad_id = tl.load(topk_idx + bad_slot)
+                bad_id = tl.minimum(tl.maximum(bad_id, INT32_MIN), INT32_MAX).to(tl.int32)
+                words = tl.where(lane == HEAD_BAD_ID, bad_id, words)
+        for peer in range(NUM_RANKS):
+            row = table_row(tl.load(bases + peer), half, RANK, COUNT_TABLE, NUM_RANKS, ROW_WORDS)
+            tl.store(row + lane, words)
+
+
+def send_counts(
+    block_counts: torch.Tensor,
+    topk_idx: torch.Tensor,
+    header: tuple[int, ...],
+    block_starts: torch.Tensor,
+    peers: Peers,
+    *,
+    num_experts: int,
+) -> None:
+    """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table. See the twin."""
+    layout = peers.layout
+    with torch.cuda.device_of(topk_idx):
+        send_counts_kernel[(ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)](
+            block_counts,
+            topk_idx,
+            block_starts,
+            peers.bases,
+            *(header[word] for word in _VARYING_WORDS),
+            block_counts.shape[0],
+            HEADER=tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header)),
+            RANK=peers.rank,
+            NUM_RANKS=peers.num_ranks,
+            NUM_EXPERTS=num_experts,
+            COUNTERS=layout.counters,
+            COUNT_TABLE=layout.count_table,
+            ROW_WORDS=layout.row_words,
+            BLOCK_COLUMNS=SEND_COLUMNS,
+            BLOCK_ROWS=SEND_BLOCKS,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def pick(tile, chosen, axis: tl.constexpr):
+    """The entries of `tile` where `chosen`, of which there is one along `axis`; 0 where there is none."""
+    return tl.sum(tl.where(chosen, tile, 0), axis=axis)
+
+
+@triton.jit
+def find_error(
+    headers,  # [RANK_LANES, HEADER_WORDS]
+    num_rows,  # [RANK_LANES] that each rank would receive
+    received,
+    rank,  # tl.arange(0, RANK_LANES)
+    capacity,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    DROP: tl.constexpr,
+):
+    """(code, rank, limit, value, where) of the first thing wrong: what stands later here overrides the earlier."""
+    is_rank = rank < NUM_RANKS
+    word = tl.arange(0, HEADER_WORDS)
+
+    most_rows = tl.max(num_rows, axis=0)
+    fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
+    overflow = (capacity >= 0) & (most_rows > capacity) & (not DROP)
+    error = tl.where(overflow, PLAN_OVERFLOW, PLAN_OK)
+    error_rank = tl.where(overflow, fullest, -1)
+    limit = tl.where(overflow, capacity, 0)
+    value = tl.where(overflow, most_rows, 0)
+
+    bad_slots = pick(headers, (word == HEAD_BAD_SLOTS)[None, :], 1)
+    culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
+    found = culprit < RANK_LANES
+    head = pick(headers, (rank == culprit)[:, None], 0)
+    error = tl.where(found, PLAN_BAD_ID, error)
+    error_rank = tl.where(found, culprit, error_rank)
+    limit = tl.where(found, NUM_EXPERTS, limit)
+    value = tl.where(found, pick(head, word == HEAD_BAD_ID, 0), value)
+    where = tl.where(found, pick(head, word == HEAD_BAD_SLOT, 0), 0)
+
+    first = pick(headers, (rank == 0)[:, None], 0)
+    agreed = ((AGREED_WORDS >> word) & 1) != 0
+    differs = (headers != first[None, :]) & agreed[None, :] & is_rank[:, None]
+    culprit = tl.min(tl.where(tl.max(differs.to(tl.int32), axis=1) != 0, rank, RANK_LANES), axis=0)
+    found = culprit < RANK_LANES
+    head = pick(headers, (rank == culprit)[:, None], 0)
+    field = tl.min(tl.where((head != first) & agreed, word, HEADER_WORDS), axis=0)
+    error = tl.where(found, PLAN_MISMATCH, error)
+    error_rank = tl.where(found, culprit, error_rank)
+    limit = tl.where(found, pick(first, word == field, 0), limit)
+    value = tl.where(found, pick(head, word == field, 0), value)
+    where = tl.where(found, field, where)
+
+    lowest = tl.zeros((RANK_LANES,), tl.int64)
+    for column in tl.static_range(NUM_PUBLISHED):
+        lowest = tl.minimum(lowest, tl.load(received + rank * NUM_PUBLISHED + column, mask=is_rank, other=0))
+    found = tl.min(lowest, axis=0) < 0
+    error = tl.where(found, PLAN_FAULT, error)
+    error_rank = tl.where(found, -1, error_rank)
+    limit = tl.where(found, 0, limit)
+    value = tl.where(found, 0, value)
+    where = tl.where(found, 0, where)
+    return error, error_rank, limit, value, where
+
+
+@triton.jit
+def clip_to_capacity(load, capacity):
+    """Rows kept of each expert, per rank (axis 0): min(load, level), the highest level that fits; what is left over of
+    the capacity goes to the first experts above the level, one row each."""
+    total = tl.sum(load, axis=1)
+    clips = (capacity >= 0) & (total > capacity)
+    low = tl.zeros_like(total)  # sum(min(load, low)) <= capacity
+    high = low + tl.maximum(capacity, 0)
+    num_steps = tl.where(tl.max(clips.to(tl.int32), axis=0) != 0, 31, 0)  # capacity < 2^31
+    for _ in range(num_steps):
+        level = high - (high - low) // 2  # a rank that has converged stays
+        fits = tl.sum(tl.minimum(load, level[:, None]), axis=1) <= capacity
+        low = tl.where(fits, level, low)
+        high = tl.where(fits, high, level - 1)
+    kept = tl.minimum(load, low[:, None])
+    above = (load > low[:, None]).to(tl.int32)
+    left = capacity - tl.sum(kept, axis=1)
+    kept += above * (tl.cumsum(above, axis=1) <= left[:, None]).to(tl.int32)
+    return tl.where(clips[:, None], kept, load)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["status", "capacity"],
+    do_not_specialize_on_alignment=[
+        "bases",
+        "received",
+        "splits",
+        "row_start",
+        "slot_start",
+        "slot_limit",
+        "packed_start",
+        "packed_limit",
+        "source_to_packed_start",
+        "source_to_row_start",
+        "expert_load",
+        "report",
+    ],
+)
+def lay_out_kernel(
+    bases,
+    received,
+    status: tl.int64,
+    capacity: tl.int32,
+    splits,
+    row_start,
+    slot_start,
+    slot_limit,
+    packed_start,
+    packed_limit,
+    source_to_packed_start,
+    source_to_row_start,
+    expert_load,
+    report,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    EXPERTS_PER_RANK: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    COUNT_TABLE: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    EXPERT_LANES: tl.constexpr,
+    DROP: tl.constexpr,
+    RECORD_ERRORS: tl.constexpr,
+):
+    half = barrier_epoch(bases, RANK, COUNTERS) & 1
+    table = table_row(tl.load(bases + RANK), half, 0, COUNT_TABLE, NUM_RANKS, ROW_WORDS)
+
+    rank = tl.arange(0, RANK_LANES)
+    is_rank = rank < NUM_RANKS
+    word = tl.arange(0, HEADER_WORDS)
+    headers = tl.load(table + rank[:, None] * ROW_WORDS + word[None, :], mask=is_rank[:, None], other=0)
+
+    # Tiles [destination rank, its experts]; sources are looped over.
+    local = tl.arange(0, EXPERT_LANES)
+    is_local = local < EXPERTS_PER_RANK
+    expert = rank[:, None] * EXPERTS_PER_RANK + local[None, :]
+    is_expert = is_rank[:, None] & is_local[None, :]
+    is_mine = is_expert & (rank == RANK)[:, None]
+    counts = table + HEADER_WORDS + expert
+    load = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
+    for source in range(NUM_RANKS):
+        load += tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
+    num_rows = tl.sum(load, axis=1)
+    error, error_rank, limit, value, where = find_error(
+        headers, num_rows, received, rank, capacity, NUM_RANKS * EXPERTS_PER_RANK, NUM_RANKS, RANK_LANES, DROP
+    )
+    kept = clip_to_capacity(load, capacity) if DROP else load
+    kept = tl.where(error == PLAN_OK, kept, 0)
+
+    start = tl.cumsum(kept, axis=1) - kept
+    num_kept = tl.sum(kept, axis=1)
+    own_row = expert - RANK * EXPERTS_PER_RANK
+    before = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)  # slots of the expert on earlier sources
+    own_before = before
+    packed = tl.zeros((RANK_LANES,), tl.int32)  # packed rows of earlier sources
+    for source in range(NUM_RANKS):
+        count = tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
+        tokens = tl.load(
+            table + source * ROW_WORDS + HEADER_WORDS + NUM_RANKS * EXPERTS_PER_RANK + rank, mask=is_rank, other=0
+        )
+        kept_here = tl.minimum(tl.maximum(kept - before, 0), count)
+        region = tl.minimum(tl.sum(kept_here, axis=1), tokens)
+        tl.store(slot_limit + expert, kept_here, mask=is_expert & (source == RANK))
+        tl.store(packed_start + rank, packed, mask=is_rank & (source == RANK))
+        tl.store(packed_limit + rank, region, mask=is_rank & (source == RANK))
+        tl.store(source_to_packed_start + source + rank * 0, packed, mask=rank == RANK)
+        row = start + tl.minimum(before, kept)
+        tl.store(source_to_row_start + source * EXPERTS_PER_RANK + own_row, row, mask=is_mine)
+        own_before = tl.where(source == RANK, before, own_before)
+        before += count
+        packed += region
+    tl.store(source_to_packed_start + NUM_RANKS + rank * 0, packed, mask=rank == RANK)
+
+    tl.store(source_to_row_start + NUM_RANKS * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
+    tl.store(splits + own_row, kept, mask=is_mine)
+    tl.store(row_start + own_row, start, mask=is_mine)
+    tl.store(row_start + EXPERTS_PER_RANK + rank * 0, num_kept, mask=rank == RANK)
+    tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
+    tl.store(expert_load + expert, load, mask=is_expert)
+
+    dropped = tl.where(error == PLAN_OK, tl.sum(num_rows - num_kept, axis=0), 0)
+    word = tl.arange(0, SUMMARY_WORDS)
+    summary = tl.where(word == SUM_ERROR, error, 0)
+    summary = tl.where(word == SUM_ERROR_RANK, error_rank, summary)
+    summary = tl.where(word == SUM_LIMIT, limit, summary)
+    summary = tl.where(word == SUM_VALUE, value, summary)
+    summary = tl.where(word == SUM_WHERE, where, summary)
+    summary = tl.where(word == SUM_NUM_ROWS, pick(num_kept, rank == RANK, 0), summary)
+    summary = tl.where(word == SUM_MAX_ROWS, tl.max(num_kept, axis=0), summary)
+    summary = tl.where(word == SUM_NUM_PACKED, pick(packed, rank == RANK, 0), summary)
+    summary = tl.where(word == SUM_MAX_PACKED, tl.max(packed, axis=0), summary)
+    summary = tl.where(word == SUM_NUM_DROPPED, dropped, summary)
+    tl.store(report + word, summary)
+    if RECORD_ERRORS:
+        if (error != PLAN_OK) & (error != PLAN_FAULT):
+            counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
+            tl.store(counters + FAULTED, 1)  # on every rank: no trip of this plan moves anything
+            write_record(status, STATUS_PLAN, PHASE_PLAN, error_rank, limit, value, error, where)
+
+
+def lay_out(
+    peers: Peers,
+    received: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    num_experts: int,
+    capacity: int,
+    drop: bool,
+    record_errors: bool,
+    splits: torch.Tensor,
+    row_start: torch.Tensor,
+    slot_start: torch.Tensor,
+    slot_limit: torch.Tensor,
+    packed_start: torch.Tensor,
+    packed_limit: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
+    source_to_row_start: torch.Tensor,
+    expert_load: torch.Tensor,
+    report: torch.Tensor,
+) -> None:
+    """Lays out every rank's rows from the count table, the same way on every rank. See the twin.
+
+    `status` is pinned host memory.
+    """
+    layout = peers.layout
+    experts_per_rank = num_experts // peers.num_ranks
+    with torch.cuda.device_of(received):
+        lay_out_kernel[(1,)](
+            peers.bases,
+            received,
+            status.data_ptr(),
+            capacity,
+            splits,
+            row_start,
+            slot_start,
+            slot_limit,
+            packed_start,
+            packed_limit,
+            source_to_packed_start,
+            source_to_row_start,
+            expert_load,
+            report,
+            RANK=peers.rank,
+            NUM_RANKS=peers.num_ranks,
+            EXPERTS_PER_RANK=experts_per_rank,
+            COUNTERS=layout.counters,
+            COUNT_TABLE=layout.count_table,
+            ROW_WORDS=layout.row_words,
+            RANK_LANES=next_power_of_2(peers.num_ranks),
+            EXPERT_LANES=next_power_of_2(experts_per_rank),
+            DROP=drop,
+            RECORD_ERRORS=record_errors,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def round_up(rows, STEP: tl.constexpr):
+    """The next multiple of STEP."""
+    return (rows + (STEP - 1)) // STEP * STEP
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["source_to_row_start", "source_to_rows"])
+def split_by_source_kernel(
+    source_to_row_start,  # [R + 1, e]
+    source_to_rows,  # [R, 2, e]
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,  # of this rank
+    EXPERT_LANES: tl.constexpr,
+):
+    expert = tl.arange(0, EXPERT_LANES)
+    mask = expert < NUM_EXPERTS
+    first = tl.load(source_to_row_start + expert, mask=mask, other=0)
+    end = tl.load(source_to_row_start + NUM_RANKS * NUM_EXPERTS + expert, mask=mask, other=0)
+    known = end
+    if RANK + 1 < NUM_RANKS:
+        later = tl.load(source_to_row_start + (RANK + 1) * NUM_EXPERTS + expert, mask=mask, other=0)
+        known = first + (later - first) // PART_ROWS * PART_ROWS
+    begin = first
+    for source in tl.static_range(NUM_RANKS):
+        if source + 1 == RANK + 1:
+            bound = known
+        else:
+            start = tl.load(source_to_row_start + (source + 1) * NUM_EXPERTS + expert, mask=mask, other=0)
+            bound = tl.minimum(first + round_up(start - first, PART_ROWS), known if source < RANK else end)
+        tl.store(source_to_rows + 2 * source * NUM_EXPERTS + expert, begin, mask=mask)
+        tl.store(source_to_rows + (2 * source + 1) * NUM_EXPERTS + expert, bound, mask=mask)
+        begin = bound
+
+
+def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, *, rank: int) -> None:
+    """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive. See the twin."""
+    num_ranks, _, num_experts = source_to_rows.shape
+    with torch.cuda.device_of(source_to_rows):
+        split_by_source_kernel[(1,)](
+            source_to_row_start,
+            source_to_rows,
+            RANK=rank,
+            NUM_RANKS=num_ranks,
+            NUM_EXPERTS=num_experts,
+            EXPERT_LANES=next_power_of_2(num_experts),
+            num_warps=4,
+        )
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=[
+        "topk_idx",
+        "block_starts",
+        "slot_start",
+        "slot_limit",
+        "slot_to_row",
+        "slot_to_rank",
+        "block_tokens",
+    ],
+)
+def assign_rows_kernel(
+    topk_idx,  # [T, K]
+    block_starts,  # [B, E]
+    slot_start,
+    slot_limit,
+    slot_to_row,  # [T, K]
+    slot_to_rank,  # [T, K]
+    block_tokens,  # [B, R]
+    num_tokens: tl.int32,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PER_RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    K_LANES: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    first_token = block * TOKENS_PER_BLOCK
+    other_token = first_token + tl.arange(0, TOKENS_PER_BLOCK)
+    lane = tl.arange(0, CHUNK_TOKENS * K_LANES)
+    k = lane % K_LANES
+    for first in range(0, TOKENS_PER_BLOCK, CHUNK_TOKENS):
+        token = first_token + first + lane // K_LANES
+        is_slot = (token < num_tokens) & (k < TOP_K)
+        slot = token * TOP_K + k
+        expert = load_experts(topk_idx, slot, is_slot, NUM_EXPERTS)
+        earlier = tl.zeros((CHUNK_TOKENS * K_LANES, TOKENS_PER_BLOCK), tl.int32)
+        for other_k in range(TOP_K):
+            other_slot = other_token * TOP_K + other_k
+            other = load_experts(topk_idx, other_slot, other_token < num_tokens, NUM_EXPERTS)
+            same = (other[None, :] == expert[:, None]) & (other_slot[None, :] < slot[:, None])
+            earlier += same.to(tl.int32)
+        valid = expert >= 0
+        index = tl.load(block_starts + block * NUM_EXPERTS + expert, mask=valid, other=0) + tl.sum(earlier, axis=1)
+        kept = valid & (index < tl.load(slot_limit + expert, mask=valid, other=0))
+        row = tl.load(slot_start + expert, mask=valid, other=0) + index
+        rank = tl.where(valid, expert, 0) // EXPERTS_PER_RANK
+        tl.store(slot_to_row + slot, tl.where(kept, row, -1), mask=is_slot)
+        tl.store(slot_to_rank + slot, tl.where(kept, rank, -1), mask=is_slot)
+
+    tl.debug_barrier()  # what other threads have stored is read back
+    goes = tokens_to_ranks(slot_to_rank, other_token, num_tokens, TOP_K, RANK_LANES)
+    rank_lane = tl.arange(0, RANK_LANES)
+    tl.store(block_tokens + block * NUM_RANKS + rank_lane, tl.sum(goes, axis=0), mask=rank_lane < NUM_RANKS)
+
+
+@triton.jit
+def tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K: tl.constexpr, RANK_LANES: tl.constexpr):
+    """int32 [tokens, RANK_LANES]: 1 where a token has a kept slot on a rank."""
+    rank = tl.arange(0, RANK_LANES)
+    goes = (token[:, None] < 0) & (rank[None, :] < 0)
+    for k in range(TOP_K):
+        chosen = tl.load(slot_to_rank + token * TOP_K + k, mask=token < num_tokens, other=-1)
+        goes |= chosen[:, None] == rank[None, :]
+    return goes.to(tl.int32)
+
+
+def assign_rows(
+    topk_idx: torch.Tensor,
+    block_starts: torch.Tensor,
+    slot_start: torch.Tensor,
+    slot_limit: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    block_tokens: torch.Tensor,
+    *,
+    experts_per_rank: int,
+) -> None:
+    """Gives every slot of this rank its row: a stable scan in order of token, then k. See the twin."""
+    num_tokens, top_k = topk_idx.shape
+    num_blocks, num_ranks = block_tokens.shape
+    if num_blocks == 0:
+        return
+    k_lanes = next_power_of_2(top_k)
+    with torch.cuda.device_of(topk_idx):
+        assign_rows_kernel[(num_blocks,)](
+            topk_idx,
+            block_starts,
+            slot_start,
+            slot_limit,
+            slot_to_row,
+            slot_to_rank,
+            block_tokens,
+            num_tokens,
+            TOP_K=top_k,
+            NUM_EXPERTS=slot_start.numel(),
+            EXPERTS_PER_RANK=experts_per_rank,
+            NUM_RANKS=num_ranks,
+            RANK_LANES=next_power_of_2(num_ranks),
+            K_LANES=k_lanes,
+            CHUNK_TOKENS=min(control.TOKENS_PER_BLOCK, max(1, ASSIGN_SLOTS // k_lanes)),
+            num_warps=8,
+        )
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=[
+        "slot_to_row",
+        "slot_to_rank",
+        "block_tokens",
+        "packed_start",
+        "token_to_packed_row",
+        "token_to_primary_row",
+    ],
+)
+def assign_packed_rows_kernel(
+    slot_to_row,  # [T, K]
+    slot_to_rank,  # [T, K]
+    block_tokens,  # [B, R]
+    packed_start,
+    token_to_packed_row,  # [T, R]
+    token_to_primary_row,  # [T, R]
+    num_tokens: tl.int32,
+    TOP_K: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    rank = tl.arange(0, RANK_LANES)
+    is_rank = rank < NUM_RANKS
+    earlier = tl.zeros((BLOCK_ROWS, RANK_LANES), tl.int32)
+    for first in range(0, block, BLOCK_ROWS):
+        other = first + tl.arange(0, BLOCK_ROWS)
+        mask = (other < block)[:, None] & is_rank[None, :]
+        earlier += tl.load(block_tokens + other[:, None] * NUM_RANKS + rank[None, :], mask=mask, other=0)
+    start = tl.load(packed_start + rank, mask=is_rank, other=0) + tl.sum(earlier, axis=0)
+
+    token = block * TOKENS_PER_BLOCK + tl.arange(0, TOKENS_PER_BLOCK)
+    goes = tokens_to_ranks(slot_to_rank, token, num_tokens, TOP_K, RANK_LANES)
+    packed = start[None, :] + tl.cumsum(goes, axis=0) - goes
+    primary = tl.full((TOKENS_PER_BLOCK, RANK_LANES), -1, tl.int32)
+    for k in range(TOP_K):
+        slot = token * TOP_K + k
+        chosen = tl.load(slot_to_rank + slot, mask=token < num_tokens, other=-1)
+        row = tl.load(slot_to_row + slot, mask=token < num_tokens, other=-1)
+        here = (chosen[:, None] == rank[None, :]) & (primary < 0)
+        primary = tl.where(here, row[:, None], primary)
+    entry = token[:, None] * NUM_RANKS + rank[None, :]
+    mask = (token < num_tokens)[:, None] & is_rank[None, :]
+    tl.store(token_to_packed_row + entry, tl.where(goes != 0, packed, -1), mask=mask)
+    tl.store(token_to_primary_row + entry, primary, mask=mask)
+
+
+def assign_packed_rows(
+    slot_to_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    block_tokens: torch.Tensor,
+    packed_start: torch.Tensor,
+    token_to_packed_row: torch.Tensor,
+    token_to_primary_row: torch.Tensor,
+) -> None:
+    """Gives every (token, rank) pair its packed row, and its primary row, that of its smallest k. See the twin."""
+    num_tokens, top_k = slot_to_row.shape
+    num_blocks, num_ranks = block_tokens.shape
+    if num_blocks == 0:
+        return
+    rank_lanes = next_power_of_2(num_ranks)
+    with torch.cuda.device_of(slot_to_row):
+        assign_packed_rows_kernel[(num_blocks,)](
+            slot_to_row,
+            slot_to_rank,
+            block_tokens,
+            packed_start,
+            token_to_packed_row,
+            token_to_primary_row,
+            num_tokens,
+            TOP_K=top_k,
+            NUM_RANKS=num_ranks,
+            RANK_LANES=rank_lanes,
+            BLOCK_ROWS=max(1, PACKED_ENTRIES // rank_lanes),
+            num_warps=4,
+        )

@@ -1,0 +1,256 @@
+"""The router's GEMMs (Triton): bf16 tokens, fp32 weights and fp32 logits. Contract as in the twin.
+
+Tensor cores multiply bf16 numbers exactly and add up in fp32. An fp32 number is the sum of three bf16 numbers (8 bits
+each), so that a product of bf16 tokens and fp32 weights is three products of bf16 matrices, and no fp32 copy of the
+tokens is made or kept: "Leveraging the bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations"
+(Henry, Tang, Heinecke, arXiv:1904.06376). Tensor cores cut off what they add; so BLOCK_K terms at a time are summed
+from zero, the small products first, and such sums are added up in fp32 registers.
+
+A token's logits depend on nothing but the token: tiles do not depend on T. No function synchronises.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import fast_launch
+
+BLOCK_K = 64
+TOKENS = 64  # of a tile of logits or of their input gradient: 8192 make a program for nearly each of an H200's 132 SMs
+TILE = 128  # columns of a gradient; experts, at most
+SPLIT_PROGRAMS = 132  # that weight gradients are cut into, if there are tokens for them
+SPLIT_TOKENS = 512  # a part's least
+PARTS = tl.constexpr(3)  # bf16 numbers whose sum is an fp32 number
+PART_ELEMENTS = 1024
+
+
+@triton.jit
+def next_part(rest):
+    """What bf16 keeps of fp32 numbers, and what it does not: exact. Inf and NaN leave nothing."""
+    part = rest.to(tl.bfloat16)
+    kept = part.to(tl.float32)
+    return part, tl.where(tl.abs(kept) < float("inf"), rest - kept, 0.0)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_elements"])
+def bf16_parts_kernel(
+    matrix,  # fp32
+    parts,  # bf16 [3, like matrix]
+    num_elements: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < num_elements
+    rest = tl.load(matrix + place, mask=mask, other=0.0)
+    for _ in tl.static_range(PARTS):
+        part, rest = next_part(rest)
+        tl.store(parts + place, part, mask=mask)
+        parts += num_elements
+
+
+@triton.jit
+def matrix_tile(matrix, row, column, num_rows, WIDTH: tl.constexpr):
+    """Tile [rows, columns] of a row-major matrix of WIDTH columns, zeros outside."""
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    return tl.load(matrix + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_tokens"])
+def router_gemm_kernel(
+    x,  # bf16 [T, H]
+    parts,  # bf16 [3, E, H]
+    logits,  # fp32 [T, E]
+    num_tokens: tl.int32,
+    NUM_EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, WIDTH, BLOCK_K):
+        column = k + tl.arange(0, BLOCK_K)
+        rows = matrix_tile(x, token, column, num_tokens, WIDTH)
+        high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
+        middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        low = matrix_tile(parts + 2 * NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        terms = tl.dot(rows, low.T)
+        terms = tl.dot(rows, middle.T, terms)
+        terms = tl.dot(rows, high.T, terms)
+        total += terms
+    mask = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
+    tl.store(logits + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], total, mask=mask)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_tokens"])
+def router_dgrad_kernel(
+    d_parts,  # bf16 [3, T, E]
+    parts,  # bf16 [3, E, H]
+    dx,  # bf16 [T, H]
+    num_tokens: tl.int32,
+    NUM_EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # Programs of the same tokens run side by side, and read their parts from L2.
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, NUM_EXPERTS, BLOCK_K):
+        expert = k + tl.arange(0, BLOCK_K)
+        d_high = matrix_tile(d_parts, token, expert, num_tokens, NUM_EXPERTS)
+        d_middle = matrix_tile(d_parts + num_tokens.to(tl.int64) * NUM_EXPERTS, token, expert, num_tokens, NUM_EXPERTS)
+        high = matrix_tile(parts, expert, column, NUM_EXPERTS, WIDTH)
+        middle = matrix_tile(parts + NUM_EXPERTS * WIDTH, expert, column, NUM_EXPERTS, WIDTH)
+        # The result is rounded to bf16: products of 2^-16 and less would not show.
+        terms = tl.dot(d_middle, high)
+        terms = tl.dot(d_high, middle, terms)
+        terms = tl.dot(d_high, high, terms)
+        total += terms
+    mask = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
+    tl.store(dx + token.to(tl.int64)[:, None] * WIDTH + column[None, :], total.to(tl.bfloat16), mask=mask)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_tokens", "split_tokens"])
+def router_wgrad_kernel(
+    d_parts,  # bf16 [3, T, E]
+    x,  # bf16 [T, H]
+    sums,  # fp32 [splits, E, H]
+    num_tokens: tl.int32,
+    split_tokens: tl.int32,
+    NUM_EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    expert = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(2) * split_tokens
+    end = tl.minimum(first + split_tokens, num_tokens)
+    part_numel = num_tokens.to(tl.int64) * NUM_EXPERTS
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(first, end, BLOCK_K):
+        token = k + tl.arange(0, BLOCK_K)
+        high = matrix_tile(d_parts, token, expert, end, NUM_EXPERTS)
+        middle = matrix_tile(d_parts + part_numel, token, expert, end, NUM_EXPERTS)
+        low = matrix_tile(d_parts + 2 * part_numel, token, expert, end, NUM_EXPERTS)
+        rows = matrix_tile(x, token, column, end, WIDTH)
+        terms = tl.dot(low.T, rows)
+        terms = tl.dot(middle.T, rows, terms)
+        terms = tl.dot(high.T, rows, terms)
+        total += terms
+    mask = (expert < NUM_EXPERTS)[:, None] & (column < WIDTH)[None, :]
+    out = sums + tl.program_id(2) * (NUM_EXPERTS * WIDTH)
+    tl.store(out + expert[:, None] * WIDTH + column[None, :], total, mask=mask)
+
+
+def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
+    """logits = x @ weight^T. x bf16 [T, H], weight fp32 [E, H], logits fp32 [T, E]; all contiguous. See the twin."""
+    num_tokens, width = x.shape
+    num_experts = weight.shape[0]
+    if num_tokens == 0:
+        return
+    block_n = _block(num_experts)
+    with torch.cuda.device_of(x):
+        parts = bf16_parts(weight)
+        router_gemm_kernel[(ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n))](
+            x,
+            parts,
+            logits,
+            num_tokens,
+            NUM_EXPERTS=num_experts,
+            WIDTH=width,
+            BLOCK_M=TOKENS,
+            BLOCK_N=block_n,
+            BLOCK_K=BLOCK_K,
+            num_warps=4,
+            num_stages=3,
+        )
+
+
+def router_gemm_grads(
+    d_logits: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dx: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+) -> None:
+    """dx = d_logits @ weight and d_weight = d_logits^T @ x, as far as they are given. See the twin.
+
+    d_logits fp32 [T, E]; x and dx bf16 [T, H]; weight and d_weight fp32 [E, H]; all contiguous. A weight gradient is
+    summed over some tokens at a time; these sums are added up in order.
+    """
+    num_tokens, num_experts = d_logits.shape
+    if num_tokens == 0:
+        if d_weight is not None:
+            d_weight.zero_()
+        return
+    sizes = {"NUM_EXPERTS": num_experts, "WIDTH": x.shape[1], "BLOCK_N": TILE}
+    num_column_tiles = ceil_div(x.shape[1], TILE)
+    with torch.cuda.device_of(x):
+        d_parts = bf16_parts(d_logits)
+        if dx is not None:
+            router_dgrad_kernel[(num_column_tiles, ceil_div(num_tokens, TOKENS))](
+                d_parts,
+                bf16_parts(weight),
+                dx,
+                num_tokens,
+                BLOCK_M=TOKENS,
+                BLOCK_K=min(BLOCK_K, _block(num_experts)),
+                num_warps=4,
+                num_stages=2,
+                **sizes,
+            )
+        if d_weight is not None:
+            block_m = max(64, _block(num_experts))
+            num_expert_tiles = ceil_div(num_experts, block_m)
+            num_splits, split_tokens = _splits(num_tokens, num_column_tiles * num_expert_tiles)
+            sums = d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
+            router_wgrad_kernel[(num_column_tiles, num_expert_tiles, num_splits)](
+                d_parts,
+                x,
+                sums,
+                num_tokens,
+                split_tokens,
+                BLOCK_M=block_m,
+                BLOCK_K=BLOCK_K,
+                num_warps=4 if block_m == 64 else 8,
+                num_stages=3,
+                **sizes,
+            )
+            if num_splits > 1:
+                torch.sum(sums, 0, out=d_weight)
+
+
+def bf16_parts(matrix: torch.Tensor) -> torch.Tensor:
+    """bf16 [3, like matrix], whose sum is the contiguous fp32 matrix: exact where the last part is no denormal."""
+    parts = torch.empty((PARTS.value, *matrix.shape), dtype=torch.bfloat16, device=matrix.device)
+    bf16_parts_kernel[(ceil_div(matrix.numel(), PART_ELEMENTS),)](
+        matrix, parts, matrix.numel(), BLOCK=PART_ELEMENTS, num_warps=4
+    )
+    return parts
+
+
+@functools.cache
+def _splits(num_tokens: int, num_tiles: int) -> tuple[int, int]:
+    """Parts that the tokens of a wgrad are cut into, and the tokens of one, whole steps of the contraction."""
+    wanted = max(1, min(SPLIT_PROGRAMS // num_tiles, num_tokens // SPLIT_TOKENS))
+    split_tokens = ceil_div(ceil_div(num_tokens, wanted), BLOCK_K) * BLOCK_K
+    return ceil_div(num_tokens, split_tokens), split_tokens
+
+
+def _block(num_experts: int) -> int:
+    """Experts of a tile."""
+    return min(TILE, max(16, next_power_of_2(num_experts)))

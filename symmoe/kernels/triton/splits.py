@@ -1,0 +1,42 @@
+"""From the number of rows of each group to where its rows start (Triton). See the twin."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.kernels.launch.integers import next_power_of_2
+from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["splits", "row_start"])
+def splits_to_row_start_kernel(
+    splits,  # int32 or int64 [G]
+    row_start,  # int32[G + 1]
+    num_rows,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+):
+    group = tl.arange(0, GROUP_LANES)
+    size = tl.load(splits + group, mask=group < NUM_GROUPS, other=0).to(tl.int64)
+    # A single split is limited first: sums of what is left cannot overflow.
+    size = tl.minimum(tl.maximum(size, 0), num_rows)
+    end = tl.minimum(tl.cumsum(size, axis=0), num_rows)
+    tl.store(row_start, 0)
+    tl.store(row_start + 1 + group, end.to(tl.int32), mask=group < NUM_GROUPS)
+
+
+def splits_to_row_start(splits: torch.Tensor, row_start: torch.Tensor, num_rows: int) -> None:
+    """row_start[g] = rows of the groups before g: int32[G+1] from splits int32 or int64 [G].
+
+    Negative splits count as 0 and the sums end at num_rows, so no splits can lead a kernel out of its tensors.
+    """
+    constants = _constants(splits.shape[0])
+    launch(splits_to_row_start_kernel, (1,), constants, splits, row_start, num_rows)
+
+
+@functools.cache
+def _constants(num_groups: int) -> Constants:
+    return Constants({"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups), "num_warps": 4})

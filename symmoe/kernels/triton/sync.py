@@ -1,0 +1,392 @@
+"""The barrier over peer pointers, and the status record that kernels leave for the host. See the twin.
+
+The only inline assembly of the protocol is in four helpers: `now_ns`, `system_fence`, `wait_for_words`
+and `wait_without_bound`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+from symmoe.kernels.launch.integers import next_power_of_2
+from symmoe.kernels.launch.launch import fast_launch
+
+# Triton kernels may read global numbers only as constexpr.
+BARRIER_EPOCH = tl.constexpr(control.BARRIER_EPOCH)
+ABORTED = tl.constexpr(control.ABORTED)
+FAULTED = tl.constexpr(control.FAULTED)
+MAIL_WORDS = tl.constexpr(control.MAIL_WORDS)
+NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
+SIGNAL_WORDS = tl.constexpr(control.SIGNAL_WORDS)
+MAIL_CALL = tl.constexpr(control.MAIL_CALL)
+ABORT = tl.constexpr(control.ABORT)
+ABORT_RANK_SHIFT = tl.constexpr(control.ABORT_RANK_SHIFT)
+EPOCH_MASK = tl.constexpr(control.EPOCH_MASK)
+STATUS_KIND = tl.constexpr(control.STATUS_KIND)
+STATUS_PHASE = tl.constexpr(control.STATUS_PHASE)
+STATUS_PEER = tl.constexpr(control.STATUS_PEER)
+STATUS_EXPECTED = tl.constexpr(control.STATUS_EXPECTED)
+STATUS_SEEN = tl.constexpr(control.STATUS_SEEN)
+STATUS_EPOCH = tl.constexpr(control.STATUS_EPOCH)
+STATUS_WHERE = tl.constexpr(control.STATUS_WHERE)
+STATUS_OK = tl.constexpr(control.STATUS_OK)
+STATUS_TIMEOUT = tl.constexpr(control.STATUS_TIMEOUT)
+STATUS_FAULT = tl.constexpr(control.STATUS_FAULT)
+STATUS_MISMATCH = tl.constexpr(control.STATUS_MISMATCH)
+STATUS_ABORT = tl.constexpr(control.STATUS_ABORT)
+SPOIL_WORDS = tl.constexpr(512)  # int64 words that one warp sets at a time, 8 accesses of 16 bytes per thread
+
+
+@triton.jit
+def now_ns():
+    """The GPU's clock in nanoseconds; it advances about every microsecond."""
+    return cuda.globaltimer()
+
+
+@triton.jit
+def system_fence():
+    """What this thread has written is visible to the host and to peers before anything it writes from here on."""
+    tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait_for_words(address, value, deadline):
+    """Spins until the int64 at each address has reached value or the clock has passed the deadline; what was seen.
+
+    Every lane spins on its own address; lanes that Triton replicates do so too, which changes nothing.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred again;
+        .reg .u64 now;
+        SPIN:
+        mov.u64 now, %globaltimer;
+        ld.acquire.sys.global.s64 $0, [$1];
+        setp.lt.s64 again, $0, $2;
+        setp.lt.and.u64 again, now, $3, again;
+        @again bra SPIN;
+        }""",
+        "=&l,l,l,l",
+        [address, value, deadline],
+        dtype=tl.int64,
+        is_pure=False,  # neither dropped nor moved across other accesses
+        pack=1,
+    )
+
+
+@triton.jit
+def wait_without_bound(address, value):
+    """As wait_for_words, without looking at the clock: to measure what the bound costs."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred again;
+        SPIN:
+        ld.acquire.sys.global.s64 $0, [$1];
+        setp.lt.s64 again, $0, $2;
+        @again bra SPIN;
+        }""",
+        "=&l,l,l",
+        [address, value],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def epoch_words(words):
+    """What stood in the words before a rank gave up."""
+    return tl.where(words >= ABORT, words & EPOCH_MASK, words)
+
+
+@triton.jit
+def who_gave_up(word):
+    """The rank that has written a word >= ABORT."""
+    return (word - ABORT) >> ABORT_RANK_SHIFT
+
+
+@triton.jit
+def spoil(address, num_words):
+    """Sets every bit of num_words int64 at the address, which is NaN in every dtype of rows."""
+    words = address.to(tl.pointer_type(tl.int64))
+    lane = tl.arange(0, SPOIL_WORDS)
+    for first in range(0, num_words, SPOIL_WORDS):
+        tl.store(words + first + lane, tl.full((SPOIL_WORDS,), -1, tl.int64), mask=first + lane < num_words)
+
+
+@triton.jit
+def write_record(status, kind, phase, peer, expected, seen, epoch, where):
+    """Writes a status record to the address `status` unless one is pending: the first one counts."""
+    record = status.to(tl.pointer_type(tl.int64))
+    pending = tl.load(record + STATUS_KIND, volatile=True)
+    tl.debug_barrier()  # every thread has looked before one of them writes
+    if pending == STATUS_OK:
+        tl.store(record + STATUS_PHASE, phase)
+        tl.store(record + STATUS_PEER, peer)
+        tl.store(record + STATUS_EXPECTED, expected)
+        tl.store(record + STATUS_SEEN, seen)
+        tl.store(record + STATUS_EPOCH, epoch)
+        tl.store(record + STATUS_WHERE, where)
+        system_fence()  # the kind last: a host that sees it sees the whole record
+        tl.store(record + STATUS_KIND, kind)
+
+
+@triton.jit
+def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
+    """Epoch of this rank's last barrier."""
+    counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
+    return tl.load(counters + BARRIER_EPOCH)
+
+
+@fast_launch
+@triton.jit(
+    # Nothing may make this kernel compile again: a rank that compiles keeps its peers waiting.
+    do_not_specialize=[
+        "status",
+        "word_0",
+        "word_1",
+        "word_2",
+        "call",
+        "fault",
+        "timeout_ns",
+        "spoiled",
+        "num_spoiled_words",
+    ],
+    do_not_specialize_on_alignment=["bases", "received"],
+)
+def barrier_kernel(
+    bases,
+    received,
+    status: tl.int64,  # address of pinned host memory, the same for the device
+    word_0: tl.int64,
+    word_1: tl.int64,
+    word_2: tl.int64,
+    call: tl.int64,
+    fault: tl.int32,
+    timeout_ns: tl.int64,
+    spoiled: tl.int64,  # address, or anything if there are no words
+    num_spoiled_words: tl.int64,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    MAILBOX: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    peer = tl.arange(0, LANES)
+    is_peer = peer < NUM_RANKS
+    own = tl.load(bases + RANK)
+    counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
+    epoch = tl.load(counters + BARRIER_EPOCH) + 1
+    stopped = tl.load(counters + ABORTED) | tl.load(counters + FAULTED)
+    tl.debug_barrier()  # every thread has read the counters before one of them moves them
+    answer = received + peer * NUM_PUBLISHED
+    if stopped != 0:
+        for word in tl.static_range(NUM_PUBLISHED):
+            tl.store(answer + word, tl.full((LANES,), -1, tl.int64), mask=is_peer)
+        spoil(spoiled, num_spoiled_words)
+    else:
+        tl.store(counters + BARRIER_EPOCH, epoch)
+        half = MAILBOX + (epoch & 1) * (NUM_RANKS * MAIL_WORDS * 8)
+        theirs = tl.load(bases + peer, mask=is_peer, other=0) + half + RANK * MAIL_WORDS * 8
+        slot = theirs.to(tl.pointer_type(tl.int64))
+        tl.store(slot + 1, word_0, mask=is_peer)
+        tl.store(slot + 2, word_1, mask=is_peer)
+        tl.store(slot + 3, word_2, mask=is_peer)
+        tl.store(slot + MAIL_CALL, call, mask=is_peer)
+        tl.debug_barrier()
+        # The release covers the words (the barrier above) and the payload of all earlier kernels of this stream: a
+        # kernel's end orders its stores before this kernel, and a release at system scope is cumulative.
+        tl.atomic_xchg(slot, 2 * epoch + fault, mask=is_peer, sem="release", scope="sys")
+
+        mine = own + half + tl.minimum(peer, NUM_RANKS - 1) * (MAIL_WORDS * 8)  # spare lanes double the last one
+        if BOUNDED:
+            seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
+        else:
+            seen = wait_without_bound(mine, 2 * epoch)
+        tl.debug_barrier()  # what any thread has acquired holds for all
+        late = is_peer & (seen < 2 * epoch)
+        reached = epoch_words(seen)
+        faulted = is_peer & (reached == 2 * epoch + 1)
+        given_up = is_peer & (seen >= ABORT) & (reached < 2 * epoch)
+        first_given_up = tl.min(tl.where(given_up, peer, LANES), axis=0)
+        first_late = tl.min(tl.where(late, peer, LANES), axis=0)
+        first_faulted = tl.min(tl.where(faulted, peer, LANES), axis=0)
+        mail = mine.to(tl.pointer_type(tl.int64))
+        calls = tl.load(mail + MAIL_CALL, mask=is_peer, other=0, volatile=True)
+        first_call = tl.sum(tl.where(peer == 0, calls, 0), axis=0)
+        first_other = tl.min(tl.where(is_peer & (calls != first_call), peer, LANES), axis=0)
+        came = (first_given_up == LANES) & (first_late == LANES)
+        good = came & (first_faulted == LANES) & (first_other == LANES)
+        for word in tl.static_range(NUM_PUBLISHED):
+            # volatile: read here, after the wait, and from memory
+            value = tl.load(mail + 1 + word, mask=is_peer, other=-1, volatile=True)
+            tl.store(answer + word, tl.where(good, value, -1), mask=is_peer)
+        if not good:
+            spoil(spoiled, num_spoiled_words)
+        phase = call & 0xFF
+        if first_given_up < LANES:
+            tl.store(counters + ABORTED, 1)
+            written = tl.sum(tl.where(peer == first_given_up, seen, 0), axis=0)
+            write_record(status, STATUS_ABORT, phase, who_gave_up(written), epoch, written, epoch, 0)
+        elif first_late < LANES:
+            tl.store(counters + ABORTED, 1)
+            # The peer's last epoch may stand in the other half.
+            other = mine + (1 - 2 * (epoch & 1)) * (NUM_RANKS * MAIL_WORDS * 8)
+            before = tl.load(other.to(tl.pointer_type(tl.int64)), mask=is_peer, other=0, volatile=True)
+            last = tl.sum(tl.where(peer == first_late, tl.maximum(reached, epoch_words(before)), 0), axis=0) >> 1
+            write_record(status, STATUS_TIMEOUT, phase, first_late, epoch, last, epoch, 0)
+        elif first_faulted < LANES:
+            tl.store(counters + FAULTED, 1)
+            write_record(status, STATUS_FAULT, phase, first_faulted, epoch, epoch, epoch, 0)
+        elif first_other < LANES:
+            tl.store(counters + FAULTED, 1)
+            theirs_call = tl.sum(tl.where(peer == first_other, calls, 0), axis=0)
+            write_record(status, STATUS_MISMATCH, phase, first_other, first_call, theirs_call, epoch, 0)
+
+
+def barrier(
+    peers: Peers,
+    words: tuple[int, ...],
+    received: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    call: int,
+    fault: bool,
+    timeout_ns: int | None,
+    spoils: torch.Tensor | None = None,
+) -> None:
+    """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. See the twin.
+
+    `status` is pinned host memory.
+    """
+    with torch.cuda.device_of(received):
+        barrier_kernel[(1,)](
+            peers.bases,
+            received,
+            status.data_ptr(),
+            *words,
+            call,
+            int(fault),
+            timeout_ns or 0,
+            *_words_of(spoils),
+            RANK=peers.rank,
+            NUM_RANKS=peers.num_ranks,
+            LANES=next_power_of_2(peers.num_ranks),
+            COUNTERS=peers.layout.counters,
+            MAILBOX=peers.layout.mailbox,
+            BOUNDED=timeout_ns is not None,
+            num_warps=1,
+        )
+
+
+def _words_of(spoils: torch.Tensor | None) -> tuple[int, int]:
+    """Address and number of int64 words."""
+    return (0, 0) if spoils is None else (spoils.data_ptr(), spoils.numel() * spoils.element_size() // 8)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["bases"])
+def send_signal_kernel(
+    bases,
+    rank: tl.int32,
+    RANK: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    SIGNALS: tl.constexpr,
+):
+    counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
+    if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
+        slot = (tl.load(bases + rank) + SIGNALS + RANK * (SIGNAL_WORDS * 8)).to(tl.pointer_type(tl.int64))
+        # The release covers the payload, as in the barrier.
+        tl.atomic_xchg(slot, tl.load(counters + BARRIER_EPOCH), sem="release", scope="sys")
+
+
+def send_signal(peers: Peers, rank: int) -> None:
+    """Tells `rank` that what this rank has written there since the last barrier is complete. See the twin."""
+    with torch.cuda.device_of(peers.bases):
+        send_signal_kernel[(1,)](
+            peers.bases,
+            rank,
+            RANK=peers.rank,
+            COUNTERS=peers.layout.counters,
+            SIGNALS=peers.layout.signals,
+            num_warps=1,
+        )
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["status", "rank", "phase", "timeout_ns", "spoiled", "num_spoiled_words"],
+    do_not_specialize_on_alignment=["bases", "arrived"],
+)
+def wait_for_signal_kernel(
+    bases,
+    arrived,
+    status: tl.int64,
+    rank: tl.int32,
+    phase: tl.int32,
+    timeout_ns: tl.int64,
+    spoiled: tl.int64,
+    num_spoiled_words: tl.int64,
+    RANK: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    own = tl.load(bases + RANK)
+    counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
+    epoch = tl.load(counters + BARRIER_EPOCH)
+    lane = tl.arange(0, 1)  # wait_for_words wants a tensor
+    result = lane.to(tl.int64) - 1
+    if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
+        slot = own + SIGNALS + rank * (SIGNAL_WORDS * 8)
+        if BOUNDED:
+            seen = tl.max(wait_for_words(slot + lane, epoch, now_ns() + timeout_ns), axis=0)
+        else:
+            seen = tl.max(wait_without_bound(slot + lane, epoch), axis=0)
+        tl.debug_barrier()  # what any thread has acquired holds for all
+        if epoch_words(seen) >= epoch:
+            result += 1
+        elif seen >= ABORT:
+            tl.store(counters + ABORTED, 1)
+            write_record(status, STATUS_ABORT, phase, who_gave_up(seen), epoch, seen, epoch, 0)
+        else:
+            tl.store(counters + ABORTED, 1)
+            write_record(status, STATUS_TIMEOUT, phase, rank, epoch, seen, epoch, 0)
+    tl.store(arrived + lane, result)
+    if tl.max(result, axis=0) < 0:
+        spoil(spoiled, num_spoiled_words)
+
+
+def wait_for_signal(
+    peers: Peers,
+    rank: int,
+    arrived: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    phase: int,
+    timeout_ns: int | None,
+    spoils: torch.Tensor | None = None,
+) -> None:
+    """Waits for `rank`'s signal since the last barrier, at most `timeout_ns`. See the twin.
+
+    `status` is pinned host memory.
+    """
+    with torch.cuda.device_of(arrived):
+        wait_for_signal_kernel[(1,)](
+            peers.bases,
+            arrived,
+            status.data_ptr(),
+            rank,
+            phase,
+            timeout_ns or 0,
+            *_words_of(spoils),
+            RANK=peers.rank,
+            COUNTERS=peers.layout.counters,
+            SIGNALS=peers.layout.signals,
+            BOUNDED=timeout_ns is not None,
+            num_warps=1,
+        )

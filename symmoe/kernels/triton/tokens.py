@@ -1,0 +1,856 @@
+"""Kernels that move rows: push and pull over the wire, fan-out and pre-reduce on one rank. See the twin.
+
+Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs are persistent over
+tiles, so a caller may cap their number (`num_ctas`) and leave SMs to a GEMM; results do not depend on it.
+Rows must be 16-byte aligned and a multiple of 16 bytes long, and so must the offsets that barriers hand out; where
+`num_ctas` is given, offsets are multiples of 256, as those of leases are.
+"""
+
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.kernels import control, hopper
+from symmoe.kernels.control import Peers
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
+from symmoe.kernels.launch.launch import fast_launch
+
+NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
+ACCESS_BYTES = tl.constexpr(16)
+
+# Programs of the kernels that move rows: four for each of an H200's 132 SMs hide the latency of the index loads.
+NUM_CTAS = 4 * 132
+ROW_WARPS = 8
+CAPPED_ROW_WARPS = 16  # where a caller wants few programs, each has to keep more in flight
+COPY_ACCESSES = 4  # 16-byte accesses per thread and tile: a copy needs 4 registers for each
+SUM_ACCESSES = 2  # a sum of 16-bit rows needs 8 more for each, and several rows are in flight
+WIDE_SUM_ACCESSES = 4  # of few programs that wait for peers, where only a few rows are in flight
+MAX_TILE_COLUMNS_BYTES = 4096
+UNROLL = 8  # rows of one token whose loads may be in flight together
+PEERS_UNROLL = 4  # likewise: rows of peers
+OWN_UNROLL = 2  # likewise: rows of the rank's own, beside those of peers; two ranks then leave room for NUM_CTAS
+SLOTS_PER_PROGRAM = 1024  # of the kernels that move slots and values
+
+
+def _launch(
+    num_rows: int, width: int, item_bytes: int, accesses: int, num_ctas: int | None
+) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and meta-parameters of a kernel that moves rows, `accesses` 16-byte accesses per thread and tile."""
+    num_warps = ROW_WARPS if num_ctas is None else CAPPED_ROW_WARPS
+    row_bytes = width * item_bytes
+    columns_bytes = min(row_bytes & -row_bytes, MAX_TILE_COLUMNS_BYTES)  # divides the row: no access is masked
+    if columns_bytes < 512:  # less than a warp's access: a masked tail is cheaper
+        columns_bytes = min(next_power_of_2(row_bytes), MAX_TILE_COLUMNS_BYTES // 2)
+    tokens, columns = num_warps * 32 * 16 * accesses // columns_bytes, columns_bytes // item_bytes
+    num_tiles = ceil_div(num_rows, tokens) * ceil_div(width, columns)
+    grid = (max(1, min(num_tiles, NUM_CTAS if num_ctas is None else num_ctas)),)
+    return grid, {"WIDTH": width, "BLOCK_TOKENS": tokens, "BLOCK_COLUMNS": columns, "num_warps": num_warps}
+
+
+def _movers(rows: torch.Tensor, num_ctas: int | None) -> ModuleType | None:
+    """The kernels for few programs (hopper/rows.py), where a caller wants few and they can move these rows."""
+    special = None if num_ctas is None else hopper.kernels(rows.device, rows.dtype, rows.shape[1])
+    return special if special is not None and special.takes_rows(rows) else None
+
+
+@triton.jit
+def tile_columns(tile, WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Columns of a tile, and their mask [1, BLOCK_COLUMNS]."""
+    column = tile % ((WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    return column[None, :], (column < WIDTH)[None, :]
+
+
+@triton.jit
+def tile_tokens(tile, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Tokens of a tile."""
+    return tile // ((WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+
+
+@triton.jit
+def row_pointers(address, ELEMENT: tl.constexpr):
+    """Pointers [rows, 1] from int64 addresses of rows; the hint makes Triton use 16-byte accesses."""
+    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), [ACCESS_BYTES])[:, None]
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens", "first_rank", "end_rank"],
+    do_not_specialize_on_alignment=["token_to_row", "bases", "received"],
+)
+def push_rows_kernel(
+    x,  # [T, H]
+    token_to_row,  # [T, R]
+    bases,
+    received,
+    num_tokens: tl.int32,
+    first_rank: tl.int32,
+    end_rank: tl.int32,
+    ONE_RANK: tl.constexpr,
+    COLUMN: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    ELEMENT: tl.constexpr = x.dtype.element_ty
+    ROW_BYTES: tl.constexpr = WIDTH * ELEMENT.primitive_bitwidth // 8
+    NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * NUM_COLUMN_TILES
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        is_token = token < num_tokens
+        source = x + token.to(tl.int64)[:, None] * WIDTH + column
+        moves = is_token
+        if ONE_RANK:  # tokens that do not go there need not be read
+            moves &= tl.load(token_to_row + token * NUM_RANKS + first_rank, mask=is_token, other=-1) >= 0
+        values = tl.load(source, mask=moves[:, None] & is_column)
+        for rank in range(first_rank, end_rank):
+            row = tl.load(token_to_row + token * NUM_RANKS + rank, mask=is_token, other=-1)
+            offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN)
+            goes = (row >= 0) & (offset >= 0)
+            address = tl.load(bases + rank) + offset + row.to(tl.int64) * ROW_BYTES
+            tl.store(row_pointers(address, ELEMENT) + column, values, mask=goes[:, None] & is_column)
+
+
+def push_rows(
+    x: torch.Tensor,
+    token_to_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    *,
+    column: int,
+    ranks: range | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    """Writes each token's row to the ranks it goes to: peer's buffer row `token_to_row[t, r]` = x[t]. See the twin."""
+    num_tokens, width = x.shape
+    ranks = range(peers.num_ranks) if ranks is None else ranks
+    if num_tokens == 0:
+        return
+    if len(ranks) == 1 and (special := _movers(x, num_ctas)) is not None:
+        special.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
+        return
+    grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, num_ctas)
+    with torch.cuda.device_of(x):
+        push_rows_kernel[grid](
+            x,
+            token_to_row,
+            peers.bases,
+            received,
+            num_tokens,
+            ranks.start,
+            ranks.stop,
+            ONE_RANK=len(ranks) == 1 < peers.num_ranks,
+            COLUMN=column,
+            NUM_RANKS=peers.num_ranks,
+            **meta,
+        )
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_blocks"],
+    do_not_specialize_on_alignment=[
+        "slot_to_row",
+        "slot_to_rank",
+        "probs",
+        "token_to_packed_row",
+        "block_tokens",
+        "packed_start",
+        "packed_limit",
+        "bases",
+        "received",
+    ],
+)
+def push_slots_kernel(
+    slot_to_row,  # [T, K]
+    slot_to_rank,  # [T, K]
+    probs,  # [T, K] or None
+    token_to_packed_row,  # [T, R]
+    block_tokens,  # [B, R]
+    packed_start,
+    packed_limit,
+    bases,
+    received,
+    num_tokens: tl.int32,
+    num_blocks: tl.int32,
+    ROW_COLUMN: tl.constexpr,
+    PROB_COLUMN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    if program >= NUM_RANKS:  # slots of tokens
+        slot = (program - NUM_RANKS) * BLOCK + lane
+        token = slot // TOP_K
+        k = slot - token * TOP_K
+        is_slot = token < num_tokens
+        row = tl.load(slot_to_row + slot, mask=is_slot, other=-1)
+        slot_rank = tl.load(slot_to_rank + slot, mask=is_slot, other=-1)
+        if probs is not None:
+            prob = tl.load(probs + slot, mask=is_slot, other=0.0)
+        for rank in range(NUM_RANKS):
+            offset = tl.load(received + rank * NUM_PUBLISHED + ROW_COLUMN)
+            packed = tl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=is_slot, other=-1)
+            goes = (packed >= 0) & (offset >= 0)
+            here = slot_rank == rank
+            base = tl.load(bases + rank)
+            entry = packed.to(tl.int64) * TOP_K + k
+            tl.store((base + offset).to(tl.pointer_type(tl.int32)) + entry, tl.where(here, row, -1), mask=goes)
+            if probs is not None:
+                prob_offset = tl.load(received + rank * NUM_PUBLISHED + PROB_COLUMN)
+                values = (base + prob_offset).to(tl.pointer_type(tl.float32))
+                tl.store(values + entry, tl.where(here, prob, 0.0), mask=goes)
+    else:  # what is left of this rank's region on rank `program`
+        offset = tl.load(received + program * NUM_PUBLISHED + ROW_COLUMN)
+        used = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, num_blocks, BLOCK):
+            block = first + lane
+            used += tl.load(block_tokens + block * NUM_RANKS + program, mask=block < num_blocks, other=0)
+        start = tl.load(packed_start + program)
+        first_unused = (start + tl.sum(used, axis=0)) * TOP_K
+        end = (start + tl.load(packed_limit + program)) * TOP_K
+        rows = (tl.load(bases + program) + offset).to(tl.pointer_type(tl.int32))
+        for first in range(first_unused, end, BLOCK):
+            entry = first + lane
+            tl.store(rows + entry, tl.full((BLOCK,), -1, tl.int32), mask=(entry < end) & (offset >= 0))
+
+
+def push_slots(
+    slot_to_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    probs: torch.Tensor | None,
+    token_to_packed_row: torch.Tensor,
+    block_tokens: torch.Tensor,
+    packed_start: torch.Tensor,
+    packed_limit: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    *,
+    row_column: int,
+    prob_column: int,
+) -> None:
+    """Writes, beside each packed row, the rows of the token on that rank and their probs. See the twin."""
+    num_tokens, top_k = slot_to_row.shape
+    with torch.cuda.device_of(slot_to_row):
+        push_slots_kernel[(peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
+            slot_to_row,
+            slot_to_rank,
+            probs,
+            token_to_packed_row,
+            block_tokens,
+            packed_start,
+            packed_limit,
+            peers.bases,
+            received,
+            num_tokens,
+            block_tokens.shape[0],
+            ROW_COLUMN=row_column,
+            PROB_COLUMN=prob_column,
+            TOP_K=top_k,
+            NUM_RANKS=peers.num_ranks,
+            BLOCK=SLOTS_PER_PROGRAM,
+            num_warps=4,
+        )
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_slots", "num_rows"],
+    do_not_specialize_on_alignment=[
+        "wire_to_row",
+        "wire_probs",
+        "packed_begin",
+        "packed_end",
+        "ready",
+        "arrived",
+        "packed_to_row",
+        "row_to_packed_row",
+        "row_probs",
+    ],
+)
+def index_rows_kernel(
+    wire_to_row,  # [P_cap, K]
+    wire_probs,  # [P_cap, K] or None
+    packed_begin,
+    packed_end,
+    ready,
+    arrived,
+    packed_to_row,  # [P_cap, K]
+    row_to_packed_row,  # [N_cap]
+    row_probs,  # [N_cap] or None
+    num_slots: tl.int32,  # P_cap * K
+    num_rows: tl.int32,  # N_cap
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.minimum(tl.load(ready), tl.load(arrived)) < 0:
+        none = tl.full((BLOCK,), -1, tl.int32)
+        tl.store(packed_to_row + entry, none, mask=entry < num_slots)
+        tl.store(row_to_packed_row + entry, none + 1, mask=entry < num_rows)
+        if row_probs is not None:
+            tl.store(row_probs + entry, tl.full((BLOCK,), float("nan"), tl.float32), mask=entry < num_rows)
+    else:
+        entry += tl.load(packed_begin) * TOP_K
+        packed = entry // TOP_K
+        used = packed < tl.load(packed_end)
+        row = tl.load(wire_to_row + entry, mask=used, other=-1)
+        tl.store(packed_to_row + entry, row, mask=used)
+        tl.store(row_to_packed_row + row, packed, mask=row >= 0)
+        if row_probs is not None:
+            prob = tl.load(wire_probs + entry, mask=row >= 0, other=0.0)
+            tl.store(row_probs + row, prob, mask=row >= 0)
+
+
+def index_rows(
+    wire_to_row: torch.Tensor,
+    wire_probs: torch.Tensor | None,
+    packed_begin: torch.Tensor,
+    packed_end: torch.Tensor,
+    ready: torch.Tensor,
+    arrived: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    row_to_packed_row: torch.Tensor,
+    row_probs: torch.Tensor | None,
+) -> None:
+    """Turns the slots that arrived into index tensors of this rank's own. See the twin."""
+    num_slots, num_rows = packed_to_row.numel(), row_to_packed_row.numel()
+    if max(num_slots, num_rows) == 0:
+        return
+    with torch.cuda.device_of(wire_to_row):
+        index_rows_kernel[(ceil_div(max(num_slots, num_rows), SLOTS_PER_PROGRAM),)](
+            wire_to_row,
+            wire_probs,
+            packed_begin,
+            packed_end,
+            ready,
+            arrived,
+            packed_to_row,
+            row_to_packed_row,
+            row_probs if wire_probs is not None else None,
+            num_slots,
+            num_rows,
+            TOP_K=packed_to_row.shape[1],
+            BLOCK=SLOTS_PER_PROGRAM,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def primary_row(packed_to_row, packed, is_packed, TOP_K: tl.constexpr, UNROLL: tl.constexpr):
+    """Per packed row: the token's first row (-1 for none), and how many rows it has."""
+    primary = tl.full(packed.shape, -1, tl.int32)
+    num_rows = tl.full(packed.shape, 0, tl.int32)
+    for first in range(0, TOP_K, UNROLL):
+        for step in tl.static_range(UNROLL):
+            k = first + step
+            row = tl.load(packed_to_row + packed * TOP_K + k, mask=is_packed & (k < TOP_K), other=-1)
+            primary = tl.where((row >= 0) & (primary < 0), row, primary)
+            num_rows += (row >= 0).to(tl.int32)
+    return primary, num_rows
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["packed_to_row", "packed_begin", "packed_end"])
+def fan_out_kernel(
+    rows,  # [N_cap, H]
+    packed_to_row,  # [P_cap, K]
+    packed_begin,
+    packed_end,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    begin = tl.load(packed_begin)
+    end = tl.load(packed_end)
+    for tile in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
+        packed = begin + tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        primary, num_rows = primary_row(packed_to_row, packed, packed < end, TOP_K, UNROLL)
+        several = num_rows > 1
+        source = rows + primary.to(tl.int64)[:, None] * WIDTH + column
+        values = tl.load(source, mask=several[:, None] & is_column)
+        for k in range(TOP_K):
+            row = tl.load(packed_to_row + packed * TOP_K + k, mask=several, other=-1)
+            target = rows + row.to(tl.int64)[:, None] * WIDTH + column
+            tl.store(target, values, mask=((row >= 0) & (row != primary))[:, None] & is_column)
+
+
+def fan_out(
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    packed_begin: torch.Tensor,
+    packed_end: torch.Tensor,
+    *,
+    num_ctas: int | None = None,
+) -> None:
+    """Copies primary rows of `rows` [N_cap, H] to the tokens' secondary rows, in place. See the twin."""
+    num_packed_cap, top_k = packed_to_row.shape
+    if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1:  # one slot per token: no secondary rows
+        return
+    width = rows.shape[1]
+    grid, meta = _launch(num_packed_cap, width, rows.element_size(), COPY_ACCESSES, num_ctas)
+    with torch.cuda.device_of(rows):
+        fan_out_kernel[grid](
+            rows,
+            packed_to_row,
+            packed_begin,
+            packed_end,
+            TOP_K=top_k,
+            UNROLL=min(UNROLL, next_power_of_2(top_k)),
+            **meta,
+        )
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"])
+def pre_reduce_kernel(
+    rows,  # [N_cap, H]
+    packed_to_row,  # [P_cap, K]
+    source_to_packed_start,  # [R + 1]
+    rank: tl.int32,
+    NUM_RANKS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    own_begin = tl.load(source_to_packed_start + rank)
+    num_own = tl.load(source_to_packed_start + rank + 1) - own_begin
+    num = tl.load(source_to_packed_start + NUM_RANKS) - num_own
+    rows += FIRST_COLUMN
+    for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
+        index = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        packed = tl.where(index < own_begin, index, index + num_own)
+        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        primary, num_rows = primary_row(packed_to_row, packed, index < num, TOP_K, UNROLL)
+        several = num_rows > 1
+        mask = several[:, None] & is_column
+        target = rows + primary.to(tl.int64)[:, None] * ROW_WIDTH + column
+        total = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        for first in range(0, TOP_K, UNROLL):
+            masks, values = (), ()
+            for step in tl.static_range(UNROLL):
+                k = first + step
+                row = tl.load(packed_to_row + packed * TOP_K + k, mask=several & (k < TOP_K), other=-1)
+                source = rows + row.to(tl.int64)[:, None] * ROW_WIDTH + column
+                masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
+                values += (tl.load(source, mask=masks[step], other=0.0),)
+            for step in tl.static_range(UNROLL):
+                # Not an addition of 0.0 where there is no row: it would turn -0.0 into 0.0.
+                total = tl.where(masks[step], total + values[step].to(tl.float32), total)
+        tl.store(target, total.to(rows.dtype.element_ty), mask=mask)
+
+
+def pre_reduce(
+    rows: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
+    *,
+    rank: int,
+    columns: tuple[int, int] | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    """Sums the rows of each token that another rank than `rank` has sent into its primary row. See the twin."""
+    num_packed_cap, top_k = packed_to_row.shape
+    num_ranks = source_to_packed_start.numel() - 1
+    # One rank has no peers' tokens; with one slot per token there are no secondary rows.
+    if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or top_k == 1:
+        return
+    special = _movers(rows, num_ctas)
+    if special is not None and special.takes_sums(top_k, num_ranks):
+        tables = (packed_to_row, source_to_packed_start)
+        special.launch_pre_reduce(rows, *tables, rank=rank, columns=columns, num_ctas=num_ctas)
+        return
+    first, end = columns or (0, rows.shape[1])
+    grid, meta = _launch(num_packed_cap, end - first, rows.element_size(), SUM_ACCESSES, num_ctas)
+    with torch.cuda.device_of(rows):
+        pre_reduce_kernel[grid](
+            rows,
+            packed_to_row,
+            source_to_packed_start,
+            rank,
+            NUM_RANKS=num_ranks,
+            TOP_K=top_k,
+            ROW_WIDTH=rows.shape[1],
+            FIRST_COLUMN=first,
+            UNROLL=min(UNROLL, next_power_of_2(top_k)),
+            **meta,
+        )
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["row_values", "packed_to_row", "num_packed", "packed_values"])
+def gather_values_kernel(
+    row_values,  # [N_cap]
+    packed_to_row,  # [P_cap, K]
+    num_packed,
+    packed_values,  # [P_cap, K]
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = entry // TOP_K < tl.load(num_packed)
+    row = tl.load(packed_to_row + entry, mask=used, other=-1)
+    value = tl.load(row_values + row, mask=row >= 0, other=0.0)
+    tl.store(packed_values + entry, value, mask=used)
+
+
+def gather_values(
+    row_values: torch.Tensor,
+    packed_to_row: torch.Tensor,
+    num_packed: torch.Tensor,
+    packed_values: torch.Tensor,
+) -> None:
+    """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. See the twin."""
+    if packed_to_row.numel() == 0:
+        return
+    with torch.cuda.device_of(row_values):
+        gather_values_kernel[(ceil_div(packed_to_row.numel(), SLOTS_PER_PROGRAM),)](
+            row_values,
+            packed_to_row,
+            num_packed,
+            packed_values,
+            TOP_K=packed_to_row.shape[1],
+            BLOCK=SLOTS_PER_PROGRAM,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def call_failed(received, COLUMN: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_LANES: tl.constexpr):
+    """Whether the barrier handed out offsets that say that nothing may be moved."""
+    rank = tl.arange(0, RANK_LANES)
+    offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=rank < NUM_RANKS, other=0)
+    return tl.min(offset, axis=0) < 0
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["source_rank", "source_row", "bases", "received"],
+)
+def pull_rows_kernel(
+    source_rank,  # [T, S]
+    source_row,  # [T, S]
+    bases,
+    received,
+    out,  # [T, H]
+    num_tokens: tl.int32,
+    COLUMN: tl.constexpr,
+    NUM_SOURCES: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    ELEMENT: tl.constexpr = out.dtype.element_ty
+    ROW_BYTES: tl.constexpr = ROW_WIDTH * ELEMENT.primitive_bitwidth // 8
+    NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    failed = call_failed(received, COLUMN, NUM_RANKS, RANK_LANES)
+    num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * NUM_COLUMN_TILES
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        column += FIRST_COLUMN
+        is_token = token < num_tokens
+        total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+        for first in range(0, NUM_SOURCES, UNROLL):
+            # Step by step for all sources, so that their loads are in flight together.
+            rows, places, values = (), (), ()
+            for step in tl.static_range(UNROLL):
+                s = first + step
+                mask = is_token & (s < NUM_SOURCES) & (not failed)
+                rows += (tl.load(source_row + token * NUM_SOURCES + s, mask=mask, other=-1),)
+            for step in tl.static_range(UNROLL):
+                s = first + step
+                rank = tl.load(source_rank + token * NUM_SOURCES + s, mask=rows[step] >= 0, other=-1)
+                base = tl.load(bases + rank, mask=rank >= 0, other=0)
+                places += (base + tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=rank >= 0, other=0),)
+            for step in tl.static_range(UNROLL):
+                has = (rows[step] >= 0) & (places[step] != 0)
+                source = row_pointers(places[step] + rows[step].to(tl.int64) * ROW_BYTES, ELEMENT) + column
+                values += (tl.load(source, mask=has[:, None] & is_column, other=0.0),)
+            for step in tl.static_range(UNROLL):
+                # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
+                total += values[step].to(tl.float32)
+        total = tl.where(failed, float("nan"), total)
+        target = out + token.to(tl.int64)[:, None] * ROW_WIDTH + column
+        tl.store(target, total.to(ELEMENT), mask=is_token[:, None] & is_column)
+
+
+def pull_rows(
+    source_rank: torch.Tensor,
+    source_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    column: int,
+    columns: tuple[int, int] | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    """out[t] = sum over s of row `source_row[t, s]` of rank `source_rank[t, s]`: fp32, in order of s. See the twin."""
+    num_tokens, width = out.shape
+    if num_tokens == 0:
+        return
+    num_sources = source_row.shape[1]
+    first, end = columns or (0, width)
+    accesses = SUM_ACCESSES if num_ctas is None or num_sources > 2 else WIDE_SUM_ACCESSES
+    grid, meta = _launch(num_tokens, end - first, out.element_size(), accesses, num_ctas)
+    with torch.cuda.device_of(out):
+        pull_rows_kernel[grid](
+            source_rank,
+            source_row,
+            peers.bases,
+            received,
+            out,
+            num_tokens,
+            COLUMN=column,
+            NUM_SOURCES=num_sources,
+            NUM_RANKS=peers.num_ranks,
+            RANK_LANES=next_power_of_2(peers.num_ranks),
+            ROW_WIDTH=width,
+            FIRST_COLUMN=first,
+            UNROLL=min(UNROLL, next_power_of_2(num_sources)),
+            **meta,
+        )
+
+
+@triton.jit
+def sum_own_rows(
+    slot_to_rank,  # [T, K]
+    slot_to_row,  # [T, K]
+    token,
+    is_token,
+    top_k,
+    rank,
+    place,  # where the rows of rank `rank` lie, which is this one
+    column,
+    is_column,
+    ELEMENT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Sums of the tokens' rows on rank `rank`: fp32, in k order, rounded, as they would stand in a primary row."""
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+    # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of peers' rows in straight code.
+    for first in range(0, top_k, UNROLL):
+        rows, values = (), ()
+        for step in tl.static_range(UNROLL):
+            slot = token * top_k + first + step
+            mask = is_token & (first + step < top_k)
+            is_own = tl.load(slot_to_rank + slot, mask=mask, other=-1) == rank
+            rows += (tl.where(is_own, tl.load(slot_to_row + slot, mask=mask, other=-1), -1),)
+        for step in tl.static_range(UNROLL):
+            source = row_pointers(place + rows[step].to(tl.int64) * ROW_BYTES, ELEMENT) + column
+            values += (tl.load(source, mask=(rows[step] >= 0)[:, None] & is_column, other=0.0),)
+        for step in tl.static_range(UNROLL):
+            # Where all rows are -0.0, pre_reduce leaves -0.0 and this is 0.0. The sum over ranks is the same.
+            total += values[step].to(tl.float32)
+    return total.to(ELEMENT)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens", "top_k", "own_rank"],
+    do_not_specialize_on_alignment=["token_to_primary_row", "slot_to_rank", "slot_to_row", "bases", "received"],
+)
+def pull_sums_kernel(
+    token_to_primary_row,  # [T, R]
+    slot_to_rank,  # [T, K]
+    slot_to_row,  # [T, K]
+    bases,
+    received,
+    out,  # [T, H]
+    num_tokens: tl.int32,
+    top_k: tl.int32,
+    own_rank: tl.int32,
+    COLUMN: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    RANK_UNROLL: tl.constexpr,
+    SLOT_UNROLL: tl.constexpr,
+):
+    ELEMENT: tl.constexpr = out.dtype.element_ty
+    ROW_BYTES: tl.constexpr = ROW_WIDTH * ELEMENT.primitive_bitwidth // 8
+    NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    failed = call_failed(received, COLUMN, NUM_RANKS, RANK_LANES)
+    own_place = tl.load(bases + own_rank) + tl.load(received + own_rank * NUM_PUBLISHED + COLUMN)
+    num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * NUM_COLUMN_TILES
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        column += FIRST_COLUMN
+        is_token = token < num_tokens
+        total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+        own = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), ELEMENT)
+        for first in range(0, NUM_RANKS, RANK_UNROLL):
+            rows, values = (), ()
+            for step in tl.static_range(RANK_UNROLL):
+                rank = first + step
+                mask = is_token & (rank < NUM_RANKS) & (rank != own_rank) & (not failed)
+                rows += (tl.load(token_to_primary_row + token * NUM_RANKS + rank, mask=mask, other=-1),)
+            for step in tl.static_range(RANK_UNROLL):
+                rank = first + step
+                known = rank < NUM_RANKS
+                base = tl.load(bases + rank, mask=known, other=0)
+                place = base + tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=known, other=0)
+                source = row_pointers(place + rows[step].to(tl.int64) * ROW_BYTES, ELEMENT) + column
+                values += (tl.load(source, mask=(rows[step] >= 0)[:, None] & is_column, other=0.0),)
+            if first == 0:  # while the peers' rows are on their way
+                own = sum_own_rows(
+                    slot_to_rank,
+                    slot_to_row,
+                    token,
+                    is_token & (not failed),
+                    top_k,
+                    own_rank,
+                    own_place,
+                    column,
+                    is_column,
+                    ELEMENT,
+                    ROW_BYTES,
+                    BLOCK_TOKENS,
+                    BLOCK_COLUMNS,
+                    SLOT_UNROLL,
+                )
+            for step in tl.static_range(RANK_UNROLL):
+                # Adding 0.0 for what is missing changes nothing: a sum that starts at 0.0 is never -0.0.
+                total += tl.where(first + step == own_rank, own, values[step]).to(tl.float32)
+        total = tl.where(failed, float("nan"), total)
+        target = out + token.to(tl.int64)[:, None] * ROW_WIDTH + column
+        tl.store(target, total.to(ELEMENT), mask=is_token[:, None] & is_column)
+
+
+def pull_sums(
+    token_to_primary_row: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    column: int,
+    columns: tuple[int, int] | None = None,
+    num_ctas: int | None = None,
+) -> None:
+    """out[t] = sum over the ranks, in their order, of the sum of token t's rows there. See the twin."""
+    num_tokens, width = out.shape
+    if num_tokens == 0:
+        return
+    top_k, num_ranks = slot_to_row.shape[1], peers.num_ranks
+    special = _movers(out, num_ctas)
+    if special is not None and special.takes_sums(top_k, num_ranks):
+        tables = (token_to_primary_row, slot_to_rank, slot_to_row)
+        special.launch_pull(*tables, peers, received, out, column=column, columns=columns, num_ctas=num_ctas)
+        return
+    first, end = columns or (0, width)
+    accesses = SUM_ACCESSES if num_ctas is None or num_ranks > 2 else WIDE_SUM_ACCESSES
+    grid, meta = _launch(num_tokens, end - first, out.element_size(), accesses, num_ctas)
+    with torch.cuda.device_of(out):
+        pull_sums_kernel[grid](
+            token_to_primary_row,
+            slot_to_rank,
+            slot_to_row,
+            peers.bases,
+            received,
+            out,
+            num_tokens,
+            top_k,
+            peers.rank,
+            COLUMN=column,
+            NUM_RANKS=num_ranks,
+            RANK_LANES=next_power_of_2(num_ranks),
+            ROW_WIDTH=width,
+            FIRST_COLUMN=first,
+            RANK_UNROLL=min(PEERS_UNROLL, next_power_of_2(num_ranks)),
+            SLOT_UNROLL=min(OWN_UNROLL, next_power_of_2(top_k)),
+            **meta,
+        )
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["slot_to_rank", "token_to_packed_row", "bases", "received", "out"],
+)
+def pull_values_kernel(
+    slot_to_rank,  # [T, K]
+    token_to_packed_row,  # [T, R]
+    bases,
+    received,
+    out,  # [T, K]
+    num_tokens: tl.int32,
+    COLUMN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = slot // TOP_K
+    is_slot = token < num_tokens
+    failed = call_failed(received, COLUMN, NUM_RANKS, RANK_LANES)
+    rank = tl.load(slot_to_rank + slot, mask=is_slot & (not failed), other=-1)
+    packed = tl.load(token_to_packed_row + token * NUM_RANKS + rank, mask=rank >= 0, other=-1)
+    has = packed >= 0
+    base = tl.load(bases + rank, mask=has, other=0)
+    offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=has, other=0)
+    entry = packed.to(tl.int64) * TOP_K + (slot - token * TOP_K)
+    value = tl.load((base + offset).to(tl.pointer_type(tl.float32)) + entry, mask=has, other=0.0)
+    tl.store(out + slot, tl.where(failed, float("nan"), value), mask=is_slot)
+
+
+def pull_values(
+    slot_to_rank: torch.Tensor,
+    token_to_packed_row: torch.Tensor,
+    peers: Peers,
+    received: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    column: int,
+) -> None:
+    """out[t, k] = the value of slot (t, k)'s packed row on the rank that it went to; 0 for no expert. See the twin."""
+    num_tokens, top_k = out.shape
+    if num_tokens == 0:
+        return
+    with torch.cuda.device_of(out):
+        pull_values_kernel[(ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
+            slot_to_rank,
+            token_to_packed_row,
+            peers.bases,
+            received,
+            out,
+            num_tokens,
+            COLUMN=column,
+            TOP_K=top_k,
+            NUM_RANKS=peers.num_ranks,
+            RANK_LANES=next_power_of_2(peers.num_ranks),
+            BLOCK=SLOTS_PER_PROGRAM,
+            num_warps=4,
+        )

@@ -1,0 +1,347 @@
+"""Dispatch, experts and combine as one differentiable step: no copy between its parts.
+
+The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
+backward, FC1's input gradient goes into a lease that combine reads in place. Which layout the receive buffer has, and
+whether rows travel beside the GEMMs, is the caller's choice (moe/schedule.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from symmoe.autograd import Context, Function
+from symmoe.checks.arguments import kernel_rows
+from symmoe.checks.buffers import memory_problem
+from symmoe.combine.trip import PHASE as COLLECT
+from symmoe.combine.trip import Collection
+from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.slots import PHASE as SEND
+from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.mlp import (
+    GroupedMLP,
+    adapters_of,
+    expert_weights,
+    split_tensors,
+)
+from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
+from symmoe.kernels import control
+from symmoe.kernels.operands import given
+from symmoe.moe.config import words_problem
+from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, rates_of, received_layout
+from symmoe.moe.schedule import Overlapped, Schedule, Serial
+from symmoe.precision.wire import WireFormat, wire_problem
+from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.told import told
+
+RECEIVED = "received rows"
+NUM_HIDDEN = len(Hidden._fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Stash:
+    """What forward keeps for backward beside the tokens, the plan and the weights.
+
+    Attributes:
+        keeps_rows: the received rows, in a lease; without them backward dispatches the tokens again.
+        keeps_h: FC1's output, and what adapters made beside it; without them backward computes them again.
+    """
+
+    keeps_rows: bool
+    keeps_h: bool
+
+
+STASHES = {
+    "all": Stash(True, True),
+    "rows": Stash(True, False),
+    "hidden": Stash(False, True),
+    "none": Stash(False, False),
+}
+
+
+def expert_parallel_mlp(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    experts: GroupedMLP,
+    plan: Plan,
+    *,
+    order: str = "rank",
+    stash: str = "all",
+    layout: str = "auto",
+    schedule: str = "overlapped",
+    quantized_wire: str = "none",
+    out_shape: torch.Size | None = None,
+) -> torch.Tensor:
+    """y[t] = sum over k of probs[t, k] * MLP of expert topk_idx[t, k] (x[t]). Collective; does not synchronise.
+
+    Backward is collective too and must be entered by all ranks in the same order. It computes what is asked for: each
+    of `x` and `probs` requires a gradient on all ranks or on none.
+
+    Args:
+        x: [T, H] on the heap's device; the experts' weights are cast to its dtype.
+        probs: fp32 [T, K].
+        experts: this rank's; their `precision` is that of the step.
+        plan: of this call's routing.
+        order: of the sums in combine, "rank" or "slot".
+        stash: what is kept for backward, see MoEConfig.
+        layout: of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
+        schedule: "serial", "overlapped" or "always-overlapped", see MoEConfig.
+        quantized_wire: what travels quantised: "none", "forward", "backward" or "both", see MoEConfig.
+        out_shape: [..., H] of the result; None is [T, H].
+
+    Returns:
+        [..., H].
+
+    Raises:
+        ArgumentError: order, stash, layout, schedule or quantized_wire is no such word; on every rank if it is on any
+            (on GPUs the peers raise at their next call on the heap, or in heap.synchronize). Or rows are to travel
+            quantised, and the experts' precision is not one of E4M3 numbers; or a weight has changed inside
+            constant_weights; likewise.
+    """
+    words = {"order": order, "stash": stash, "layout": layout, "schedule": schedule, "quantized_wire": quantized_wire}
+    plan.heap.check()
+    with told(plan.heap, SEND):
+        plan.heap.fail_for(words_problem(words), SEND)
+        plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
+        layout = received_layout(layout, experts.ffn, experts.precision)
+        weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
+        weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
+        b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
+        wire = _wire(experts, plan, quantized_wire)
+        call = _Call(
+            experts=experts,
+            plan=plan,
+            order=order,
+            stash=STASHES[stash],
+            layout=layout,
+            schedule=_schedule(schedule, x, experts, plan, order, layout, wire),
+            wire=wire,
+            trains=torch.is_grad_enabled(),
+            out_shape=out_shape,
+        )
+        adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
+        y: torch.Tensor = _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2, *adapters)
+    return y
+
+
+def _wire(experts: GroupedMLP, plan: Plan, quantized_wire: str) -> Wire:
+    recipe = experts.precision
+    if quantized_wire != "none":
+        plan.heap.fail_for(wire_problem(recipe), SEND)
+    if quantized_wire == "none" or recipe is None:
+        return FULL
+    wire = WireFormat(recipe, experts.hidden)
+    return Wire(*(wire if quantized_wire in (direction, "both") else None for direction in ("forward", "backward")))
+
+
+def _schedule(
+    word: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str, wire: Wire
+) -> Schedule:
+    """How the schedule cuts a call depends on nothing but what all ranks agree on."""
+    num_ranks = plan.heap.num_ranks
+    if num_ranks == 1 or word == "serial":
+        return Serial(layout)
+    sizes = Sizes(
+        num_rows=_rounded_up(plan.expected_rows),
+        hidden=experts.hidden,
+        ffn=experts.ffn,
+        top_k=plan.top_k,
+        num_experts=plan.num_experts,
+        num_ranks=num_ranks,
+        item_bytes=x.element_size(),
+        is_gated=experts.activation.activation.is_gated,
+        pre_reduces=order == "rank",
+        sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
+        sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
+    )
+    num_sms = num_sms_of(x.device)
+    if word == "always-overlapped":
+        chosen = overlap_everything(sizes, num_sms)
+    else:
+        chosen = overlap(sizes, num_sms, rates_of(experts.precision))
+    if not takes_parts(experts.precision):  # its GEMMs begin when all rows are there
+        chosen = replace(chosen, dispatch=None, gradient_dispatch=None)
+    return Overlapped(layout, chosen)
+
+
+def _rounded_up(number: int) -> int:
+    """To four significant bits: with exact capacity it changes from step to step, and what is made of it shall not."""
+    step = 1 << max(0, number.bit_length() - 4)
+    return -(-number // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call hands to autograd beside the tensors it differentiates."""
+
+    experts: GroupedMLP
+    plan: Plan
+    order: str
+    stash: Stash
+    layout: str
+    schedule: Schedule
+    wire: Wire
+    trains: bool
+    out_shape: torch.Size | None
+
+    def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
+        """A lease for the like of these rows to arrive in from all ranks."""
+        num_rows = self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
+        return self.plan.heap.lease((num_rows, rows.shape[1]), rows.dtype, name=name, phase=SEND)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of h."""
+        return self.plan.row_capacity if self.plan.num_rows is None else max(1, self.plan.num_rows)
+
+    def weight_gradients(
+        self,
+        linear: GroupedLinear,
+        weights: tuple[torch.Tensor, ...],
+        compute: Callable[..., None],
+        *,
+        is_beside: bool,
+    ) -> Sequence[torch.Tensor | None]:
+        """Of one linear layer, beside combine or not; a delayed one has nothing beside it."""
+        num_sms = self.schedule.gradient_combine_sms if is_beside and not linear.delay_wgrad else None
+        return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
+
+    def operands(
+        self,
+        received: torch.Tensor,
+        row_to_packed_row: torch.Tensor,
+        row_probs: torch.Tensor,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        tensors: Sequence[torch.Tensor],
+        *,
+        trains: tuple[bool, bool],
+    ) -> tuple[ExpertRows, ExpertWeights]:
+        """Inputs as the kernels take them. trains: as in expert_weights, of what this call's first layer leaves."""
+        experts = self.experts
+        bias_scale = None if b2 is None else row_probs
+        weights = expert_weights(
+            experts.fc1,
+            experts.activation,
+            experts.fc2,
+            (b1, b2),
+            tensors,
+            trains=trains,
+            wire=self.wire,
+        )
+        row_index = row_to_packed_row if self.layout == "packed" else None
+        return ExpertRows(received, self.plan.row_start, row_probs, bias_scale, row_index), weights
+
+
+def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
+    """Rows as they travel."""
+    return rows if wire is None else wire.encode(rows)
+
+
+class _Context(Context, Protocol):
+    call: _Call
+
+
+class _ExpertParallelMLP(Function):
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        call: _Call,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        plan, schedule, hidden = call.plan, call.schedule, x.shape[1]
+        heap, x = plan.heap, kernel_rows(x)
+        sent = _on_wire(x, call.wire.rows)
+        received = call.receive(sent, name=RECEIVED)
+        keeps, stash = any(ctx.needs_input_grad), call.stash
+        with schedule.dispatch(sent, plan, received.tensor, probs.contiguous()) as arrival:
+            row_probs, index = given("row_probs", arrival.row_probs), arrival.row_to_packed_row
+            keeps_h = keeps and call.trains and stash.keeps_h
+            trains = keeps_h and ctx.needs_input_grad[1], keeps_h
+            rows, experts = call.operands(received.tensor, index, row_probs, b1, b2, tensors, trains=trains)
+            computed, a = experts.first_layer(rows, num_rows=call.num_rows, parts=arrival.parts)
+        if keeps:
+            # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
+            kept: tuple[torch.Tensor | None, ...] = (None, received.tensor) if stash.keeps_rows else (x, None)
+            kept += computed if stash.keeps_h else (None,) * len(computed)
+            ctx.save_for_backward(*kept, row_probs, b1, b2, *tensors)
+            ctx.call = call
+        if not (keeps and stash.keeps_rows):
+            received.release()
+        with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
+
+            def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
+                experts.second_layer(a, computed, rows, out.tensor, columns=columns, num_sms=num_sms)
+
+            y = schedule.combine(out.tensor, plan, call.order, compute)
+        # No view, of which autograd would allow less than of a tensor, and which would lose FSDP's hooks when somebody
+        # writes into it. Here, so that no function stands between the caller's gradient and the check of it.
+        return y if call.out_shape is None else torch.ops.aten._unsafe_view(y, call.out_shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        heap = ctx.call.plan.heap
+        with told(heap, SEND):
+            heap.fail_for(memory_problem("the gradient of y", dy), SEND)
+            return _backward(ctx, dy.reshape(-1, dy.shape[-1]))
+
+
+def _backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    call = ctx.call
+    _, needs_x, needs_probs, *_ = ctx.needs_input_grad
+    gradients = control.gradients_index(x=needs_x, probs=needs_probs)
+    x, received, *rest = ctx.saved_tensors
+    computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
+    plan, schedule, fc1, fc2 = call.plan, call.schedule, call.experts.fc1, call.experts.fc2
+    weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
+    both = ((fc1, weights1), (fc2, weights2))
+    heap, hidden = plan.heap, dy.shape[1]
+    _, row_to_packed_row = plan.received_index()
+    arrived = None
+    if received is None:
+        sent = _on_wire(x, call.wire.rows)
+        received = call.receive(sent, name=RECEIVED).tensor
+        arrived = schedule.dispatch_rows(sent, plan, received, gradients=gradients)  # who goes where is in the plan
+    trains = needs_x, True
+    rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tensors, trains=trains)
+    with nullcontext() if arrived is None else arrived as parts:
+        if computed.h is None:
+            computed, _ = experts.first_layer(rows, num_rows=call.num_rows, parts=parts)
+    sent = _on_wire(kernel_rows(dy), call.wire.gradients)
+    d_out = call.receive(sent, name="output gradients").tensor
+    with schedule.dispatch_rows(sent, plan, d_out, gradients=gradients) as parts:
+        # Holds both leases, beyond this call if weight gradients are delayed.
+        step = experts.backward(rows, computed, d_out, parts=parts, needs_scale=needs_probs)
+    # Without weight gradients there is nothing to run beside; those of adapters take no time worth it.
+    computes = any(w.requires_grad and not fc.delay_wgrad for fc, ws in both for w in ws)
+    combining = schedule if computes else Serial(call.layout)
+    lease: AbstractContextManager[Lease | None] = nullcontext()
+    if needs_x:
+        lease = heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT)
+    with lease as input_gradients:
+        d_rows = None if input_gradients is None else input_gradients.tensor
+        if d_rows is not None:
+            step.input_gradient(d_rows)
+        trip: AbstractContextManager[Collection | None] = nullcontext()
+        if gradients:
+            d_scale = step.d_scale if needs_probs else None
+            trip = combining.combine_beside(d_rows, plan, call.order, d_scale, gradients=gradients)
+        with trip as collection:
+            compute = partial(call.weight_gradients, is_beside=collection is not None)
+            dw2 = compute(fc2, weights2, step.w2_gradient)
+            dw1 = compute(fc1, weights1, step.w1_gradient)
+            d_adapters = step.adapter_gradients()
+    dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
+    return None, dx, d_probs, step.db1, step.db2, *dw1, *dw2, *d_adapters

@@ -1,0 +1,126 @@
+"""The weight of one linear layer as operands of a recipe: made anew in each call, or held for several (HeldWeight)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from symmoe.errors import ArgumentError
+from symmoe.precision.operands import Operand
+from symmoe.precision.products import LowPrecision
+from symmoe.symm_mem.streams import capture_id
+
+Directions = tuple[Operand, Operand | None]
+
+
+def weight_operands(
+    numbers: LowPrecision, weight: torch.Tensor, *, transposed: bool, held: HeldWeight | None = None
+) -> Directions:
+    """Of forward, and of dgrad if `transposed`, from [G, O, C] in the working dtype.
+
+    held: where to look for them first, and to leave them; None: they are made.
+    """
+    if held is not None:
+        return held.operands(numbers, weight, transposed=transposed)
+    return numbers.weight_pair(weight) if transposed else (numbers.weight(weight), None)
+
+
+class _Made(NamedTuple):
+    directions: Directions
+    stream: torch.cuda.Stream | None
+    is_there: torch.cuda.Event | None
+
+
+class HeldWeight:
+    """Operands of one layer's weight while it does not change: made when they are first asked for, until `close`.
+
+    A reader on another stream than the one they were made on waits for them there. Of a copied or pickled layer nothing
+    is held: nobody would close it.
+
+    Args:
+        parameters: the weight, packed or discrete; DTensors themselves, since their local parts have no version of
+            their own, and what FSDP gathers them into has none that changes. The CUDA graph that the current stream of
+            their device captures, if any, is the only one whose calls get the operands: to another graph, or outside,
+            the memory would mean nothing.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters, self._device = parameters, parameters[0].device
+        self._capture = capture_id(self._device)
+        self._is_open = True
+        self._versions: list[int] | None = None
+        self._dtype_to_made: dict[torch.dtype, _Made] = {}
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def close(self) -> None:
+        """Lets go of the operands; calls that come later, e.g. of a backward pass, make their own."""
+        self._is_open = False
+        self._dtype_to_made.clear()
+
+    def problem(self) -> ArgumentError | None:
+        """What keeps a forward pass from taking what is held: the parameters have been written to since it was made, or
+        the call is captured and the block is not, or the other way round. Does not synchronise the host."""
+        if not self._is_open:
+            return None
+        if capture_id(self._device) != self._capture:
+            return ArgumentError(
+                f"constant_weights was entered {_where(self._capture)}, and this call is "
+                f"{_where(capture_id(self._device))}: enter and leave it in one CUDA graph, or outside of all"
+            )
+        if self._versions is None:
+            return None
+        # Which one of discrete weights it was, versions do not say: those made in one storage share a counter.
+        for parameter, found, first in zip(self._parameters, self._versions_now(), self._versions, strict=True):
+            if found != first:
+                return ArgumentError(
+                    f"a weight {list(parameter.shape)} is at version {found}, and was at version {first} when it was "
+                    "quantised: it has been written to inside constant_weights"
+                )
+        return None
+
+    def operands(self, numbers: LowPrecision, weight: torch.Tensor, *, transposed: bool) -> Directions:
+        """As weight_operands."""
+        if not self._is_open or capture_id(self._device) != self._capture:
+            return weight_operands(numbers, weight, transposed=transposed)
+        if self._versions is None:
+            self._versions = self._versions_now()
+        made = self._dtype_to_made.get(weight.dtype)
+        if made is None or (transposed and made.directions[1] is None):
+            made = self._dtype_to_made[weight.dtype] = _make(numbers, weight, transposed)
+        _read_here(made)
+        forward, transposed_operand = made.directions
+        return forward, transposed_operand if transposed else None
+
+    def _versions_now(self) -> list[int]:
+        return [0 if parameter.is_inference() else parameter._version for parameter in self._parameters]
+
+
+def _make(numbers: LowPrecision, weight: torch.Tensor, transposed: bool) -> _Made:
+    directions = weight_operands(numbers, weight, transposed=transposed)
+    if not weight.is_cuda:
+        return _Made(directions, None, None)
+    stream, is_there = torch.cuda.current_stream(weight.device), torch.cuda.Event()
+    is_there.record(stream)
+    return _Made(directions, stream, is_there)
+
+
+def _read_here(made: _Made) -> None:
+    """Makes the current stream wait for operands of another one, and their memory for the current stream."""
+    if made.stream is None or made.is_there is None:
+        return
+    stream = torch.cuda.current_stream(made.stream.device)
+    if stream == made.stream:
+        return
+    stream.wait_event(made.is_there)
+    for operand in made.directions:
+        for tensor in operand or ():
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+def _where(capture: int) -> str:
+    return f"inside the capture of CUDA graph {capture}" if capture else "outside of a capture"

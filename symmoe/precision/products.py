@@ -1,0 +1,111 @@
+"""The three products of a grouped linear layer in a recipe's numbers, from rows and weights in the working dtype.
+
+    forward  rows, along features      x  weight               y
+    dgrad    d_y, along features       x  transposed weight    d_x
+    wgrad    d_y, along tokens         x  rows, along tokens   d_weight
+
+G groups, C input features, O output features, N rows sorted by group. The weight is quantised in forward, for both
+directions; backward takes what forward has made. Gradients may be rounded stochastically (Recipe).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from symmoe import kernels
+from symmoe.errors import ArgumentError
+from symmoe.kernels.table import TensorTable
+from symmoe.precision.operands import Operand, gradient_seeds, multiply, multiply_columns, operand
+from symmoe.precision.recipes import Recipe
+
+_BIAS_WIDTH = 8  # features of the product of zeros that a bias is added by: 16 bytes or more
+
+
+@dataclass(frozen=True, slots=True)
+class LowPrecision:
+    """Operands and products of one recipe. row_index: int32[N], where row r is rows[row_index[r]]; None: rows[r]."""
+
+    recipe: Recipe
+
+    def rows(self, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
+        """Of forward."""
+        return operand(self.recipe.quantize(rows, row_start, row_index=row_index))
+
+    def weight(self, weight: torch.Tensor) -> Operand:
+        """Of forward, from [G, O, C]."""
+        return operand(self.recipe.quantize_weight(weight))
+
+    def weight_pair(self, weight: torch.Tensor) -> tuple[Operand, Operand]:
+        """Of forward and of dgrad, from [G, O, C], which is read once for both where the recipe allows it."""
+        weight_operand, transposed = map(operand, self.recipe.quantize_weight_pair(weight))
+        return weight_operand, transposed
+
+    def gradient_rows(
+        self, d_rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
+    ) -> Operand:
+        """Of dgrad."""
+        seeds = gradient_seeds(self.recipe, d_rows, row_start, row_index)
+        return operand(self.recipe.quantize(d_rows, row_start, row_index=row_index, seeds=seeds))
+
+    def columns(self, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
+        """Of wgrad, from rows or activations."""
+        return operand(self.recipe.quantize_columns(rows, row_start, row_index=row_index))
+
+    def gradient_columns(
+        self, d_rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
+    ) -> Operand:
+        """Of wgrad, from gradients."""
+        seeds = gradient_seeds(self.recipe, d_rows, row_start, row_index)
+        # Not the words that the rows were rounded by.
+        seeds = None if seeds is None else seeds + 1
+        return operand(self.recipe.quantize_columns(d_rows, row_start, row_index=row_index, seeds=seeds))
+
+
+def weight_gradient(
+    d_rows: Operand,
+    rows: Operand,
+    row_start: torch.Tensor,
+    out: torch.Tensor | TensorTable,
+    *,
+    accumulate: bool,
+    num_sms: int | None = None,
+) -> None:
+    """out [G, O, C] (+)= d_rows_g^T rows_g, of columns. ArgumentError if `out` is no packed tensor."""
+    if isinstance(out, TensorTable):
+        raise ArgumentError(f"out ({out}) must be one packed tensor where quantised numbers are multiplied")
+    multiply_columns(d_rows, rows, row_start, out, accumulate=accumulate, num_sms=num_sms)
+
+
+def product(
+    rows: Operand,
+    weight: Operand,
+    row_start: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
+    columns: tuple[int, int] | None = None,
+    zero_tail: bool = False,
+    num_sms: int | None = None,
+) -> None:
+    """out [N, O] = rows @ weight^T + bias * bias_scale, as the kernel grouped_gemm. With a bias, the product is rounded
+    before the bias is added, in fp32, and the sum again."""
+    multiply(rows, weight, row_start, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
+    if bias is None:
+        return
+    zeros = out.new_zeros((out.shape[0], _BIAS_WIDTH))
+    nothing = out.new_zeros((*bias.shape, _BIAS_WIDTH))
+    ops = kernels.for_device(out.device)
+    ops.grouped_gemm(
+        zeros,
+        nothing,
+        row_start,
+        out,
+        bias=bias,
+        bias_scale=bias_scale,
+        accumulate=True,
+        columns=columns,
+        num_sms=num_sms,
+    )

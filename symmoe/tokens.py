@@ -1,0 +1,299 @@
+"""`dispatch_tokens` and `combine_tokens`: tokens to the ranks of their experts, and rows home, with autograd.
+
+The backward of each is the other's trip. For experts of any kind that take rows sorted by expert; MoELayer uses the
+packed layout and fuses the trips with its GEMMs (symmoe/moe/ep_step.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol, overload
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
+from symmoe.checks.buffers import buffer_problem, memory_problem, tensor_problem
+from symmoe.combine.trip import PHASE as COLLECT
+from symmoe.combine.trip import Collection, collect_rows, on_heap
+from symmoe.dispatch.plan import Plan, is_one_of
+from symmoe.dispatch.slots import PHASE as SEND
+from symmoe.dispatch.trip import (
+    send_expert_major,
+    send_expert_major_gradient,
+    send_packed,
+    send_packed_gradient,
+)
+from symmoe.errors import ArgumentError, StaleLease, SymmoeError
+from symmoe.kernels import control
+from symmoe.kernels.operands import given
+from symmoe.symm_mem.told import told
+
+
+@overload
+def dispatch_tokens(
+    x: torch.Tensor, plan: Plan, *, probs: torch.Tensor, out: torch.Tensor | None = None, order: str = "rank"
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def dispatch_tokens(
+    x: torch.Tensor, plan: Plan, *, probs: None = None, out: torch.Tensor | None = None, order: str = "rank"
+) -> tuple[torch.Tensor, None]: ...
+
+
+def dispatch_tokens(
+    x: torch.Tensor,
+    plan: Plan,
+    *,
+    probs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    order: str = "rank",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sends every token to the ranks of its experts. Collective; does not synchronise the host. Differentiable.
+
+    Rows are ordered expert, source rank, token, k; `plan.splits` says how many each local expert has. One copy of a
+    token goes over the wire per rank, however many experts it has there.
+
+    Backward is collective too and computes what is asked for: each of `x` and `probs` requires a gradient on all ranks
+    or on none.
+
+    Args:
+        x: [T, H] fp32, fp16 or bf16, T as in the plan; H * itemsize must be a multiple of 16 on GPUs.
+        plan: from make_plan.
+        probs: fp32 [T, K], the weight of each slot; travels along and gets its gradient back.
+        out: [plan.row_capacity, H] on the heap for the rows, which land there. None: the rows are copied out of a
+            transient lease into memory of their own (counted in `heap.statistics`). Given by all ranks or by none.
+        order: in which the backward pass sums a token's gradients (see combine_tokens). With "rank", backward
+            overwrites a gradient of the rows that lies on the heap: a buffer given as `grad_input_out` or `grad_out`
+            further up is consumed.
+
+    Returns:
+        rows [N, H] with exact capacity, [capacity, H] with an undefined tail with static capacity; and row_probs
+        fp32 [N] or [capacity], or None without probs.
+
+    Raises:
+        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
+            heap, or in heap.synchronize).
+        ConfigMismatch: ranks disagree on H, dtype, or whether there are probs or an `out` (then their layouts differ);
+            likewise.
+        PeerTimeout: a rank did not come.
+    """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
+    heap = plan.heap
+    heap.check()
+    with told(heap, SEND):
+        heap.fail_for(
+            _rows_problem("x", x, plan, plan.num_tokens) or _dispatch_problem(x, plan, probs, out, order), SEND
+        )
+        rows, row_probs = _Dispatch.apply(x, probs, plan, out, order)
+    return rows, row_probs
+
+
+class _DispatchContext(Context, Protocol):
+    plan: Plan
+    order: str
+
+
+class _Dispatch(Function):
+    """The backward of dispatch is combine over the same plan."""
+
+    @staticmethod
+    def forward(
+        ctx: _DispatchContext,
+        x: torch.Tensor,
+        probs: torch.Tensor | None,
+        plan: Plan,
+        out: torch.Tensor | None,
+        order: str,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.plan, ctx.order = plan, order
+        x, probs = x.contiguous(), None if probs is None else probs.contiguous()
+        if out is None:
+            rows, row_probs = _send_and_unpack(x, plan, probs)
+        else:
+            row_probs = send_expert_major(x, plan, out, probs)
+            rows = plan.rows_of(wrote_into(out)).detach()
+        return rows, None if row_probs is None else plan.rows_of(row_probs).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: _DispatchContext, d_rows: torch.Tensor, d_row_probs: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        plan, (needs_x, needs_probs, *_) = ctx.plan, ctx.needs_input_grad
+        heap, gradients = plan.heap, control.gradients_index(x=needs_x, probs=needs_probs)
+        with told(heap, COLLECT):
+            if needs_x:
+                heap.fail_for(memory_problem("the gradient of rows", d_rows), COLLECT)
+            if needs_probs:
+                d_row_probs = given("d_row_probs", d_row_probs)
+                heap.fail_for(memory_problem("the gradient of row_probs", d_row_probs), COLLECT)
+                d_row_probs = d_row_probs.contiguous()
+            else:
+                d_row_probs = None
+            with on_heap(d_rows, plan, name="input gradients") if needs_x else nullcontext() as rows:
+                collection = Collection(rows, plan, order=ctx.order, row_values=d_row_probs, gradients=gradients)
+                with collection:
+                    collection.collect()
+        return collection.out, collection.values, None, None, None
+
+
+def _send_and_unpack(
+    x: torch.Tensor, plan: Plan, probs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    with _packed_lease(x, plan) as packed:
+        row_probs = send_packed(x, plan, packed, probs)
+        return _unpack_rows(packed, plan), row_probs
+
+
+def _dispatch_problem(
+    x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
+) -> SymmoeError | None:
+    if not is_one_of(order, control.ORDERS):
+        return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
+    if probs is not None:
+        shape = plan.num_tokens, plan.top_k
+        error = tensor_problem("probs", probs, shape=shape, dtypes=(torch.float32,), device=x.device)
+        if error is not None:
+            return error
+    if out is None:
+        return None
+    shape = (plan.row_capacity, x.shape[1])
+    return buffer_problem("out", out, shape=shape, dtype=x.dtype, device=x.device, inputs=(x,), heap=plan.heap)
+
+
+def combine_tokens(
+    expert_out: torch.Tensor, plan: Plan, *, order: str = "rank", grad_out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums every token's rows on its own rank. Collective; does not synchronise the host. Differentiable.
+
+    The sum is unweighted: apply the probs in the experts.
+
+    Args:
+        expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. On the heap it is read in
+            place, and with order "rank" the primary rows of peers' tokens are overwritten (its version counter tells
+            autograd, whether or not there are any). Anywhere else it is copied to the heap first: the slow path,
+            counted in `heap.statistics`.
+        plan: of the dispatch.
+        order: "rank": a token's rows on one rank are summed first, then ranks are summed; least traffic. "slot": the
+            K rows are summed in k order; bitwise independent of the number of ranks.
+        grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what
+            they held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into memory
+            of its own (counted).
+
+    Returns:
+        [T, H].
+
+    Raises:
+        ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
+            heap, or in heap.synchronize).
+        ConfigMismatch: ranks disagree on H, dtype or order; likewise.
+        StalePlan: nothing has been dispatched with the plan.
+        PeerTimeout: a rank did not come.
+    """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"plan ({type(plan).__name__}) must be what make_plan returns")
+    heap = plan.heap
+    heap.check()
+    with told(heap, COLLECT):
+        heap.fail_for(_combine_problem(expert_out, plan, order, grad_out), COLLECT)
+        y: torch.Tensor = _Combine.apply(expert_out, plan, order, grad_out)
+    return y
+
+
+class _CombineContext(Context, Protocol):
+    plan: Plan
+    grad_out: GradientBuffer
+    num_rows: int
+
+
+class _Combine(Function):
+    """The backward of combine is dispatch over the same plan."""
+
+    @staticmethod
+    def forward(
+        ctx: _CombineContext, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.plan, ctx.grad_out, ctx.num_rows = plan, GradientBuffer("grad_out", grad_out), expert_out.shape[0]
+        with on_heap(expert_out, plan, name="expert output") as rows:
+            return collect_rows(rows, plan, order=order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _CombineContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        plan, buffer = ctx.plan, ctx.grad_out.tensor
+        with told(plan.heap, SEND):
+            plan.heap.fail_for(memory_problem("the gradient of y", dy) or ctx.grad_out.problem(), SEND)
+            if buffer is None:
+                d_rows = _receive_gradient(dy.contiguous(), plan)
+            else:
+                send_expert_major_gradient(dy.contiguous(), plan, buffer)
+                d_rows = ctx.grad_out.hand_on(buffer)
+            ctx.grad_out.end_backward()
+        if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
+            d_rows = torch.cat([d_rows, d_rows.new_zeros(ctx.num_rows - d_rows.shape[0], d_rows.shape[1])])
+        return d_rows, None, None, None
+
+
+def _combine_problem(
+    expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
+) -> SymmoeError | None:
+    if not is_one_of(order, control.ORDERS):
+        return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
+    if plan.not_dispatched is not None:
+        return plan.not_dispatched
+    least = plan.row_capacity if plan.num_rows is None else plan.num_rows
+    error = _rows_problem("expert_out", expert_out, plan, least, plan.row_capacity)
+    if error is not None or grad_out is None:
+        return error
+    return buffer_problem(
+        "grad_out",
+        grad_out,
+        shape=tuple(expert_out.shape),
+        dtype=expert_out.dtype,
+        device=expert_out.device,
+        inputs=(expert_out,),
+        heap=plan.heap,
+    )
+
+
+def _receive_gradient(dy: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The gradient of the rows [N_cap, H] in memory of their own, from the gradient of the tokens. Collective."""
+    with _packed_lease(dy, plan) as packed:
+        send_packed_gradient(dy, plan, packed)
+        return _unpack_rows(packed, plan)
+
+
+@contextmanager
+def _packed_lease(x: torch.Tensor, plan: Plan) -> Iterator[torch.Tensor]:
+    """A transient receive buffer for a caller that brought none: what arrives in it has to be copied out."""
+    plan.heap.statistics.num_staging_copies += 1
+    shape = (plan.packed_row_capacity, x.shape[1])
+    with plan.heap.lease(shape, x.dtype, name="packed rows", phase=SEND) as packed:
+        yield packed.tensor
+
+
+def _unpack_rows(packed: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Each row's packed row: [P_cap, H] to [N, H] with exact capacity, [N_cap, H] with static capacity."""
+    _, row_to_packed_row = plan.received_index()
+    return packed.index_select(0, plan.rows_of(row_to_packed_row))
+
+
+def _rows_problem(name: str, rows: torch.Tensor, plan: Plan, *num_rows: int) -> ArgumentError | StaleLease | None:
+    """What is wrong with a [N, H] tensor that is to travel by `plan`, or None. num_rows: what N may be."""
+    error = tensor_problem(name, rows, shape=("N", "H"), dtypes=control.DTYPES, device=plan.heap.device)
+    if error is not None:
+        return error
+    if rows.shape[0] not in num_rows:
+        return ArgumentError(f"{name} has {rows.shape[0]} rows; this plan needs {num_rows[0]}")
+    if not 1 <= rows.shape[1] <= control.MAX_HIDDEN:
+        return ArgumentError(f"{name} has rows of {rows.shape[1]} features; it must be 1 to {control.MAX_HIDDEN}")
+    if rows.device.type == "cuda" and rows.shape[1] * rows.element_size() % control.ACCESS_BYTES:
+        return ArgumentError(
+            f"{name} has rows of {rows.shape[1]} x {rows.element_size()} bytes; on GPUs a row must be a multiple of "
+            f"{control.ACCESS_BYTES}"
+        )
+    return None

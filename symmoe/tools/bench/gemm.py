@@ -1,0 +1,227 @@
+"""The suite "gemm": every product of a step by itself, beside torch._grouped_mm and eager activations. Local.
+
+fc1, dfc2, wgrad2 and wgrad1 are the layer's calls, which gather and fuse; names that end in -plain are contiguous
+products alone. The stock way has its rows gathered beforehand. Ours writes into tensors that exist, which torch's
+cannot. TFLOP/s count the products of the mean rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from symmoe import kernels
+from symmoe.kernels.activation import Activation
+from symmoe.tools.bench.problem import DTYPE, Problem
+from symmoe.tools.bench.records import Record, tflops
+from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
+from symmoe.tools.bench.run import Run, case_record
+from symmoe.tools.bench.stock import (
+    STOCK,
+    grouped_mm,
+    grouped_wgrad,
+    swiglu,
+    swiglu_grad,
+)
+from symmoe.tools.bench.timing import Variant, in_steps
+
+_SAMPLED_EXPERTS = 3
+_ACTIVATION = Activation()
+
+PerGroup = Callable[[int], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One call of a step.
+
+    Attributes:
+        direction: of the step.
+        products: matrix products of N rows, H and I that it counts for: fc1 has two.
+        run: writes the outputs.
+        outputs: what has been written, with all groups in one tensor.
+        reference: group g's outputs in fp32.
+        stock: the same by stock torch, returned.
+    """
+
+    direction: str
+    products: int
+    run: Callable[[], object]
+    outputs: list[torch.Tensor]
+    reference: PerGroup
+    stock: Callable[[], list[torch.Tensor]]
+
+
+def bench_gemm(problem: Problem, run: Run) -> list[Record]:
+    """Each product and its stock counterpart, in turn."""
+    records = []
+    row_start = problem.local_rows.row_start.tolist()
+    for name, product in products(problem).items():
+        ours, stock = name, f"{name} {STOCK}"
+        times, errors = run.measure_kernels([_ours(ours, product, row_start), _stock(stock, product, row_start)])
+        flops = 2 * product.products * problem.case.num_slots * problem.case.shape.hidden * problem.case.shape.ffn
+        stock_tflops = tflops(flops, times[stock][:, 0])
+        for variant, taken in times.items():
+            figures: Record = {"tflops": tflops(flops, taken[:, 0]), "error": errors[variant]}
+            if variant == ours:
+                figures |= {"stock_tflops": stock_tflops, "yardstick": "stock_tflops"}
+            records.append(case_record(problem, "gemm", variant, product.direction, taken[:, 0], **figures))
+    return records
+
+
+def products(problem: Problem) -> dict[str, Product]:
+    """The products of a step on this rank's rows."""
+    ops, local, shape = kernels.for_device(problem.device), problem.local_rows, problem.case.shape
+    w1, w2, row_start, scale = problem.w1.detach(), problem.w2.detach(), local.row_start, local.row_probs
+    index, ends = local.row_to_packed_row, local.row_start[1:]
+    num_rows, num_groups, width = problem.num_rows, problem.experts_per_rank, 2 * shape.ffn
+    generator = torch.Generator(problem.device).manual_seed(problem.rank)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=DTYPE, device=problem.device)
+
+    def blank(*size: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=problem.device)
+
+    rows, d_rows_in = local.packed[index.long()], local.d_packed[index.long()]
+    h_in, a_in = normal(num_rows, width), normal(num_rows, shape.ffn)
+    h, dh, a, da = (blank(num_rows, columns) for columns in (width, width, shape.ffn, shape.ffn))
+    out, dscale = blank(num_rows, shape.hidden), blank(num_rows, dtype=torch.float32)
+    dw1, dw2 = torch.empty_like(w1), torch.empty_like(w2)
+    workspace = blank(ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32)
+    bounds = row_start.tolist()
+
+    def of(tensor: torch.Tensor, g: int) -> torch.Tensor:
+        return tensor[bounds[g] : bounds[g + 1]].float()
+
+    def fc1_reference(g: int) -> list[torch.Tensor]:
+        hidden = of(rows, g) @ w1[g].float().t()
+        gate, up = hidden.to(DTYPE).float().chunk(2, dim=1)
+        return [hidden, torch.nn.functional.silu(gate) * up * of(scale, g)[:, None]]
+
+    def fc1_stock() -> list[torch.Tensor]:
+        hidden = grouped_mm(rows, w1.transpose(1, 2), ends)
+        return [hidden, swiglu(hidden, scale)]
+
+    def dfc2_reference(g: int) -> list[torch.Tensor]:
+        hidden, factor = of(h_in, g).requires_grad_(), of(scale, g).clone().requires_grad_()
+        gate, up = hidden.chunk(2, dim=1)
+        value = torch.nn.functional.silu(gate) * up * factor[:, None]
+        gradients = torch.autograd.grad(value, (hidden, factor), of(d_rows_in, g) @ w2[g].float())
+        return [gradients[0], value.detach(), gradients[1]]
+
+    def dfc2_stock() -> list[torch.Tensor]:
+        return swiglu_grad(grouped_mm(d_rows_in, w2, ends), h_in, scale)
+
+    def dgrad2(g: int) -> list[torch.Tensor]:
+        return [of(d_rows_in, g) @ w2[g].float()]
+
+    def wgrad(left: torch.Tensor, right: torch.Tensor) -> tuple[PerGroup, Callable[[], list[torch.Tensor]]]:
+        return lambda g: [of(left, g).t() @ of(right, g)], lambda: [grouped_wgrad(left, right, ends)]
+
+    wgrad2, wgrad1 = wgrad(d_rows_in, a_in), wgrad(h_in, rows)
+    return {
+        "fc1": Product(
+            "forward",
+            2,
+            lambda: ops.grouped_gemm_act(local.packed, w1, row_start, scale, h, a, _ACTIVATION, row_index=index),
+            [h, a],
+            fc1_reference,
+            fc1_stock,
+        ),
+        "fc1-plain": Product(
+            "forward",
+            2,
+            lambda: ops.grouped_gemm(rows, w1, row_start, h),
+            [h],
+            lambda g: [of(rows, g) @ w1[g].float().t()],
+            lambda: [grouped_mm(rows, w1.transpose(1, 2), ends)],
+        ),
+        "fc2": Product(
+            "forward",
+            1,
+            lambda: ops.grouped_gemm(a_in, w2, row_start, out),
+            [out],
+            lambda g: [of(a_in, g) @ w2[g].float().t()],
+            lambda: [grouped_mm(a_in, w2.transpose(1, 2), ends)],
+        ),
+        "dfc2": Product(
+            "backward",
+            1,
+            lambda: ops.grouped_gemm_dact(
+                local.d_packed, w2, row_start, h_in, scale, dh, a, dscale, workspace, _ACTIVATION, row_index=index
+            ),
+            [dh, a, dscale],
+            dfc2_reference,
+            dfc2_stock,
+        ),
+        "dfc2-plain": Product(
+            "backward",
+            1,
+            lambda: ops.grouped_gemm_dgrad(d_rows_in, w2, row_start, da),
+            [da],
+            dgrad2,
+            lambda: [grouped_mm(d_rows_in, w2, ends)],
+        ),
+        "dfc1": Product(
+            "backward",
+            2,
+            lambda: ops.grouped_gemm_dgrad(h_in, w1, row_start, out),
+            [out],
+            lambda g: [of(h_in, g) @ w1[g].float()],
+            lambda: [grouped_mm(h_in, w1, ends)],
+        ),
+        "wgrad2": Product(
+            "backward",
+            1,
+            lambda: ops.grouped_gemm_wgrad(local.d_packed, a_in, row_start, dw2, dout_index=index),
+            [dw2],
+            *wgrad2,
+        ),
+        "wgrad2-plain": Product(
+            "backward", 1, lambda: ops.grouped_gemm_wgrad(d_rows_in, a_in, row_start, dw2), [dw2], *wgrad2
+        ),
+        "wgrad1": Product(
+            "backward",
+            2,
+            lambda: ops.grouped_gemm_wgrad(h_in, local.packed, row_start, dw1, rows_index=index),
+            [dw1],
+            *wgrad1,
+        ),
+        "wgrad1-plain": Product(
+            "backward", 2, lambda: ops.grouped_gemm_wgrad(h_in, rows, row_start, dw1), [dw1], *wgrad1
+        ),
+    }
+
+
+def _ours(name: str, product: Product, bounds: list[int]) -> Variant:
+    def verify() -> float:
+        for output in product.outputs:
+            output.fill_(torch.nan)
+        product.run()
+        return _error(product, product.outputs, bounds)
+
+    return Variant(name, (product.direction,), in_steps(product.run), verify, MAX_ERROR)
+
+
+def _stock(name: str, product: Product, bounds: list[int]) -> Variant:
+    return Variant(
+        name,
+        (product.direction,),
+        in_steps(product.stock),
+        lambda: _error(product, product.stock(), bounds),
+        MAX_ERROR,
+    )
+
+
+def _error(product: Product, outputs: list[torch.Tensor], bounds: list[int]) -> float:
+    """The largest relative error of any output of a few experts that have rows, spread over all of them."""
+    busy = [g for g in range(len(bounds) - 1) if bounds[g + 1] > bounds[g]]
+    errors = []
+    for g in busy[:: max(1, len(busy) // _SAMPLED_EXPERTS)]:
+        for output, expected in zip(outputs, product.reference(g), strict=True):
+            got = output[g] if output.ndim == 3 else output[bounds[g] : bounds[g + 1]]
+            errors.append(relative_error(got, expected))
+    return largest(errors)

@@ -1,0 +1,127 @@
+"""What a step must give, in fp32, for a few tokens and a few experts. Shares nothing with what it checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from symmoe.tools.bench.problem import Problem
+
+MAX_ERROR = 3e-2  # of bf16 steps, relative; the layers measured so far have up to 1e-2
+_SAMPLED_TOKENS = 4
+_SAMPLED_ROWS = 64
+_CHUNK_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReference:
+    """One local expert: its weights' gradients, and its first rows and their gradients. fp32."""
+
+    local: int
+    rows: slice
+    out: torch.Tensor
+    d_rows: torch.Tensor
+    dw1: torch.Tensor
+    dw2: torch.Tensor
+
+
+class Reference:
+    """Results of a few tokens of this rank, spread over the batch, and of two of its experts: the busiest and the last.
+
+    Args:
+        problem: whose step it is.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        num_tokens = problem.case.num_tokens
+        count = min(_SAMPLED_TOKENS, num_tokens)
+        self.token_index = torch.linspace(0, num_tokens - 1, count).long().to(problem.device)
+        self.y, self.dx, self.dprobs = _tokens(problem, self.token_index)
+        splits = problem.routing.splits[problem.rank]
+        self.experts = [_expert(problem, local) for local in sorted({int(splits.argmax()), len(splits) - 1})]
+
+    def step_error(
+        self, y: torch.Tensor, dx: torch.Tensor, dprobs: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor
+    ) -> float:
+        """The largest relative error of a step's results: of any row of y and dx, of dprobs, and of any dw."""
+        index = self.token_index
+        errors = [
+            row_error(y[index], self.y),
+            row_error(dx[index], self.dx),
+            relative_error(dprobs[index], self.dprobs),
+        ]
+        return largest([*errors, self._weight_error(dw1, dw2)])
+
+    def experts_error(self, out: torch.Tensor, d_rows: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
+        """Likewise of the GEMMs alone: of rows before they are summed."""
+        errors = [row_error(out[e.rows], e.out) for e in self.experts]
+        errors += [row_error(d_rows[e.rows], e.d_rows) for e in self.experts]
+        return largest([*errors, self._weight_error(dw1, dw2)])
+
+    def _weight_error(self, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
+        pairs = [(dw1[e.local], e.dw1) for e in self.experts] + [(dw2[e.local], e.dw2) for e in self.experts]
+        return largest([relative_error(got, expected) for got, expected in pairs])
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """|got - expected| / |expected| (Euclidean); 0 for two zeros, infinite if only `expected` is zero."""
+    return row_error(got.reshape(1, -1), expected.reshape(1, -1))
+
+
+def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest relative error of any row of [., .]; 0 without rows."""
+    if not expected.numel():
+        return 0.0
+    difference = (got.detach().float() - expected.float()).norm(dim=1)
+    size = expected.float().norm(dim=1)
+    return float(torch.where((difference == 0) & (size == 0), 0.0, difference / size).max())
+
+
+def largest(errors: list[float]) -> float:
+    """NaN if any is."""
+    return float(np.max(errors)) if errors else 0.0
+
+
+def _expert_outputs(x: torch.Tensor, probs: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    gate, up = (x @ w1.t()).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up * probs[:, None]) @ w2.t()
+
+
+def _tokens(problem: Problem, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, dx, dprobs of some of this rank's tokens, one expert after the other."""
+    tokens = problem.tokens_of(problem.rank)
+    x, dy, probs = tokens.x[index].float(), tokens.dy[index].float(), tokens.probs[index]
+    chosen = problem.topk_idx[index]
+    y, dx, dprobs = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(probs)
+    for expert in chosen.unique().tolist():
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        rows, row_probs = x[token].requires_grad_(), probs[token, slot].requires_grad_()
+        out = _expert_outputs(rows, row_probs, *(w.float() for w in problem.weights_of(expert)))
+        d_rows, d_row_probs = torch.autograd.grad(out, (rows, row_probs), dy[token])
+        y.index_add_(0, token, out.detach())
+        dx.index_add_(0, token, d_rows)
+        dprobs[token, slot] = d_row_probs
+    return y, dx, dprobs
+
+
+def _expert(problem: Problem, local: int) -> ExpertReference:
+    token_of_row, slot_of_row = problem.routing.rows_of(problem.rank)
+    start = int(problem.routing.splits[problem.rank, :local].sum())
+    count = int(problem.routing.splits[problem.rank, local])
+    everything = problem.all_tokens
+    w1, w2 = (w.float().requires_grad_() for w in problem.weights_of(problem.first_expert + local))
+    dw1, dw2 = torch.zeros_like(w1), torch.zeros_like(w2)
+    sampled = slice(start, start + min(count, _SAMPLED_ROWS))
+    first = (w1.new_zeros(0, w1.shape[1]), w1.new_zeros(0, w1.shape[1]))
+    for chunk in range(start, start + count, _CHUNK_ROWS):
+        span = slice(chunk, min(chunk + _CHUNK_ROWS, start + count))
+        token, slot = (index[span].to(problem.device) for index in (token_of_row, slot_of_row))
+        x = everything.x[token].float().requires_grad_()
+        out = _expert_outputs(x, everything.probs.reshape(-1)[slot], w1, w2)
+        dx, *dw = torch.autograd.grad(out, (x, w1, w2), everything.dy[token].float())
+        dw1, dw2 = dw1 + dw[0], dw2 + dw[1]
+        if chunk == start:
+            first = (out.detach()[:_SAMPLED_ROWS], dx[:_SAMPLED_ROWS])
+    return ExpertReference(local, sampled, *first, dw1.detach(), dw2.detach())

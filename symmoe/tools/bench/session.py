@@ -1,0 +1,168 @@
+"""One call of `symmoe bench`: measure or load, print, write, draw, compare."""
+
+from __future__ import annotations
+
+import gc
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.bench import ranks as launch
+from symmoe.tools.bench import regression
+from symmoe.tools.bench.cases import check_case
+from symmoe.tools.bench.command import Options
+from symmoe.tools.bench.gemm import bench_gemm
+from symmoe.tools.bench.heap_size import heap_bytes
+from symmoe.tools.bench.layer import (
+    CEILING,
+    PRECISION,
+    VARIANTS,
+    bench_layer,
+    bench_precision,
+    bench_variants,
+)
+from symmoe.tools.bench.overhead import bench_overhead
+from symmoe.tools.bench.peers.run import measure_peers
+from symmoe.tools.bench.plot import draw
+from symmoe.tools.bench.problem import Problem, routing_of
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.records import (
+    Record,
+    load,
+    machine,
+    save,
+)
+from symmoe.tools.bench.run import Run
+from symmoe.tools.bench.stock import STOCK
+from symmoe.tools.bench.table import render
+from symmoe.tools.bench.trips import bench_combine, bench_dispatch, bench_plan
+
+CASE_SUITES: dict[str, Callable[[Problem, Run], list[Record]]] = {
+    "layer": bench_layer,
+    "variants": bench_variants,
+    "precision": bench_precision,
+    "plan": bench_plan,
+    "dispatch": bench_dispatch,
+    "combine": bench_combine,
+    "gemm": bench_gemm,
+}
+PEER_SUITES = ("layer", "dispatch", "combine")
+
+
+def run_session(options: Options) -> int:
+    """Collective over the ranks. Returns the exit status: 1 on rank 0 if a check failed."""
+    baseline = load(options.check) if options.check else None  # before an hour of measuring
+    if options.load:
+        records = [record for path in options.load for record in load(path)]
+        print(render(records), flush=True)
+        if options.json:
+            save(records, options.json)
+    else:
+        with launch.join() as ranks:
+            records = _measure_all(options, ranks)
+            if ranks.rank:
+                return 0
+    if options.plot:
+        draw(records, options.plot)
+    if baseline is None:
+        return 0
+    comparison = regression.compare(records, baseline)
+    print(comparison.report(), flush=True)
+    return 0 if comparison.passed else 1
+
+
+class _Report:
+    """The records so far. Rank 0 prints them, and writes them to the file after every suite: a run may be cut off."""
+
+    def __init__(self, options: Options, ranks: Ranks) -> None:
+        self.records: list[Record] = []
+        self._facts = machine(ranks.device) | {"command": _command_line(ranks)}
+        self._path, self._speaks = options.json, ranks.rank == 0
+        shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
+        self.say(", ".join(f"{key} {self._facts[key]}" for key in shown if self._facts[key]))
+
+    def say(self, text: str) -> None:
+        if self._speaks:
+            print(text, flush=True)
+
+    def add(self, heading: str, records: list[Record]) -> None:
+        if not records:
+            return
+        self.records += [record | self._facts for record in records]
+        self.say(f"\n{heading}\n{render(records)}")
+        if self._speaks and self._path:
+            save(self.records, self._path)
+
+
+def _measure_all(options: Options, ranks: Ranks) -> list[Record]:
+    """The records of all suites and peers, complete on rank 0. Collective."""
+    for case in options.cases:
+        check_case(case, ranks.num_ranks)
+    report = _Report(options, ranks)
+    num_bytes = int(options.heap_gib * 2**30) if options.heap_gib else _heap_bytes(options, ranks)
+    with SymmetricHeap(num_bytes=num_bytes) as heap:
+        run = Run(ranks, heap, options.repetitions)
+        for case in options.cases:
+            problem = Problem(case, ranks)
+            for suite in options.suites:
+                if suite in CASE_SUITES:
+                    report.add(f"{suite}: {case}", CASE_SUITES[suite](problem, run))
+            del problem
+            _free(ranks)
+        if "overhead" in options.suites:
+            report.add("overhead", bench_overhead(run))
+    _free(ranks)
+    _measure_peers(options, ranks, report)
+    return report.records
+
+
+def _measure_peers(options: Options, ranks: Ranks, report: _Report) -> None:
+    """Adds the peers' records, with the yardsticks of this run."""
+    suites = [suite for suite in PEER_SUITES if suite in options.suites]
+    if not suites or not options.peers:
+        return
+    records, reasons = measure_peers(
+        options.cases,
+        suites,
+        ranks,
+        repetitions=options.repetitions,
+        timeout_s=options.peer_timeout_s,
+        peers=options.peers,
+    )
+    for record in records:
+        if record["suite"] == "layer":
+            record["ceiling_tflops"] = _tflops_of(CEILING, record, report.records)
+            record["stock_tflops"] = _tflops_of(STOCK, record, report.records)
+    report.add("peers", records)
+    for name, reason in reasons.items():
+        report.say(f"{name}: not measured: {reason}")
+
+
+def _tflops_of(variant: str, record: Record, records: list[Record]) -> float | None:
+    same = ("suite", "preset", "ep", "tokens", "skew", "direction")
+    return next(
+        (r["tflops"] for r in records if r["variant"] == variant and all(r[key] == record[key] for key in same)), None
+    )
+
+
+def _heap_bytes(options: Options, ranks: Ranks) -> int:
+    num_ranks = ranks.num_ranks
+    suites = (VARIANTS, PRECISION) if "precision" in options.suites else (VARIANTS,)
+    return max(heap_bytes(case, num_ranks, max(routing_of(case, num_ranks).num_rows), suites) for case in options.cases)
+
+
+def _command_line(ranks: Ranks) -> str:
+    program = Path(sys.argv[0]).name
+    is_module = program == "__main__.py"
+    launcher = [f"torchrun --nproc-per-node={ranks.num_ranks}"] if ranks.num_ranks > 1 else ["python"] * is_module
+    return " ".join([*launcher, "-m symmoe" if is_module else program, *map(shlex.quote, sys.argv[1:])])
+
+
+def _free(ranks: Ranks) -> None:
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()

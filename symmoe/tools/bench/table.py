@@ -1,0 +1,43 @@
+"""Records as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from symmoe.tools.bench.records import Record, ratio
+
+# Heading, width, key, format.
+_COLUMNS = (
+    ("suite", -9, "suite", "s"),
+    ("variant", -34, "variant", "s"),
+    ("preset", -14, "preset", "s"),
+    ("ep", 3, "ep", "d"),
+    ("tokens", 7, "tokens", "d"),
+    ("skew", -8, "skew", "s"),
+    ("direction", -9, "direction", "s"),
+    ("ms", 10, "ms_median", ".4f"),
+    ("p10", 10, "ms_p10", ".4f"),
+    ("p90", 10, "ms_p90", ".4f"),
+    ("TFLOP/s", 9, "tflops", ".4g"),
+    ("ceiling", 8, "ceiling_tflops", ".4g"),
+    ("stock", 8, "stock_tflops", ".4g"),
+    ("wire GB/s", 10, "wire_gbs", ".4g"),
+    ("copy GB/s", 10, "copy_gbs", ".4g"),
+)
+
+
+def render(records: Sequence[Record]) -> str:
+    """A line for each record; "ratio" is to the yardstick of the same run."""
+    lines = [" ".join(_cell(head, width) for head, width, _, _ in _COLUMNS) + "   ratio"]
+    for record in records:
+        cells = [_cell(_shown(record.get(key), kind), width) for _, width, key, kind in _COLUMNS]
+        lines.append(" ".join(cells) + f" {_shown(ratio(record), '.3f'):>7}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _shown(value: object, kind: str) -> str:
+    return "" if value is None else format(value, kind)
+
+
+def _cell(text: str, width: int) -> str:
+    return text.ljust(-width) if width < 0 else text.rjust(width)

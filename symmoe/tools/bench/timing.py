@@ -1,0 +1,186 @@
+"""How things are timed: one protocol for everything that `symmoe bench` measures.
+
+1. Every variant runs once and its results are compared with a reference; a wrong one ends the run.
+2. Every variant runs `WARM_UP` times.
+3. Blocks of up to `BLOCK` repetitions: a barrier of hosts and devices, then one call of each variant in turn, again
+   and again, in an order that is shuffled for every repetition, the same in every run: a GPU runs faster after a call
+   that left it cool, and no variant shall always follow such a one. Before each call the ranks are aligned; on GPUs the
+   streams are, not the hosts. Steps follow each other without a pause, as in training, so they show the host's time
+   where the host is slower than the GPU. For kernels and trips by themselves the host gets a head start, and its time
+   does not show.
+4. A repetition takes as long as on its slowest rank. Median, 10th and 90th percentile are over the repetitions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from symmoe.errors import WrongResult
+from symmoe.tools.bench.ranks import Ranks
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+WARM_UP = 3
+BLOCK = 10
+
+Mark = Any  # a point in time as a Clock takes it
+
+
+class Clock(Protocol):
+    """Takes points in time and says how far they are apart."""
+
+    def mark(self) -> Mark:
+        """Now, on the stream or on the host."""
+
+    def intervals_ms(self, marks: Sequence[Mark]) -> list[float]:
+        """Milliseconds between neighbouring marks; waits until they have been reached."""
+
+
+class HostClock:
+    """Time of the host, which does not wait for a GPU."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def intervals_ms(self, marks: Sequence[float]) -> list[float]:
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
+
+
+@dataclass(frozen=True)
+class StreamMark:
+    """A point in time on a stream.
+
+    Attributes:
+        event: whose time it is.
+        reached: an event that comes no earlier, to be waited for. What a graph records cannot be: until the replay
+            gets there, the event is that of the replay before.
+    """
+
+    event: torch.cuda.Event
+    reached: torch.cuda.Event
+
+
+class StreamClock:
+    """Time of the current CUDA stream, by events."""
+
+    def mark(self) -> StreamMark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return StreamMark(event, event)
+
+    def intervals_ms(self, marks: Sequence[StreamMark]) -> list[float]:
+        marks[-1].reached.synchronize()
+        return [start.event.elapsed_time(end.event) for start, end in itertools.pairwise(marks)]
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of what runs on a device."""
+    return StreamClock() if device.type == "cuda" else HostClock()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do what is measured.
+
+    Attributes:
+        name: of the records.
+        directions: what lies between neighbouring marks of a call.
+        call: does it once and returns its marks, one more than there are directions.
+        verify: does it once and returns the largest relative error of its results (0 where they must be exact).
+        max_error: what is right.
+        reuses_marks: the marks of a call are those of the call before (a captured graph records the same events).
+    """
+
+    name: str
+    directions: tuple[str, ...]
+    call: Callable[[Clock], Sequence[Mark]]
+    verify: Callable[[], float]
+    max_error: float = 0.0
+    reuses_marks: bool = False
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the milliseconds of all repetitions."""
+
+    ms_median: float
+    ms_p10: float
+    ms_p90: float
+
+
+def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
+    """A Variant's call: the steps one after the other, with marks around each."""
+
+    def call(clock: Clock) -> list[Mark]:
+        marks = [clock.mark()]
+        for step in steps:
+            step()
+            marks.append(clock.mark())
+        return marks
+
+    return call
+
+
+def verify(variant: Variant, ranks: Ranks) -> float:
+    """The variant's largest relative error on any rank. Collective.
+
+    Raises:
+        WrongResult: on every rank, if it is more than the variant may have on any.
+    """
+    error = ranks.largest(variant.verify())
+    if not error <= variant.max_error:  # NaN is wrong too
+        raise WrongResult(f"{variant.name} is wrong: relative error {error:.3g}, allowed {variant.max_error:.3g}")
+    return error
+
+
+def measure(
+    variants: Sequence[Variant],
+    ranks: Ranks,
+    clock: Clock,
+    *,
+    repetitions: int,
+    block: int = BLOCK,
+    align: Callable[[], None] | None = None,
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Milliseconds [repetitions, directions] of every variant, by name, the largest of all ranks. Collective.
+
+    Args:
+        variants: they have been verified.
+        align: runs before every call; None is `ranks.align`.
+    """
+    align = align or ranks.align
+    for variant in variants:
+        for _ in range(WARM_UP):
+            align()
+            variant.call(clock)
+    times: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
+    for first in range(0, repetitions, block):
+        ranks.barrier()
+        ranks.head_start()
+        taken: dict[str, list[Sequence[Mark]]] = {variant.name: [] for variant in variants}
+        for repetition in range(first, min(first + block, repetitions)):
+            for variant in random.Random(repetition).sample(variants, len(variants)):
+                marks = taken[variant.name]
+                if variant.reuses_marks and marks:
+                    times[variant.name].append(clock.intervals_ms(marks.pop()))
+                align()
+                marks.append(variant.call(clock))
+        for name, marks in taken.items():
+            times[name] += [clock.intervals_ms(m) for m in marks]
+    ranks.barrier()
+    return {name: ranks.gather(np.array(rows)).max(axis=0) for name, rows in times.items()}
+
+
+def summarize(times_ms: npt.NDArray[np.float64]) -> Summary:
+    """Median and percentiles (linear between neighbours) of [repetitions]."""
+    low, median, high = np.percentile(times_ms, [10, 50, 90])
+    return Summary(float(median), float(low), float(high))

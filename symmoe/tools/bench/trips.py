@@ -1,0 +1,278 @@
+"""The suites "plan", "dispatch" and "combine": each trip by itself, beside a plain copy and a stock all-to-all.
+
+A trip is timed with both of its barriers and all that belongs to it: slots and probs, fan-out, pre-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from symmoe.combine.trip import collect_rows, collect_rows_and_values
+from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.trip import (
+    send_expert_major,
+    send_expert_major_gradient,
+    send_packed,
+    send_packed_gradient,
+)
+from symmoe.kernels.operands import given
+from symmoe.precision.recipes import Float8Block
+from symmoe.precision.wire import WireFormat
+from symmoe.tools.bench.problem import DTYPE, Problem
+from symmoe.tools.bench.records import Record, gbs, median_ms
+from symmoe.tools.bench.run import Run, case_record
+from symmoe.tools.bench.stock import STOCK, all_to_all, plan_exchange
+from symmoe.tools.bench.timing import DIRECTIONS, Variant, in_steps
+from symmoe.tools.bench.traffic import (
+    PeerCopy,
+    combine_bytes,
+    dispatch_bytes,
+    wire_bytes,
+)
+
+FP8 = Float8Block()
+Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]
+_INTEGERS = 4  # rows to be summed hold integers up to this, whose sums are exact in bf16
+
+
+def bench_plan(problem: Problem, run: Run) -> list[Record]:
+    """make_plan with exact capacity, which the host waits for, and with static capacity."""
+    capacities = {"exact": None, "static": problem.static_capacity}
+    variants = [_plan_variant(name, problem, run, capacity) for name, capacity in capacities.items()]
+    times, errors = run.measure_kernels(variants)
+    return [
+        case_record(problem, "plan", name, "forward", taken[:, 0], error=errors[name]) for name, taken in times.items()
+    ]
+
+
+def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
+    """Both layouts; forward with slots and probs, backward rows alone. In bf16, and quantised by the sender."""
+    hidden, plan = problem.case.shape.hidden, run.plan(problem)
+    sent = {"copy": dispatch_bytes(plan, hidden * DTYPE.itemsize)}
+    with ExitStack() as stack:
+        packed = stack.enter_context(run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed")).tensor
+        rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
+        variants = [_packed_variant(problem, plan, packed), _expert_major_variant(problem, plan, rows)]
+        copies = {variant.name: "copy" for variant in variants}
+        if hidden % FP8.feature_multiple == 0:
+            wire = WireFormat(FP8, hidden)
+            sent["copy, float8-block"] = dispatch_bytes(plan, wire.row_bytes)
+            variants += [
+                _packed_variant(problem, plan, _words(packed, wire), wire),
+                _expert_major_variant(problem, plan, _words(rows, wire), wire),
+            ]
+            copies |= {variant.name: "copy, float8-block" for variant in variants[2:]}
+        times, errors = run.measure_kernels([*variants, *_yardsticks(problem, run, sent, stack)])
+    moved = {name: sent[copy] for name, copy in copies.items()} | sent
+    return _records("dispatch", problem, run, times, errors, moved, copies)
+
+
+def bench_combine(problem: Problem, run: Run) -> list[Record]:
+    """Both orders; forward rows alone, backward with a value per row."""
+    hidden, plan = problem.case.shape.hidden, run.plan(problem)
+    received = {order: combine_bytes(plan, order, hidden * DTYPE.itemsize) for order in ("rank", "slot")}
+    with ExitStack() as stack:
+        rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
+        with run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed") as packed:
+            send_packed(problem.tokens.x.detach(), plan, packed.tensor, None)  # combine follows a dispatch
+        variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
+        # What this rank reads from r is what a copy that pushes writes on r: the matrix is transposed.
+        sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
+        times, errors = run.measure_kernels([*variants, *_yardsticks(problem, run, sent, stack)])
+    moved = {f"order={order}": each for order, each in received.items()} | sent
+    copies = {f"order={order}": f"copy {order}" for order in received}
+    return _records("combine", problem, run, times, errors, moved, copies)
+
+
+def _records(
+    suite: str,
+    problem: Problem,
+    run: Run,
+    times: Times,
+    errors: dict[str, float],
+    moved: dict[str, npt.NDArray[np.int64]],
+    copies: dict[str, str],
+) -> list[Record]:
+    """moved: by variant, bytes to or from each rank. copies: by variant of ours, the copy of as many bytes."""
+    wires = {name: wire_bytes(each, run.ranks) for name, each in moved.items()}
+    records = []
+    for name, taken in times.items():
+        for column in range(taken.shape[1]):
+            figures: Record = {"error": errors[name]}
+            if name in wires:
+                figures |= {"wire_bytes": wires[name], "wire_gbs": gbs(wires[name], taken[:, column])}
+            if copies.get(name) in times:
+                figures |= {
+                    "copy_gbs": gbs(wires[name], times[copies[name]]),
+                    "stock_ms": median_ms(times[STOCK]),
+                    "yardstick": "copy_gbs",
+                }
+            records.append(case_record(problem, suite, name, DIRECTIONS[column], taken[:, column], **figures))
+    return records
+
+
+def _yardsticks(problem: Problem, run: Run, sent: dict[str, npt.NDArray[np.int64]], stack: ExitStack) -> list[Variant]:
+    """The stock all-to-all, and copies of as many bytes, which end with `stack`; none on one rank, where nothing moves.
+
+    sent: by name, bytes to each rank.
+    """
+    if run.ranks.num_ranks == 1:
+        return []
+    copies = [PeerCopy(name, each, run.heap, run.ranks) for name, each in sent.items()]
+    for copy in copies:
+        stack.callback(copy.close)
+    return [stock_all_to_all(problem, run), *(copy.variant for copy in copies)]
+
+
+def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -> Variant:
+    def verify() -> float:
+        plan, routing = run.plan(problem, capacity), problem.routing
+        wrong = (plan.slot_to_row.cpu() != routing.slot_to_row[problem.rank]).sum()
+        wrong += (plan.slot_to_rank.cpu() != routing.slot_to_rank[problem.rank]).sum()
+        return float(wrong + (plan.splits.cpu() != routing.splits[problem.rank]).sum())
+
+    return Variant(name, ("forward",), in_steps(lambda: run.plan(problem, capacity)), verify)
+
+
+def _words(buffer: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    """As many rows on the wire, in the memory of bf16 rows, which are no shorter."""
+    return buffer.view(-1)[: buffer.shape[0] * wire.row_words].view(-1, wire.row_words)
+
+
+def _packed_variant(problem: Problem, plan: Plan, packed: torch.Tensor, wire: WireFormat | None = None) -> Variant:
+    x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
+
+    def forward() -> torch.Tensor | None:
+        return send_packed(_encoded(x, wire), plan, packed, probs)
+
+    def backward() -> None:
+        send_packed_gradient(_encoded(dy, wire), plan, packed)
+
+    def verify() -> float:
+        local = problem.local_rows
+        packed.fill_(torch.nan)
+        row_probs = forward()
+        wrong = _differing_bits(packed, _encoded(local.packed, wire))
+        wrong += _differing(given("row_probs", row_probs), local.row_probs)
+        packed.fill_(torch.nan)
+        backward()
+        return wrong + _differing_bits(packed, _encoded(local.d_packed, wire))
+
+    return Variant(_name("packed", wire), DIRECTIONS, in_steps(forward, backward), verify)
+
+
+def _expert_major_variant(problem: Problem, plan: Plan, rows: torch.Tensor, wire: WireFormat | None = None) -> Variant:
+    x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
+
+    def forward() -> torch.Tensor | None:
+        return send_expert_major(_encoded(x, wire), plan, rows, probs)
+
+    def backward() -> None:
+        send_expert_major_gradient(_encoded(dy, wire), plan, rows)
+
+    def verify() -> float:
+        local = problem.local_rows
+        index = local.row_to_packed_row.long()
+        rows.fill_(torch.nan)
+        row_probs = forward()
+        wrong = _differing_bits(rows, _encoded(local.packed[index], wire))
+        wrong += _differing(given("row_probs", row_probs), local.row_probs)
+        rows.fill_(torch.nan)
+        backward()
+        return wrong + _differing_bits(rows, _encoded(local.d_packed[index], wire))
+
+    return Variant(_name("expert-major", wire), DIRECTIONS, in_steps(forward, backward), verify)
+
+
+def _name(layout: str, wire: WireFormat | None) -> str:
+    return layout if wire is None else f"{layout}, float8-block"
+
+
+def _encoded(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
+    return rows if wire is None else wire.encode(rows)
+
+
+def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor, order: str) -> Variant:
+    values = _values_of(problem, problem.rank)
+    values = torch.cat([values, values.new_zeros(plan.row_capacity - len(values))])
+
+    def forward() -> torch.Tensor:
+        return collect_rows(rows, plan, order=order)
+
+    def backward() -> tuple[torch.Tensor, torch.Tensor]:
+        return collect_rows_and_values(rows, values, plan, order=order)
+
+    def verify() -> float:
+        expected, expected_values = _combined(problem)
+        wrong = 0.0
+        calls: list[Callable[[], tuple[torch.Tensor, torch.Tensor]]] = [lambda: (forward(), expected_values), backward]
+        for call in calls:
+            rows[: problem.num_rows] = _rows_of(problem, problem.rank)  # order "rank" uses them up
+            y, got_values = call()
+            wrong += _differing(y, expected) + _differing(got_values, expected_values)
+        rows.zero_()
+        return wrong
+
+    return Variant(f"order={order}", DIRECTIONS, in_steps(forward, backward), verify)
+
+
+def stock_all_to_all(problem: Problem, run: Run) -> Variant:
+    """One row per slot, already sorted, by all_to_all_single: the transport of the stock layer alone."""
+    ranks = run.ranks
+    exchange = plan_exchange(problem.topk_idx, problem.case.shape.num_experts, ranks.num_ranks)
+    rows = problem.tokens.x.detach()[exchange.order // problem.case.shape.top_k]
+
+    def step() -> torch.Tensor:
+        return all_to_all(rows, exchange.received, exchange.sent)
+
+    def verify() -> float:
+        arrived, local = step()[exchange.local_order], problem.local_rows
+        return _differing(arrived, local.packed[local.row_to_packed_row.long()])
+
+    return Variant(STOCK, ("forward",), in_steps(step), verify)
+
+
+def _rows_of(problem: Problem, rank: int) -> torch.Tensor:
+    """bf16 [N, H] of small integers, of any rank."""
+    generator = torch.Generator(problem.device).manual_seed(rank)
+    shape = (problem.routing.num_rows[rank], problem.case.shape.hidden)
+    limits = (-_INTEGERS, _INTEGERS + 1)
+    return torch.randint(*limits, shape, generator=generator, device=problem.device, dtype=torch.int8).to(DTYPE)
+
+
+def _values_of(problem: Problem, rank: int) -> torch.Tensor:
+    """fp32 [N], of any rank."""
+    generator = torch.Generator(problem.device).manual_seed(1000 + rank)
+    return torch.rand(problem.routing.num_rows[rank], generator=generator, device=problem.device)
+
+
+def _combined(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank must get: sums [T, H] of its slots' rows, and the values [T, K] of its slots."""
+    tokens = problem.tokens.x
+    y = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    values = torch.empty(problem.topk_idx.shape, dtype=torch.float32, device=tokens.device)
+    slot_to_row = problem.routing.slot_to_row[problem.rank].to(tokens.device)
+    slot_to_rank = problem.routing.slot_to_rank[problem.rank].to(tokens.device)
+    for rank in range(problem.num_ranks):
+        rows = _rows_of(problem, rank)
+        for k in range(slot_to_row.shape[1]):
+            here = (slot_to_rank[:, k] == rank).nonzero().squeeze(1)
+            y[here] += rows[slot_to_row[here, k]].float()
+        here = slot_to_rank == rank
+        values[here] = _values_of(problem, rank)[slot_to_row[here]]
+    return y.to(DTYPE), values
+
+
+def _differing(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Elements of `expected` that `got`, which may have a tail, does not have. NaN differs."""
+    return float((got[: len(expected)] != expected).sum())
+
+
+def _differing_bits(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Likewise, of 16-bit words that need not be numbers."""
+    return _differing(got.view(torch.int16), expected.view(torch.int16))

@@ -1,0 +1,139 @@
+"""What a timeline is made of, and how long which phase was exposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from symmoe.tools.timeline.phases import BY_NAME, PHASES, Phase
+
+Span = tuple[float, float]  # microseconds: begin, end
+DIRECTIONS = ("forward", "backward", "")
+COMPUTE, COMMUNICATION = "compute", "communication"  # lanes of replays
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One operator on a host, or one kernel on a GPU.
+
+    Attributes:
+        lane: where it ran: "host" or "stream 7"; of a replay, "compute" or "communication".
+        phase: its phase's name.
+        direction: "forward", "backward", or "" where nobody knows (kernels of others).
+        name: of the operator or the kernel.
+        begin_us, end_us: microseconds on the rank's clock, or, in a :class:`Timeline`, from its start.
+    """
+
+    lane: str
+    phase: str
+    direction: str
+    name: str
+    begin_us: float
+    end_us: float
+
+    @property
+    def kind(self) -> Phase:
+        """Its phase."""
+        return BY_NAME[self.phase]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTimes:
+    """One phase in one direction.
+
+    Attributes:
+        phase, direction: names.
+        num_events: of all ranks.
+        busy_us: per rank: time during which it runs, on whichever lanes.
+        exposed_us: per rank: of that, while no GEMM of an expert runs on this rank.
+    """
+
+    phase: str
+    direction: str
+    num_events: int
+    busy_us: tuple[float, ...]
+    exposed_us: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """What all ranks did, on one clock: microseconds since the last rank was ready.
+
+    Attributes:
+        ranks: events of each rank, in the order of their begins.
+        clock_error_us: per rank: its events may be off by at most so much against those of rank 0.
+        device: "cpu", or the name of the GPU.
+    """
+
+    ranks: tuple[tuple[Event, ...], ...]
+    clock_error_us: tuple[float, ...]
+    device: str
+
+    @property
+    def end_us(self) -> float:
+        """When the last event ends."""
+        return max((event.end_us for events in self.ranks for event in events), default=0.0)
+
+    def phases(self) -> list[PhaseTimes]:
+        """Times of every phase that there is, by direction."""
+        found, gemms = [], [gemms_of(events) for events in self.ranks]
+        for direction in DIRECTIONS:
+            for phase in PHASES:
+                key = (phase.name, direction)
+                mine = [[event for event in events if (event.phase, event.direction) == key] for events in self.ranks]
+                spans = [spans_of(events) for events in mine]
+                if any(mine):
+                    times = PhaseTimes(
+                        phase=phase.name,
+                        direction=direction,
+                        num_events=sum(map(len, mine)),
+                        busy_us=tuple(map(length, spans)),
+                        exposed_us=tuple(length(without(*pair)) for pair in zip(spans, gemms, strict=True)),
+                    )
+                    found.append(times)
+        return found
+
+    def exposed_communication(self, rank: int) -> list[Span]:
+        """When a rank communicates, or waits, and no GEMM of an expert runs there."""
+        events = self.ranks[rank]
+        return without(spans_of(e for e in events if e.kind.is_communication), gemms_of(events))
+
+    def idle_us(self, rank: int) -> float:
+        """How long nothing runs on a rank."""
+        return self.end_us - length(spans_of(self.ranks[rank]))
+
+
+def gemms_of(events: Sequence[Event]) -> list[Span]:
+    """When products of experts run."""
+    return spans_of(event for event in events if event.kind.is_gemm)
+
+
+def spans_of(events: Iterable[Event]) -> list[Span]:
+    """When any of the events runs: spans that neither overlap nor touch, in order."""
+    merged: list[Span] = []
+    for begin, end in sorted((event.begin_us, event.end_us) for event in events):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """The parts of `spans` in none of `others`; both as :func:`spans_of` gives them."""
+    left: list[Span] = []
+    for begin, end in spans:
+        for other_begin, other_end in others:
+            if other_end <= begin or end <= other_begin:
+                continue
+            if begin < other_begin:
+                left.append((begin, other_begin))
+            begin = min(end, other_end)
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def length(spans: Sequence[Span]) -> float:
+    """Of all spans together, in microseconds."""
+    return sum(end - begin for begin, end in spans)

@@ -1,0 +1,119 @@
+"""A timeline as a picture: a lane for each rank and stream, and one that shows exposed communication."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import groupby
+from typing import Any
+
+from symmoe.tools.picture import (
+    BLACK,
+    BLUE,
+    GREEN,
+    VERMILION,
+    picture,
+)
+from symmoe.tools.timeline.events import (
+    Span,
+    Timeline,
+    length,
+    spans_of,
+)
+from symmoe.tools.timeline.phases import OTHER, PHASES
+from symmoe.tools.timeline.report import lanes_of
+
+_LANE_INCHES = 0.34
+_FRAME_INCHES = 1.9  # title, names of passes, axis, legend
+_BAR = 0.8  # of a lane
+_EDGE_POINTS = 0.5
+_CHARACTER_SHARE = 0.0095  # of the whole, that a character of a bar's name takes
+_DARK = (BLACK, BLUE, GREEN, VERMILION)  # phases whose names are white
+_EXPOSED_BAR = 0.5
+_TITLE_POINTS = 16  # above the lanes, with the names of the passes between
+_LISTED_RANKS = 8  # in the title
+_MOST_COLUMNS = 4  # of the legend
+# No colour of a phase.
+_EXPOSED: dict[str, Any] = {"facecolor": "white", "edgecolor": BLACK, "hatch": "//////", "linewidth": 0.5}
+
+
+def draw(timeline: Timeline, path: str) -> None:
+    """Writes the PNG.
+
+    Raises:
+        ArgumentError: matplotlib is not installed.
+    """
+    lanes = [(rank, lane) for rank in range(len(timeline.ranks)) for lane in (*lanes_of(timeline, rank), "exposed")]
+    unit_us, unit, digits = (1e3, "ms", 1) if timeline.end_us >= 10_000 else (1.0, "µs", 0)
+    with picture(path, height_inches=_FRAME_INCHES + _LANE_INCHES * len(lanes)) as figure:
+        axis = figure.subplots()
+        for place, (rank, lane) in enumerate(lanes):
+            if lane == "exposed":
+                _bars(axis, place, timeline.exposed_communication(rank), unit_us, _EXPOSED_BAR, **_EXPOSED)
+                axis.axhline(place + 0.5, color="#dddddd", linewidth=0.8, zorder=0)
+            else:
+                _draw_lane(axis, place, timeline, rank, lane, unit_us)
+        axis.set_yticks(range(len(lanes)), [f"rank {rank}, {lane}" for rank, lane in lanes])
+        axis.set_ylim(len(lanes) - 0.5, -0.5)
+        axis.set_xlim(0, timeline.end_us / unit_us or 1.0)
+        error_us = max(timeline.clock_error_us)
+        axis.set_xlabel(f"{unit} from when all ranks were ready (their clocks agree within {error_us:.1f} µs)")
+        exposed = [length(timeline.exposed_communication(rank)) for rank in range(len(timeline.ranks))]
+        whole, *shown = (f"{value / unit_us:.{digits}f}" for value in (timeline.end_us, *exposed))
+        each = ", ".join(shown) if len(shown) <= _LISTED_RANKS else f"at most {max(exposed) / unit_us:.{digits}f}"
+        about = f"{timeline.device}, {whole} {unit}; communication exposed on each rank: {each} {unit}"
+        axis.set_title(about, loc="left", pad=_TITLE_POINTS)
+        _draw_directions(axis, timeline, unit_us)
+        _legend(figure, timeline)
+
+
+def _draw_lane(axis: Any, place: int, timeline: Timeline, rank: int, lane: str, unit_us: float) -> None:
+    events = [event for event in timeline.ranks[rank] if event.lane == lane]
+    for phase in PHASES:
+        mine = [event for event in events if event.phase == phase.name]
+        edge = _EDGE_POINTS if phase.is_gemm else 0.0  # neighbours have one colour
+        look = {"facecolor": phase.color, "edgecolor": "white", "linewidth": edge}
+        _bars(axis, place, [(e.begin_us, e.end_us) for e in mine], unit_us, _BAR, **look)
+        for begin, end in () if phase is OTHER else spans_of(mine):
+            room = _CHARACTER_SHARE * len(phase.name) * timeline.end_us
+            widest = max((e for e in mine if begin <= e.begin_us <= end), key=lambda e: e.end_us - e.begin_us)
+            if widest.end_us - widest.begin_us >= room:  # rather than on an edge between two
+                begin, end = widest.begin_us, widest.end_us
+            if end - begin >= room:
+                color = "white" if phase.color in _DARK else "black"
+                axis.text((begin + end) / 2 / unit_us, place, phase.name, ha="center", va="center", color=color, size=7)
+
+
+def _draw_directions(axis: Any, timeline: Timeline, unit_us: float) -> None:
+    """Where rank 0's passes begin: lines through all lanes, and their names above, where there is room."""
+    known = [event for event in timeline.ranks[0] if event.direction]
+    place = {"textcoords": "offset points", "xycoords": ("data", "axes fraction"), "annotation_clip": False}
+    free_us = 0.0
+    for direction, events in groupby(known, key=lambda event: event.direction):
+        begin_us = next(events).begin_us
+        axis.axvline(begin_us / unit_us, color="#666666", linewidth=0.8, linestyle=":", zorder=0)
+        if begin_us >= free_us:
+            axis.annotate(direction, (begin_us / unit_us, 1.0), (2, 3), ha="left", color="#444444", size=8, **place)
+            free_us = begin_us + _CHARACTER_SHARE * (len(direction) + 1) * timeline.end_us
+
+
+def _bars(axis: Any, place: int, spans: list[Span], unit_us: float, height: float, **look: Any) -> None:
+    bars = [(begin / unit_us, (end - begin) / unit_us) for begin, end in spans]
+    axis.broken_barh(bars, (place - height / 2, height), **look)
+
+
+def _legend(figure: Any, timeline: Timeline) -> None:
+    """One entry for each colour that there is, and one for the lanes that have none."""
+    from matplotlib.patches import Patch
+
+    seen = {event.phase for events in timeline.ranks for event in events}
+    names: dict[str, list[str]] = defaultdict(list)
+    for phase in PHASES:
+        if phase.name in seen:
+            names[phase.color].append(phase.name)
+    patches = [Patch(color=color, label=", ".join(phases)) for color, phases in names.items()]
+    patches.append(Patch(**_EXPOSED, label="exposed: communication, and no GEMM runs beside it"))
+    for columns in range(_MOST_COLUMNS, 0, -1):
+        legend = figure.legend(handles=patches, loc="outside lower left", ncols=columns)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()

@@ -1,0 +1,105 @@
+"""The step that `symmoe trace` records: one layer, random tokens, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.layer import MoELayer
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tools.bench.problem import DTYPE
+from symmoe.tools.bench.ranks import join
+from symmoe.tools.timeline.events import Timeline
+from symmoe.tools.timeline.recording import record
+from symmoe.tools.timeline.replays import capture_step, record_replays
+from symmoe.tools.timeline.report import table
+from symmoe.training.memory_plan import plan_memory
+
+Launch = Literal["graph", "eager"]
+
+_WARM_UP_STEPS = 3
+_PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
+_REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over what was freed on other streams
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Router to gradients, which do not accumulate: that would take time that a step does not need."""
+
+    layer: MoELayer
+    x: torch.Tensor
+    dy: torch.Tensor
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        y, metrics = self.layer(self.x)
+        return y, metrics.aux_loss
+
+    def backward(self, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        heads, seeds = list(outputs), [self.dy, torch.ones_like(outputs[1])]
+        if not outputs[1].requires_grad:  # the configuration has no balance loss
+            del heads[1], seeds[1]
+        torch.autograd.grad(heads, (self.x, *self.layer.parameters()), seeds)
+
+    def run(self) -> None:
+        self.backward(self.forward())
+
+
+def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str, launch: Launch = "graph") -> str:
+    """Records steps of a layer with random weights, tokens and routing, bf16. Collective.
+
+    Args:
+        config: of the layer. Steps that are captured need a static capacity.
+        num_tokens: T, of a rank.
+        path: of the trace, see :func:`symmoe.tools.timeline.record`.
+        launch: "graph" records replays of a captured step, on GPUs; on CPUs both are eager.
+
+    Returns:
+        the table on rank 0; "" elsewhere.
+
+    Raises:
+        ArgumentError: experts cannot be divided among the ranks.
+    """
+    with join() as ranks:
+        plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)
+        replays = launch == "graph" and ranks.device.type == "cuda"
+        heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
+        with SymmetricHeap(num_bytes=heap_bytes) as heap:
+            torch.manual_seed(0)  # the router is the same on all ranks
+            layer = MoELayer(config, heap, dtype=DTYPE)
+            torch.manual_seed(1 + heap.rank)
+            x = torch.randn(num_tokens, config.hidden, dtype=DTYPE, device=heap.device, requires_grad=True)
+            step = _Step(layer, x, torch.randn_like(x))
+            for _ in range(_WARM_UP_STEPS):
+                step.run()
+            timeline = (_record_replays if replays else _record_eager)(step, path, heap, num_steps)
+            return table(timeline) if heap.rank == 0 else ""
+
+
+def _record_eager(step: _Step, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
+    with record(path, heap) as recording:
+        for _ in range(_PROFILED_STEPS):
+            step.run()
+        recording.start()
+        for _ in range(num_steps):
+            step.run()
+    assert recording.timeline is not None
+    return recording.timeline
+
+
+def _record_replays(step: _Step, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
+    graph = capture_step(step.forward, step.backward)
+    try:
+        with record_replays(path, heap) as recording:
+            for _ in range(_PROFILED_STEPS):
+                graph.replay()
+            recording.start()
+            for _ in range(num_steps):
+                graph.replay()
+    finally:
+        del graph
+        heap.release_graphs()
+    assert recording.timeline is not None
+    return recording.timeline

@@ -1,0 +1,217 @@
+"""LoRA on grouped experts (arXiv:2106.09685): y_g = W[g] x + (alpha / r) * B[g] (A[g] x), with W frozen.
+
+Adapters are grouped low-rank GEMMs (grouped/low_rank.py) in addition to those of W: in GroupedMLP, in the
+expert-parallel step with all its schedules, in torch.compile. Neither W + B A nor a gradient of the size of W is made;
+only merging makes B A.
+
+FLOPs of a linear layer per row, where full training has 2 C O forward and 4 C O backward: 2 C O + 2 r (C + O) forward,
+and backward 2 C O for the input gradient, 4 r (C + O) for the adapters' part of it and their gradients. Beside what a
+step without adapters keeps for backward: r numbers per row and linear layer.
+
+G groups, C input features, O output features, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe.checks.arguments import parameter_dtype_problem, size_problem
+from symmoe.errors import ArgumentError, raise_for
+from symmoe.grouped.linear import GroupedLinear, local_part
+from symmoe.grouped.low_rank import RANK_MULTIPLE
+from symmoe.grouped.mlp import GroupedMLP
+
+
+class LoRAGroupedLinear(GroupedLinear):
+    """A GroupedLinear with adapters. Made by :func:`add_lora`, not by hand.
+
+    Attributes:
+        lora_a: [G, r, C] parameter, uniform like nn.Linear.
+        lora_b: [G, O, r] parameter, zeros: at first the layer is the one that it was made of, bit for bit.
+        scaling: alpha / r.
+        rank_dropout: in training, the probability with which each of the r directions of an expert is left out of a
+            call. (There is no dropout of the adapter's input, as the paper has it.)
+        is_merged: whether the weight holds the adapters' part.
+    """
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scaling: float
+    rank_dropout: float
+    is_merged: bool
+
+    @classmethod
+    def from_linear(
+        cls, linear: GroupedLinear, *, rank: int, alpha: float, rank_dropout: float, dtype: torch.dtype | None
+    ) -> LoRAGroupedLinear:
+        """`linear` with adapters, sharing its parameters, which are frozen."""
+        adapted = cls.__new__(cls)
+        adapted.__dict__.update(linear.__dict__)
+        adapted._parameters = dict(linear._parameters)
+        for parameter in adapted._parameters.values():
+            if parameter is not None:
+                parameter.requires_grad_(False)
+        weight = adapted.weight_parameters()[0]
+        dtype = weight.dtype if dtype is None else dtype
+        num_groups, device = linear.num_groups, weight.device
+        adapted.lora_a = nn.Parameter(torch.empty(num_groups, rank, linear.in_features, dtype=dtype, device=device))
+        adapted.lora_b = nn.Parameter(torch.zeros(num_groups, linear.out_features, rank, dtype=dtype, device=device))
+        adapted.scaling, adapted.rank_dropout, adapted.is_merged = alpha / rank, rank_dropout, False
+        adapted.reset_adapters()
+        return adapted
+
+    def reset_parameters(self) -> None:
+        """Weights and biases as in GroupedLinear, adapters as at first."""
+        super().reset_parameters()
+        self.reset_adapters()
+        if self.is_merged:  # into weights that are gone
+            self.is_merged = False
+            self._let_adapters_train(True)
+
+    @torch.no_grad()
+    def reset_adapters(self) -> None:
+        """A as at the beginning of training, B zero."""
+        bound = 1 / math.sqrt(self.in_features)
+        local_part(self.lora_a).uniform_(-bound, bound)
+        local_part(self.lora_b).zero_()
+
+    def adapters(self) -> tuple[torch.Tensor, ...]:
+        """A [G, r, C] and B [G, O, r] times the scaling, with zeros up to a rank that kernels take; differentiable.
+
+        In their own dtype. Nothing if they are merged: the weights hold them.
+        """
+        if self.is_merged:
+            return ()
+        a, b = local_part(self.lora_a), local_part(self.lora_b) * self.scaling
+        if self.training and self.rank_dropout:
+            keep = torch.ones((*a.shape[:2], 1), dtype=a.dtype, device=a.device)
+            a = a * nn.functional.dropout(keep, self.rank_dropout)
+        missing = -a.shape[1] % RANK_MULTIPLE
+        if missing:
+            a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
+        return a, b
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Adds the adapters to the weights, in place; they then cost nothing, and take no gradient."""
+        if not self.is_merged:
+            self._add_to_weights(1.0)
+            self.is_merged = True
+            self._let_adapters_train(False)
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Takes them out again, up to the rounding of the weights."""
+        if self.is_merged:
+            self._add_to_weights(-1.0)
+            self.is_merged = False
+            self._let_adapters_train(True)
+
+    def _let_adapters_train(self, may: bool) -> None:
+        for adapter in (self.lora_a, self.lora_b):
+            adapter.requires_grad_(may)
+            if not may:
+                adapter.grad = None  # an optimizer's step would change what the weights hold already
+
+    def _add_to_weights(self, sign: float) -> None:
+        a, b = local_part(self.lora_a), local_part(self.lora_b)
+        with torch.autocast(a.device.type, enabled=False):  # in the adapters' own dtype
+            delta = torch.bmm(b, a) * self.scaling
+        for weight, part in zip(self.weight_parameters(), (delta,) if self.is_packed else delta, strict=True):
+            weight.add_(part.to(weight.dtype), alpha=sign)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_merged:  # what a layer without adapters can load, and what cannot be added twice
+            del destination[f"{prefix}lora_a"], destination[f"{prefix}lora_b"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        names = [f"{prefix}lora_a", f"{prefix}lora_b"]
+        if any(name in state_dict for name in names):
+            self.unmerge()  # the weights beside adapters are without what these add
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.is_merged:
+            missing_keys = args[2]
+            missing_keys[:] = [key for key in missing_keys if key not in names]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.lora_a.shape[1]}, scaling={self.scaling}"
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    rank_dropout: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> list[nn.Parameter]:
+    """Gives both layers of every GroupedMLP in `model` adapters, in place, and freezes their weights and biases. Local.
+
+    Everything else keeps its `requires_grad`. Comes before the model is sharded and before its optimizer is made.
+
+    Args:
+        model: e.g. a GroupedMLP, a MoELayer, or a whole model.
+        rank, alpha: r, and the scaling alpha / r. Any rank is computed as the next multiple of 8.
+        rank_dropout: see LoRAGroupedLinear.
+        dtype: of the adapters; None: the weights'. fp32 adapters on bf16 weights are what optimizers want.
+
+    Returns:
+        the adapters, all that is new to train.
+
+    Raises:
+        ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or
+            one that has adapters already. Nothing has been changed.
+    """
+    raise_for(size_problem(rank=rank) or parameter_dtype_problem(dtype))
+    if not 0.0 <= rank_dropout < 1.0:
+        raise ArgumentError(f"rank_dropout ({rank_dropout}) must be in [0, 1)")
+    mlps = [module for module in model.modules() if isinstance(module, GroupedMLP)]
+    if not mlps:
+        raise ArgumentError(f"model ({type(model).__name__}) has no GroupedMLP to give adapters to")
+    for mlp in mlps:
+        for name in ("fc1", "fc2"):
+            _check_linear(name, getattr(mlp, name))
+    adapt = partial(LoRAGroupedLinear.from_linear, rank=rank, alpha=alpha, rank_dropout=rank_dropout, dtype=dtype)
+    for mlp in mlps:
+        mlp.fc1, mlp.fc2 = adapt(mlp.fc1), adapt(mlp.fc2)
+    for module in model.modules():
+        # MoELayer and layers of integrations: compiled steps hold their weights.
+        set_experts = getattr(module, "set_experts", None)
+        if set_experts is not None:
+            set_experts(module.experts)
+    return [parameter for linear in _adapted(model) for parameter in (linear.lora_a, linear.lora_b)]
+
+
+def merge_lora(model: nn.Module) -> None:
+    """LoRAGroupedLinear.merge of all adapters: for inference, and for state dicts of layers without adapters."""
+    for linear in _adapted(model):
+        linear.merge()
+
+
+def unmerge_lora(model: nn.Module) -> None:
+    """LoRAGroupedLinear.unmerge of all adapters: to go on with training."""
+    for linear in _adapted(model):
+        linear.unmerge()
+
+
+def _adapted(model: nn.Module) -> Iterator[LoRAGroupedLinear]:
+    return (module for module in model.modules() if isinstance(module, LoRAGroupedLinear))
+
+
+def _check_linear(name: str, linear: GroupedLinear) -> None:
+    if type(linear) is not GroupedLinear:
+        raise ArgumentError(f"{name} ({type(linear).__name__}) must be a GroupedLinear")
+    for option in ("accumulate_into_main_grad", "delay_wgrad"):
+        if getattr(linear, option):
+            raise ArgumentError(f"{name}.{option} (True) must be False: gradients are those of the adapters")
+    if linear.precision is not None:
+        raise ArgumentError(f"{name}.precision ({linear.precision}) must be None: adapters add to products in full")
+    if any(hasattr(parameter, "device_mesh") for parameter in linear.parameters()):
+        raise ArgumentError(f"{name} holds DTensors; give it adapters before it is sharded")

@@ -1,0 +1,297 @@
+"""What the MoE layers of a model did in a step, as records and as numbers for any logger.
+
+Counts are added up on the device while the layers run, and read once per step for all layers together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from symmoe.moe import balance
+from symmoe.moe.listeners import (
+    Call,
+    Calls,
+    calls_of,
+    layers_with_calls,
+)
+
+Sink = Callable[[dict[str, float], int], object]
+
+# What a layer adds up besides the load of its experts.
+_NUM_CALLS, _AUX_LOSS, _DROPPED, _OVER_CAPACITY, _DISPATCH, _COMBINE = range(6)
+_NUM_TOTALS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRecord:
+    """One layer over one step: the calls in training mode since the last record.
+
+    Attributes:
+        name: of the layer in the model.
+        num_calls: micro-batches, usually. Recomputed forwards are not counted.
+        aux_loss: mean over the calls; None where the losses are the trainer's own (transformers, Megatron).
+        tokens_per_expert: slots of each of the E experts over the EP group, before a static capacity drops any.
+        tokens_per_rank: of each rank of the EP group: what its experts have got together.
+        coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
+        num_dropped: slots of the EP group dropped by a static capacity.
+        num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
+        dispatch_bytes, combine_bytes: of token rows that this rank sends to, and reads from, other ranks in forward.
+            Backward moves as many rows again. Slots that a static capacity drops are counted in.
+        heap_high_water_bytes: the most bytes ever leased of the heap.
+        forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
+            dispatch to combine, else the router is counted too (and in Megatron shared experts).
+        dispatch_s, combine_s: of that, in these trips, their waits for other ranks included, on whichever stream they
+            are. Where GEMMs run beside them, more than they cost.
+    """
+
+    name: str
+    num_calls: int
+    aux_loss: float | None
+    tokens_per_expert: tuple[int, ...]
+    tokens_per_rank: tuple[int, ...]
+    coefficient_of_variation: float
+    max_violation: float
+    num_dead_experts: int
+    num_dropped: int
+    num_over_capacity: int
+    dispatch_bytes: int
+    combine_bytes: int
+    heap_high_water_bytes: int
+    forward_s: float | None
+    dispatch_s: float | None
+    combine_s: float | None
+
+
+class MetricsLogger:
+    """Watches the MoE layers of a model, until :meth:`close`.
+
+    Watching costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
+    replays then count. What torch.compile compiles counts too, and a compiled model is compiled again when watching
+    begins or ends.
+
+    Args:
+        model: its MoELayers are watched, and the layers of symmoe's integrations in transformers and Megatron models.
+            Layers in eval mode are not counted.
+        sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a function that calls
+            SummaryWriter.add_scalar. None: the records are all there is.
+        times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not
+            in CUDA graphs, nor of what is compiled.
+
+    Raises:
+        ArgumentError: the model has no such layer.
+    """
+
+    def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
+        layers = layers_with_calls(model)
+        self._sink = sink
+        self._sizes = [calls_of(layer).num_experts + _NUM_TOTALS for layer in layers.values()]
+        device = calls_of(next(iter(layers.values()))).heap.device
+        self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
+        self._timers = {name: _Timer(device) for name in layers} if times_forward else {}
+        self._undo: list[Callable[[], None]] = []
+        self._watches: dict[str, _Watch] = {}
+        for (name, layer), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
+            calls = calls_of(layer)
+            watch = self._watches[name] = _Watch(calls, totals)
+            self._undo.append(calls.listen(watch.count))
+            if (timer := self._timers.get(name)) is not None:
+                hooks = _TimerHooks(timer)
+                self._undo.append(layer.register_forward_pre_hook(hooks.before).remove)
+                self._undo.append(layer.register_forward_hook(hooks.after).remove)
+
+    def step(self, step: int) -> list[LayerRecord]:
+        """Reads what was counted since the last call and starts anew. Waits for the device once. Local.
+
+        The sink gets, for every field of the records that is a number, "moe/{layer}/{field}", and "moe/{field}/mean"
+        and "moe/{field}/max" over the layers. What is about tokens_per_expert, and num_dropped, is the same on all
+        ranks of an EP group; the rest is this rank's.
+
+        Args:
+            step: handed on to the sink.
+
+        Returns:
+            a record for each layer.
+        """
+        totals = self._totals.to("cpu", copy=True)
+        self._totals.zero_()
+        records = [
+            _record(name, watch, values, self._timers.get(name))
+            for (name, watch), values in zip(self._watches.items(), totals.split(self._sizes), strict=True)
+        ]
+        if self._sink is not None:
+            self._sink(_numbers(records), step)
+        return records
+
+    def close(self) -> None:
+        """Watches no longer."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._timers:  # a forward that raised has left its own
+            for watch in self._watches.values():
+                watch.calls.heap.trip_timer = None
+
+
+class _Watch:
+    """Adds up the calls of one layer."""
+
+    def __init__(self, calls: Calls, totals: torch.Tensor) -> None:
+        self.calls, self.knows_losses, self._totals = calls, True, totals
+
+    @torch.no_grad()
+    def count(self, call: Call) -> None:
+        if not _counts(call.is_training):
+            return
+        num_experts, heap = self.calls.num_experts, self.calls.heap
+        sent, read = wire_rows(
+            call.topk_idx,
+            experts_per_rank=num_experts // heap.num_ranks,
+            rank=heap.rank,
+            num_ranks=heap.num_ranks,
+            order=self.calls.order,
+        )
+        self._totals[:num_experts].add_(call.expert_load)
+        other = self._totals[num_experts:]
+        other[_NUM_CALLS].add_(1)
+        if call.aux_loss is None:
+            self.knows_losses = False
+        else:
+            other[_AUX_LOSS].add_(call.aux_loss.detach())
+        other[_DROPPED].add_(call.num_dropped[0])
+        if call.num_over_capacity is not None:
+            other[_OVER_CAPACITY].add_(call.num_over_capacity[0])
+        other[_DISPATCH].add_(sent, alpha=call.sent_row_bytes)
+        other[_COMBINE].add_(read, alpha=call.row_bytes)
+
+
+class _TimerHooks:
+    """Around the forward of one layer."""
+
+    def __init__(self, timer: _Timer) -> None:
+        self._timer = timer
+
+    def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
+        if _counts(layer.training):
+            self._timer.start()
+            calls_of(layer).heap.trip_timer = self._timer.trip
+
+    def after(self, layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+        if _counts(layer.training):
+            self._timer.stop()
+            calls_of(layer).heap.trip_timer = None
+
+
+class _Timer:
+    """Sums up the time of forwards, from start to stop, and of their trips; read when the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: dict[str, list[tuple[Any, Any]]] = {"forward": [], "dispatch": [], "combine": []}
+        self._begin: Any = None
+
+    def start(self) -> None:
+        self._begin = self._now()
+
+    def stop(self) -> None:
+        self._add("forward", self._begin)
+        self._begin = None
+
+    @contextmanager
+    def trip(self, name: str) -> Iterator[None]:
+        """Of the current stream."""
+        begin = self._now()
+        yield
+        self._add(name, begin)
+
+    def take(self, name: str) -> float:
+        """Seconds since the last call. On GPUs the events must have happened."""
+        spans, self._spans[name] = self._spans[name], []
+        if self._on_gpu:
+            return float(sum(begin.elapsed_time(end) for begin, end in spans) / 1e3)
+        return float(sum(end - begin for begin, end in spans))
+
+    def _add(self, name: str, begin: Any) -> None:
+        if begin is not None:
+            self._spans[name].append((begin, self._now()))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def wire_rows(
+    topk_idx: torch.Tensor, *, experts_per_rank: int, rank: int, num_ranks: int, order: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [] that this rank sends to other ranks in dispatch, and reads from them in combine. Does not synchronise.
+
+    Dispatch sends a token once to every rank that has an expert of it. Combine reads as many back with order "rank",
+    and a row for every slot with order "slot".
+
+    Args:
+        topk_idx: int [T, K], global expert ids; -1 is no expert.
+        order: of combine, see MoEConfig.
+    """
+    rank_TK = torch.div(topk_idx, experts_per_rank, rounding_mode="floor")
+    is_remote = (rank_TK >= 0) & (rank_TK != rank)
+    num_sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), num_ranks).sum()
+    return num_sent, num_sent if order == "rank" else is_remote.sum()
+
+
+def _counts(is_training: bool) -> bool:
+    """Whether this call is one to count: in training mode, and not a checkpoint's second time, in backward."""
+    if not is_training:
+        return False
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+
+
+def _record(name: str, watch: _Watch, values: torch.Tensor, timer: _Timer | None) -> LayerRecord:
+    load, other = values[:-_NUM_TOTALS].long(), values[-_NUM_TOTALS:].tolist()
+    heap = watch.calls.heap
+    return LayerRecord(
+        name=name,
+        num_calls=int(other[_NUM_CALLS]),
+        aux_loss=other[_AUX_LOSS] / max(other[_NUM_CALLS], 1.0) if watch.knows_losses else None,
+        tokens_per_expert=tuple(load.tolist()),
+        tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
+        coefficient_of_variation=float(balance.coefficient_of_variation(load)),
+        max_violation=float(balance.max_violation(load)),
+        num_dead_experts=int((load == 0).sum()),
+        num_dropped=int(other[_DROPPED]),
+        num_over_capacity=int(other[_OVER_CAPACITY]),
+        dispatch_bytes=int(other[_DISPATCH]),
+        combine_bytes=int(other[_COMBINE]),
+        heap_high_water_bytes=heap.high_water_bytes,
+        forward_s=None if timer is None else timer.take("forward"),
+        dispatch_s=None if timer is None else timer.take("dispatch"),
+        combine_s=None if timer is None else timer.take("combine"),
+    )
+
+
+def _numbers(records: list[LayerRecord]) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for field in LayerRecord.__dataclass_fields__:
+        values = {record.name: getattr(record, field) for record in records}
+        if not all(isinstance(value, (int, float)) for value in values.values()):
+            continue
+        for name, value in values.items():
+            numbers[f"moe/{name}/{field}"] = float(value)
+        numbers[f"moe/{field}/mean"] = float(sum(values.values()) / len(values))
+        numbers[f"moe/{field}/max"] = float(max(values.values()))
+    for record in records:
+        mean = sum(record.tokens_per_rank) / len(record.tokens_per_rank)
+        numbers[f"moe/{record.name}/tokens_per_rank_max_over_mean"] = (
+            max(record.tokens_per_rank) / mean if mean else 0.0
+        )
+    return numbers
