@@ -28,8 +28,8 @@ from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, launch
 from symmoe.kernels.low_precision import act_quantized
 from symmoe.kernels.low_precision.hopper_dact_quantize import launch_dact_quantize
-from symmoe.kernels.triton.gemm import end_of_rows
 from symmoe.kernels.triton.gemm_act import sum_dact_partials
+from symmoe.kernels.triton.tiles import end_of_rows
 from symmoe.precision import Float8Block
 from symmoe.tools.bench.records import machine
 

@@ -30,7 +30,7 @@ from triton.errors import TritonError
 from symmoe.kernels import hopper
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.triton import activation as gpu_activation
-from symmoe.kernels.triton import gemm, gemm_act
+from symmoe.kernels.triton import gemm, gemm_act, tiles
 from symmoe.tools.bench.records import machine
 from symmoe.tools.bench.stock import swiglu, swiglu_grad
 
@@ -44,7 +44,7 @@ WARMUP, REPS = 5, 30
 MAX_ERROR = 1e-2  # of bf16 results, relative to the largest value
 MAX_EAGER_ERROR = 5e-2  # of torch's SwiGLU, which rounds every step to bf16
 
-WIDE = gemm.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8)
+WIDE = tiles.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8)
 SQUARE = replace(WIDE, block_n=128, programs_per_sm=2, max_registers=128)
 GEMM_SWEEP = [
     WIDE,
@@ -116,9 +116,9 @@ class Op:
     """
 
     flops: int
-    run: Callable[[gemm.TileConfig | None], object]
-    chosen: gemm.TileConfig
-    sweep: Sequence[gemm.TileConfig]
+    run: Callable[[tiles.TileConfig | None], object]
+    chosen: tiles.TileConfig
+    sweep: Sequence[tiles.TileConfig]
     outputs: Callable[[int], list[torch.Tensor]]
     reference: Callable[[int], list[torch.Tensor]]
     torch_run: Callable[[], torch.Tensor] | None = None
@@ -460,7 +460,7 @@ def worst_error(
     )
 
 
-def label(config: gemm.TileConfig) -> str:
+def label(config: tiles.TileConfig) -> str:
     text = f"{config.block_m}x{config.block_n}x{config.block_k} s{config.num_stages} w{config.num_warps}"
     text += f" g{config.group_m} p{config.programs_per_sm}"
     text += f" parts{config.parts}" if config.parts > 1 else ""
@@ -472,7 +472,7 @@ def label(config: gemm.TileConfig) -> str:
     return text
 
 
-def measure(op: Op, config: gemm.TileConfig, references: dict) -> dict[str, object]:
+def measure(op: Op, config: tiles.TileConfig, references: dict) -> dict[str, object]:
     """Milliseconds, TFLOP/s and error of one op with one config; 'failed' instead if it does not fit or is wrong."""
     try:
         error = worst_error(op, lambda: op.run(config), op.outputs, references)

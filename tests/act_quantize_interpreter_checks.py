@@ -14,8 +14,8 @@ from quantize_cases import FORMATS, as_bytes, differences
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
-from symmoe.kernels.low_precision import act_quantized, quantize
-from symmoe.kernels.triton import activation, gemm
+from symmoe.kernels.low_precision import act_quantized, codes, quantize
+from symmoe.kernels.triton import activation, tiles
 
 
 class gpu:
@@ -53,7 +53,7 @@ def check_fusion(name, ffn, block_format):
 
 def check_ranges(name, ffn, block_format):
     """Rows of ranges: those of one call for all, and no others."""
-    gemm.RANGE_PROGRAMS = 4  # so that programs have several tiles
+    tiles.RANGE_PROGRAMS = 4  # so that programs have several tiles
     p, recorded = Problem(ACTIVATIONS[name], ffn, splits=SPLITS), []
     for row_start in (p.row_start, *random_ranges(SPLITS, 3)):
         rows = p.operand(ffn, block_format)
@@ -92,7 +92,7 @@ def check_that_differences_are_noticed():
 
 def main():
     quantize_interpreter_checks.check_casts()
-    quantize.e4m3_code = quantize_interpreter_checks.e4m3_code
+    codes.e4m3_code = quantize_interpreter_checks.e4m3_code
     act_quantized.e4m3_code = e4m3_code
     for case in CASES:
         check_fusion(*case)

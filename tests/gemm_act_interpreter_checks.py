@@ -16,7 +16,7 @@ from symmoe.kernels.activation import Activation
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.triton import activation as gpu_activation
 from symmoe.kernels.triton import gemm_act
-from symmoe.kernels.triton.gemm import TileConfig
+from symmoe.kernels.triton.tiles import TileConfig
 from symmoe.kernels.twin import activation as twin_activation
 from symmoe.kernels.twin import gemm_act as twin_gemm_act
 

@@ -15,14 +15,14 @@ from row_ranges import random_ranges, rows_of
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from symmoe.kernels.table import TensorTable
-from symmoe.kernels.triton import bias, gemm, splits
+from symmoe.kernels.triton import bias, gemm, splits, tiles
 from symmoe.kernels.twin import bias as twin_bias
 from symmoe.kernels.twin import gemm as twin_gemm
 from symmoe.kernels.twin import splits as twin_splits
 
 HIDDEN, FFN, NUM_PACKED, CAPACITY = 24, 40, 13, 64
 SPLITS = [[19, 0, 1, 32, 0], [0, 0, 0, 0, 0], [0, 16, 0, 0, 47], [64, 0, 0, 0, 0]]
-CONFIG = gemm.TileConfig(block_m=16, block_n=16, block_k=16, num_stages=2, num_warps=4, group_m=2)
+CONFIG = tiles.TileConfig(block_m=16, block_n=16, block_k=16, num_stages=2, num_warps=4, group_m=2)
 NUM_SMS = 3
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
@@ -335,7 +335,7 @@ def check_ragged_descriptor():
     """The descriptor that is made by hand is Triton's."""
     for shape, block in (((7, 24), [16, 8]), ((300, 2048), [64, 128])):
         rows = torch.empty(shape)
-        ours, theirs = gemm.ragged_descriptor(rows, block), create_ragged_descriptor(rows, block)
+        ours, theirs = tiles.ragged_descriptor(rows, block), create_ragged_descriptor(rows, block)
         for name in ("shape", "strides", "block_shape", "padding"):
             assert list(getattr(ours, name)) == list(getattr(theirs, name)), name
 

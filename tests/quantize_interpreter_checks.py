@@ -29,8 +29,8 @@ from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels import twin
 from symmoe.kernels.formats import max_tiles
-from symmoe.kernels.low_precision import quantize, scale_tiles, wire
-from symmoe.kernels.triton import gemm
+from symmoe.kernels.low_precision import codes, quantize, scale_tiles, wire
+from symmoe.kernels.triton import tiles
 from symmoe.kernels.twin import wire as twin_wire
 from symmoe.kernels.twin.quantize import to_e4m3
 
@@ -151,7 +151,7 @@ def check_ranges(splits, name):
     rows = without_subnormals(hard_rows(50, width, torch.float32))
     sent = torch.randint(256, (50, -(-(width + scale_bytes) // 16) * 16)).to(torch.uint8)
     index = torch.randint(50, (num_rows,), dtype=torch.int32)
-    gemm.RANGE_PROGRAMS = 4  # so that programs have several tiles
+    tiles.RANGE_PROGRAMS = 4  # so that programs have several tiles
     for ranges in random_ranges(splits, 3):
         for take, kernels_of in ((quantize_into, (twin, gpu)), (unpack_into, (twin_wire, wire))):
             results = []
@@ -247,7 +247,7 @@ HARD["float8_rowwise", torch.float32] = (True,)
 
 def main():
     check_casts()
-    quantize.e4m3_code, quantize.e4m3_value = e4m3_code, e4m3_value
+    codes.e4m3_code, codes.e4m3_value = e4m3_code, e4m3_value
     wire.e4m3_number = e4m3_number
     check_powers_of_two()
     splits = (0, 37, 128, 1, 5)

@@ -30,7 +30,17 @@ from symmoe.kernels.launch import compiled, driver  # noqa: E402
 from symmoe.kernels.launch import launch as launches  # noqa: E402
 from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch  # noqa: E402
 from symmoe.kernels.table import TensorTable  # noqa: E402
-from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, splits, sync, tokens  # noqa: E402
+from symmoe.kernels.triton import (  # noqa: E402
+    activation,
+    bias,
+    gemm,
+    gemm_act,
+    plan,
+    splits,
+    sync,
+    tiles,
+    tokens,
+)
 
 FIRST_GLOBAL = tl.constexpr(3)
 SECOND_GLOBAL = tl.constexpr(4)
@@ -554,7 +564,7 @@ class Tiled:
         monkeypatch.setattr(nvidia, "make_tensordesc_arg", self.encode)
         monkeypatch.setattr(example_kernel, "run", self.run, raising=False)
         self.kernel = fast_launch(example_kernel)
-        self.constants = Constants({"WIDTH": 64, "num_warps": 4}, {0: gemm.describe([4, 8])})
+        self.constants = Constants({"WIDTH": 64, "num_warps": 4}, {0: tiles.describe([4, 8])})
 
     def encode(self, descriptor, metadata):
         """As make_tensordesc_arg does."""

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.table import TensorTable
-from symmoe.kernels.triton import bias, gemm, splits
+from symmoe.kernels.triton import bias, gemm, splits, tiles
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16",
@@ -291,7 +291,7 @@ def test_no_more_programs_than_sms_are_lent(recorders, function):
 
 
 def test_tiles_that_do_not_fill_a_panel(recorders):
-    config = gemm.TileConfig(block_m=64, block_n=512, block_k=32, num_stages=2, num_warps=8)
+    config = tiles.TileConfig(block_m=64, block_n=512, block_k=32, num_stages=2, num_warps=8)
     x, weight, out = (meta(*shape, dtype=torch.bfloat16) for shape in ((64, 64), (2, 1024, 64), (64, 1024)))
     with pytest.raises(ArgumentError, match="tiles of 512 columns do not fill the columns"):
         gemm.grouped_gemm(x, weight, meta(3, dtype=torch.int32), out, columns=(256, 1024), config=config, num_sms=4)
@@ -335,4 +335,4 @@ def test_splits(recorders, num_groups, dtype):
 
 
 def test_types_of_outputs_are_known_to_triton():
-    assert gemm.TRITON_DTYPES[torch.float32] is tl.float32
+    assert tiles.TRITON_DTYPES[torch.float32] is tl.float32

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from row_ranges import random_ranges, rows_of
 
 from symmoe.kernels.table import TensorTable
-from symmoe.kernels.triton import bias, gemm
+from symmoe.kernels.triton import bias, gemm, tiles
 from symmoe.kernels.triton.splits import splits_to_row_start
 from symmoe.kernels.twin import bias as twin_bias
 from symmoe.kernels.twin import gemm as twin_gemm
@@ -345,7 +345,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_tile_configs(variant):
     """What a sweep may choose must be right before it is fast."""
-    check_all(Problem(SPLITS[0], WIDTHS[1], torch.bfloat16), config=gemm.TileConfig(**BASE, **VARIANTS[variant]))
+    check_all(Problem(SPLITS[0], WIDTHS[1], torch.bfloat16), config=tiles.TileConfig(**BASE, **VARIANTS[variant]))
 
 
 def test_many_groups():

@@ -15,6 +15,7 @@ if hopper.kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 from symmoe.kernels.hopper import wgrad
+from symmoe.kernels.triton import tiles
 
 # A kernel whose warps wait for each other for ever cannot be interrupted: the process ends.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(40, method="thread")]
@@ -23,7 +24,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 WIDTHS = [(256, 512), (1032, 712), (712, 1032), (72, 264), (64, 8)]  # O, C
 SPLITS = [(300, 0, 1, 777, 128, 65, 0), (0,) * 7, (0, 64, 0, 1000, 0, 0, 9), (1, 65, 63, 64, 0, 193, 449)]
 TAIL = 37
-CONFIG = gemm.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True)
+CONFIG = tiles.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, num_warps=8, flatten=True)
 
 
 class Problem:

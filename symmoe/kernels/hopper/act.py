@@ -39,7 +39,7 @@ from symmoe.kernels.triton.activation import (
     add_neighbours,
     scale_terms,
 )
-from symmoe.kernels.triton.gemm import end_of_rows
+from symmoe.kernels.triton.tiles import end_of_rows
 
 # The epilogue by another warpgroup, by two warps of another, or beside the other tile's products.
 SEPARATE = {

@@ -21,7 +21,7 @@ from symmoe.kernels.hopper.pipeline import (
 )
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.gemm import device_num_sms, end_of_rows, max_row_tiles
+from symmoe.kernels.triton.tiles import device_num_sms, end_of_rows, max_row_tiles
 
 NUM_WARPS = 4  # of the first warpgroup; warp_specialize adds the others
 ZERO_BLOCK = gl.constexpr(1024)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread

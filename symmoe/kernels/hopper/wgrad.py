@@ -35,7 +35,7 @@ from symmoe.kernels.hopper.pipeline import (
 )
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.gemm import device_num_sms
+from symmoe.kernels.triton.tiles import device_num_sms
 
 BLOCK_N = gl.constexpr(256)
 

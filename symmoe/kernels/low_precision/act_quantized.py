@@ -30,12 +30,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.quantize import (
-    block_scales_or_nan,
-    column_scale,
-    e4m3_code,
-    magnitude_bits,
-)
+from symmoe.kernels.low_precision.codes import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
@@ -48,14 +43,8 @@ from symmoe.kernels.triton.activation import (
     load_hidden,
     scale_terms,
 )
-from symmoe.kernels.triton.gemm import (
-    end_of_rows,
-    locate_tile,
-    row_programs,
-    row_tile_prefix,
-    tile_mask,
-)
 from symmoe.kernels.triton.gemm_act import sum_dact_partials
+from symmoe.kernels.triton.tiles import end_of_rows, locate_tile, row_programs, row_tile_prefix, tile_mask
 
 TILE = tl.constexpr(formats.TILE)
 # A strip of columns costs about 500 instructions for its maxima and for turning it, whatever its width.

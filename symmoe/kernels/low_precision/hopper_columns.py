@@ -32,8 +32,8 @@ from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.pipeline import Groups
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.quantize import block_scales_or_nan, e4m3_code, magnitude_bits
-from symmoe.kernels.triton.gemm import device_num_sms
+from symmoe.kernels.low_precision.codes import block_scales_or_nan, e4m3_code, magnitude_bits
+from symmoe.kernels.triton.tiles import device_num_sms
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 PAIRS = gl.constexpr(formats.TILE // 2)  # words of a tile's row

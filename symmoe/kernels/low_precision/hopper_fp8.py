@@ -49,7 +49,7 @@ from symmoe.kernels.hopper.pipeline import (
     store_chunk,
 )
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.gemm import end_of_rows
+from symmoe.kernels.triton.tiles import end_of_rows
 
 E4M3 = torch.float8_e4m3fn
 BLOCK_K = gl.constexpr(BLOCK)

@@ -57,7 +57,7 @@ from symmoe.kernels.low_precision.hopper_fp8 import (
     HALF,
     SUMS,
 )
-from symmoe.kernels.triton.gemm import device_num_sms
+from symmoe.kernels.triton.tiles import device_num_sms
 
 PART = gl.constexpr(32)  # columns of sums that leave the registers at a time
 PARTS = gl.constexpr(8)  # of a warpgroup's sums in a tile

@@ -20,6 +20,7 @@ from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
     ACCESS_BYTES,
     HELD,
@@ -34,8 +35,7 @@ from symmoe.kernels.low_precision.hopper_columns import (
     scales_of,
     second_number,
 )
-from symmoe.kernels.low_precision.quantize import e4m3_code
-from symmoe.kernels.triton.gemm import device_num_sms
+from symmoe.kernels.triton.tiles import device_num_sms
 
 COPIED = gl.constexpr(copied_layout(4))
 OPTIONS = {

@@ -9,8 +9,8 @@ import triton.language as tl
 from symmoe.kernels import formats
 from symmoe.kernels.launch.integers import next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.gemm import locate_tile, row_tile_prefix
 from symmoe.kernels.triton.pointers import TILE_BLOCKS, TILE_BYTES
+from symmoe.kernels.triton.tiles import locate_tile, row_tile_prefix
 
 TILE = tl.constexpr(formats.TILE)
 NUM_WARPS = 4

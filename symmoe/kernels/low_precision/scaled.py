@@ -27,7 +27,7 @@ from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import panel, refuse_ranges
-from symmoe.kernels.triton.gemm import (
+from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     ZERO_BLOCK,
     TileConfig,

@@ -13,17 +13,12 @@ from symmoe.kernels import formats, hopper
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.low_precision.codes import INFINITY_BITS, TILE, block_scales, column_scale, encode, magnitude_bits
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
-    INFINITY_BITS,
     LINE_TILE,
     ROW_TILE,
     ROW_WARPS,
-    TILE,
-    block_scales,
-    column_scale,
-    encode,
-    magnitude_bits,
     quantize_tile,
     store_column_scales,
     store_tile,
@@ -31,13 +26,7 @@ from symmoe.kernels.low_precision.quantize import (
 from symmoe.kernels.low_precision.quantize import NUM_WARPS as COLUMN_WARPS
 from symmoe.kernels.operands import check_column_scale
 from symmoe.kernels.parts import num_groups_of
-from symmoe.kernels.triton.gemm import (
-    TRITON_DTYPES,
-    end_of_rows,
-    locate_tile,
-    row_programs,
-    row_tile_prefix,
-)
+from symmoe.kernels.triton.tiles import TRITON_DTYPES, end_of_rows, locate_tile, row_programs, row_tile_prefix
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 DECODED_LINES, DECODED_COLUMNS = 16, 256  # features

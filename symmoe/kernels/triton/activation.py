@@ -22,7 +22,7 @@ from symmoe.kernels import activation as definition
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.gemm import tile_mask
+from symmoe.kernels.triton.tiles import tile_mask
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 NO_LIMIT = tl.constexpr(math.inf)

@@ -17,13 +17,7 @@ import triton.language as tl
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import refuse_ranges
-from symmoe.kernels.triton.gemm import (
-    load_k_rows,
-    locate_tile,
-    max_row_tiles,
-    row_tile_prefix,
-    source_rows,
-)
+from symmoe.kernels.triton.tiles import load_k_rows, locate_tile, max_row_tiles, row_tile_prefix, source_rows
 
 # A program of the gradient owns 128 bytes of every row: a full cache line, and as many programs as full lines allow.
 GRAD_COLUMN_BYTES = 128

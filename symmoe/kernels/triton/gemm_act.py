@@ -49,7 +49,7 @@ from symmoe.kernels.triton.activation import (
     store_hidden,
     up_distance,
 )
-from symmoe.kernels.triton.gemm import (
+from symmoe.kernels.triton.tiles import (
     Plan,
     TileConfig,
     column_parts,

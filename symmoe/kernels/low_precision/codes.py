@@ -1,0 +1,158 @@
+"""Numbers as the codes of low-precision formats, and the scales of their blocks (Triton). Contract as in the twin."""
+
+import torch
+import triton
+import triton.language as tl
+
+from symmoe.kernels import formats
+
+TILE = tl.constexpr(formats.TILE)
+E4M3_MAX, E2M1_MAX = tl.constexpr(formats.E4M3_MAX), tl.constexpr(formats.E2M1_MAX)
+GLOBAL_MAX = tl.constexpr(formats.GLOBAL_MAX)
+E4M3_NAN, E8M0_NAN = tl.constexpr(formats.E4M3_NAN), tl.constexpr(formats.E8M0_NAN)
+MIN_SCALE = tl.constexpr(formats.MIN_SCALE)
+MIN_BLOCK_SCALE = tl.constexpr(formats.MIN_BLOCK_SCALE)
+MIN_GLOBAL_SCALE = tl.constexpr(formats.MIN_GLOBAL_SCALE)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MANTISSA_BITS = tl.constexpr(0x7FFFFF)
+E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = tl.constexpr(8), tl.constexpr(0x600000)  # of 448 in fp32
+RANDOM_UNIT = tl.constexpr(2.0**-24)  # of the 24 bits of a word that are used
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as an integer, which orders numbers, Inf and NaN, in this order."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def e4m3_code(x):
+    """The nearest E4M3 number, ties to even, saturating, as uint8."""
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def e4m3_value(code):
+    """The E4M3 number of a code in fp32."""
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def global_scale_of(amax, group):
+    """The global scale of a group, 1 if the format has none."""
+    if amax is None:
+        scale = 1.0
+    else:
+        scale = tl.maximum(tl.div_rn(tl.load(amax + group), GLOBAL_MAX), MIN_GLOBAL_SCALE)
+    return scale
+
+
+@triton.jit
+def block_scales(bits, global_scale, SCALE: tl.constexpr):
+    """The scales of blocks as they are stored, and what their elements are multiplied by, from the largest bits."""
+    is_finite = bits < INFINITY_BITS
+    finite_bits = tl.where(is_finite, bits, 0)
+    amax = finite_bits.to(tl.float32, bitcast=True)
+    if SCALE == "e4m3":
+        relative = tl.div_rn(tl.div_rn(amax, E2M1_MAX), global_scale)
+        code = e4m3_code(tl.minimum(tl.maximum(relative, MIN_BLOCK_SCALE), E4M3_MAX))
+        multiplier = tl.div_rn(1.0, e4m3_value(code) * global_scale)
+        stored = tl.where(is_finite, code, E4M3_NAN).to(tl.uint8)
+    elif SCALE == "fp32":
+        scale = tl.maximum(tl.div_rn(amax, E4M3_MAX), MIN_SCALE)
+        multiplier = tl.div_rn(1.0, scale)
+        stored = tl.where(is_finite, scale, float("nan"))
+    else:
+        # Without a division: 448 is 1.75 * 2^8, so amax = m * 2^a needs 2^(a - 8), or one more if m > 1.75; then the
+        # quotient is above the power of two by more than half of the last place, so rounding it does not hide that.
+        exponent = tl.maximum(((finite_bits + (MANTISSA_BITS - E4M3_MAX_MANTISSA)) >> 23) - E4M3_MAX_EXPONENT, 1)
+        multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # normal: no scale is above 2^120
+        if SCALE == "e8m0":
+            stored = tl.where(is_finite, exponent, E8M0_NAN).to(tl.uint8)
+        else:
+            stored = tl.where(is_finite, (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+    return stored, multiplier
+
+
+@triton.jit
+def block_scales_or_nan(bits, SCALE: tl.constexpr):
+    """block_scales without a global scale; the multiplier of a block that is not finite is NaN.
+
+    So are all of its E4M3 codes then, without looking at every number.
+    """
+    stored, multiplier = block_scales(bits, 1.0, SCALE)
+    return stored, tl.where(bits < INFINITY_BITS, multiplier, float("nan"))
+
+
+@triton.jit
+def e2m1_code(x, words):
+    """As the twin's to_e2m1: x [LINES, WIDTH] to codes uint8; words: random, of the same shape, or None."""
+    size = tl.minimum(tl.abs(x), E2M1_MAX)
+    per_unit = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
+    base = tl.where(size < 2.0, 0, tl.where(size < 4.0, 2, 4))
+    units = size * per_unit
+    code = units.to(tl.int32)
+    rest = units - code.to(tl.float32)
+    if words is None:
+        is_up = (rest > 0.5) | ((rest == 0.5) & (code % 2 == 1))
+    else:
+        is_up = (words >> 8).to(tl.int32).to(tl.float32) * RANDOM_UNIT < rest
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
+    return (base + code + is_up.to(tl.int32) + sign).to(tl.uint8)
+
+
+@triton.jit
+def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """The random words of lines [LINES] and elements first + [WIDTH], WIDTH and first multiples of 4; None if there
+    are no seeds."""
+    if seeds is None:
+        words = None
+    else:
+        quad = (first // 4 + tl.arange(0, WIDTH // 4))[None, :] + tl.zeros((LINES, WIDTH // 4), tl.int32)
+        lines = line[:, None] + tl.zeros((LINES, WIDTH // 4), tl.int32)
+        zeros = tl.zeros((LINES, WIDTH // 4), tl.int32)
+        w0, w1, w2, w3 = tl.philox(tl.load(seeds + group), quad, lines, zeros, zeros)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(LINES, WIDTH)
+    return words
+
+
+@triton.jit
+def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
+    """A byte for every number x; the others are of its shape, words or None."""
+    scaled = tl.where(is_finite, x, 0.0) * multiplier
+    if ELEMENT == "e4m3":
+        codes = tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
+    else:
+        codes = e2m1_code(scaled, words)
+    return codes
+
+
+@triton.jit
+def pack(codes, ELEMENT: tl.constexpr):
+    """Codes as they are stored: of their shape, or of half its width."""
+    packed = codes
+    if ELEMENT == "e2m1":
+        half: tl.constexpr = codes.shape[1] // 2
+        first, second = tl.split(codes.reshape(codes.shape[0], half, 2))
+        packed = first | (second << 4)
+    return packed
+
+
+@triton.jit
+def encode(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
+    """Data of numbers x: bytes of the shape of x, or of half its width; the others are of its shape, words or None."""
+    return pack(element_codes(x, is_finite, multiplier, words, ELEMENT), ELEMENT)
+
+
+@triton.jit
+def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets what its block has."""
+    across: tl.constexpr = LINES // blocks.shape[0]
+    along: tl.constexpr = WIDTH // blocks.shape[1]
+    full = tl.broadcast_to(blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along))
+    return full.reshape(LINES, WIDTH)
+
+
+def column_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of columns in the order in which they lie, as kernels store them."""
+    return scale.t() if scale.dtype == torch.float32 else scale.view(torch.uint8)

@@ -1,0 +1,402 @@
+"""Tiles of grouped rows (Triton): how programs find them, read them and write them, and how a launch is cut into them.
+
+Names and contract as in gemm.py. row_start[g] is where the rows of group g begin, row_start[g + END] where they end.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.ragged_tma import load_ragged
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels.launch.compiled import Describe
+from symmoe.kernels.launch.launch import Constants
+from symmoe.kernels.parts import are_ranges
+
+ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
+# Of kernels that only move rows, in ranges: more than an H200 has room for, fewer than would look in vain for a tile.
+RANGE_PROGRAMS = 4096
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """How one GEMM is cut into tiles and run. Numbers may change speed and rounding, never the contract.
+
+    block_m, block_n: output tile; block_k: contraction step. In grouped_gemm_act block_n counts FFN columns, and
+    the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.
+    flatten: fuse the tile loop and the contraction loop, so that the next tile's loads start before this one's stores.
+    parts: the epilogue handles the tile in this many column parts, to need fewer registers at a time.
+    max_registers: limit per thread, for programs_per_sm > 1 (65536 registers per SM).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+    group_m: int = 8
+    programs_per_sm: int = 1
+    flatten: bool = False
+    parts: int = 1
+    max_registers: int | None = None
+
+
+@functools.lru_cache
+def device_num_sms(device: torch.device) -> int:
+    """Number of SMs of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_grid(config: TileConfig, num_tiles: int, num_sms: int | None, device: torch.device) -> tuple[int]:
+    """One program per SM (times programs_per_sm), but no more than there can be tiles."""
+    num_sms = device_num_sms(device) if num_sms is None else num_sms
+    return (max(1, min(num_tiles, num_sms * config.programs_per_sm)),)
+
+
+def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
+    """Most tiles of block_m rows that num_rows rows in num_groups groups can need."""
+    return (num_rows + num_groups * (block_m - 1)) // block_m
+
+
+@triton.jit
+def row_tile_prefix(
+    row_start, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, BLOCK_M: tl.constexpr, END: tl.constexpr = 1
+):
+    """Inclusive prefix sum of the groups' row tiles [GROUP_LANES], and their total."""
+    group = tl.arange(0, GROUP_LANES)
+    start = tl.load(row_start + group, mask=group < NUM_GROUPS, other=0)
+    end = tl.load(row_start + group + END, mask=group < NUM_GROUPS, other=0)
+    if END > 1:  # ranges may end before they begin; a single one makes a total below 0, which is as good as 0
+        end = tl.maximum(start, end)
+    num_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
+    return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
+
+
+@triton.jit
+def swizzle_tile(local, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile (m, n) of a matrix: GROUP_M tiles down, then the next column, so that both operands stay in L2."""
+    band = local // (GROUP_M * NUM_N_TILES)
+    height = tl.minimum(num_m_tiles - band * GROUP_M, GROUP_M)
+    in_band = local - band * (GROUP_M * NUM_N_TILES)
+    return band * GROUP_M + in_band % height, in_band // height
+
+
+@triton.jit
+def locate_tile(
+    tile,
+    prefix,
+    row_start,
+    NUM_N_TILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    END: tl.constexpr = 1,
+):
+    """Group, first row, end of the group's rows, and column tile of a tile; groups without rows have no tiles."""
+    # A group lies before the tile if all of its tiles do; lanes past the last group repeat the total: never before.
+    before = prefix * NUM_N_TILES <= tile
+    group = tl.sum(before.to(tl.int32), axis=0)
+    first = tl.max(tl.where(before, prefix, 0), axis=0) * NUM_N_TILES
+    start = tl.load(row_start + group)
+    end = tl.load(row_start + group + END)
+    num_m_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
+    m_tile, n_tile = swizzle_tile(tile - first, num_m_tiles, NUM_N_TILES, GROUP_M)
+    return group, start + m_tile * BLOCK_M, end, n_tile
+
+
+@triton.jit
+def gather_pointers(rows, row_index, row, end, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Pointers [rows, BLOCK_K] to the first columns of the rows that row_index names."""
+    # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
+    source = tl.load(row_index + row, mask=row < end, other=0)
+    return rows + source.to(tl.int64)[:, None] * WIDTH + tl.arange(0, BLOCK_K)[None, :]
+
+
+@triton.jit
+def load_rows(rows_desc, pointers, first_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile [rows, BLOCK_K] at column k; zeros past the last column. pointers None: contiguous rows, by TMA."""
+    if pointers is None:
+        tile = rows_desc.load([first_row, k])
+    elif WIDTH % BLOCK_K == 0:
+        tile = tl.load(pointers + k)
+    else:
+        tile = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Mask [rows, columns] of what lies in the group and in the matrix, for columns of tiles TILE wide."""
+    if WIDTH % TILE == 0:
+        mask = (row < end)[:, None]
+    else:
+        mask = (row < end)[:, None] & (column < WIDTH)[None, :]
+    return mask
+
+
+@triton.jit
+def matrix_pointer(table, group, DTYPE: tl.constexpr):
+    """Pointer to the first element of matrix `group` of a table, int64[G], of addresses that are multiples of 16."""
+    # The hint belongs to the pointer, it would not survive the cast; without, accesses are of single elements.
+    return tl.multiple_of(tl.load(table + group).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
+    """Tile [rows, columns] of a row-major matrix of WIDTH columns; zeros where a mask is false.
+
+    first: pointer to the element that row and column, int32 tensors, are relative to; small offsets are enough for a
+    tile, and 64-bit ones would cost registers. A mask that is None is true everywhere.
+    """
+    pointers = first + row[:, None] * WIDTH + column[None, :]
+    if row_mask is None and column_mask is None:
+        tile = tl.load(pointers)
+    elif row_mask is None:
+        tile = tl.load(pointers, mask=column_mask[None, :], other=0.0)
+    elif column_mask is None:
+        tile = tl.load(pointers, mask=row_mask[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def lanes_inside(first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Mask [BLOCK] of what lies before WIDTH, counted from first; None if BLOCK divides WIDTH."""
+    if WIDTH % BLOCK == 0:
+        mask = None
+    else:
+        mask = first + tl.arange(0, BLOCK) < WIDTH
+    return mask
+
+
+@triton.jit
+def load_weight(
+    desc,
+    pointer,
+    group,
+    first_column,
+    k,
+    OUT_WIDTH: tl.constexpr,
+    IN_WIDTH: tl.constexpr,
+    K_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Right operand [BLOCK_K, BLOCK_N] of rows @ weight: contracted features k.., output features first_column..
+
+    Zeros past the last feature of either kind.
+
+    desc: TMA descriptor of packed weights [G, OUT_WIDTH, IN_WIDTH] with blocks [1, BLOCK_N, BLOCK_K], or, K_FIRST,
+    [G, IN_WIDTH, OUT_WIDTH] with blocks [1, BLOCK_K, BLOCK_N].
+    pointer: if desc is None, what matrix_pointer said for the group; get it before the contraction loop, or the
+    loop's loads wait for it.
+    """
+    n_lane = tl.arange(0, BLOCK_N)
+    k_lane = tl.arange(0, BLOCK_K)
+    if desc is not None:
+        if K_FIRST:
+            tile = desc.load([group, k, first_column]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            tile = desc.load([group, first_column, k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        n_mask = lanes_inside(first_column, OUT_WIDTH, BLOCK_N)
+        k_mask = lanes_inside(k, IN_WIDTH, BLOCK_K)
+        if K_FIRST:
+            first = pointer + tl.cast(k, tl.int64) * OUT_WIDTH + first_column
+            tile = load_tile(first, k_lane, n_lane, k_mask, n_mask, OUT_WIDTH)
+        else:
+            first = pointer + first_column.to(tl.int64) * IN_WIDTH + k
+            tile = load_tile(first, n_lane, k_lane, n_mask, k_mask, IN_WIDTH).T
+    return tile
+
+
+@triton.jit
+def plus(products, addend, factor):
+    """products + addend * factor, rounded once, whatever made the products.
+
+    Not by `+`: if the contraction is a single step, Triton makes of it a product that begins with the addend, which
+    rounds differently.
+    """
+    return tl.fma(addend, factor, products)
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Left and right half of x [ROWS, 2 * HALF]; stays in registers where a thread holds both."""
+    return tl.split(x.reshape(ROWS, 2, HALF).permute(0, 2, 1))
+
+
+@triton.jit
+def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """x [ROWS, COLUMNS] cut into a tuple of PARTS tensors from left to right; PARTS is 1, 2, 4 or 8."""
+    tl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4 or PARTS == 8)
+    parts = (x,)
+    if PARTS >= 2:
+        parts = halves(x, ROWS, COLUMNS // 2)
+    if PARTS >= 4:
+        parts = halves(parts[0], ROWS, COLUMNS // 4) + halves(parts[1], ROWS, COLUMNS // 4)
+    if PARTS >= 8:
+        left = halves(parts[0], ROWS, COLUMNS // 8) + halves(parts[1], ROWS, COLUMNS // 8)
+        parts = left + halves(parts[2], ROWS, COLUMNS // 8) + halves(parts[3], ROWS, COLUMNS // 8)
+    return parts
+
+
+@triton.jit
+def zero_rows(out, first, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in rows first..num_rows of out [num_rows, WIDTH], BLOCK elements at a time by every program in turn."""
+    base = out + first.to(tl.int64) * WIDTH
+    size = (num_rows - first).to(tl.int64) * WIDTH
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        offset = i + tl.arange(0, BLOCK)
+        tl.store(base + offset, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offset < size)
+
+
+@triton.jit
+def zero_panel(
+    out,
+    first,
+    num_rows,
+    WIDTH: tl.constexpr,
+    FIRST_COLUMN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """zero_rows, but of COLUMNS columns from FIRST_COLUMN on."""
+    base = out + first.to(tl.int64) * WIDTH + FIRST_COLUMN
+    size = (num_rows - first).to(tl.int64) * COLUMNS
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+        offset = i + tl.arange(0, BLOCK)
+        pointers = base + offset // COLUMNS * WIDTH + offset % COLUMNS
+        tl.store(pointers, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offset < size)
+
+
+@triton.jit
+def load_k_rows(
+    desc,
+    pointer,
+    source,
+    position,
+    start,
+    end,
+    first_column,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past its end.
+
+    By a ragged TMA descriptor, whose reads end at the group's end in hardware; desc None: by pointers, from rows
+    source int32[BLOCK_K] of the tensor.
+    """
+    if desc is not None:
+        tile = load_ragged(desc, start, end - start, [position - start, first_column])
+    else:
+        row = position + tl.arange(0, BLOCK_K)
+        column = first_column + tl.arange(0, BLOCK)
+        pointers = pointer + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tile = tl.load(pointers, mask=tile_mask(row, end, column, WIDTH, BLOCK), other=0.0)
+    return tile
+
+
+@triton.jit
+def source_rows(index, position, end, BLOCK_K: tl.constexpr):
+    """Where rows position.. (BLOCK_K of them) lie in their tensor; row 0 for those at and past end if gathered."""
+    row = position + tl.arange(0, BLOCK_K)
+    if index is None:
+        source = row
+    else:
+        source = tl.load(index + row, mask=row < end, other=0)
+    return source
+
+
+@triton.jit
+def store_gradient(
+    acc,
+    out,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Columns of a tile of TILE columns into out [ROWS, WIDTH], rounded once; ACCUMULATE: added to what is there."""
+    pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    mask = tile_mask(row, ROWS, column, WIDTH, TILE)
+    if ACCUMULATE:
+        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, acc.to(DTYPE), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the launches of a GEMM with the same static dimensions have in common.
+
+    Attributes:
+        config: the tiles.
+        num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
+        constants: of the kernel.
+    """
+
+    config: TileConfig
+    num_n_tiles: int
+    constants: Constants
+
+    def grid(self, num_rows: int, num_groups: int, num_sms: int | None, device: torch.device) -> tuple[int]:
+        """The grid for num_rows rows."""
+        num_tiles = max_row_tiles(num_rows, num_groups, self.config.block_m) * self.num_n_tiles
+        return launch_grid(self.config, num_tiles, num_sms, device)
+
+
+def row_programs(row_start: torch.Tensor, num_tiles: int, num_beside: int) -> int:
+    """Programs for tiles of rows: one for each; or, as ranges may have few of them, no more than there is room for.
+
+    num_tiles: the most there can be; with ranges programs loop over them. num_beside: tiles of columns, whose programs
+    are others.
+    """
+    return min(num_tiles, max(1, RANGE_PROGRAMS // num_beside)) if are_ranges(row_start) else num_tiles
+
+
+def end_of_rows(row_start: torch.Tensor, num_groups: int) -> int:
+    """The kernels' END: how far behind the begin of a group's rows their end stands."""
+    return num_groups if are_ranges(row_start) else 1
+
+
+def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
+    """The constants and options that all GEMM kernels take from their configuration."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "FLATTEN": config.flatten,
+        "num_stages": config.num_stages,
+        "num_warps": config.num_warps,
+        "maxnreg": config.max_registers,
+    }
+
+
+def describe(block: list[int]) -> Describe:
+    """Function from a contiguous tensor to its TMA descriptor."""
+    return functools.partial(TensorDescriptor.from_tensor, block_shape=block)
+
+
+def ragged_descriptor(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """What triton.tools.ragged_tma.create_ragged_descriptor makes of contiguous rows, in half of its time.
+
+    The last two dimensions are the matrix, made as long as TMA allows. The first two let a read begin and end anywhere:
+    load_ragged moves the base so that the group's end comes to lie at the matrix' end; addresses wrap around.
+    """
+    num_rows, width = rows.shape
+    if num_rows > 2**30:
+        raise ArgumentError(f"a weight gradient's rows must be at most 2^30, got {num_rows}")
+    shape = [0x7FFF0000, 0x7FFF0000, 2**30, width]
+    return TensorDescriptor(rows, shape, [2**34 - width, width, width, 1], [1, 1, *block])
