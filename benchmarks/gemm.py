@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from triton.errors import TritonError
 
-from symmoe.kernels import hopper
+from symmoe.kernels import select
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.triton import activation as gpu_activation
 from symmoe.kernels.triton import gemm, gemm_act, tiles
@@ -112,7 +112,7 @@ class Op:
     """One measured call: run(config) writes outputs; reference(g) gives group g's outputs in fp32.
 
     torch_run: the same by torch._grouped_mm. others: (name, run, outputs, largest error) of ways to the same result.
-    special: by name, runs of Hopper's kernels; they write into the same outputs.
+    on_hopper: by name, runs of Hopper's kernels; they write into the same outputs.
     """
 
     flops: int
@@ -123,7 +123,7 @@ class Op:
     reference: Callable[[int], list[torch.Tensor]]
     torch_run: Callable[[], torch.Tensor] | None = None
     others: list["Other"] = field(default_factory=list)
-    special: dict[str, Callable[[], object]] = field(default_factory=dict)
+    on_hopper: dict[str, Callable[[], object]] = field(default_factory=dict)
 
 
 @dataclass
@@ -246,33 +246,33 @@ def build_ops(shape: str) -> dict[str, Op]:
             left, right, row_start, dw, dout_index=left_index, rows_index=right_index, config=c
         )
 
-    special = hopper.kernels(row_start.device, torch.bfloat16, I)
-    if special is not None:
+    on_hopper = select.hopper_kernels(row_start.device, torch.bfloat16, I)
+    if on_hopper is not None:
         from symmoe.kernels.hopper import act
 
     def special_gemm(x, w, y, k_first):
         """Runs of the product by Hopper's kernel."""
-        if special is None:
+        if on_hopper is None:
             return {}
         return {
             f"hopper g{g}": functools.partial(
-                special.launch_gemm, x, w, row_start, y, weight_k_first=k_first, group_m=g
+                on_hopper.launch_gemm, x, w, row_start, y, weight_k_first=k_first, group_m=g
             )
             for g in (8, 16)
         }
 
     def special_wgrad(left, right, dw):
         """Runs of the weight gradient by Hopper's kernel."""
-        if special is None:
+        if on_hopper is None:
             return {}
         return {
-            f"hopper g{g}": functools.partial(special.launch_wgrad, left, right, row_start, dw, group_m=g)
+            f"hopper g{g}": functools.partial(on_hopper.launch_wgrad, left, right, row_start, dw, group_m=g)
             for g in (8, 16)
         }
 
     def variants(gather):
         """Pipelines of the fused kernels."""
-        if special is None:
+        if on_hopper is None:
             return {}
         if gather:
             return {"hopper": act.GATHERED, "hopper g16": {**act.GATHERED, "group_m": 16}}
@@ -284,7 +284,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         }
 
     def special_fc1(gather):
-        if gather or I % hopper.ACT_COLUMNS:
+        if gather or I % select.ACT_COLUMNS:
             return {}
         x, _ = source(gather)
         return {
@@ -400,13 +400,13 @@ def build_ops(shape: str) -> dict[str, Op]:
             others=[Other("unfused", unfused_dfc2, MAX_ERROR), Other("torch", torch_dfc2, MAX_EAGER_ERROR)],
         ),
     }
-    ops["fc1"].special, ops["forward-fusion"].special = special_fc1(True), special_fc1(False)
-    ops["dfc2"].special, ops["backward-fusion"].special = special_dfc2(True), special_dfc2(False)
-    ops["fc2-plain"].special = special_gemm(a_in, w2, out, False)
-    ops["dfc2-plain"].special = special_gemm(rows, w2, da, True)
-    ops["dfc1-plain"].special = special_gemm(h_in, w1, out, True)
-    ops["wgrad1-plain"].special = special_wgrad(h_in, rows, dw1)
-    ops["wgrad2-plain"].special = special_wgrad(rows, a_in, dw2)
+    ops["fc1"].on_hopper, ops["forward-fusion"].on_hopper = special_fc1(True), special_fc1(False)
+    ops["dfc2"].on_hopper, ops["backward-fusion"].on_hopper = special_dfc2(True), special_dfc2(False)
+    ops["fc2-plain"].on_hopper = special_gemm(a_in, w2, out, False)
+    ops["dfc2-plain"].on_hopper = special_gemm(rows, w2, da, True)
+    ops["dfc1-plain"].on_hopper = special_gemm(h_in, w1, out, True)
+    ops["wgrad1-plain"].on_hopper = special_wgrad(h_in, rows, dw1)
+    ops["wgrad2-plain"].on_hopper = special_wgrad(rows, a_in, dw2)
     return ops
 
 
@@ -543,7 +543,7 @@ def compare_op(
 
 def kernels_of(op: Op) -> dict[str, Callable[[], object]]:
     """What the package launches, and the kernels that it chooses from."""
-    return {"symmoe": lambda: op.run(None), "triton": lambda: op.run(op.chosen)} | op.special
+    return {"symmoe": lambda: op.run(None), "triton": lambda: op.run(op.chosen)} | op.on_hopper
 
 
 def compare_shape(shape: str, ops: list[str] | None) -> list[dict[str, object]]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from symmoe.kernels import hopper
+from symmoe.kernels import select
 from symmoe.kernels.formats import TILE
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Quantized
 from symmoe.precision.wire import WireFormat, wire_problem
@@ -101,7 +101,7 @@ def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Va
         "Float8Block columns, of the wire": Variant(of_the_wire, sent, decoded),
         "Float8Block columns, decoded": Variant(in_two_steps, sent, decoded),
     }
-    if hopper.kernels(rows.device, dtype, hidden) is None:
+    if select.hopper_kernels(rows.device, dtype, hidden) is None:
         return result
     from symmoe.kernels.low_precision.hopper_columns import launch_quantize_columns, launch_requantize_columns
 
@@ -124,7 +124,7 @@ def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Va
 
 def weight_variants(weight: torch.Tensor) -> dict[str, Variant]:
     """Both operands in blocks of 128, with other options."""
-    if hopper.kernels(weight.device, weight.dtype, weight.shape[2]) is None:
+    if select.hopper_kernels(weight.device, weight.dtype, weight.shape[2]) is None:
         return {}
     from symmoe.kernels.low_precision.hopper_weights import launch_quantize_weight_pairs
 

@@ -16,7 +16,7 @@ from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from symmoe.kernels import hopper  # noqa: E402
+from symmoe.kernels import select  # noqa: E402
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.formats import BlockFormat  # noqa: E402
@@ -142,7 +142,7 @@ def test_what_is_launched(monkeypatch):
     for module in (hopper_dact_quantize, act_quantized, gemm_act):
         monkeypatch.setattr(module, "launch", lambda kernel, *_: names.append(kernel.kernel.__name__))
     monkeypatch.setattr(hopper_dact_quantize, "device_num_sms", lambda _: 132)
-    monkeypatch.setattr(hopper, "kernels", lambda *_: launchers)
+    monkeypatch.setattr(select, "hopper_kernels", lambda *_: launchers)
 
     def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, **changes):
         names.clear()
@@ -152,13 +152,13 @@ def test_what_is_launched(monkeypatch):
         assert names[1] == "sum_dscale_kernel"
         return names[0]
 
-    special, general = "hopper_dact_quantize_kernel", "dact_quantize_kernel"
-    assert launched_for(Activation(), 256) == special
-    assert launched_for(LIMITED, 256, POWERS) == special
+    on_hopper, general = "hopper_dact_quantize_kernel", "dact_quantize_kernel"
+    assert launched_for(Activation(), 256) == on_hopper
+    assert launched_for(LIMITED, 256, POWERS) == on_hopper
     assert launched_for(Activation(), 256, rows=None) == general
     assert launched_for(Activation(), 256, a_columns=None) == general
     assert launched_for(Activation(interleave=32), 256) == general
     mxfp8 = BlockFormat(element="e4m3", scale="e8m0", block=32)
     assert launched_for(Activation(), 256, mxfp8) == general
-    monkeypatch.setattr(hopper, "kernels", lambda *_: None)
+    monkeypatch.setattr(select, "hopper_kernels", lambda *_: None)
     assert launched_for(Activation(), 256) == general

@@ -12,7 +12,7 @@ from test_gemm_compile import TYPE_NAMES, Recorder, meta
 from test_hopper_compile import compiled, compiled_source
 from test_scaled_compile import BLACKWELL, HOPPER
 
-from symmoe.kernels import hopper
+from symmoe.kernels import select
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.hopper import launchers
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
@@ -187,7 +187,7 @@ def test_the_public_functions_choose_the_kernels_for_hopper(monkeypatch):
     def taken(device, dtype, columns):
         return launchers if dtype in (BF16, FP16) and columns >= 256 else None
 
-    monkeypatch.setattr(hopper, "kernels", taken)
+    monkeypatch.setattr(select, "hopper_kernels", taken)
     shape = SHAPES["odd"]
     for ranges, end in ((False, 1), (True, 3)):
         gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape, ranges=ranges), columns=(256, 512), num_sms=5)

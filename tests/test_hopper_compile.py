@@ -11,7 +11,7 @@ from thinned import thinned  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
-from symmoe.kernels import hopper  # noqa: E402
+from symmoe.kernels import select  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.hopper import act, gemm, launchers, wgrad  # noqa: E402
 from symmoe.kernels.triton import gemm as gpu_gemm  # noqa: E402
@@ -178,7 +178,7 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
     for module in (gpu_gemm, gpu_gemm_act):
         monkeypatch.setattr(module, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
-    monkeypatch.setattr(hopper, "kernels", lambda device, dtype, columns: launchers)
+    monkeypatch.setattr(select, "hopper_kernels", lambda device, dtype, columns: launchers)
     G, H, I, N = SHAPES["qwen3-30b"]
     bf16 = torch.bfloat16
     bounds, ranges = meta(G + 1, dtype=torch.int32), meta(2, G, dtype=torch.int32)
@@ -219,12 +219,12 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
 
 def test_devices_and_calls_that_they_do_not_take():
     for device in ("cpu", "meta"):
-        assert hopper.kernels(torch.device(device), torch.bfloat16, 1024) is None
-    assert hopper.takes_act(1000, 768, SWIGLU)
-    assert not hopper.takes_act(1000, 712, SWIGLU)
-    assert not hopper.takes_act(2**30 + 1, 768, SWIGLU)
-    assert not hopper.takes_act(1000, 768, Activation(interleave=8))
-    assert not hopper.takes_act(1000, 768, Activation(kind="srelu"))
+        assert select.hopper_kernels(torch.device(device), torch.bfloat16, 1024) is None
+    assert select.takes_act(1000, 768, SWIGLU)
+    assert not select.takes_act(1000, 712, SWIGLU)
+    assert not select.takes_act(2**30 + 1, 768, SWIGLU)
+    assert not select.takes_act(1000, 768, Activation(interleave=8))
+    assert not select.takes_act(1000, 768, Activation(kind="srelu"))
 
 
 @pytest.mark.parametrize(
@@ -242,5 +242,5 @@ def test_devices_and_calls_that_they_do_not_take():
 def test_which_gpus_have_them(monkeypatch, capability, dtype, columns, version, taken):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(triton, "__version__", version)
-    kernels = hopper.kernels.__wrapped__(torch.device("cuda", 0), dtype, columns)
+    kernels = select.hopper_kernels.__wrapped__(torch.device("cuda", 0), dtype, columns)
     assert kernels is (launchers if taken else None)

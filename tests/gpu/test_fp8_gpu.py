@@ -11,11 +11,11 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem, relative_error
 from row_ranges import random_ranges, rows_of
 
-from symmoe.kernels import hopper
+from symmoe.kernels import select
 from symmoe.kernels.low_precision import fp8
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-if hopper.kernels(torch.device("cuda", 0), BF16, 256) is None:
+if select.hopper_kernels(torch.device("cuda", 0), BF16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 from symmoe.kernels.hopper import launchers  # noqa: E402
@@ -36,7 +36,7 @@ def problem(kind, splits, widths, *, exact, seed=0):
     return kind(splits, widths, Numbers(exact=exact, seed=seed, device="cuda"))
 
 
-def special(p, dtype=BF16, num_sms=None, **options):
+def on_hopper(p, dtype=BF16, num_sms=None, **options):
     """By the kernel for Hopper."""
     out = p.blank(dtype)
     launchers.launch_fp8_gemm(*p.operands, out, num_sms=num_sms, **options)
@@ -58,7 +58,7 @@ def test_products_of_whole_numbers_are_exact(widths, dtype):
         expected = p.expected().to(dtype)
         assert torch.equal(general(p, dtype), expected)
         for options, num_sms in itertools.product(VARIANTS, (None, 7, 1)):
-            assert torch.equal(special(p, dtype, num_sms, **options), expected), (splits, options, num_sms)
+            assert torch.equal(on_hopper(p, dtype, num_sms, **options), expected), (splits, options, num_sms)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
@@ -66,7 +66,7 @@ def test_products_are_near_float64(widths):
     for splits in SPLITS:
         p = problem(Problem, splits, widths, exact=False)
         n, expected = p.num_rows, p.expected()
-        outs = [special(p, **options) for options in VARIANTS]
+        outs = [on_hopper(p, **options) for options in VARIANTS]
         for out in [*outs, general(p)]:
             assert relative_error(out[:n], expected[:n]) <= BF16_ERROR
             assert (out[n:] == SENTINEL).all()
@@ -79,7 +79,7 @@ def test_the_oracle_notices_a_scale_of_another_block(what):
     p = problem(Problem, SPLITS[0], WIDTHS[0], exact=False)
     expected = p.expected()
     setattr(p, what, getattr(p, what).roll(1, -1))
-    assert relative_error(special(p)[: p.num_rows], expected[: p.num_rows]) > 0.05
+    assert relative_error(on_hopper(p)[: p.num_rows], expected[: p.num_rows]) > 0.05
 
 
 def test_the_input_gradient():
@@ -87,7 +87,7 @@ def test_the_input_gradient():
     p = problem(Problem, SPLITS[0], (528, 656), exact=True)
     q = problem(Problem, SPLITS[0], (656, 528), exact=True, seed=1)
     q.weight, q.weight_scale = p.transposed_weight()
-    assert torch.equal(special(q), q.expected().to(BF16))
+    assert torch.equal(on_hopper(q), q.expected().to(BF16))
 
 
 @pytest.mark.parametrize("widths", WIDTHS[:3], ids=str)
@@ -95,7 +95,7 @@ def test_parts_have_the_bits_of_the_whole(widths):
     """Ranges of rows (what has not come is NaN), panels of columns, and both."""
     for splits, step in itertools.product(SPLITS, (1, 128)):
         p = problem(Problem, splits, widths, exact=False)
-        whole, union, in_both = special(p), p.blank(BF16), p.blank(BF16)
+        whole, union, in_both = on_hopper(p), p.blank(BF16), p.blank(BF16)
         for ranges in random_ranges(splits, 3, step=step):
             ranges, out = ranges.cuda(), p.blank(BF16)
             come = rows_of(ranges, p.capacity)
@@ -118,10 +118,10 @@ def test_parts_have_the_bits_of_the_whole(widths):
 def test_nan_stays_in_its_row():
     """Tiles begin at a group's first row and read on into the next group."""
     p = problem(Problem, SPLITS[0], WIDTHS[1], exact=False)
-    clean = special(p)
+    clean = on_hopper(p)
     row = p.spans[3].start
     p.rows.view(torch.uint8)[row, 3] = 0x7F
-    dirty = special(p)
+    dirty = on_hopper(p)
     assert dirty[row].isnan().all()
     dirty[row] = clean[row]
     assert torch.equal(dirty, clean)
@@ -131,7 +131,7 @@ def test_many_groups():
     for num_groups in (1, 33, 256):
         splits = tuple(i % 5 * (i % 7) for i in range(1, num_groups + 1))
         p = problem(Problem, splits, (264, 144), exact=True)
-        assert torch.equal(special(p), p.expected().to(BF16))
+        assert torch.equal(on_hopper(p), p.expected().to(BF16))
         q = problem(WgradProblem, splits, (72, 264), exact=True)
         assert torch.equal(gradient(q).double(), q.expected())
 
@@ -207,7 +207,7 @@ def test_calls_repeat():
     """A launch that skips the JIT, and rows whose bounds and number change between calls."""
     for splits in SPLITS * 3:
         p = problem(Problem, splits, (520, 272), exact=True)
-        assert torch.equal(special(p), p.expected().to(BF16))
+        assert torch.equal(on_hopper(p), p.expected().to(BF16))
         q = problem(WgradProblem, splits, (264, 272), exact=True)
         assert torch.equal(gradient(q).double(), q.expected())
 

@@ -11,12 +11,12 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from row_ranges import random_ranges, rows_of
 from test_gemm_act_gpu import SENTINEL, Problem, backward, forward
 
-from symmoe.kernels import hopper
+from symmoe.kernels import select
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.triton import gemm, gemm_act
 
 BF16, FP16 = torch.bfloat16, torch.float16
-if hopper.kernels(torch.device("cuda", 0), BF16, 256) is None:
+if select.hopper_kernels(torch.device("cuda", 0), BF16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 from symmoe.kernels.hopper import act, launchers  # noqa: E402
@@ -63,13 +63,13 @@ def products(p, k_first, zero_tail=False, num_sms=None):
     """The product by the kernel for Hopper, and by Triton's."""
     source, weight = p.rows, p.weight2 if k_first else p.weight1
     width = p.ffn if k_first else p.width
-    special, usual = p.blank(width), p.blank(width)
+    on_hopper, usual = p.blank(width), p.blank(width)
     launchers.launch_gemm(
-        source, weight, p.row_start, special, weight_k_first=k_first, zero_tail=zero_tail, num_sms=num_sms
+        source, weight, p.row_start, on_hopper, weight_k_first=k_first, zero_tail=zero_tail, num_sms=num_sms
     )
     function = gemm.grouped_gemm_dgrad if k_first else gemm.grouped_gemm
     function(source, weight, p.row_start, usual, config=gemm.gemm_config(width, p.dtype))
-    return special, usual
+    return on_hopper, usual
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -115,9 +115,9 @@ def test_parts_of_products_have_the_bits_of_the_whole(k_first, widths, dtype):
 def test_the_tail_becomes_zero_if_asked_for():
     for splits in SPLITS:
         p = Problem(splits, ODD, BF16, SWIGLU)
-        special, usual = products(p, True, zero_tail=True)
-        assert torch.equal(special[: p.num_rows], usual[: p.num_rows])
-        assert not special[p.num_rows :].any()
+        on_hopper, usual = products(p, True, zero_tail=True)
+        assert torch.equal(on_hopper[: p.num_rows], usual[: p.num_rows])
+        assert not on_hopper[p.num_rows :].any()
 
 
 def test_many_groups():
@@ -171,10 +171,10 @@ def test_dact_has_the_bits_of_tritons(case):
         config = gemm_act.dact_config(p.ffn, dtype)
         dh, a, dscale, _ = backward(p, *source, p.h, with_dbias=False, config=config)
         for num_sms in (None, 7, 1):
-            special = dact(p, variant, num_sms)
-            assert_same_rows(p, special[0], dh)
-            assert_same_rows(p, special[1], a)
-            assert torch.equal(special[2], dscale)
+            on_hopper = dact(p, variant, num_sms)
+            assert_same_rows(p, on_hopper[0], dh)
+            assert_same_rows(p, on_hopper[1], a)
+            assert torch.equal(on_hopper[2], dscale)
 
 
 @pytest.mark.parametrize("case", DACT_CASES)
@@ -230,18 +230,18 @@ def test_act_has_the_bits_of_tritons(case):
 def test_more_than_two_to_the_31_elements():
     """h and dh are that large, out is half of it; the last rows are right."""
     p = Problem((1_400_000, 55_555), (64, 768), BF16, SWIGLU)
-    special, usual = products(p, True)
-    assert torch.equal(special[: p.num_rows], usual[: p.num_rows])
-    del special, usual
+    on_hopper, usual = products(p, True)
+    assert torch.equal(on_hopper[: p.num_rows], usual[: p.num_rows])
+    del on_hopper, usual
     dh, a, *_ = backward(p, p.rows, None, p.h, with_dbias=False, config=gemm_act.dact_config(p.ffn, BF16))
     for variant in (act.TWO_WARPS, act.ALTERNATE):
-        special = dact(p, variant)
-        assert_same_rows(p, special[0], dh)
-        assert_same_rows(p, special[1], a)
+        on_hopper = dact(p, variant)
+        assert_same_rows(p, on_hopper[0], dh)
+        assert_same_rows(p, on_hopper[1], a)
     h, a = forward(p, p.rows, None, config=gemm_act.act_config(p.ffn, BF16, SWIGLU))
-    special = forward(p, p.rows, None)
-    assert_same_rows(p, special[0], h)
-    assert_same_rows(p, special[1], a)
+    on_hopper = forward(p, p.rows, None)
+    assert_same_rows(p, on_hopper[0], h)
+    assert_same_rows(p, on_hopper[1], a)
 
 
 def test_public_functions_choose_these_kernels(monkeypatch):

@@ -8,10 +8,10 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from symmoe.kernels import hopper
+from symmoe.kernels import select
 from symmoe.kernels.triton import gemm
 
-if hopper.kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
+if select.hopper_kernels(torch.device("cuda", 0), torch.bfloat16, 256) is None:
     pytest.skip("needs a Triton that has the kernels", allow_module_level=True)
 
 from symmoe.kernels.hopper import wgrad
@@ -41,7 +41,7 @@ class Problem:
         self.dout[bounds[-1] :] = torch.nan
         self.rows[bounds[-1] :] = torch.nan
 
-    def special(self, **options):
+    def on_hopper(self, **options):
         """By the kernel for Hopper; there is NaN before and after the result, and stays."""
         size = torch.Size(self.shape).numel()
         around = torch.full((size + 2048,), torch.nan, dtype=self.dtype, device="cuda")
@@ -66,7 +66,7 @@ def test_the_bits_are_tritons(widths, dtype):
         usual = p.usual()
         assert not usual.isnan().any()
         for num_sms in (None, 7, 1):
-            assert torch.equal(p.special(num_sms=num_sms), usual)
+            assert torch.equal(p.on_hopper(num_sms=num_sms), usual)
         for group, span in enumerate(p.spans):
             expected = p.dout[span].double().T @ p.rows[span].double()
             error = (usual[group].double() - expected).abs().max()
@@ -77,26 +77,26 @@ def test_the_order_of_tiles_does_not_matter():
     p = Problem(SPLITS[0], (1032, 712), torch.bfloat16)
     usual = p.usual()
     for group_m in (1, 3, 16):
-        assert torch.equal(p.special(group_m=group_m), usual)
+        assert torch.equal(p.on_hopper(group_m=group_m), usual)
 
 
 def test_many_groups():
     for num_groups in (1, 33, 256):
         p = Problem(tuple(i % 5 * (i % 7) * 4 for i in range(1, num_groups + 1)), (136, 264), torch.bfloat16)
-        assert torch.equal(p.special(), p.usual())
+        assert torch.equal(p.on_hopper(), p.usual())
 
 
 def test_nan_stays_in_its_group():
     """A group's last step begins inside of it and ends among the rows of the next."""
     p = Problem(SPLITS[3], (1032, 712), torch.bfloat16)
-    clean = p.special()
+    clean = p.on_hopper()
     for group, span in enumerate(p.spans):
         if span.start == span.stop:
             continue
         q = Problem(SPLITS[3], (1032, 712), torch.bfloat16)
         q.dout[span] = torch.nan
         q.rows[span] = torch.nan
-        dirty = q.special()
+        dirty = q.on_hopper()
         assert dirty[group].isnan().all()
         dirty[group] = clean[group]
         assert torch.equal(dirty, clean)
@@ -105,20 +105,20 @@ def test_nan_stays_in_its_group():
 def test_no_rows_give_zeros():
     p = Problem((0, 0, 0), (136, 264), torch.bfloat16)
     p.dout, p.rows = p.dout[:0], p.rows[:0]
-    assert not p.special().any()
+    assert not p.on_hopper().any()
 
 
 def test_calls_repeat():
     """A launch that skips the JIT, and rows whose bounds change between calls."""
     for splits in SPLITS * 3:
         p = Problem(splits, (1032, 712), torch.bfloat16)
-        assert torch.equal(p.special(), p.usual())
+        assert torch.equal(p.on_hopper(), p.usual())
 
 
 def test_more_than_two_to_the_31_elements():
     """Rows of 2^31 elements and more; then such a result."""
     p = Problem((1_400_000, 55_555), (256, 1536), torch.bfloat16)
-    assert torch.equal(p.special(), p.usual())
+    assert torch.equal(p.on_hopper(), p.usual())
     del p
     p = Problem(tuple(i % 3 * 50 for i in range(36)), (8192, 8192), torch.bfloat16)
-    assert torch.equal(p.special(), p.usual())
+    assert torch.equal(p.on_hopper(), p.usual())

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import formats, hopper
+from symmoe.kernels import formats, select
 from symmoe.kernels.act_quantized import (
     FEATURES,
     Buffers,
@@ -370,11 +370,11 @@ def dact_quantize(
     if sizes.num_rows == 0:
         return
     tiles_of_features = ceil_div(sizes.ffn, dact_features(activation))
-    special = hopper.kernels(h.device, h.dtype, sizes.hidden)
+    on_hopper = select.hopper_kernels(h.device, h.dtype, sizes.hidden)
     all_operands = rows is not None and columns is not None and a_columns is not None
-    if special is not None and all_operands and special.takes_dact_quantize(da, h, activation, block_format):
+    if on_hopper is not None and all_operands and on_hopper.takes_dact_quantize(da, h, activation, block_format):
         operands = rows, columns, a_columns
-        special.launch_dact_quantize(da, h, row_scale, row_start, workspace, activation, block_format, *operands)
+        on_hopper.launch_dact_quantize(da, h, row_scale, row_start, workspace, activation, block_format, *operands)
     else:
         launch(
             dact_quantize_kernel,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import fp8, hopper
+from symmoe.kernels import fp8, select
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import panel, refuse_ranges
@@ -173,10 +173,10 @@ def grouped_gemm_fp8(
     if num_rows == 0:
         return
     if config is None and not of_lines:
-        special = hopper.kernels(out.device, out.dtype, out_width)
-        if special is not None and num_rows <= hopper.MAX_ROWS:
+        on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= select.MAX_ROWS:
             options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
-            special.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_start, out, **options)
+            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_start, out, **options)
             return
     config = config or CONFIG
     end = end_of_rows(row_start, num_groups)
@@ -227,10 +227,10 @@ def grouped_gemm_wgrad_fp8(
         return
     if config is None:
         operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are stored as well
-        special = hopper.kernels(out.device, operands, out_width)
-        if special is not None:
+        on_hopper = select.hopper_kernels(out.device, operands, out_width)
+        if on_hopper is not None:
             options = {"accumulate": accumulate, "num_sms": num_sms}
-            special.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_start, out, **options)
+            on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_start, out, **options)
             return
     config = config or CONFIG
     num_tiles, constants = _wgrad_plan(config, out.dtype, accumulate, num_groups, out_rows, out_width)

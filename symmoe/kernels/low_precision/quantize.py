@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import formats, hopper
+from symmoe.kernels import formats, select
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -513,9 +513,9 @@ def quantize_columns(
         kernel, grid = quantize_column_lines_kernel, (blocks, num_groups)
         launch(kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale.t(), num_tiles)
         return
-    special = hopper.kernels(rows.device, rows.dtype, width)
-    if special is not None and special.takes_columns(block_format, rows, width) and signs is None:
-        special.launch_quantize_columns(rows, row_start, data, scale, block_format, row_index=row_index)
+    on_hopper = select.hopper_kernels(rows.device, rows.dtype, width)
+    if on_hopper is not None and on_hopper.takes_columns(block_format, rows, width) and signs is None:
+        on_hopper.launch_quantize_columns(rows, row_start, data, scale, block_format, row_index=row_index)
         return
     launch(
         quantize_columns_kernel,
@@ -582,10 +582,10 @@ def quantize_weight_pairs(
         quantize_weights(weight.mT, transposed_data, transposed_scale, block_format)
         return
     num_groups, num_lines, width = weight.shape
-    special = hopper.kernels(weight.device, weight.dtype, width)
-    if special is not None and special.takes_weight_pairs(block_format, weight):
+    on_hopper = select.hopper_kernels(weight.device, weight.dtype, width)
+    if on_hopper is not None and on_hopper.takes_weight_pairs(block_format, weight):
         buffers = data, scale, transposed_data, transposed_scale
-        special.launch_quantize_weight_pairs(weight, *buffers, block_format)
+        on_hopper.launch_quantize_weight_pairs(weight, *buffers, block_format)
         return
     constants = _pair_constants(block_format, num_lines, width)
     tile_lines, tile_columns = constants.named["LINES"], constants.named["COLUMNS"]

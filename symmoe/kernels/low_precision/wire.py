@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import formats, hopper
+from symmoe.kernels import formats, select
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
@@ -336,9 +336,9 @@ def requantize_columns(
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:
         return
-    special = hopper.kernels(wire.device, dtype, width)
-    if special is not None and special.takes_columns(block_format, wire, width):
-        special.launch_requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
+    on_hopper = select.hopper_kernels(wire.device, dtype, width)
+    if on_hopper is not None and on_hopper.takes_columns(block_format, wire, width):
+        on_hopper.launch_requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
         return
     launch(
         requantize_columns_kernel,

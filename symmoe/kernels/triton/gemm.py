@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import hopper
+from symmoe.kernels import select
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import panel, refuse_ranges
@@ -355,9 +355,9 @@ def _launch_gemm(
         return
     is_table = isinstance(weight, TensorTable)
     if config is None and row_index is None and bias is None and not (is_table or accumulate):
-        special = hopper.kernels(out.device, out.dtype, out_width)
-        if special is not None and num_rows <= hopper.MAX_ROWS:
-            special.launch_gemm(
+        on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= select.MAX_ROWS:
+            on_hopper.launch_gemm(
                 rows,
                 weight,
                 row_start,
@@ -448,9 +448,9 @@ def grouped_gemm_wgrad(
     is_table = isinstance(out, TensorTable)
     is_gathered = dout_index is not None or rows_index is not None
     if config is None and not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
-        special = hopper.kernels(out.device, out.dtype, out_width)
-        if special is not None and num_rows <= hopper.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
-            special.launch_wgrad(dout, rows, row_start, out, num_sms=num_sms)
+        on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
+        if on_hopper is not None and num_rows <= select.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
+            on_hopper.launch_wgrad(dout, rows, row_start, out, num_sms=num_sms)
             return
     plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, num_groups, out_rows, out_width)
     launch(

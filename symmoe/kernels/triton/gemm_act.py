@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from symmoe.kernels import hopper
+from symmoe.kernels import select
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
@@ -565,10 +565,10 @@ def grouped_gemm_act(
         return
     is_table = isinstance(weight, TensorTable)
     is_usual = config is not None or bias is not None or row_index is not None or is_table
-    if not is_usual and hopper.takes_act(num_rows, ffn, activation):
-        special = hopper.kernels(a.device, a.dtype, ffn)
-        if special is not None:
-            special.launch_act(rows, weight, row_start, row_scale, h, a, activation, num_sms=num_sms)
+    if not is_usual and select.takes_act(num_rows, ffn, activation):
+        on_hopper = select.hopper_kernels(a.device, a.dtype, ffn)
+        if on_hopper is not None:
+            on_hopper.launch_act(rows, weight, row_start, row_scale, h, a, activation, num_sms=num_sms)
             return
     launch(
         grouped_gemm_act_kernel,
@@ -675,11 +675,11 @@ def grouped_gemm_dact(
         num_slots = bias_slots(num_rows, num_groups, plan.config.block_m)
         assert bias_sums.numel() >= num_slots * activation.hidden_width(ffn)
     is_table = isinstance(weight, TensorTable)
-    special = None
+    on_hopper = None
     if config is None and dbias is None and not is_table and activation.interleave is None:
-        special = hopper.kernels(a.device, a.dtype, ffn)
-    if special is not None:
-        special.launch_dact(
+        on_hopper = select.hopper_kernels(a.device, a.dtype, ffn)
+    if on_hopper is not None:
+        on_hopper.launch_dact(
             dout,
             weight,
             row_start,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control, hopper
+from symmoe.kernels import control, select
 from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
@@ -51,8 +51,8 @@ def _launch(
 
 def _movers(rows: torch.Tensor, num_ctas: int | None) -> ModuleType | None:
     """The kernels for few programs (hopper/rows.py), where a caller wants few and they can move these rows."""
-    special = None if num_ctas is None else hopper.kernels(rows.device, rows.dtype, rows.shape[1])
-    return special if special is not None and special.takes_rows(rows) else None
+    on_hopper = None if num_ctas is None else select.hopper_kernels(rows.device, rows.dtype, rows.shape[1])
+    return on_hopper if on_hopper is not None and on_hopper.takes_rows(rows) else None
 
 
 @triton.jit
@@ -130,8 +130,8 @@ def push_rows(
     ranks = range(peers.num_ranks) if ranks is None else ranks
     if num_tokens == 0:
         return
-    if len(ranks) == 1 and (special := _movers(x, num_ctas)) is not None:
-        special.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
+    if len(ranks) == 1 and (on_hopper := _movers(x, num_ctas)) is not None:
+        on_hopper.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
         return
     grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, num_ctas)
     with torch.cuda.device_of(x):
@@ -470,10 +470,10 @@ def pre_reduce(
     # One rank has no peers' tokens; with one slot per token there are no secondary rows.
     if rows.numel() == 0 or num_packed_cap == 0 or num_ranks == 1 or top_k == 1:
         return
-    special = _movers(rows, num_ctas)
-    if special is not None and special.takes_sums(top_k, num_ranks):
+    on_hopper = _movers(rows, num_ctas)
+    if on_hopper is not None and on_hopper.takes_sums(top_k, num_ranks):
         tables = (packed_to_row, source_to_packed_start)
-        special.launch_pre_reduce(rows, *tables, rank=rank, columns=columns, num_ctas=num_ctas)
+        on_hopper.launch_pre_reduce(rows, *tables, rank=rank, columns=columns, num_ctas=num_ctas)
         return
     first, end = columns or (0, rows.shape[1])
     grid, meta = _launch(num_packed_cap, end - first, rows.element_size(), SUM_ACCESSES, num_ctas)
@@ -764,10 +764,10 @@ def pull_sums(
     if num_tokens == 0:
         return
     top_k, num_ranks = slot_to_row.shape[1], peers.num_ranks
-    special = _movers(out, num_ctas)
-    if special is not None and special.takes_sums(top_k, num_ranks):
+    on_hopper = _movers(out, num_ctas)
+    if on_hopper is not None and on_hopper.takes_sums(top_k, num_ranks):
         tables = (token_to_primary_row, slot_to_rank, slot_to_row)
-        special.launch_pull(*tables, peers, received, out, column=column, columns=columns, num_ctas=num_ctas)
+        on_hopper.launch_pull(*tables, peers, received, out, column=column, columns=columns, num_ctas=num_ctas)
         return
     first, end = columns or (0, width)
     accesses = SUM_ACCESSES if num_ctas is None or num_ranks > 2 else WIDE_SUM_ACCESSES

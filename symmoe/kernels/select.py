@@ -1,0 +1,79 @@
+"""Which kernels run where: the only file that chooses.
+
+Tensors on a GPU have kernels in Triton, others the PyTorch twins. On Hopper, kernels in Gluon stand in for the most
+common cases of those in Triton, with the same bits. Modules of kernels are imported on first use, so that `import
+symmoe` needs no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from symmoe.kernels.activation import Activation
+
+TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental, and changes
+MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
+ACT_COLUMNS = 128  # of a tile of grouped_gemm_act for Hopper
+MAX_ROWS = 2**30  # of an output that is stored by TMA
+
+
+def for_device(device: torch.device) -> ModuleType:
+    """The kernels for tensors on `device`: Triton on CUDA, the PyTorch twins elsewhere."""
+    if device.type == "cuda":
+        from symmoe.kernels import gpu
+
+        return gpu
+    from symmoe.kernels import twin
+
+    return twin
+
+
+def compiled_counter(device: torch.device) -> Callable[[], int]:
+    """A function that says how many variants of the kernels for `device` this process has compiled so far, or found in
+    a cache."""
+    if device.type == "cuda":
+        from symmoe.kernels.launch.launch import num_compiled
+
+        return num_compiled
+    return int  # PyTorch compiles nothing of the twins
+
+
+@functools.cache
+def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> ModuleType | None:
+    """The launchers of the kernels for Hopper where they can run and pay; None elsewhere.
+
+    Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. In the kernels for
+    Hopper it runs during the next tile's products; docs/performance.md has the numbers. What they do not take (fp32,
+    tables of weights, bias, interleaved features, narrow outputs, results added to others, weight gradients of gathered
+    rows), where they do not pay (FC1 of gathered rows), and other devices stay with Triton's. Weight gradients of E4M3
+    numbers are taken in fp32, too, and added to others (low_precision/hopper_fp8_wgrad.py: fp32 by TMA).
+
+    Args:
+        dtype: of the output.
+        columns: of the output.
+    """
+    if (
+        device.type != "cuda"
+        or dtype not in (torch.bfloat16, torch.float16)
+        or columns < MIN_COLUMNS
+        or torch.cuda.get_device_capability(device) != (9, 0)
+    ):
+        return None
+    try:
+        import triton
+
+        if tuple(map(int, triton.__version__.split(".")[:2])) not in TRITON_VERSIONS:
+            return None
+        from symmoe.kernels.hopper import launchers
+    except (ImportError, AttributeError):
+        return None
+    return launchers
+
+
+def takes_act(num_rows: int, ffn: int, activation: Activation) -> bool:
+    """Whether grouped_gemm_act has a kernel for Hopper: gates and ups in halves that whole tiles fill."""
+    return activation.is_gated and activation.interleave is None and ffn % ACT_COLUMNS == 0 and num_rows <= MAX_ROWS
