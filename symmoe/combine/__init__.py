@@ -1,1 +1,4 @@
-"""Token combine."""
+"""The way home: a token's rows come back from the ranks of its experts, and are summed.
+
+May use the plan. `trip` is all there is, for any schedule.
+"""

@@ -1,1 +1,4 @@
-"""Plan (who sends what where) and token dispatch."""
+"""The way out: the plan (which row of which rank a slot becomes) and the trip of tokens to their experts.
+
+May use the heap and precision's wire format. Begin with `plan`, then `trip`; `overlapped_trip` runs during GEMMs.
+"""

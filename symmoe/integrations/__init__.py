@@ -1,1 +1,4 @@
-"""Trainers that symmoe plugs into. A module here imports its trainer; nothing else of symmoe does."""
+"""Trainers that symmoe plugs into: FSDP2 and DDP, Megatron-Core, transformers, torchtitan.
+
+A module here imports its trainer; nothing else of symmoe does. Begin with the trainer's own folder or file.
+"""

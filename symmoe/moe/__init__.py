@@ -1,1 +1,4 @@
-"""Router, grouped expert MLP, the MoE layer, and what a trainer needs around them."""
+"""The MoE layer: router, balance, and the expert-parallel step that joins dispatch, experts and combine.
+
+May use the trips and the grouped layers. Begin with `layer`, then `ep_step` and `schedule`.
+"""

@@ -1,1 +1,4 @@
-"""The symmetric heap: arena, leases, barrier and faults."""
+"""The symmetric heap: memory that every rank of an expert-parallel group can reach, its leases, barrier and faults.
+
+May use the kernels. Begin with `heap`; `bootstrap`, `host` and `nvshmem` are how the memory comes to be.
+"""

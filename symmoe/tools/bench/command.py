@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from symmoe.errors import ArgumentError
 from symmoe.tools.bench.cases import (
@@ -14,6 +13,7 @@ from symmoe.tools.bench.cases import (
     Case,
     Shape,
 )
+from symmoe.tools.bench.options import Options
 from symmoe.tools.bench.peers.run import PEERS
 from symmoe.tools.bench.ranks import GROUP_TIMEOUT_S
 
@@ -28,34 +28,6 @@ Times the layer and its parts beside yardsticks of the same run, on the ranks th
 
 docs/benchmarking.md has the protocol, and what the records mean.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What one call of `symmoe bench` is to do.
-
-    Attributes:
-        suites: to run, in this order.
-        cases: that the suites run on.
-        repetitions: of every variant.
-        peers: name to module of those to measure.
-        peer_timeout_s: of each.
-        heap_gib: size of the heap; None is what the cases need.
-        load: files with records to take instead of measuring.
-        json, plot: files to write.
-        check: file with the baseline.
-    """
-
-    suites: tuple[str, ...]
-    cases: tuple[Case, ...]
-    repetitions: int
-    peers: dict[str, str]
-    peer_timeout_s: float
-    heap_gib: float | None
-    load: tuple[str, ...]
-    json: str | None
-    plot: str | None
-    check: str | None
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

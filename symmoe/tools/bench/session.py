@@ -14,7 +14,6 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench import ranks as launch
 from symmoe.tools.bench import regression
 from symmoe.tools.bench.cases import check_case
-from symmoe.tools.bench.command import Options
 from symmoe.tools.bench.gemm import bench_gemm
 from symmoe.tools.bench.heap_size import heap_bytes
 from symmoe.tools.bench.layer import (
@@ -25,6 +24,7 @@ from symmoe.tools.bench.layer import (
     bench_precision,
     bench_variants,
 )
+from symmoe.tools.bench.options import Options
 from symmoe.tools.bench.overhead import bench_overhead
 from symmoe.tools.bench.peers.run import measure_peers
 from symmoe.tools.bench.plot import draw

@@ -1,0 +1,35 @@
+"""What one call of `symmoe bench` is to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from symmoe.tools.bench.cases import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What one call of `symmoe bench` is to do.
+
+    Attributes:
+        suites: to run, in this order.
+        cases: that the suites run on.
+        repetitions: of every variant.
+        peers: name to module of those to measure.
+        peer_timeout_s: of each.
+        heap_gib: size of the heap; None is what the cases need.
+        load: files with records to take instead of measuring.
+        json, plot: files to write.
+        check: file with the baseline.
+    """
+
+    suites: tuple[str, ...]
+    cases: tuple[Case, ...]
+    repetitions: int
+    peers: dict[str, str]
+    peer_timeout_s: float
+    heap_gib: float | None
+    load: tuple[str, ...]
+    json: str | None
+    plot: str | None
+    check: str | None
