@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import symmoe
-from symmoe.integrations.fsdp import parallelize, parameter_groups
+from symmoe.integrations.parallel import parallelize, parameter_groups
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -19,10 +19,10 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.names import PRECISIONS
+from symmoe.timeline.command import add_command as add_trace
 from symmoe.tools.bench.command import add_command as add_bench
 from symmoe.tools.doctor.command import add_command as add_doctor
 from symmoe.tools.plot.command import add_command as add_plot
-from symmoe.tools.timeline.command import add_command as add_trace
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
 from symmoe.training.precision_choice import (
     AUTO,

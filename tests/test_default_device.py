@@ -18,7 +18,7 @@ CONSTRUCTORS = {
     *("randperm", "scalar_tensor", "tensor", "zeros"),
 }
 # Commands with a process of their own, in which nobody has set a default.
-OWN_PROCESS = ("bench", "doctor", "plot", "timeline")
+OWN_PROCESS = ("tools", "timeline")
 
 
 def calls_without_device(source: str) -> list[str]:

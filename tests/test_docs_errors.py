@@ -38,7 +38,7 @@ from symmoe import errors
 from symmoe.checkpoint import ExpertShard, files, load_checkpoint, save_checkpoint
 from symmoe.checkpoint.lock import locked
 from symmoe.cli import main
-from symmoe.integrations.fsdp import parallelize
+from symmoe.integrations.parallel import parallelize
 from symmoe.symm_mem import nvshmem
 from symmoe.symm_mem.bootstrap import Bootstrap
 from symmoe.tools import timeline

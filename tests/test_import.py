@@ -32,6 +32,7 @@ ROOMS = (
     "checkpoint",
     "integrations",
     "tools",
+    "timeline",
     "cli",
     "__main__",
 )

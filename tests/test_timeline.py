@@ -27,17 +27,17 @@ from symmoe import (
 )
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
+from symmoe.timeline import picture as timeline_picture
+from symmoe.timeline.clocks import align
+from symmoe.timeline.events import Event, Timeline
+from symmoe.timeline.kineto import gpu_events
+from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, PHASES
+from symmoe.timeline.recording import _mark_start, timeline_of
+from symmoe.timeline.replays import capture_step, directed, record_replays
+from symmoe.timeline.report import chrome_trace, lanes_of, table
+from symmoe.timeline.step import trace_layer
 from symmoe.tools import picture as symmoe_picture
 from symmoe.tools import timeline
-from symmoe.tools.timeline import picture as timeline_picture
-from symmoe.tools.timeline.clocks import align
-from symmoe.tools.timeline.events import Event, Timeline
-from symmoe.tools.timeline.kineto import gpu_events
-from symmoe.tools.timeline.phases import BY_KERNEL, BY_OPERATOR, PHASES
-from symmoe.tools.timeline.recording import _mark_start, timeline_of
-from symmoe.tools.timeline.replays import capture_step, directed, record_replays
-from symmoe.tools.timeline.report import chrome_trace, lanes_of, table
-from symmoe.tools.timeline.step import trace_layer
 
 KERNELS = Path(kernels.__file__).parent / "gpu"
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -170,7 +170,7 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
         if shape[0] != num_ranks * linear.num_groups:
             return ArgumentError(
                 "FSDP has taken experts, which differ from rank to rank, for parts of the same: build the model anew, "
-                "and call symmoe.integrations.fsdp.parallelize(model, mesh) in place of fully_shard (for models of "
+                "and call symmoe.integrations.parallel.parallelize(model, mesh) in place of fully_shard (for models of "
                 "transformers: symmoe.integrations.transformers.register in place of swap_moe)"
             )
     return None
@@ -228,7 +228,7 @@ def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) ->
     if any(id(parameter) in reduced for parameter in _parameters(layer)):
         return ArgumentError(
             "DistributedDataParallel has overwritten experts, which differ from rank to rank, with those of rank 0: "
-            "build the model anew, and call symmoe.integrations.fsdp.data_parallel(model, mesh) in its place, or "
+            "build the model anew, and call symmoe.integrations.parallel.data_parallel(model, mesh) in its place, or "
             "symmoe.prepare_for_ddp(model) before something else wraps it"
         )
     world, ep_group = dist.get_process_group_ranks(ddp.process_group), layer.heap.global_ranks
@@ -237,7 +237,7 @@ def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) ->
     if not set(ep_group) <= set(world) or len(world) != num_replicas * len(ep_group):
         return ArgumentError(
             f"DistributedDataParallel has the ranks {world}, the experts are spread over {ep_group} and have "
-            f"{num_replicas} replica(s): call symmoe.integrations.fsdp.data_parallel(model, mesh), or pass "
+            f"{num_replicas} replica(s): call symmoe.integrations.parallel.data_parallel(model, mesh), or pass "
             "expert_group to symmoe.prepare_for_ddp"
         )
     return gradients_elsewhere(layer.experts)

@@ -16,7 +16,7 @@ from test_parallel import build, equal_shares
 
 import symmoe
 from symmoe.errors import ArgumentError
-from symmoe.integrations.fsdp import parameter_groups
+from symmoe.integrations.parallel import parameter_groups
 from symmoe.precision import Float8Block
 
 MICRO_BATCHES, NUM_WEIGHTS = 3, 4  # of two layers

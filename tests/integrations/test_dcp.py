@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import symmoe
-from symmoe.integrations.fsdp import data_parallel, parallelize, parameter_groups
+from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups
 
 BIASED = dataclasses.replace(CONFIG, expert_bias=True)
 State = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ from torch import nn
 
 import symmoe
 from symmoe.errors import ArgumentError
-from symmoe.integrations.fsdp import data_parallel, parallelize
+from symmoe.integrations.parallel import data_parallel, parallelize
 
 H, FFN, EXPERTS, TOP_K = 16, 8, 4, 2
 SHAPE = {"hidden": H, "ffn": FFN, "num_experts": EXPERTS, "top_k": TOP_K}

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 import symmoe
 from symmoe.checkpoint import load_checkpoint, save_checkpoint
-from symmoe.integrations.fsdp import parameter_groups
+from symmoe.integrations.parallel import parameter_groups
 from symmoe.moe.ownership import named_parameters
 
 STEPS, LEARNING_RATE, MAX_NORM = 20, 0.1, 0.5

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import symmoe
 from symmoe.errors import ArgumentError
-from symmoe.integrations.fsdp import (
+from symmoe.integrations.parallel import (
     data_parallel,
     parallelize,
     parameter_groups,

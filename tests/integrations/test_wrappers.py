@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import symmoe
 from symmoe.errors import ArgumentError
-from symmoe.integrations.fsdp import data_parallel, parallelize
+from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.integrations.transformers import swap_moe
 
 STEPS, LEARNING_RATE = 20, 0.1

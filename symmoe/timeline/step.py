@@ -10,12 +10,12 @@ import torch
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.timeline.events import Timeline
+from symmoe.timeline.recording import record
+from symmoe.timeline.replays import capture_step, record_replays
+from symmoe.timeline.report import table
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.ranks import join
-from symmoe.tools.timeline.events import Timeline
-from symmoe.tools.timeline.recording import record
-from symmoe.tools.timeline.replays import capture_step, record_replays
-from symmoe.tools.timeline.report import table
 from symmoe.training.memory_plan import plan_memory
 
 Launch = Literal["graph", "eager"]
@@ -53,7 +53,7 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str
     Args:
         config: of the layer. Steps that are captured need a static capacity.
         num_tokens: T, of a rank.
-        path: of the trace, see :func:`symmoe.tools.timeline.record`.
+        path: of the trace, see :func:`symmoe.timeline.record`.
         launch: "graph" records replays of a captured step, on GPUs; on CPUs both are eager.
 
     Returns:

@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     for name, value in (("tokens", args.tokens), ("steps", args.steps), ("capacity-factor", args.capacity_factor)):
         if not 0 < value < float("inf"):
             raise ArgumentError(f"{name} ({value}) must be finite and greater than 0")
-    from symmoe.tools.timeline.step import trace_layer
+    from symmoe.timeline.step import trace_layer
 
     shape = shapes[0]
     config = MoEConfig(

@@ -17,13 +17,13 @@ from typing import TypeVar
 import torch
 
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.timeline.events import (
+from symmoe.timeline.events import (
     COMMUNICATION,
     COMPUTE,
     Event,
     Timeline,
 )
-from symmoe.tools.timeline.recording import Recording, record_as
+from symmoe.timeline.recording import Recording, record_as
 
 _Outputs = TypeVar("_Outputs")
 
@@ -49,7 +49,7 @@ def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs],
 
 @contextmanager
 def record_replays(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
-    """As :func:`symmoe.tools.timeline.record`, of replays of what :func:`capture_step` returns, and of nothing else."""
+    """As :func:`symmoe.timeline.record`, of replays of what :func:`capture_step` returns, and of nothing else."""
     with record_as(path, heap, directed) as recording:
         yield recording
 

@@ -1,6 +1,6 @@
 """What the ranks did when, in a training step: a trace for Perfetto, a picture, a table. See docs/timeline.md."""
 
-from symmoe.tools.timeline.ranges import annotate
-from symmoe.tools.timeline.recording import Recording, record
+from symmoe.timeline.ranges import annotate
+from symmoe.timeline.recording import Recording, record
 
 __all__ = ["Recording", "annotate", "record"]

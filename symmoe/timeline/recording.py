@@ -16,18 +16,18 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.timeline.clocks import align
-from symmoe.tools.timeline.events import Event, Span, Timeline
-from symmoe.tools.timeline.kineto import gpu_events
-from symmoe.tools.timeline.phases import BY_OPERATOR
-from symmoe.tools.timeline.picture import draw
-from symmoe.tools.timeline.ranges import (
+from symmoe.timeline.clocks import align
+from symmoe.timeline.events import Event, Span, Timeline
+from symmoe.timeline.kineto import gpu_events
+from symmoe.timeline.phases import BY_OPERATOR
+from symmoe.timeline.picture import draw
+from symmoe.timeline.ranges import (
     START,
     annotate,
     direction,
     ranged,
 )
-from symmoe.tools.timeline.report import chrome_trace, table
+from symmoe.timeline.report import chrome_trace, table
 
 logger = logging.getLogger("symmoe")
 

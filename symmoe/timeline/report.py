@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from symmoe.tools.timeline.events import COMPUTE, Timeline, length
+from symmoe.timeline.events import COMPUTE, Timeline, length
 
 EXPOSED_LANE = "exposed communication"
 

@@ -7,9 +7,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from typing import Any
 
-from symmoe.tools.timeline.events import Event
-from symmoe.tools.timeline.phases import BY_KERNEL, BY_OPERATOR, OTHER
-from symmoe.tools.timeline.ranges import START, parse_range
+from symmoe.timeline.events import Event
+from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, OTHER
+from symmoe.timeline.ranges import START, parse_range
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")

@@ -15,7 +15,7 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.tools.timeline.phases import BY_OPERATOR
+from symmoe.timeline.phases import BY_OPERATOR
 
 _PREFIX = "symmoe"
 START = "symmoe/start"  # a range that marks where a recording starts
@@ -59,7 +59,7 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
     """Ranges for profilers around what this process launches: `symmoe/<forward or backward>/<operator>`. Local.
 
     For a profiler of your own: torch.profiler sees them as user annotations, Nsight Systems as NVTX ranges. Does not
-    synchronise. Costs nothing outside of the context. :func:`symmoe.tools.timeline.record` has them on.
+    synchronise. Costs nothing outside of the context. :func:`symmoe.timeline.record` has them on.
 
     Raises:
         ArgumentError: they are on already.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from symmoe.tools.timeline.phases import BY_NAME, PHASES, Phase
+from symmoe.timeline.phases import BY_NAME, PHASES, Phase
 
 Span = tuple[float, float]  # microseconds: begin, end
 DIRECTIONS = ("forward", "backward", "")
