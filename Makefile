@@ -65,4 +65,4 @@ plots: setup
 	$(PY) -m symmoe plot bench $(wildcard $(RECORDS:%=benchmarks/results/%)) --out docs/images
 
 clean:
-	rm -rf $(VENV) runs build dist site *.egg-info
+	rm -rf $(VENV) .compiled runs build dist site *.egg-info

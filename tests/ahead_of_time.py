@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU, by the compiler of this process: nothing comes from a cache of earlier runs.
+"""Kernels compiled without a GPU, and kept: the same source is compiled once by the same Triton and ptxas.
 
 Triton runs ptxas and throws away what it says, which is what most tests are after: `compile_for` keeps it, so that no
 test has to assemble a kernel a second time.
@@ -7,20 +7,27 @@ test has to assemble a kernel a second time.
 from __future__ import annotations
 
 import contextlib
+import gzip
+import hashlib
 import io
+import os
+import pickle
 import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import triton_key
 
 VERSION = triton.__version__.rpartition(".")[0]  # "3.6": what may be spilled depends on it
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+KEPT = Path(__file__).resolve().parent.parent / ".compiled"  # one file for each piece of code
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)(.*?);")
 
 
@@ -29,7 +36,7 @@ class Code:
     """A compiled kernel.
 
     Attributes:
-        asm: "ttgir", "ptx" (text), "cubin" (bytes), and the other stages.
+        asm: "ttgir" and "ptx" (text), "cubin" (bytes).
         metadata: What Triton knows of it, such as the bytes of shared memory.
         log: What ptxas -v said.
     """
@@ -88,18 +95,29 @@ class Code:
         return [[names[i] for i in loop] for loop in innermost if loop]
 
 
-_codes: dict[tuple, Code] = {}
-
-
 def compile_for(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
-    """The source (a GluonASTSource is one too) for sm_`arch`; tests that ask for the same code share it."""
-    key = arch, source.hash(), str(sorted(options.items()))
-    if key not in _codes:
-        said = io.StringIO()
-        with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
-            triton.knobs.cache.dir = folder
-            triton.knobs.nvidia.dump_ptxas_log = True
-            with contextlib.redirect_stdout(said):
-                compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        _codes[key] = Code(compiled.asm, compiled.metadata, said.getvalue())
-    return _codes[key]
+    """The source (a GluonASTSource is one too) for sm_`arch`."""
+    # ptxas comes with Triton, whose sources are in its key.
+    whole = (arch, type(source).__name__, source.hash(), sorted(options.items()), triton.__version__, triton_key())
+    path = KEPT / hashlib.sha256(repr(whole).encode()).hexdigest()
+    if path.exists():
+        return pickle.loads(gzip.decompress(path.read_bytes()))
+    code = _compile(arch, source, options)
+    KEPT.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=KEPT, delete=False) as file:
+        file.write(gzip.compress(pickle.dumps(code), compresslevel=1))
+    os.replace(file.name, path)  # another worker may write the same
+    return code
+
+
+def _compile(arch: int, source: ASTSource, options: dict[str, Any]) -> Code:
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
+        triton.knobs.cache.dir = folder
+        triton.knobs.nvidia.dump_ptxas_log = True
+        with contextlib.redirect_stdout(said):
+            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    asm = {stage: compiled.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
+    return Code(
+        asm, SimpleNamespace(shared=compiled.metadata.shared, tmem_size=compiled.metadata.tmem_size), said.getvalue()
+    )
