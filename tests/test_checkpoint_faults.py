@@ -26,7 +26,8 @@ from cluster import Cluster, RankFailure
 import symmoe
 from symmoe.checkpoint import ExpertShard, files, folder, load_checkpoint, lock, read_manifest, save_checkpoint
 from symmoe.checkpoint.manifest import seal_of
-from symmoe.errors import ArgumentError, CheckpointError, SymmoeError
+from symmoe.errors import ArgumentError, CheckpointError, PeerLost, SymmoeError
+from symmoe.symm_mem.bootstrap import Bootstrap
 
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
 FILE = "rank-00000-0000.safetensors"
@@ -99,6 +100,40 @@ def die_in_a_save(rank: int, num_ranks: int, directory: str) -> None:
     with replaced(files, "write", die if rank == 1 else files.write):
         text = save_both(rank, num_ranks, f"{directory}/c", 2)
     Path(directory, f"heard-{rank}").write_text(text)
+
+
+def die_before_a_meeting(rank: int, num_ranks: int, directory: str) -> None:
+    """Rank 1 ends. Rank 0 comes to a meeting when gloo knows that already, and rank 2 later."""
+    gone, meetings, isend = Path(directory, "gone"), Bootstrap(None, timeout_s=60.0), dist.isend
+
+    def refuse(tensor: torch.Tensor, *, group_dst: int, **options: Any) -> Any:
+        if group_dst == 1:
+            raise RuntimeError("Connection closed by peer")
+        return isend(tensor, group_dst=group_dst, **options)
+
+    if rank == 1:
+        gone.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for(gone)
+    time.sleep(2.0 * (rank // 2))
+    text = ""
+    try:
+        with replaced(dist, "isend", isend if rank else refuse):
+            meetings.barrier()
+    except PeerLost as error:
+        text = str(error)
+    Path(directory, f"heard-{rank}").write_text(text)
+
+
+def test_a_rank_that_is_lost_is_named_by_those_who_come_later(tmp_path: Path):
+    ranks = Cluster(3)
+    try:
+        with pytest.raises(RankFailure, match="rank 1: died with exit code -9"):
+            ranks.run(die_before_a_meeting, str(tmp_path))
+        for rank in (0, 2):
+            assert (tmp_path / f"heard-{rank}").read_text().startswith("lost rank 1: ")
+    finally:
+        ranks.close()
 
 
 def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path):

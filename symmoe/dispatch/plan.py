@@ -5,7 +5,10 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
@@ -23,7 +26,50 @@ _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP}
 
 
 @dataclass(eq=False)
-class Plan:
+class PlanIntegers:
+    """What the kernels of a plan fill: int32, views of one allocation, each aligned to 16 bytes. See Plan."""
+
+    splits: torch.Tensor
+    row_start: torch.Tensor
+    slot_start: torch.Tensor
+    slot_limit: torch.Tensor
+    slot_to_row: torch.Tensor
+    slot_to_rank: torch.Tensor
+    token_to_primary_row: torch.Tensor
+    token_to_packed_row: torch.Tensor
+    block_tokens: torch.Tensor
+    packed_start: torch.Tensor
+    packed_limit: torch.Tensor
+    source_to_packed_start: torch.Tensor
+    source_to_row_start: torch.Tensor
+    expert_load: torch.Tensor
+    report: torch.Tensor
+
+    @staticmethod
+    def shapes(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> dict[str, tuple[int, ...]]:
+        """Of each, by its name."""
+        num_local = num_experts // num_ranks
+        return {
+            "splits": (num_local,),
+            "row_start": (num_local + 1,),
+            "slot_start": (num_experts,),
+            "slot_limit": (num_experts,),
+            "slot_to_row": (num_tokens, top_k),
+            "slot_to_rank": (num_tokens, top_k),
+            "token_to_primary_row": (num_tokens, num_ranks),
+            "token_to_packed_row": (num_tokens, num_ranks),
+            "block_tokens": (num_blocks(num_tokens), num_ranks),
+            "packed_start": (num_ranks,),
+            "packed_limit": (num_ranks,),
+            "source_to_packed_start": (num_ranks + 1,),
+            "source_to_row_start": (num_ranks + 1, num_local),
+            "expert_load": (num_experts,),
+            "report": (control.SUMMARY_WORDS,),
+        }
+
+
+@dataclass(eq=False)
+class Plan(PlanIntegers):
     """What :func:`make_plan` returns. Tensors are on the heap's device; -1 in a map means "none".
 
     Attributes:
@@ -44,7 +90,10 @@ class Plan:
             row is where the experts' rows end.
         generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
         expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
-        num_dropped: int32 [1], slots of the whole EP group that were dropped.
+        slot_start, slot_limit: int32 [E], the row of this rank's first slot for each expert, and where rows end there.
+        packed_start, packed_limit: int32 [R], likewise of packed rows on each rank.
+        block_tokens: int32 [blocks, R], tokens of each block of this rank's that go to each rank.
+        report: int32 [control.SUMMARY_WORDS], what the host may read.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
     """
@@ -58,22 +107,14 @@ class Plan:
     expected_rows: int
     num_rows: int | None
     generation: int
-    splits: torch.Tensor
-    row_start: torch.Tensor
-    slot_to_row: torch.Tensor
-    slot_to_rank: torch.Tensor
-    token_to_primary_row: torch.Tensor
-    token_to_packed_row: torch.Tensor
-    source_to_packed_start: torch.Tensor
-    source_to_row_start: torch.Tensor
-    expert_load: torch.Tensor
-    num_dropped: torch.Tensor
-    block_tokens: torch.Tensor
-    packed_start: torch.Tensor
-    packed_limit: torch.Tensor
     packed_to_row: torch.Tensor | None = None
     row_to_packed_row: torch.Tensor | None = None
     _source_to_rows: torch.Tensor | None = None
+
+    @property
+    def num_dropped(self) -> torch.Tensor:
+        """int32 [1], slots of the whole EP group that were dropped."""
+        return self.report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1]
 
     @property
     def num_packed(self) -> torch.Tensor:
@@ -187,107 +228,133 @@ def make_plan(
 def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]) -> Plan:
     """As make_plan; `header` has its other arguments."""
     num_tokens, top_k = topk_idx.shape
-    num_experts, overflow = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_OVERFLOW]
-    limit, token_limit = header[control.HEAD_CAPACITY], header[control.HEAD_MAX_TOKENS]
-    is_exact = limit < 0
-    num_ranks, device = heap.num_ranks, heap.device
-    experts_per_rank = num_experts // num_ranks
-    num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
-    ops = kernels.for_device(device)
-
-    def int32(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    block_counts = int32(num_blocks, num_experts + num_ranks + 2)
-    block_starts = int32(num_blocks, num_experts)
+    num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
+    ops = kernels.for_device(heap.device)
+    shapes = PlanIntegers.shapes(num_tokens, top_k, num_experts, heap.num_ranks)
+    integers = PlanIntegers(**_allocate(shapes, heap.device))
     with heap.one_call():
-        ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
-        ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
-        received = heap.barrier(control.PHASE_PLAN)
-        heap.note_counts(num_tokens=num_tokens, top_k=top_k)
+        block_starts, received = _exchange_counts(topk_idx, heap, header)
         generation = heap.epoch
-
-        splits, row_start = int32(experts_per_rank), int32(experts_per_rank + 1)
-        slot_start, slot_limit = int32(num_experts), int32(num_experts)
-        packed_start, packed_limit = int32(num_ranks), int32(num_ranks)
-        source_to_packed_start, expert_load = int32(num_ranks + 1), int32(num_experts)
-        source_to_row_start = int32(num_ranks + 1, experts_per_rank)
-        report = int32(control.SUMMARY_WORDS)
         ops.lay_out(
             heap.peers,
             received,
             heap.status,
             num_experts=num_experts,
             capacity=limit,
-            drop=overflow == control.OVERFLOW_DROP,
-            record_errors=not is_exact,
-            splits=splits,
-            row_start=row_start,
-            slot_start=slot_start,
-            slot_limit=slot_limit,
-            packed_start=packed_start,
-            packed_limit=packed_limit,
-            source_to_packed_start=source_to_packed_start,
-            source_to_row_start=source_to_row_start,
-            expert_load=expert_load,
-            report=report,
+            drop=header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP,
+            record_errors=limit >= 0,
+            splits=integers.splits,
+            row_start=integers.row_start,
+            slot_start=integers.slot_start,
+            slot_limit=integers.slot_limit,
+            packed_start=integers.packed_start,
+            packed_limit=integers.packed_limit,
+            source_to_packed_start=integers.source_to_packed_start,
+            source_to_row_start=integers.source_to_row_start,
+            expert_load=integers.expert_load,
+            report=integers.report,
         )
-        slot_to_row, slot_to_rank = int32(num_tokens, top_k), int32(num_tokens, top_k)
-        block_tokens = int32(num_blocks, num_ranks)
         ops.assign_rows(
             topk_idx,
             block_starts,
-            slot_start,
-            slot_limit,
-            slot_to_row,
-            slot_to_rank,
-            block_tokens,
-            experts_per_rank=experts_per_rank,
+            integers.slot_start,
+            integers.slot_limit,
+            integers.slot_to_row,
+            integers.slot_to_rank,
+            integers.block_tokens,
+            experts_per_rank=num_experts // heap.num_ranks,
         )
-        if device.type == "cpu":
+        if heap.device.type == "cpu":
             heap.check()  # before another thread has its turn, which would raise it instead
-    token_to_packed_row, token_to_primary_row = int32(num_tokens, num_ranks), int32(num_tokens, num_ranks)
     ops.assign_packed_rows(
-        slot_to_row, slot_to_rank, block_tokens, packed_start, token_to_packed_row, token_to_primary_row
+        integers.slot_to_row,
+        integers.slot_to_rank,
+        integers.block_tokens,
+        integers.packed_start,
+        integers.token_to_packed_row,
+        integers.token_to_primary_row,
     )
-
-    if is_exact:
-        words = heap.read_back(report).tolist()
-        if words[control.SUM_ERROR] != control.PLAN_OK:
-            heap.check()  # a fault of a peer is on record
-            raise heap.plan_failure(words)
-        num_rows = words[control.SUM_NUM_ROWS]
-        heap.note_counts(num_rows=num_rows, num_packed=words[control.SUM_NUM_PACKED])
-        row_capacity, packed_capacity = max(1, words[control.SUM_MAX_ROWS]), max(1, words[control.SUM_MAX_PACKED])
-        expected_rows = row_capacity
-    else:
-        num_rows = None
-        row_capacity, packed_capacity = limit, max(1, min(limit, num_ranks * token_limit))
-        expected_rows = max(1, min(limit, token_limit * top_k))
+    sizes = _sizes_read(integers.report, heap) if limit < 0 else _sizes_given(header, heap.num_ranks)
     return Plan(
+        **vars(integers),
+        **sizes,
         heap=heap,
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
-        row_capacity=row_capacity,
-        packed_row_capacity=packed_capacity,
-        expected_rows=expected_rows,
-        num_rows=num_rows,
         generation=generation,
-        splits=splits,
-        row_start=row_start,
-        slot_to_row=slot_to_row,
-        slot_to_rank=slot_to_rank,
-        token_to_primary_row=token_to_primary_row,
-        token_to_packed_row=token_to_packed_row,
-        source_to_packed_start=source_to_packed_start,
-        source_to_row_start=source_to_row_start,
-        expert_load=expert_load,
-        num_dropped=report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1],
-        block_tokens=block_tokens,
-        packed_start=packed_start,
-        packed_limit=packed_limit,
     )
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks of tokens whose slots are counted together."""
+    return -(-num_tokens // control.TOKENS_PER_BLOCK)
+
+
+def _allocate(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, torch.Tensor]:
+    """int32 tensors by name, in one allocation."""
+    unit = control.ACCESS_BYTES // torch.int32.itemsize
+    numels = [math.prod(shape) for shape in shapes.values()]
+    padded = [-(-numel // unit) * unit for numel in numels]
+    parts = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
+    return {
+        name: part[:numel].view(shape) for (name, shape), part, numel in zip(shapes.items(), parts, numels, strict=True)
+    }
+
+
+def _exchange_counts(
+    topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each block's slots begin, int32 [blocks, E], and what the barrier has brought. Collective."""
+    num_tokens, top_k = topk_idx.shape
+    num_experts, num_ranks = header[control.HEAD_NUM_EXPERTS], heap.num_ranks
+    ops = kernels.for_device(heap.device)
+    shapes = {
+        "block_counts": (num_blocks(num_tokens), num_experts + num_ranks + 2),
+        "block_starts": (num_blocks(num_tokens), num_experts),
+    }
+    block_counts, block_starts = _allocate(shapes, heap.device).values()
+    ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
+    ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
+    received = heap.barrier(control.PHASE_PLAN)
+    heap.note_counts(num_tokens=num_tokens, top_k=top_k)
+    return block_starts, received
+
+
+class _RowSizes(TypedDict):
+    """Fields of Plan."""
+
+    num_rows: int | None
+    row_capacity: int
+    packed_row_capacity: int
+    expected_rows: int
+
+
+def _sizes_read(report: torch.Tensor, heap: SymmetricHeap) -> _RowSizes:
+    """With exact capacity. Waits for the device, and raises what is wrong with the routing of any rank."""
+    words = heap.read_back(report).tolist()
+    if words[control.SUM_ERROR] != control.PLAN_OK:
+        heap.check()  # a fault of a peer is on record
+        raise heap.plan_failure(words)
+    num_rows, most_rows = words[control.SUM_NUM_ROWS], max(1, words[control.SUM_MAX_ROWS])
+    heap.note_counts(num_rows=num_rows, num_packed=words[control.SUM_NUM_PACKED])
+    return {
+        "num_rows": num_rows,
+        "row_capacity": most_rows,
+        "packed_row_capacity": max(1, words[control.SUM_MAX_PACKED]),
+        "expected_rows": most_rows,
+    }
+
+
+def _sizes_given(header: tuple[int, ...], num_ranks: int) -> _RowSizes:
+    """With static capacity."""
+    limit, most_tokens = header[control.HEAD_CAPACITY], header[control.HEAD_MAX_TOKENS]
+    return {
+        "num_rows": None,
+        "row_capacity": limit,
+        "packed_row_capacity": max(1, min(limit, num_ranks * most_tokens)),
+        "expected_rows": max(1, min(limit, most_tokens * header[control.HEAD_TOP_K])),
+    }
 
 
 def _find_problem(

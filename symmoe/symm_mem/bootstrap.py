@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -118,18 +118,34 @@ class Bootstrap:
         """The same, message by message, so that one that does not come has a sender."""
         theirs = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)]
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        start, peer = time.monotonic(), -1
+        start, failures = time.monotonic(), list[PeerError]()
+
+        def attempt(peer: int, action: Callable[..., _T], *args: Any, **options: Any) -> _T | None:
+            try:
+                return action(*args, **options)
+            except RuntimeError as error:
+                failures.append(self._failure(peer, start, error))
+                failures[-1].__cause__ = error
+                return None
+
+        sent: dict[int, dist.Work | None] = {}
+        received: dict[int, dist.Work | None] = {}
+        for peer in peers:
+            sent[peer] = attempt(peer, dist.isend, mine, group_dst=peer, group=self._group, tag=_TAG)
+            received[peer] = attempt(peer, dist.irecv, theirs[peer], group_src=peer, group=self._group, tag=_TAG)
+        for peer in peers:
+            if not failures:
+                attempt(peer, self._wait, received[peer], start)
+        for peer in peers:
+            # Where one peer is lost, too: what another has not taken when this rank gives up never reaches it, and it
+            # would wait for this rank. After a timeout gloo has closed all connections.
+            if not any(isinstance(failure, PeerTimeout) for failure in failures):
+                attempt(peer, self._wait, sent[peer], start)
         try:
-            sent: dict[int, dist.Work | None] = {}  # None: for ranks outside of the group
-            received: dict[int, dist.Work | None] = {}
-            for peer in peers:
-                sent[peer] = dist.isend(mine, group_dst=peer, group=self._group, tag=_TAG)
-                received[peer] = dist.irecv(theirs[peer], group_src=peer, group=self._group, tag=_TAG)
-            for works in (received, sent):
-                for peer in peers:
-                    self._wait(works[peer], start)
-        except RuntimeError as error:
-            raise self._failure(peer, start, error) from error
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # whose tracebacks keep this frame, and the frame them
         return theirs
 
     def _wait(self, work: dist.Work | None, start: float) -> None:

@@ -33,6 +33,7 @@ from symmoe.kernels.twin import sync
 KINDS = ("messages", "signals", "pushes", "pulls")
 NUM_CASES = 400
 CONTROLS = ("flag first", "relaxed")  # the second on GPUs only
+MOST_TRIES = 20  # of the control, until it finds what it is to find
 TIMEOUT_S = 10.0  # of a kernel's waits
 _FLAG_WORDS = 8
 _SHORT_S = 200e-6
@@ -192,10 +193,16 @@ def check(
         rounds = Rounds(heap)
         for number in numbers:
             start, kind, problems = time.perf_counter(), kind_of(number), []
-            for turn in range(rounds.ops.num_rounds):
+            read = stale = late = 0
+            for turn in range(MOST_TRIES * rounds.ops.num_rounds):
                 rounds.run(kind, (seed * SEED_STRIDE + number) * 1000 + turn)
-            heap.synchronize()
-            read, stale, late = rounds.ops.taken_counts()
+                if (turn + 1) % rounds.ops.num_rounds:
+                    continue
+                heap.synchronize()
+                read, stale, late = map(sum, zip((read, stale, late), rounds.ops.taken_counts(), strict=True))
+                # On a busy machine a rank may be late each time that a flag comes first. All ranks go on, or none.
+                if kind != "flag first" or all(map(any, heap.gather_bytes(bytes([stale > 0])))):
+                    break
             if late:
                 problems.append(f"{late} flags did not come within {TIMEOUT_S} s")
             if kind in KINDS and (stale or not read):
