@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,12 +47,40 @@ _FIRST = (
 )
 
 
+# Files whose cases of three and four ranks are cheap, or what they are there for.
+_OF_MANY_RANKS = ("test_ep_invariance", "test_protocol", "test_several_nodes")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(_FIRST)))
+    for item in _repetitive(items):
+        item.add_marker(pytest.mark.slow)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none on this machine"))
+
+
+def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases that `make test` leaves to `make test-all`: those of three and more ranks where there is one of fewer, and
+    of the kernels that are compiled, all but a usual and an odd one, the first and the last of each test and kernel."""
+    groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
+    for item in items:
+        given = _parameters(item)
+        kernel = next((str(given[name]) for name in ("kernel", "function", "name") if name in given), "")
+        if item.path.stem.endswith("_compile") and item.path.stem != "test_compile":
+            groups.setdefault((item.path, item.originalname, kernel), []).append(item)
+        elif given.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:
+            fewer = (other for other in items if other.path == item.path and other.originalname == item.originalname)
+            if any(_parameters(other)["num_ranks"] <= 2 for other in fewer):
+                yield item
+    for cases in groups.values():
+        yield from cases[1:-1]
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ pytest.importorskip("ml_dtypes")
 CHECKS = Path(__file__).with_name("dact_quantize_emulator_checks.py")
 
 
+@pytest.mark.slow
 def test_the_kernel_matches_the_oracle():
     """In a process of its own: the emulator takes Gluon's place before kernels are imported."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -281,6 +281,7 @@ def peer_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_records_from_before_a_crash_are_kept(peer_folder: Path):
     write_peer(peer_folder, "peer_that_crashes", "pass")
     records, reasons = measure_peers(

@@ -52,6 +52,7 @@ def test_kills_and_flips(tmp_path: Path):
     assert record["flips_outcomes"] == {"CheckpointError": 15, "newest state": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["tests.reliability checkpoint_kills", "tests.reliability.checkpoint_kills"])
 def test_both_commands(tmp_path: Path, program: str):
     """The record says which one it was, when, and of which commit, as those of the other suites do."""
@@ -73,6 +74,7 @@ def test_both_commands(tmp_path: Path, program: str):
     assert timedelta(0) <= now - datetime.fromisoformat(record["date"]) < timedelta(minutes=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
 def test_the_suite_fails_where_a_promise_is_broken(tmp_path: Path, what: str):
     code, record = run(*BROKEN[what][:1], *BROKEN[what][1], record=tmp_path / "record.json")

@@ -148,6 +148,7 @@ def test_kept_runs_are_taken_if_they_are_the_same(compare, tmp_path: Path):
     assert not record["results"]
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_is_stopped(compare):
     code, record = compare("--ways", "bf16", "--seeds", "0,90", "--jobs", "2", "--timeout-s", "15")
     assert code == 1
@@ -168,6 +169,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_two_runs_of_the_example(tmp_path: Path):
     """The command itself, with torchrun and the example; then it is stopped in the middle of others."""
     keep, file = tmp_path / "runs", tmp_path / "record.json"

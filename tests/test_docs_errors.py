@@ -34,14 +34,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import symmoe
-from symmoe import errors
+from symmoe import errors, timeline
 from symmoe.checkpoint import ExpertShard, files, load_checkpoint, save_checkpoint
 from symmoe.checkpoint.lock import locked
 from symmoe.cli import main
 from symmoe.integrations.parallel import parallelize
 from symmoe.symm_mem import nvshmem
 from symmoe.symm_mem.bootstrap import Bootstrap
-from symmoe.tools import timeline
 from symmoe.tools.bench import stock
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md"

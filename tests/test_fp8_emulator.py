@@ -11,6 +11,7 @@ from limits import HANG_S
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_kernels_match_the_oracle():
     """In a process of its own: the emulator takes Gluon's place before kernels are imported."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

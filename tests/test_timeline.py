@@ -24,6 +24,7 @@ from symmoe import (
     SymmetricHeap,
     cli,
     kernels,
+    timeline,
 )
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
@@ -37,7 +38,6 @@ from symmoe.timeline.replays import capture_step, directed, record_replays
 from symmoe.timeline.report import chrome_trace, lanes_of, table
 from symmoe.timeline.step import trace_layer
 from symmoe.tools import picture as symmoe_picture
-from symmoe.tools import timeline
 
 KERNELS = Path(kernels.__file__).parent / "gpu"
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -90,6 +90,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(losses_of_one_rank: list[fl
     assert losses[-1] < losses[0] - 0.5  # it learns, so equal losses are no accident
 
 
+@pytest.mark.slow
 def test_experts_and_the_wire_in_float8(finished: Path, tmp_path: Path):
     """One step of the same run: the same loss, since the head starts at zero; gradients that are nearly the same."""
     (record,) = train(tmp_path, "--precision", "float8-block", "--wire", "--steps=1", num_ranks=2)
@@ -112,12 +113,14 @@ def test_wrong_arguments(argument: str, text: str):
     assert text in done.stderr
 
 
+@pytest.mark.slow
 def test_resume_refuses_another_run(finished: Path):
     done = run(finished, "--resume", "--seed=1", num_ranks=2)
     assert done.returncode != 0
     assert "--resume: seed is 1, but the checkpoint was made with 0" in done.stderr
 
 
+@pytest.mark.slow
 def test_resumes_on_another_number_of_ranks(finished: Path, tmp_path: Path):
     out = tmp_path / "run"
     shutil.copytree(finished, out)

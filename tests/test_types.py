@@ -28,6 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mypy")
 
 
+@pytest.mark.slow
 def test_a_user_sees_annotations(tmp_path: Path, cache: Path) -> None:
     python, installed = _environment_with_symmoe(tmp_path)
     program = shutil.copy(PROGRAM, tmp_path)
@@ -42,6 +43,7 @@ def test_a_user_sees_annotations(tmp_path: Path, cache: Path) -> None:
     assert printed.count("[assert-type]") >= num_asserted // 2
 
 
+@pytest.mark.slow
 def test_a_user_who_is_wrong_is_told(tmp_path: Path, cache: Path) -> None:
     python, _ = _environment_with_symmoe(tmp_path)
     program = tmp_path / "wrong.py"

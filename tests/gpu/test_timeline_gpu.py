@@ -14,9 +14,9 @@ from step_trace import training_step
 from test_step_gpu import TOKENS, config_for, layer_for
 from worker import open_heap
 
+from symmoe import timeline
 from symmoe.timeline.events import Timeline
 from symmoe.timeline.replays import capture_step, record_replays
-from symmoe.tools import timeline
 
 pytestmark = pytest.mark.gpu
 

@@ -24,6 +24,7 @@ def losses(out: Path, *arguments: str, num_ranks: int) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
 
 
+@pytest.mark.slow
 def test_trains_saves_and_resumes_with_another_layout(tmp_path: Path):
     whole = losses(tmp_path, "--steps=12", "--save-every=6", num_ranks=2)
     assert list(whole) == list(range(1, 13))

@@ -51,6 +51,7 @@ def losses_of(*arguments: str) -> list[float]:
     return [float(loss) for _, loss, _ in lines]
 
 
+@pytest.mark.slow
 def test_learns_and_agrees_with_megatrons_layer_on_other_layouts():
     ours, theirs = losses_of(), losses_of("--dispatcher=alltoall")
     halves = ["--micro-batch=2", "--micro-batches=2"]  # the same sequences; their aux loss is another
@@ -64,6 +65,7 @@ def test_learns_and_agrees_with_megatrons_layer_on_other_layouts():
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_times_layers_beside_each_other(tmp_path: Path):
     """All dispatchers with all experts, in bf16 as on GPUs; the run compares their results before it times them."""
     from megatron.core.transformer.moe import experts

@@ -228,6 +228,7 @@ def test_activation_without_a_kernel_is_refused(config: TransformerConfig, funct
 # -- imports ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_megatron_is_imported_by_its_own_module_alone():
     code = (
         "import sys, symmoe, symmoe.integrations; assert 'megatron' not in sys.modules; "

@@ -103,6 +103,7 @@ def compiled_model(rank: int, num_ranks: int) -> tuple[float, float]:
     return got.loss.item(), want.loss.item()
 
 
+@pytest.mark.slow
 def test_whole_model_on_two_ranks(cluster):
     for got, want in cluster(2).run(compiled_model):
         assert got == pytest.approx(want, rel=1e-5)

@@ -31,6 +31,7 @@ def losses(text: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss (\d+\.\d+)  [\d,]+ tokens/s", text)}
 
 
+@pytest.mark.slow
 def test_learns_saves_and_goes_on(tmp_path: Path):
     text = run(tmp_path / "first", "--steps", "20", num_ranks=2)
     first = losses(text)

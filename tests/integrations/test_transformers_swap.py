@@ -124,6 +124,7 @@ def test_outputs_and_all_gradients_equal_the_unmodified_model(cluster, family: s
             assert experts == pytest.approx([1.0] * len(experts), abs=1e-3)  # the sum over ranks, not the mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks(cluster, family: str):
     for found in cluster(4).run(compare, family):
@@ -320,6 +321,7 @@ def test_bf16(cluster, autocast: bool):
 # -- what is imported ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_by_those_that_need_it_alone():
     code = (
         "import sys, symmoe.integrations\n"
