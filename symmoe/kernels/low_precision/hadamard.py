@@ -1,4 +1,4 @@
-"""The randomised Hadamard transform of 16 neighbours (Triton), for kernels that quantise. See the twin."""
+"""The randomised Hadamard transform of 16 neighbours (Triton), for kernels that quantise. See twin/hadamard.py."""
 
 import triton
 import triton.language as tl
