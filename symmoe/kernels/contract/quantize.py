@@ -83,13 +83,7 @@ class QuantizeKernels(Protocol):
         """
 
     def quantize_weights(
-        self,
-        weight: Tensor,
-        data: Tensor,
-        scale: Tensor,
-        block_format: BlockFormat,
-        *,
-        amax: Tensor | None = None,
+        self, weight: Tensor, data: Tensor, scale: Tensor, block_format: BlockFormat, *, amax: Tensor | None = None
     ) -> None:
         """Scales along the last dimension of G matrices.
 
@@ -168,13 +162,7 @@ class QuantizeKernels(Protocol):
         """The inverse of swizzle_group_scales; scales of rows that belong to no group are not written."""
 
     def swizzle_scales(
-        self,
-        pointers: Tensor,
-        swizzled: Tensor,
-        num_rows: int,
-        num_blocks: int,
-        row_stride: int,
-        block_stride: int,
+        self, pointers: Tensor, swizzled: Tensor, num_rows: int, num_blocks: int, row_stride: int, block_stride: int
     ) -> None:
         """Reorders G matrices of one-byte scales, all of one size, into tiles.
 
