@@ -103,7 +103,7 @@ class Collection:
         self.values: torch.Tensor | None = None
         if row_values is not None:
             self.values = row_values.new_empty((plan.num_tokens, plan.top_k))
-        self._has_values = row_values is None
+        self._has_values = False
 
     def __enter__(self) -> Collection:
         plan, heap = self._plan, self._plan.heap
@@ -133,10 +133,15 @@ class Collection:
 
     def _collect(self, columns: tuple[int, int] | None, num_ctas: int | None) -> None:
         plan, heap, ops = self._plan, self._plan.heap, self._ops
-        part = {"columns": columns, "num_ctas": num_ctas}
         if self._rows is not None and self._order == "rank":
-            starts = plan.source_to_packed_start
-            ops.pre_reduce(self._rows, self._packed_to_row, starts, rank=heap.rank, **part)
+            ops.pre_reduce(
+                self._rows,
+                self._packed_to_row,
+                plan.source_to_packed_start,
+                rank=heap.rank,
+                columns=columns,
+                num_ctas=num_ctas,
+            )
             # Autograd must refuse a later use of what stood in the primary rows: also where there are no peers, so
             # that what works on one rank works on several.
             wrote_into(self._rows)
@@ -144,10 +149,10 @@ class Collection:
         if self.out is not None:
             trip = (plan.slot_to_rank, plan.slot_to_row, heap.peers, received, self.out)
             if self._order == "rank":
-                ops.pull_sums(plan.token_to_primary_row, *trip, column=READY_ROWS, **part)
+                ops.pull_sums(plan.token_to_primary_row, *trip, column=READY_ROWS, columns=columns, num_ctas=num_ctas)
             else:
-                ops.pull_rows(*trip, column=READY_ROWS, **part)
-        if not self._has_values:
+                ops.pull_rows(*trip, column=READY_ROWS, columns=columns, num_ctas=num_ctas)
+        if self.values is not None and not self._has_values:
             self._has_values = True
             ops.pull_values(
                 plan.slot_to_rank, plan.token_to_packed_row, heap.peers, received, self.values, column=READY_VALUES

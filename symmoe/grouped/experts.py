@@ -114,6 +114,7 @@ class ExpertWeights:
         num_sms: int | None = None,
     ) -> None:
         """out [N, H] = W2 a + b2 * bias_scale, or only columns of it (the first, and the one past the last)."""
+        assert isinstance(a, torch.Tensor)  # it is what first_layer has made
         kernels.for_device(out.device).grouped_gemm(
             a,
             self.w2,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
@@ -104,5 +103,5 @@ def low_rank(adapters: Sequence[torch.Tensor]) -> LowRank | None:
     return LowRank(*adapters) if adapters else None
 
 
-def _ops(tensor: torch.Tensor) -> ModuleType:
+def _ops(tensor: torch.Tensor) -> kernels.Kernels:
     return kernels.for_device(tensor.device)

@@ -20,7 +20,8 @@ from symmoe import kernels
 from symmoe.autograd import wrote_into
 from symmoe.checks.buffers import memory_problem, stale_problem
 from symmoe.errors import ArgumentError, StaleLease, raise_for
-from symmoe.kernels.twin.pointers import HostBytes, host_bytes, swizzled_scale_bytes
+from symmoe.kernels.contract.pointers import HostBytes
+from symmoe.kernels.twin.pointers import host_bytes, swizzled_scale_bytes
 
 ScaleLayout = Literal["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"]
 

@@ -81,9 +81,8 @@ class WorkingPrecision:
         zero_tail: bool,
     ) -> None:
         """See Products."""
-        options = {"bias": bias, "bias_scale": bias_scale, "zero_tail": zero_tail}
         (weight,) = kernel_matrices({"weight": self._weights})
-        self._ops.grouped_gemm(rows, weight, row_start, out, **options)
+        self._ops.grouped_gemm(rows, weight, row_start, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
 
     def kept(self) -> Kept:
         """See Products."""

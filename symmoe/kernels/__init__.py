@@ -1,8 +1,9 @@
-"""Device code and its PyTorch twins, of the same names and signatures (docs/design.md, kernel contract).
+"""Device code and its PyTorch twins, both of the type `contract.Kernels`.
 
-May use errors only. Begin with `select`, then with the definition of a kernel in `twin`.
+May use errors only. Begin with `contract`, which says what every kernel computes, then `select`.
 """
 
+from symmoe.kernels.contract import Kernels
 from symmoe.kernels.select import compiled_counter, for_device
 
-__all__ = ["compiled_counter", "for_device"]
+__all__ = ["Kernels", "compiled_counter", "for_device"]

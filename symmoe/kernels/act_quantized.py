@@ -1,7 +1,6 @@
 """What the activations that quantise their result have in common on all devices: what they take, and what fits.
 
-Buffers are a pair (data, scale), as quantize_rows or quantize_columns fill it (twin/quantize.py): scales of columns
-that are fp32 lie block-major in memory (kernels/operands.py).
+Buffers are a pair (data, scale), as quantize_rows or quantize_columns fill it (contract/quantize.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What the grouped GEMMs of E4M3 numbers have in common on all devices: how long a block is, and what operands fit.
-
-A number is q * scale: q in E4M3 (torch.float8_e4m3fn), and a scale in fp32 for BLOCK numbers along what is contracted.
-B(n) = ceil(n / BLOCK) scales belong to n numbers. Or a line has one scale for all that is contracted, in both operands.
-Scales of columns [features, blocks of tokens] lie block-major: those of one block side by side, strides (1, features).
-"""
+"""What the grouped GEMMs of E4M3 numbers have in common on all devices: how long a block is, and what operands fit."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """What the grouped GEMMs of MXFP8 and NVFP4 numbers have in common on all devices: formats, and what operands fit.
 
-The dtype of the data is the format. A number is data * scale, in NVFP4 data * scale * the group's global scale.
+The dtype of the data is the format.
 
     MXFP8  data E4M3 (torch.float8_e4m3fn), a scale E8M0 for 32 numbers along what is contracted
     NVFP4  data E2M1 (torch.uint8, two in a byte), a scale E4M3 for 16 of them, a global scale fp32 for a group
 
-Scales are bytes in 128x4 tiles, uint8 [tiles, ceil(scales of a line / 4), 512] (twin/scale_tiles.py). There may be more
-tiles than are needed, as swizzle_scales makes them.
+Scales are bytes in 128x4 tiles, uint8 [tiles, ceil(scales of a line / 4), 512] (contract/quantize.py). There may be
+more tiles than are needed, as swizzle_scales makes them.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.contract import Kernels
 
 TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental, and changes
 MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
@@ -21,7 +22,7 @@ ACT_COLUMNS = 128  # of a tile of grouped_gemm_act for Hopper
 MAX_ROWS = 2**30  # of an output that is stored by TMA
 
 
-def for_device(device: torch.device) -> ModuleType:
+def for_device(device: torch.device) -> Kernels:
     """The kernels for tensors on `device`: Triton on CUDA, the PyTorch twins elsewhere."""
     if device.type == "cuda":
         from symmoe.kernels import gpu

@@ -64,13 +64,18 @@ def multiply(
     num_sms: int | None = None,
 ) -> None:
     """out[r] = rows[r] @ weight[g]^T for every row r of every group g, as grouped_gemm; out bf16, fp16 or fp32."""
-    ops, options = kernels.for_device(out.device), {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
-    operands = (rows.data, rows.scale, weight.data, weight.scale, row_start, out)
+    ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_start, out)
     if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_fp8(*operands, **options)
+        ops.grouped_gemm_fp8(*operands, columns=columns, zero_tail=zero_tail, num_sms=num_sms)
         return
-    scales = {"row_global_scale": rows.global_scale, "weight_global_scale": weight.global_scale}
-    ops.grouped_gemm_scaled(*operands, **scales, **options)
+    ops.grouped_gemm_scaled(
+        *operands,
+        row_global_scale=rows.global_scale,
+        weight_global_scale=weight.global_scale,
+        columns=columns,
+        zero_tail=zero_tail,
+        num_sms=num_sms,
+    )
 
 
 def multiply_columns(
@@ -83,13 +88,17 @@ def multiply_columns(
     num_sms: int | None = None,
 ) -> None:
     """out[g] (+)= dout_g @ rows_g^T over the tokens of group g, as grouped_gemm_wgrad; out [G, O, C]."""
-    ops, options = kernels.for_device(out.device), {"accumulate": accumulate, "num_sms": num_sms}
-    operands = (dout.data, dout.scale, rows.data, rows.scale, row_start, out)
+    ops, operands = kernels.for_device(out.device), (dout.data, dout.scale, rows.data, rows.scale, row_start, out)
     if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_wgrad_fp8(*operands, **options)
+        ops.grouped_gemm_wgrad_fp8(*operands, accumulate=accumulate, num_sms=num_sms)
         return
-    scales = {"dout_global_scale": dout.global_scale, "rows_global_scale": rows.global_scale}
-    ops.grouped_gemm_wgrad_scaled(*operands, **scales, **options)
+    ops.grouped_gemm_wgrad_scaled(
+        *operands,
+        dout_global_scale=dout.global_scale,
+        rows_global_scale=rows.global_scale,
+        accumulate=accumulate,
+        num_sms=num_sms,
+    )
 
 
 def weight_bytes(recipe: Recipe, num_groups: int, num_lines: int, width: int) -> int:

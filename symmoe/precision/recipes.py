@@ -157,10 +157,10 @@ class Recipe(ABC):
         num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
         row_format, signs = self.row_format, self.column_signs
         data, scale = self._column_buffers(num_rows, width, row_start, out)
-        options = {"row_index": row_index, "signs": signs}
-        amax = _amax(row_format, rows, row_start, **options)
-        ops = kernels.for_device(rows.device)
-        ops.quantize_columns(rows, row_start, data, scale, row_format, amax=amax, seeds=seeds, **options)
+        amax = _amax(row_format, rows, row_start, row_index=row_index, signs=signs)
+        kernels.for_device(rows.device).quantize_columns(
+            rows, row_start, data, scale, row_format, row_index=row_index, amax=amax, signs=signs, seeds=seeds
+        )
         return Quantized(
             data=data,
             scale=scale,
@@ -209,14 +209,12 @@ class Recipe(ABC):
         """quantize_weight and quantize_weight_transposed, of which the second costs a write more: the weight is read
         once, but for scales of whole lines. Arguments as in quantize_weight."""
         amax = self._weight_amax(weight)
-        pair = (
-            self._empty_weight(weight, "weight", None, amax),
-            self._empty_weight(weight, "weight_transposed", None, amax),
-        )
+        forward = self._empty_weight(weight, "weight", None, amax)
+        transposed = self._empty_weight(weight, "weight_transposed", None, amax)
         if weight.numel():
-            buffers = (buffer for quantized in pair for buffer in (quantized.data, quantized.scale))
+            buffers = (forward.data, forward.scale, transposed.data, transposed.scale)
             kernels.for_device(weight.device).quantize_weight_pairs(weight, *buffers, self.weight_format, amax=amax)
-        return pair
+        return forward, transposed
 
     @torch.no_grad()
     def _quantize_weight(self, weight: torch.Tensor, layout: Layout, out: Buffers | None) -> Quantized:
@@ -386,13 +384,18 @@ class NVFP4(Recipe):
 
 
 def _amax(
-    block_format: BlockFormat, rows: torch.Tensor, row_start: torch.Tensor, **options: object
+    block_format: BlockFormat,
+    rows: torch.Tensor,
+    row_start: torch.Tensor,
+    *,
+    row_index: torch.Tensor | None = None,
+    signs: int | None = None,
 ) -> torch.Tensor | None:
     """The largest finite |x| of every group, if the format has a global scale."""
     if not block_format.has_global_scale:
         return None
     amax = torch.empty(row_start.shape[0] - 1, dtype=torch.float32, device=rows.device)
-    kernels.for_device(rows.device).group_amax(rows, row_start, amax, **options)
+    kernels.for_device(rows.device).group_amax(rows, row_start, amax, row_index=row_index, signs=signs)
     return amax
 
 

@@ -42,7 +42,7 @@ def ranged(device: torch.device, around: Around) -> Iterator[None]:
         ArgumentError: it does so already.
     """
     operators = kernels.for_device(device)
-    originals = {name: getattr(operators, name) for name in operators.__all__ if name in BY_OPERATOR}
+    originals = {name: getattr(operators, name) for name in BY_OPERATOR}
     if any(isinstance(operator, _Ranged) for operator in originals.values()):
         raise ArgumentError("a timeline is being recorded, or ranges are on, already in this process")
     try:

@@ -1,4 +1,4 @@
-"""grouped_gemm and grouped_gemm_dgrad for Hopper. Contract as in triton/gemm.py, same bits; see pipeline.py."""
+"""grouped_gemm and grouped_gemm_dgrad for Hopper, with the bits of triton/gemm.py; see pipeline.py."""
 
 import functools
 from typing import Any

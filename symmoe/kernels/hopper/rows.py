@@ -1,7 +1,7 @@
 """Kernels that move rows by TMA (Gluon, Hopper), for running beside GEMMs: few SMs, many bytes in flight on each.
 
 A program fills an SM, so a grid of n programs takes n SMs and leaves the others to a GEMM. What a program has in flight
-lies in shared memory, a few hundred rows' bytes, not in registers. Contracts and bits as in triton/tokens.py.
+lies in shared memory, a few hundred rows' bytes, not in registers. Bits are those of triton/tokens.py.
 
 A row is [segments, SEGMENT] 32-bit words, and a piece of it, one TMA box, is some segments of it. An arena is seen in
 units of UNIT_BYTES, at every one of which a row may begin: offsets that barriers hand out are multiples of it, as those

@@ -1,4 +1,4 @@
-"""grouped_gemm_wgrad of contiguous rows for Hopper. Contract as in triton/gemm.py, same bits; roles as in pipeline.py.
+"""grouped_gemm_wgrad of contiguous rows for Hopper, with the bits of triton/gemm.py; roles as in pipeline.py.
 
 A tile is 128 rows of out[g] (features of dout), 256 columns (features of rows). It contracts over the group's rows, so
 both operands lie in shared memory as they do in memory: a stage is BLOCK_K rows of either. Each of the two multiplying

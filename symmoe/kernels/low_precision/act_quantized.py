@@ -1,4 +1,4 @@
-"""The activation of an expert and its gradient with quantised results (Triton). Contract as in the twin.
+"""The activation of an expert and its gradient with quantised results (Triton). Letters: contract/quantize.py.
 
 Rows of the activation know nothing of groups: a program has a few of them by FEATURES of the result. Where columns are
 made, it has TILE tokens of a group. A gradient's program goes through them twice: in strips of features, which have
@@ -6,8 +6,7 @@ whole blocks of columns, and in strips of rows, which have whole blocks of rows.
 tile for both, what waits to be quantised fills the registers.) On Hopper a kernel that passes them through shared
 memory computes each number once: low_precision/hopper_dact_quantize.py.
 
-The arithmetic is that of activation.py and quantize.py, the same functions on the same rounded numbers. No function
-synchronises, allocates device memory or reads row_start.
+The arithmetic is that of activation.py and quantize.py, the same functions on the same rounded numbers.
 """
 
 from __future__ import annotations
@@ -316,14 +315,6 @@ def act_quantize(
     rows: Buffers | None = None,
     columns: Buffers | None = None,
 ) -> None:
-    """a = act(h) * row_scale, rounded to the dtype of h and quantised: the operands that the second GEMM has of it.
-
-    h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start int32[G+1]: the groups' bounds, or without columns ranges of
-    rows int32[2, G]; other rows are not read. rows: data [N, I] and its scales along features; columns: data [I, P], P
-    a multiple of TILE and at least TILE * max_tiles(N, G), and its scales along a group's tokens, block-major if they
-    are fp32 (kernels/operands.py). What is None is not made; one must be given. block_format: E4M3, blocks of 32 or
-    128. ArgumentError if an argument is not like that.
-    """
     sizes = check_act_quantize(h, row_scale, row_start, activation, block_format, rows, columns)
     problem = sizes.ffn, sizes.num_groups, activation, block_format
     row_constants = _row_constants(*problem, end_of_rows(row_start, sizes.num_groups))
@@ -355,14 +346,6 @@ def dact_quantize(
     columns: Buffers | None = None,
     a_columns: Buffers | None = None,
 ) -> None:
-    """Gradient of a = act(h) * row_scale, rounded to the dtype of h and quantised; dscale; and columns of a again.
-
-    da [N, I] of the dtype of h; dscale fp32[N], 0 past the last row; workspace: fp32, of
-    dact_quantize_workspace_numel(...) elements. rows, columns: dh's, of W features: operands of the first GEMM's input
-    gradient and weight gradient. a_columns: the second GEMM's, so that a forward pass need not keep them. The others as
-    in act_quantize; all operands may be None. If h has halves, blocks must divide I (takes_dact_quantize).
-    ArgumentError if an argument is not like that.
-    """
     sizes = check_dact_quantize(
         da, h, row_scale, row_start, dscale, workspace, activation, block_format, rows, columns, a_columns
     )

@@ -1,4 +1,4 @@
-"""Numbers as the codes of low-precision formats, and the scales of their blocks (Triton). Contract as in the twin."""
+"""Numbers as the codes of low-precision formats, and the scales of their blocks (Triton)."""
 
 import torch
 import triton

@@ -1,10 +1,9 @@
-"""Grouped GEMMs of E4M3 numbers with a scale per block (Triton). Contract as in the twin; tiles as in triton/gemm.py.
+"""Grouped GEMMs of E4M3 numbers with a scale per block (Triton). Tiles as in triton/gemm.py.
 
-A block's products are summed by the tensor core, and that sum is scaled and added in fp32 before the next block. Hopper
-has kernels of its own (hopper_fp8.py, hopper_fp8_wgrad.py), in which one warpgroup adds while the other multiplies.
-These are for every other GPU that multiplies E4M3 numbers, for fp32 results of grouped_gemm_fp8, for narrow ones, and
-for scales of whole lines.
-No function synchronises, allocates device memory or reads row_start.
+Letters: contract/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
+in fp32 before the next block. Hopper has kernels of its own (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
+warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
+of grouped_gemm_fp8, for narrow ones, and for scales of whole lines.
 """
 
 import functools
@@ -155,15 +154,6 @@ def grouped_gemm_fp8(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
-
-    rows E4M3 [N, C], row_scale fp32 [N, B(C)]: a scale for BLOCK features of a row; weight E4M3 [G, O, C], weight_scale
-    fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. Or row_scale [N, 1] and weight_scale [G, O, 1]: one for
-    a row and one for a line of the weight. out bf16, fp16 or fp32 [N, O]. C is a multiple of 16, rows of out are
-    multiples of 16 bytes. The input gradient is the same product, with gradients for rows and the transposed weight
-    [G, C, O] with its transposed scales. row_start, columns, zero_tail, num_sms: as in grouped_gemm.
-    ArgumentError if an operand is anything else.
-    """
     of_lines = fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
@@ -208,16 +198,6 @@ def grouped_gemm_wgrad_fp8(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[g] = (dout * dout_scale) @ (rows * rows_scale)^T over the tokens of group g; no tokens give zeros.
-
-    dout E4M3 [O, P], rows E4M3 [C, P], as quantize_columns makes them: the tokens between a group's last and the next
-    multiple of BLOCK are zeros, those past the last group may be anything. dout_scale fp32 [O, P / BLOCK], rows_scale
-    fp32 [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major (strides (1, O) and (1, C)). O is a multiple
-    of 4. out [G, O, C] in bf16, fp16 or fp32, its rows multiples of 16 bytes. accumulate: the sum is added to out[g] in
-    fp32; no tokens leave it alone. On Hopper TMA adds to an fp32 out, and subnormal numbers, added or summed, count as
-    zeros of their sign. row_start: the groups' bounds. num_sms: as in grouped_gemm.
-    ArgumentError if an operand is anything else.
-    """
     fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
     refuse_ranges(row_start, "a weight gradient")
     num_groups, out_rows, out_width = out.shape

@@ -1,4 +1,4 @@
-"""The randomised Hadamard transform of 16 neighbours (Triton), for kernels that quantise. See the twin."""
+"""The randomised Hadamard transform of 16 neighbours (Triton), for kernels that quantise. See twin/hadamard.py."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ SIZE = tl.constexpr(formats.HADAMARD_SIZE)
 
 @triton.jit
 def hadamard(x, signs):
-    """H D x for every 16 elements of the last dimension of x fp32 [LINES, WIDTH]; signs: bits as in the twin."""
+    """H D x for every 16 elements of the last dimension of x fp32 [LINES, WIDTH]; signs: as in twin/hadamard.py."""
     lines: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
     bit = (signs >> (tl.arange(0, width) % SIZE)) & 1

@@ -1,4 +1,4 @@
-"""grouped_gemm_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 contracted features. Contract as in fp8.py.
+"""grouped_gemm_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 contracted features.
 
 Tiles, roles and barriers as in pipeline.py: a stage is 128 rows and 256 rows of the weight, 128 bytes of either. WGMMA
 adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) leaves it by way of the fp32 units:

@@ -1,4 +1,4 @@
-"""grouped_gemm_wgrad_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 tokens. Contract as in fp8.py.
+"""grouped_gemm_wgrad_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 tokens.
 
 Tiles as in wgrad.py, roles and sums as in fp8.py. Both operands lie with tokens last, so WGMMA reads them as it reads
 rows and weights, and both have a scale for a feature and 128 tokens:

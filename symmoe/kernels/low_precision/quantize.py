@@ -1,4 +1,4 @@
-"""Quantising rows, their columns per group, and weights (Triton). Contract as in the twin.
+"""Quantising rows, their columns per group, and weights (Triton). Letters: contract/quantize.py.
 
 All kernels are bound by memory: one read of the numbers (two where a block is a whole line; the second one hits in L2),
 one write of the data. A program has a tile of lines by elements; where lines are columns of the rows, the compiler
@@ -450,13 +450,6 @@ def quantize_rows(
     amax: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
 ) -> None:
-    """Scales along the features of every row of every group.
-
-    rows [N, C] bf16, fp16 or fp32, or any number of rows with row_index int32[N]; data [N, C or C / 2]; scale [N,
-    num_blocks(C)]; amax fp32[G], of group_amax, where there is a global scale. seeds int64[G]: E2M1 is rounded
-    stochastically, by random words of the group's seed and the position (feature, row in the group). row_start may be
-    ranges of rows int32[2, G]: no others are read or written; not with seeds or scales of whole rows (ArgumentError).
-    """
     num_rows, width = data.shape[0], rows.shape[1]
     num_groups = num_groups_of(row_start)
     if block_format.block is None or seeds is not None:
@@ -495,13 +488,6 @@ def quantize_columns(
     signs: int | None = None,
     seeds: torch.Tensor | None = None,
 ) -> None:
-    """Scales along the tokens of every feature of every group; data transposed.
-
-    rows [N, C], or any number of rows with row_index int32[N]; data [C, P or P / 2]; scale [C, P / block], or [C, G]
-    where a feature of a group is one block; block-major if it is fp32 (kernels/operands.py). amax and seeds as in
-    quantize_rows, with positions (token in the group, feature). signs: 16 neighbouring tokens are transformed first
-    (twin/hadamard.py). ArgumentError if fp32 scales lie otherwise.
-    """
     check_column_scale("scale", scale)
     width, num_groups = rows.shape[1], row_start.shape[0] - 1
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
@@ -541,11 +527,6 @@ def quantize_weights(
     *,
     amax: torch.Tensor | None = None,
 ) -> None:
-    """Scales along the last dimension of G matrices.
-
-    weight [G, M, K], contiguous or the transpose of contiguous matrices; data [G, M, K or K / 2]; scale [G, M /
-    block_lines, num_blocks(K)], quotients rounded up; amax fp32[G] where there is a global scale.
-    """
     num_groups, num_lines, width = weight.shape
     strides = weight.stride()[1:]
     if block_format.block is None:
@@ -574,8 +555,6 @@ def quantize_weight_pairs(
     *,
     amax: torch.Tensor | None = None,
 ) -> None:
-    """Both operands that G contiguous matrices [G, M, K] are: what quantize_weights makes of `weight` (data, scale) and
-    of `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is packed."""
     if block_format.block is None:
         # A tile does not know the scales of its lines and columns: the numbers would be read twice here as well.
         quantize_weights(weight, data, scale, block_format)
@@ -610,10 +589,6 @@ def group_amax(
     row_index: torch.Tensor | None = None,
     signs: int | None = None,
 ) -> None:
-    """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G].
-
-    rows and row_index as in quantize_columns; signs: of what that makes of the rows with them.
-    """
     num_rows, width = rows.shape if row_index is None else (row_index.shape[0], rows.shape[1])
     num_groups = amax.shape[0]
     amax.zero_()

@@ -1,4 +1,4 @@
-"""Scales of grouped rows into the 128x4 tiles of block-scaled matrix units, and back (Triton). See the twin."""
+"""Scales of grouped rows into the 128x4 tiles of block-scaled matrix units, and back (Triton)."""
 
 import functools
 
@@ -75,13 +75,6 @@ def tile_start(TILES_ACROSS: tl.constexpr):
 
 
 def swizzle_group_scales(scale: torch.Tensor, row_start: torch.Tensor, swizzled: torch.Tensor) -> None:
-    """Compact scales into tiles; what pads a group's rows, or the blocks to a multiple of 4, becomes 0.
-
-    Args:
-        scale: one byte each, [N, Q].
-        row_start: int32[G + 1].
-        swizzled: uint8 [at least max_tiles(N, G), ceil(Q / 4), 512]. Tiles of no group are not written.
-    """
     constants = _constants(scale.shape[1], swizzled.shape[1], row_start.shape[0] - 1)
     launch(
         swizzle_group_scales_kernel,
@@ -94,7 +87,6 @@ def swizzle_group_scales(scale: torch.Tensor, row_start: torch.Tensor, swizzled:
 
 
 def unswizzle_group_scales(swizzled: torch.Tensor, row_start: torch.Tensor, scale: torch.Tensor) -> None:
-    """The inverse of swizzle_group_scales; scales of rows that belong to no group are not written."""
     constants = _constants(scale.shape[1], swizzled.shape[1], row_start.shape[0] - 1)
     launch(
         unswizzle_group_scales_kernel,

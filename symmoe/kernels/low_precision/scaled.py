@@ -1,4 +1,4 @@
-"""Grouped GEMMs of MXFP8 and NVFP4 numbers (Triton, tl.dot_scaled). Contract as in the twin; persistent.
+"""Grouped GEMMs of MXFP8 and NVFP4 numbers (Triton, tl.dot_scaled; persistent). Letters: contract/quantized_gemm.py.
 
 On Blackwell a dot_scaled is a product with block scales, of the kind mxf8f6f4 for MXFP8 and mxf4nvf4 for NVFP4:
 tcgen05.mma, or mma.sync on GPUs without tensor memory. Data and scales come by TMA; the scales' 128x4 tiles are what
@@ -7,8 +7,7 @@ which is exact, and multiplied as those: numerics, no speed. Of MXFP8 Triton doe
 does, because Triton 3.6 aborts when it lowers E4M3 scales for GPUs that have no such products.
 
 Tiles of rows are the tiles of the scales: 128 rows, counted from a group's first row, with ranges of rows as well. So
-ranges that begin elsewhere are cut out of tiles by masks. No function synchronises, allocates device memory or reads
-row_start.
+ranges that begin elsewhere are cut out of tiles by masks.
 """
 
 import functools
@@ -280,17 +279,6 @@ def grouped_gemm_scaled(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
-
-    rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: the rows' scales in tiles,
-    every group from a tile of its own. weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of one matrix
-    after the other. out bf16, fp16 or fp32 [N, O], its rows multiples of 16 bytes. NVFP4 needs row_global_scale and
-    weight_global_scale, fp32[G]; MXFP8 has none. The input gradient is the same product, with gradients for rows and
-    the transposed weight [G, C, O], quantised along O.
-
-    row_start, columns, zero_tail, num_sms: as in grouped_gemm. group_start int32[G+1], the groups' bounds: with ranges
-    of rows, where row_scale is that of whole groups. ArgumentError if an operand is anything else.
-    """
     block_format = scaled.check_scaled_gemm(
         rows, row_scale, weight, weight_scale, row_start, out, row_global_scale, weight_global_scale, group_start
     )
@@ -337,16 +325,6 @@ def grouped_gemm_wgrad_scaled(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[g] = (dout * dout_scale) @ (rows * rows_scale)^T over the tokens of group g; no tokens give zeros.
-
-    dout [O, P] and rows [C, P] in E4M3 (MXFP8), or [O, P / 2] and [C, P / 2] in uint8 (NVFP4), as quantize_columns
-    makes them: what fills a group's last tile is summed as well (zeros, or what a Hadamard transform has made of tokens
-    and zeros), what comes after the last group may be anything. dout_scale, rows_scale: in tiles, as one matrix. NVFP4
-    needs dout_global_scale and rows_global_scale, fp32[G], of groups with tokens; MXFP8 has none. out [G, O, C] in
-    bf16, fp16 or fp32, its rows multiples of 16 bytes. accumulate: the sum is added to out[g] in fp32; no tokens leave
-    it alone. row_start: the groups' bounds. num_sms: as in grouped_gemm.
-    ArgumentError if an operand is anything else.
-    """
     block_format = scaled.check_scaled_wgrad(
         dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale
     )

@@ -1,4 +1,4 @@
-"""Rows that travel as bytes, made and taken apart (Triton). Contract as in the twin.
+"""Rows that travel as bytes, made and taken apart (Triton). Letters: contract/wire.py.
 
 Bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """
@@ -270,7 +270,6 @@ def requantize_columns_kernel(
 
 
 def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
-    """wire uint8 [T, W] = what quantize_rows makes of rows [T, C] bf16, fp16 or fp32, and zeros."""
     num_rows, width = rows.shape
     if num_rows == 0:
         return
@@ -291,11 +290,6 @@ def unpack_rows(
     *,
     row_index: torch.Tensor | None = None,
 ) -> None:
-    """data[r], scale[r] = what row row_index[r] of the wire holds, for every row r of every group; no index: row r.
-
-    row_start int32[G+1], or ranges of rows int32[2, G]; data uint8 [N, C] and scale uint8 [N, S], the bytes of scales;
-    row_index int32[N]. Other rows are neither read nor written.
-    """
     num_rows, width = data.shape
     if num_rows == 0:
         return
@@ -308,7 +302,6 @@ def unpack_rows(
 
 
 def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
-    """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
     num_rows, width = out.shape
     if num_rows == 0:
         return
@@ -327,11 +320,6 @@ def requantize_columns(
     *,
     row_index: torch.Tensor | None = None,
 ) -> None:
-    """What quantize_columns makes of decode_rows' result of `dtype` (bf16, fp16 or fp32), without that result.
-
-    wire uint8 [P, W], or any number of rows with row_index int32[N]; data [C, P] and scale [C, P / block] as in
-    quantize_columns. block_format, of the rows and of the columns: E4M3 in blocks. Rows of no group are not read.
-    """
     check_column_scale("scale", scale)
     width, num_tiles = data.shape[0], data.shape[1] // formats.TILE
     if num_tiles == 0:

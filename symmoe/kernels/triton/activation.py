@@ -1,6 +1,4 @@
-"""The activation of an expert times the row's scale, and its gradient (Triton). Contract as in the twin.
-
-    N rows; I columns of the result (FFN); W columns of h: 2I for gated activations, else I.
+"""The activation of an expert times the row's scale, and its gradient (Triton). Letters: contract/activation.py.
 
 Here is the one definition of each activation and of its derivative on the device, and of where the two halves of h
 lie. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.
@@ -286,7 +284,6 @@ def scaled_activation_grad_kernel(
 
 
 def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
-    """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
     num_rows, ffn = out.shape
     constants = _constants(activation, ffn)
     if num_rows == 0:
@@ -310,7 +307,6 @@ def scaled_activation_grad(
     dscale: torch.Tensor,
     activation: Activation,
 ) -> None:
-    """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W]; scale, dscale fp32[N]."""
     num_rows, ffn = dout.shape
     constants = _constants(activation, ffn)
     if num_rows == 0:

@@ -1,8 +1,5 @@
 """Gradients of the biases of a grouped GEMM (Triton). See gemm.py, whose forward they belong to.
 
-    grouped_bias_grad   dbias[G,O] = sum of dout[r,O] * scale[r] over the rows r of the group
-    grouped_bias_dot    dscale[r] (+)= dout[r,O] . bias[g,O]
-
 Both read dout once and are bound by that. Nothing is summed by atomics and nothing is split over programs: the order
 of a sum depends on the row's place in its group and on the static width, never on N, on where the group lies or on
 the grid. A few rows of dout are kept in flight by cp.async, because a program has few others beside it on its SM.
@@ -105,10 +102,6 @@ def grouped_bias_grad(
     dout_index: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """dbias[g] = sum over the rows r of group g of dout[dout_index[r]] * scale[r]; no rows give zeros.
-
-    dout [N, O], or [P, O] with dout_index int32[N]; scale fp32[N], without: 1; dbias [G, O] in any dtype.
-    """
     refuse_ranges(row_start, "dbias")
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
@@ -138,10 +131,6 @@ def grouped_bias_dot(
     dout_index: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """dscale[r] = dout[dout_index[r]] . bias[g] for every row r of every group g: the gradient of the bias' scale.
-
-    dout [N, O], or [P, O] with dout_index int32[N]; bias [G, O]; dscale fp32[N]. accumulate: it is added to dscale.
-    """
     refuse_ranges(row_start, "dscale")
     num_rows = dscale.shape[0]
     num_groups, width = bias.shape

@@ -1,33 +1,19 @@
-"""Grouped GEMMs over expert-sorted rows (Triton, persistent; TMA and WGMMA on Hopper).
+"""Grouped GEMMs over expert-sorted rows (Triton, persistent; TMA and WGMMA on Hopper). Letters: contract/gemm.py.
 
-    N rows in G groups; group g owns rows row_start[g]:row_start[g+1]; row_start int32[G+1] stays on the device.
-    O, C output and contracted features of the forward GEMM; P packed rows that a row_index points into.
-
-    grouped_gemm        out[N,O] (+)= rows[N,C] @ weight[G,O,C]^T + bias[G,O] * bias_scale[N]
-    grouped_gemm_dgrad  out[N,C] (+)= dout[N,O] @ weight[G,O,C]
-    grouped_gemm_wgrad  out[G,O,C] (+)= dout_g^T @ rows_g
-
-Every launch has one program per SM; a program walks the output tiles with the stride of the grid. Which tile an
-output belongs to, the tile sizes and the order of the sums depend on the static dimensions and on the row's place
-in its group, never on N, on where the group lies, or on the grid: results are bitwise those of any other placement.
+Every launch has one program per SM; a program walks the output tiles with the stride of the grid. Which tile an output
+belongs to depends on the static dimensions and on the row's place in its group.
 
 What lies beyond a group's end (the next group's rows, tail rows, NaN) is read but has no effect: rows are
 independent in the first two GEMMs, so masked stores are enough; wgrad sums over rows and reads zeros there.
 
-The first two GEMMs also compute parts (kernels/parts.py): row_start may be ranges int32[2, G], and `columns` a panel of
-the output. In a kernel, row_start[g] is where the rows of group g begin, and row_start[g + END] where they end. A row's
-bits do not depend on the tile that it is in, so parts have the bits of the whole; tiles begin where ranges begin, so
-begins that are a group's start plus a multiple of 128 rows cost no more tiles than the whole.
+In a kernel, row_start[g] is where the rows of group g begin, and row_start[g + END] where they end, of bounds and of
+ranges. Tiles begin where ranges begin.
 
-Weights, and the outputs of wgrad, are packed tensors or tables of addresses (TensorTable). A packed weight is read by
-TMA. A table's matrices have no common base, and a descriptor each would have to be made on the host, which knows the
-addresses no better than the device: they are read by pointers, with cp.async, as gathered rows are.
+A packed weight is read by TMA. A table's matrices have no common base, and a descriptor each would have to be made on
+the host, which knows the addresses no better than the device: they are read by pointers, with cp.async, as gathered
+rows are.
 
 Hopper has kernels of its own for the common cases (hopper/), with the same bits; a given config means these here.
-
-Preconditions, checked by the callers: contiguous tensors of one device and dtype (bf16, fp16, fp32; wgrad's out may
-be fp32 among 16-bit operands), 16-byte aligned, all feature dimensions multiples of 16 bytes. No function
-synchronises, allocates device memory or reads row_start.
 """
 
 import functools
@@ -283,14 +269,6 @@ def grouped_gemm(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[r] = rows[row_index[r]] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g.
-
-    rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]; bias [G, O]; bias_scale fp32[N],
-    without: 1. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. columns: only these are
-    computed and written. accumulate: the result is added to out[r] in fp32, and rounded with it. zero_tail: rows of out
-    that belong to no group become 0 (in these columns); not with ranges. num_sms: most SMs that run it, so that others
-    are left to other kernels. Ranges and columns: kernels/parts.py, and the errors there. See the module docstring.
-    """
     _launch_gemm(
         rows,
         weight,
@@ -321,11 +299,6 @@ def grouped_gemm_dgrad(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[r] = dout[row_index[r]] @ weight[g] for every row r of every group g.
-
-    dout [N, O], or [P, O] with row_index int32[N]; weight [G, O, C]; out [N, C]. row_start, columns, accumulate,
-    zero_tail, num_sms: as in grouped_gemm.
-    """
     _launch_gemm(
         dout, weight, row_start, out, row_index, None, None, columns, accumulate, zero_tail, num_sms, config, True
     )
@@ -432,12 +405,6 @@ def grouped_gemm_wgrad(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """out[g] = sum over the rows r of group g of dout[dout_index[r]]^T rows[rows_index[r]]; no rows give zeros.
-
-    dout [N, O] or [P, O] with dout_index int32[N]; rows [N, C] or [P, C] with rows_index int32[N]; out [G, O, C] in
-    the dtype of dout or fp32. accumulate: the sum is added to out[g] in fp32; no rows leave it alone. row_start: the
-    groups' bounds. num_sms: as in grouped_gemm.
-    """
     refuse_ranges(row_start, "a weight gradient")
     num_groups, out_rows, out_width = out.shape
     num_rows = (dout if dout_index is None else dout_index).shape[0]

@@ -1,15 +1,8 @@
 """Grouped GEMMs fused with the activation between them and the rows' scales (Triton). See gemm.py.
 
-    N rows in G groups, C input features, I FFN width, O output features of the second GEMM.
-    W columns of h: 2I for gated activations (kernels/activation.py says where gate and up lie), else I.
-
-    forward   h = round(rows @ weight^T + bias);  s = act(h);  a = round(s * scale)
-    backward  da = round(dout @ weight);  dscale = sum_I(da * s);  dh = round(da * scale * act'(h))
-              dbias = sum_rows(dh);  a again
-
-The functions of activation.py work on the rounded h and da in both directions and in the kernels that are not fused:
-a has the same bits in forward and backward, and h, a and dh have the same bits fused and not fused. (The products are
-the same sums, too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
+Letters and formulas: contract/activation.py. The functions of activation.py work on the rounded h and da in both
+directions and in the kernels that are not fused, so their results have the same bits. (The products are the same sums,
+too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
 
 dscale is summed within blocks of columns, then over the blocks in order (kernels/activation.py); dbias within a tile,
 then over the tiles in order: by two more kernels, without atomics. A row has sums of dscale of its own, so calls for
@@ -127,7 +120,6 @@ def dact_config(ffn: int, dtype: torch.dtype) -> DactConfig:
 
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
-    """Elements of grouped_gemm_dact's fp32 workspace, enough for every dtype, with dbias or without."""
     return num_scale_sums(ffn) * num_rows + bias_slots(num_rows, num_groups, MIN_BLOCK_M) * activation.hidden_width(ffn)
 
 
@@ -553,11 +545,6 @@ def grouped_gemm_act(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """h[r] = rows[row_index[r]] @ weight[g]^T + bias[g]; a[r] = act(h[r]) * row_scale[r], from the rounded h.
-
-    rows [N, C], or [P, C] with row_index int32[N]; weight [G, W, C]; row_scale fp32[N]; h [N, W]; a [N, I]; bias
-    [G, W]. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. num_sms: as in grouped_gemm.
-    """
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
     plan = _act_plan(config, a.dtype, activation, num_groups, ffn, in_width, end_of_rows(row_start, num_groups))
@@ -645,20 +632,6 @@ def grouped_gemm_dact(
     num_sms: int | None = None,
     config: DactConfig | None = None,
 ) -> int:
-    """Gradient through the second GEMM and the activation: dh, dscale, the forward's a again, the first GEMM's dbias.
-
-    dout [N, O], or [P, O] with row_index int32[N]; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N];
-    dbias [G, W]. dscale is 0 in the tail. workspace: fp32, of dact_workspace_numel(...) elements.
-    num_sms: as in grouped_gemm.
-
-    row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. Then dh and a of these rows are written,
-    and what dscale needs of them is left in the workspace: when all rows have been computed, in calls that differ in
-    their ranges only, sum_dact_partials makes dscale of it. dscale is left alone and may be None; dbias must be None
-    (ArgumentError): grouped_bias_grad sums dh.
-
-    Returns:
-        How many partial sums of dscale the workspace has for a row.
-    """
     if dbias is not None:
         refuse_ranges(row_start, "dbias")
     num_rows, ffn = a.shape
@@ -729,10 +702,6 @@ def grouped_gemm_dact(
 def sum_dact_partials(
     workspace: torch.Tensor, row_start: torch.Tensor, dscale: torch.Tensor, num_partials: int
 ) -> None:
-    """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact with ranges have filled.
-
-    row_start: the groups' bounds int32[G+1], which the ranges have covered. num_partials: what those calls returned.
-    """
     refuse_ranges(row_start, "dscale")
     num_rows = dscale.shape[0]
     if num_rows == 0:

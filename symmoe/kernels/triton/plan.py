@@ -1,6 +1,5 @@
-"""Plan kernels: from a rank's `topk_idx` to maps that say where every slot goes. See the twin.
+"""Plan kernels: from a rank's `topk_idx` to maps that say where every slot goes. Letters: contract/plan.py.
 
-T tokens, K slots per token, E experts in all, e experts per rank, R ranks, B blocks of TOKENS_PER_BLOCK tokens.
 No atomics: what is summed over blocks is summed by reading every earlier block's counts.
 """
 
@@ -108,7 +107,6 @@ def count_slots_kernel(
 
 
 def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int) -> None:
-    """Counts slots per expert and tokens per destination rank in each block of tokens. See the twin."""
     num_blocks = block_counts.shape[0]
     if num_blocks == 0:
         return
@@ -216,7 +214,6 @@ def send_counts(
     *,
     num_experts: int,
 ) -> None:
-    """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table. See the twin."""
     layout = peers.layout
     with torch.cuda.device_of(topk_idx):
         send_counts_kernel[(ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)](
@@ -465,10 +462,6 @@ def lay_out(
     expert_load: torch.Tensor,
     report: torch.Tensor,
 ) -> None:
-    """Lays out every rank's rows from the count table, the same way on every rank. See the twin.
-
-    `status` is pinned host memory.
-    """
     layout = peers.layout
     experts_per_rank = num_experts // peers.num_ranks
     with torch.cuda.device_of(received):
@@ -538,7 +531,6 @@ def split_by_source_kernel(
 
 
 def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, *, rank: int) -> None:
-    """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive. See the twin."""
     num_ranks, _, num_experts = source_to_rows.shape
     with torch.cuda.device_of(source_to_rows):
         split_by_source_kernel[(1,)](
@@ -634,7 +626,6 @@ def assign_rows(
     *,
     experts_per_rank: int,
 ) -> None:
-    """Gives every slot of this rank its row: a stable scan in order of token, then k. See the twin."""
     num_tokens, top_k = topk_idx.shape
     num_blocks, num_ranks = block_tokens.shape
     if num_blocks == 0:
@@ -720,7 +711,6 @@ def assign_packed_rows(
     token_to_packed_row: torch.Tensor,
     token_to_primary_row: torch.Tensor,
 ) -> None:
-    """Gives every (token, rank) pair its packed row, and its primary row, that of its smallest k. See the twin."""
     num_tokens, top_k = slot_to_row.shape
     num_blocks, num_ranks = block_tokens.shape
     if num_blocks == 0:

@@ -1,4 +1,4 @@
-"""Small host data onto the device as arguments of a kernel, and scales into 128x4 tiles. See the twin.
+"""Small host data onto the device as arguments of a kernel, and scales into 128x4 tiles.
 
 The copy is PTX of our own, launched by the driver: 5 us, against 66 us for a Triton launch with 256 integers. A
 launch carries 4080 bytes, which the driver copies before it returns or, while a graph is captured, into the graph.
@@ -15,11 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from symmoe.kernels.contract.pointers import HostBytes
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import fast_launch
 from symmoe.kernels.twin import pointers as twin
-from symmoe.kernels.twin.pointers import HostBytes, host_bytes
+from symmoe.kernels.twin.pointers import host_bytes
 
 PARAM_BYTES = 4096  # what every driver lets a kernel take
 HEADER = struct.Struct("<QQ")  # the destination's address, number of bytes
@@ -96,12 +97,6 @@ _free_arguments: list[_Arguments] = []
 
 
 def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
-    """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
-
-    Args:
-        source: contiguous, of any size up to that of destination. Free to change when the call returns.
-        destination: contiguous.
-    """
     data = host_bytes(source)
     device = destination.get_device()
     if torch.cuda.current_device() != device:
@@ -210,14 +205,6 @@ _READERS = ("data_ptr", "device_type", "device_index", "is_contiguous")
 def read_addresses(
     tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
 ) -> bytes | None:
-    """The addresses of tensors as native int64; None if one of them is not what it must be.
-
-    Args:
-        tensors: any number.
-        device: they must be on it, with memory of their own.
-        alignment: a power of two, of their addresses.
-        contiguous: whether they must be.
-    """
     read = _read_in_c()
     payload = None
     if read is not None:
@@ -285,14 +272,6 @@ def swizzle_scales_kernel(
 def swizzle_scales(
     pointers: torch.Tensor, swizzled: torch.Tensor, num_rows: int, num_blocks: int, row_stride: int, block_stride: int
 ) -> None:
-    """Reorders G matrices of one-byte scales into 128x4 tiles; padding becomes 0.
-
-    Args:
-        pointers: int64 [G], where each matrix is: the scale of (row, block) at row * row_stride + block * block_stride.
-        swizzled: uint8 [G, swizzled_scale_bytes(num_rows, num_blocks)].
-        num_rows, num_blocks: what there is without padding; nothing else is read.
-        row_stride, block_stride: (columns, 1) if blocks run along the matrix's rows, (1, columns) if they run down.
-    """
     num_groups, num_bytes = swizzled.shape
     num_tiles = num_bytes // TILE_BYTES.value
     with torch.cuda.device_of(swizzled):

@@ -1,4 +1,4 @@
-"""Which experts a token goes to (Triton). Contract as in the twin.
+"""Which experts a token goes to (Triton).
 
 A score and its index make one integer that is larger for the better choice, so K maxima give K choices: no sort, no
 copies of [T, E], and the result of a row depends on nothing but the row.
@@ -45,10 +45,6 @@ def select_experts_kernel(
 
 
 def select_experts(scores: torch.Tensor, topk_idx: torch.Tensor) -> None:
-    """topk_idx[t] = the K largest of scores[t], best first, ties to the lower index; NaN is larger than any number.
-
-    scores fp32 [T, E]; topk_idx int64 [T, K].
-    """
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
         return

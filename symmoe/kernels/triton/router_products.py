@@ -1,4 +1,4 @@
-"""The router's GEMMs (Triton): bf16 tokens, fp32 weights and fp32 logits. Contract as in the twin.
+"""The router's GEMMs (Triton): bf16 tokens, fp32 weights and fp32 logits.
 
 Tensor cores multiply bf16 numbers exactly and add up in fp32. An fp32 number is the sum of three bf16 numbers (8 bits
 each), so that a product of bf16 tokens and fp32 weights is three products of bf16 matrices, and no fp32 copy of the
@@ -6,7 +6,7 @@ tokens is made or kept: "Leveraging the bfloat16 Artificial Intelligence Datatyp
 (Henry, Tang, Heinecke, arXiv:1904.06376). Tensor cores cut off what they add; so BLOCK_K terms at a time are summed
 from zero, the small products first, and such sums are added up in fp32 registers.
 
-A token's logits depend on nothing but the token: tiles do not depend on T. No function synchronises.
+A token's logits depend on nothing but the token: tiles do not depend on T.
 """
 
 import functools
@@ -157,7 +157,6 @@ def router_wgrad_kernel(
 
 
 def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
-    """logits = x @ weight^T. x bf16 [T, H], weight fp32 [E, H], logits fp32 [T, E]; all contiguous. See the twin."""
     num_tokens, width = x.shape
     num_experts = weight.shape[0]
     if num_tokens == 0:
@@ -187,11 +186,7 @@ def router_gemm_grads(
     dx: torch.Tensor | None,
     d_weight: torch.Tensor | None,
 ) -> None:
-    """dx = d_logits @ weight and d_weight = d_logits^T @ x, as far as they are given. See the twin.
-
-    d_logits fp32 [T, E]; x and dx bf16 [T, H]; weight and d_weight fp32 [E, H]; all contiguous. A weight gradient is
-    summed over some tokens at a time; these sums are added up in order.
-    """
+    """A weight gradient is summed over some tokens at a time; these sums are added up in order."""
     num_tokens, num_experts = d_logits.shape
     if num_tokens == 0:
         if d_weight is not None:

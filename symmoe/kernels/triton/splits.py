@@ -1,4 +1,4 @@
-"""From the number of rows of each group to where its rows start (Triton). See the twin."""
+"""From the number of rows of each group to where its rows start (Triton)."""
 
 import functools
 
@@ -29,10 +29,6 @@ def splits_to_row_start_kernel(
 
 
 def splits_to_row_start(splits: torch.Tensor, row_start: torch.Tensor, num_rows: int) -> None:
-    """row_start[g] = rows of the groups before g: int32[G+1] from splits int32 or int64 [G].
-
-    Negative splits count as 0 and the sums end at num_rows, so no splits can lead a kernel out of its tensors.
-    """
     constants = _constants(splits.shape[0])
     launch(splits_to_row_start_kernel, (1,), constants, splits, row_start, num_rows)
 

@@ -1,4 +1,4 @@
-"""The barrier over peer pointers, and the status record that kernels leave for the host. See the twin.
+"""The barrier over peer pointers, and the status record that kernels leave for the host.
 
 The only inline assembly of the protocol is in four helpers: `now_ns`, `system_fence`, `wait_for_words`
 and `wait_without_bound`.
@@ -259,10 +259,6 @@ def barrier(
     timeout_ns: int | None,
     spoils: torch.Tensor | None = None,
 ) -> None:
-    """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. See the twin.
-
-    `status` is pinned host memory.
-    """
     with torch.cuda.device_of(received):
         barrier_kernel[(1,)](
             peers.bases,
@@ -305,7 +301,6 @@ def send_signal_kernel(
 
 
 def send_signal(peers: Peers, rank: int) -> None:
-    """Tells `rank` that what this rank has written there since the last barrier is complete. See the twin."""
     with torch.cuda.device_of(peers.bases):
         send_signal_kernel[(1,)](
             peers.bases,
@@ -371,10 +366,6 @@ def wait_for_signal(
     timeout_ns: int | None,
     spoils: torch.Tensor | None = None,
 ) -> None:
-    """Waits for `rank`'s signal since the last barrier, at most `timeout_ns`. See the twin.
-
-    `status` is pinned host memory.
-    """
     with torch.cuda.device_of(arrived):
         wait_for_signal_kernel[(1,)](
             peers.bases,

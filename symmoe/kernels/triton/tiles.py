@@ -1,6 +1,6 @@
 """Tiles of grouped rows (Triton): how programs find them, read them and write them, and how a launch is cut into them.
 
-Names and contract as in gemm.py. row_start[g] is where the rows of group g begin, row_start[g + END] where they end.
+Letters: contract/gemm.py. row_start[g] is where the rows of group g begin, row_start[g + END] where they end.
 """
 
 import functools

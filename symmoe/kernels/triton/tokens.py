@@ -1,9 +1,7 @@
-"""Kernels that move rows: push and pull over the wire, fan-out and pre-reduce on one rank. See the twin.
+"""Kernels that move rows: push and pull over the wire, fan-out and pre-reduce on one rank. Letters: contract/rows.py.
 
 Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs are persistent over
-tiles, so a caller may cap their number (`num_ctas`) and leave SMs to a GEMM; results do not depend on it.
-Rows must be 16-byte aligned and a multiple of 16 bytes long, and so must the offsets that barriers hand out; where
-`num_ctas` is given, offsets are multiples of 256, as those of leases are.
+tiles, so a caller may cap their number and leave SMs to a GEMM.
 """
 
 from types import ModuleType
@@ -125,7 +123,6 @@ def push_rows(
     ranks: range | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """Writes each token's row to the ranks it goes to: peer's buffer row `token_to_row[t, r]` = x[t]. See the twin."""
     num_tokens, width = x.shape
     ranks = range(peers.num_ranks) if ranks is None else ranks
     if num_tokens == 0:
@@ -235,7 +232,6 @@ def push_slots(
     row_column: int,
     prob_column: int,
 ) -> None:
-    """Writes, beside each packed row, the rows of the token on that rank and their probs. See the twin."""
     num_tokens, top_k = slot_to_row.shape
     with torch.cuda.device_of(slot_to_row):
         push_slots_kernel[(peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
@@ -319,7 +315,6 @@ def index_rows(
     row_to_packed_row: torch.Tensor,
     row_probs: torch.Tensor | None,
 ) -> None:
-    """Turns the slots that arrived into index tensors of this rank's own. See the twin."""
     num_slots, num_rows = packed_to_row.numel(), row_to_packed_row.numel()
     if max(num_slots, num_rows) == 0:
         return
@@ -393,7 +388,6 @@ def fan_out(
     *,
     num_ctas: int | None = None,
 ) -> None:
-    """Copies primary rows of `rows` [N_cap, H] to the tokens' secondary rows, in place. See the twin."""
     num_packed_cap, top_k = packed_to_row.shape
     if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1:  # one slot per token: no secondary rows
         return
@@ -464,7 +458,6 @@ def pre_reduce(
     columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """Sums the rows of each token that another rank than `rank` has sent into its primary row. See the twin."""
     num_packed_cap, top_k = packed_to_row.shape
     num_ranks = source_to_packed_start.numel() - 1
     # One rank has no peers' tokens; with one slot per token there are no secondary rows.
@@ -515,7 +508,6 @@ def gather_values(
     num_packed: torch.Tensor,
     packed_values: torch.Tensor,
 ) -> None:
-    """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. See the twin."""
     if packed_to_row.numel() == 0:
         return
     with torch.cuda.device_of(row_values):
@@ -607,7 +599,6 @@ def pull_rows(
     columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """out[t] = sum over s of row `source_row[t, s]` of rank `source_rank[t, s]`: fp32, in order of s. See the twin."""
     num_tokens, width = out.shape
     if num_tokens == 0:
         return
@@ -759,7 +750,6 @@ def pull_sums(
     columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """out[t] = sum over the ranks, in their order, of the sum of token t's rows there. See the twin."""
     num_tokens, width = out.shape
     if num_tokens == 0:
         return
@@ -835,7 +825,6 @@ def pull_values(
     *,
     column: int,
 ) -> None:
-    """out[t, k] = the value of slot (t, k)'s packed row on the rank that it went to; 0 for no expert. See the twin."""
     num_tokens, top_k = out.shape
     if num_tokens == 0:
         return

@@ -1,4 +1,4 @@
-"""PyTorch twins: any device, simple loops, the definition of what the kernels compute."""
+"""PyTorch twins of the kernels in `gpu`: any device, simple loops. What they compute: kernels/contract."""
 
 from symmoe.kernels.twin.act_quantized import act_quantize, dact_quantize
 from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad

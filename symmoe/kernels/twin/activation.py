@@ -1,14 +1,4 @@
-"""The activation of an expert times the row's scale, and its gradient: the definition, in PyTorch.
-
-    N rows; I columns of the result; W columns of h: 2I for gated activations, else I (Activation.hidden_width).
-
-    forward   s = act(h);  out = round(s * scale)
-    backward  dscale = sum_I(dout * s);  ds = dout * scale;  dh = round(ds * act'(h))
-
-The order of the sum is that of kernels/activation.py.
-
-Everything between the roundings is fp32. NaN goes through clamps and relu; derivatives at a limit are torch.clamp's.
-"""
+"""Twins of the activation of contract/activation.py. The order of the sum is that of kernels/activation.py."""
 
 import math
 
@@ -19,7 +9,6 @@ from symmoe.kernels.activation import SRELU, SUM_COLUMNS, Activation, num_scale_
 
 
 def scaled_activation(h: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
-    """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
     value, _ = _value_and_slopes(h, activation, need_slopes=False)
     torch.mul(value, scale[:, None], out=out)
 
@@ -32,7 +21,6 @@ def scaled_activation_grad(
     dscale: torch.Tensor,
     activation: Activation,
 ) -> None:
-    """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W]; scale, dscale fp32[N]."""
     activation_gradients(dout, h, scale, dh, dscale, activation)
 
 

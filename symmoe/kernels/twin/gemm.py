@@ -1,14 +1,7 @@
-"""Grouped GEMMs over expert-sorted rows: the definition, in PyTorch. Contract and names as in kernels/triton/gemm.py.
+"""Twins of the grouped GEMMs of contract/gemm.py.
 
-    N rows in G groups; group g owns rows row_start[g]:row_start[g+1] (row_start int32[G+1]).
-    O, C output and contracted features of the forward GEMM; P packed rows that a row_index points into.
-
-Products and sums are fp32, results are rounded once. Rows past row_start[G] are not read into a sum, and written only
-by zero_tail.
-
-A row's result in the first two GEMMs has the same bits wherever it lies and however the rows of its group and the
-columns of the output are cut into parts (kernels/parts.py). MKL promises no such thing, so it gets operands aligned to
-ALIGNMENT, never fewer than min_rows() rows, and at most PANEL_COLUMNS columns at a time.
+MKL promises no row the same bits wherever it lies and however rows and columns are cut into parts. So it gets operands
+aligned to ALIGNMENT, never fewer than min_rows() rows, and at most PANEL_COLUMNS columns at a time.
 """
 
 import ctypes
@@ -133,14 +126,6 @@ def grouped_gemm(
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out[r] = rows[row_index[r]] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g.
-
-    rows [N, C], or [P, C] with row_index int32[N]; weight [G, O, C]; out [N, O]; bias [G, O]; bias_scale fp32[N],
-    without: 1. row_start: the groups' bounds int32[G+1], or ranges of rows int32[2, G]. columns: only these are
-    computed and written. accumulate: the result is added to out[r] in fp32, and rounded with it. zero_tail: rows of out
-    that belong to no group become 0 (in these columns); not with ranges. num_sms: the kernels'. Ranges and columns:
-    kernels/parts.py, and the errors there.
-    """
     columns = panel(columns, out.shape[1])
     if zero_tail:
         refuse_ranges(row_start, "zero_tail")
@@ -167,11 +152,6 @@ def grouped_gemm_dgrad(
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out[r] = dout[row_index[r]] @ weight[g] for every row r of every group g.
-
-    dout [N, O], or [P, O] with row_index int32[N]; weight [G, O, C]; out [N, C]. row_start, columns, accumulate,
-    zero_tail, num_sms: as in grouped_gemm.
-    """
     columns = panel(columns, out.shape[1])
     if zero_tail:
         refuse_ranges(row_start, "zero_tail")
@@ -193,12 +173,6 @@ def grouped_gemm_wgrad(
     accumulate: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out[g] = sum over the rows r of group g of dout[dout_index[r]]^T rows[rows_index[r]]; no rows give zeros.
-
-    dout [N, O] or [P, O] with dout_index int32[N]; rows [N, C] or [P, C] with rows_index int32[N]; out [G, O, C] in
-    the dtype of dout or fp32. accumulate: the sum is added to out[g] in fp32; no rows leave it alone. row_start: the
-    groups' bounds. num_sms: the kernels'.
-    """
     refuse_ranges(row_start, "a weight gradient")
     for g, span in groups(row_start):
         if span.start < span.stop:

@@ -1,7 +1,4 @@
-"""Twins of the plan kernels: from a rank's `topk_idx` to maps that say where every slot goes.
-
-T tokens, K slots per token, E experts in all, e experts per rank, R ranks, B blocks of TOKENS_PER_BLOCK tokens.
-"""
+"""Twins of contract/plan.py."""
 
 from __future__ import annotations
 
@@ -15,13 +12,6 @@ _NO_SLOT = 2**31 - 1
 
 
 def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_experts: int, num_ranks: int) -> None:
-    """Counts slots per expert and tokens per destination rank in each block of tokens.
-
-    Args:
-        topk_idx: int32 or int64 [T, K], expert ids; -1 is "no expert".
-        block_counts: int32 [B, E + R + 2]; columns: slots of each expert, tokens that go to each rank, ids out of
-            range, and the first slot t * K + k with such an id (2**31 - 1 if none). Ids out of range are not counted.
-    """
     ids = topk_idx.long()
     valid = (ids >= 0) & (ids < num_experts)
     bad = (ids < -1) | (ids >= num_experts)
@@ -45,11 +35,6 @@ def send_counts(
     *,
     num_experts: int,
 ) -> None:
-    """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table.
-
-    Also writes `block_starts` int32 [B, E]: slots of each expert in earlier blocks. The half of the table is that of
-    the next barrier. `header` has HEADER_WORDS integers; the HEAD_BAD_* words are filled in here.
-    """
     num_ranks = peers.num_ranks
     totals = block_counts[:, :-2].sum(0, dtype=torch.int32)
     torch.cumsum(block_counts[:, :num_experts], 0, dtype=torch.int32, out=block_starts)
@@ -87,25 +72,6 @@ def lay_out(
     expert_load: torch.Tensor,
     report: torch.Tensor,
 ) -> None:
-    """Lays out every rank's rows from the count table, the same way on every rank.
-
-    If anything is wrong (the report says what), nothing is laid out: all counts are zero.
-
-    Args:
-        received: what the plan's barrier returned; negative words mean that a rank faulted.
-        status: int64[STATUS_WORDS]; gets a record of an error if `record_errors`.
-        capacity: rows each rank can take; -1 is no limit.
-        drop: clip to the capacity instead of reporting an overflow.
-        splits, row_start: int32 [e], [e + 1]; rows of each local expert and where they start.
-        slot_start, slot_limit: int32 [E]; on the expert's rank, the row of this rank's first slot of the expert, and
-            how many of this rank's slots of it are kept.
-        packed_start, packed_limit: int32 [R]; this rank's region of packed rows on each rank.
-        source_to_packed_start: int32 [R + 1]; where each source's packed rows start here; the last is P.
-        source_to_row_start: int32 [R + 1, e]; where each source's rows of each local expert start here; the last row
-            is where the experts' rows end.
-        expert_load: int32 [E]; slots of each expert in the whole group, before dropping.
-        report: int32 [SUMMARY_WORDS].
-    """
     num_ranks, rank = peers.num_ranks, peers.rank
     table = _count_table(peers, rank, _barrier_epoch(peers) & 1)
     headers = table[:, : control.HEADER_WORDS]
@@ -152,16 +118,6 @@ def lay_out(
 
 
 def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, *, rank: int) -> None:
-    """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive.
-
-    Rows arrive from `rank` itself first, then from rank - 1, rank - 2 and so on, the last rank following rank 0. The
-    part of a source needs no rows but those that have arrived by then. Parts begin at multiples of PART_ROWS, counted
-    from the expert's first row, or at its end; together they are all rows.
-
-    Args:
-        source_to_row_start: int32 [R + 1, e] from :func:`lay_out`.
-        source_to_rows: int32 [R, 2, e]; first row of each part, and the row past its last.
-    """
     starts, end = source_to_row_start[:-1].long(), source_to_row_start[-1].long()
     first, num_ranks = starts[0], starts.shape[0]
     # Whole tiles: from the first one that begins in a source's rows, and before the first one with rows of later ranks.
@@ -186,12 +142,6 @@ def assign_rows(
     *,
     experts_per_rank: int,
 ) -> None:
-    """Gives every slot of this rank its row: a stable scan in order of token, then k.
-
-    Args:
-        slot_to_row, slot_to_rank: int32 [T, K]; row on the expert's rank, and that rank; -1 for no expert or dropped.
-        block_tokens: int32 [B, R]; tokens of each block that have a kept slot on each rank.
-    """
     num_experts = slot_start.numel()
     ids = topk_idx.flatten().long()
     valid = (ids >= 0) & (ids < num_experts)
@@ -213,12 +163,6 @@ def assign_packed_rows(
     token_to_packed_row: torch.Tensor,
     token_to_primary_row: torch.Tensor,
 ) -> None:
-    """Gives every (token, rank) pair its packed row, and its primary row: that of its smallest k there.
-
-    Args:
-        block_tokens: int32 [B, R] from :func:`assign_rows`.
-        token_to_packed_row, token_to_primary_row: int32 [T, R]; -1 if the token has no slot on the rank.
-    """
     num_ranks = packed_start.numel()
     present = _tokens_to_ranks(slot_to_rank, num_ranks)
     index = present.int().cumsum(0) - present.int()

@@ -1,12 +1,4 @@
-"""Small host data onto the device, and scales into the order of block-scaled matrix units: the definitions.
-
-Scale layout (128x4 tiles): M rows of a scale matrix, padded to a multiple of 128; Q blocks along the reduction, padded
-to Qp, a multiple of 4. The scale of row m and block q is byte
-
-    (m // 128) * 128 * Qp + (q // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + q % 4
-
-and what is padding holds 0.
-"""
+"""Twins of contract/pointers.py, and of swizzle_scales."""
 
 import ctypes
 import functools
@@ -15,9 +7,9 @@ import struct
 
 import torch
 
-TILE_ROWS, TILE_BLOCKS = 128, 4
+from symmoe.kernels.contract.pointers import HostBytes
 
-HostBytes = torch.Tensor | bytes | bytearray | memoryview
+TILE_ROWS, TILE_BLOCKS = 128, 4
 
 
 def host_bytes(source: HostBytes) -> memoryview:
@@ -33,12 +25,6 @@ def host_bytes(source: HostBytes) -> memoryview:
 
 
 def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
-    """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
-
-    Args:
-        source: contiguous, of any size up to that of destination. Free to change when the call returns.
-        destination: contiguous.
-    """
     data = host_bytes(source)
     host_bytes(destination)[: len(data)] = data
 
@@ -46,14 +32,6 @@ def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
 def read_addresses(
     tensors: list[torch.Tensor], device: torch.device, *, alignment: int, contiguous: bool
 ) -> bytes | None:
-    """The addresses of tensors as native int64; None if one of them is not what it must be.
-
-    Args:
-        tensors: any number.
-        device: they must be on it, with memory of their own.
-        alignment: a power of two, of their addresses.
-        contiguous: whether they must be.
-    """
     try:
         addresses = list(map(torch.Tensor.data_ptr, tensors))
     except (TypeError, RuntimeError):  # no tensor, or a sparse one
@@ -75,14 +53,6 @@ def swizzled_scale_bytes(num_rows: int, num_blocks: int) -> int:
 def swizzle_scales(
     pointers: torch.Tensor, swizzled: torch.Tensor, num_rows: int, num_blocks: int, row_stride: int, block_stride: int
 ) -> None:
-    """Reorders G matrices of one-byte scales into 128x4 tiles; padding becomes 0.
-
-    Args:
-        pointers: int64 [G], where each matrix is: the scale of (row, block) at row * row_stride + block * block_stride.
-        swizzled: uint8 [G, swizzled_scale_bytes(num_rows, num_blocks)].
-        num_rows, num_blocks: what there is without padding; nothing else is read.
-        row_stride, block_stride: (columns, 1) if blocks run along the matrix's rows, (1, columns) if they run down.
-    """
     swizzled.zero_()
     row, block = torch.arange(num_rows, device="cpu")[:, None], torch.arange(num_blocks, device="cpu")
     padded_blocks = -(-num_blocks // TILE_BLOCKS) * TILE_BLOCKS

@@ -1,11 +1,4 @@
-"""Quantising rows, their columns per group, and weights: the definition, in PyTorch. Formats: kernels/formats.py.
-
-    N rows of C features in G groups; group g owns rows row_start[g]:row_start[g+1] (row_start int32[G+1]).
-    P tokens, at least TILE * max_tiles(N, G): every group begins at the first multiple of TILE after the group before.
-
-Rows past row_start[G] are not read. Of data and scales only what belongs to a group is written; the tokens that fill a
-group's last tile are zeros.
-"""
+"""Twins of the quantisers of contract/quantize.py."""
 
 from __future__ import annotations
 
@@ -31,13 +24,6 @@ def quantize_rows(
     amax: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
 ) -> None:
-    """Scales along the features of every row of every group.
-
-    rows [N, C] bf16, fp16 or fp32, or any number of rows with row_index int32[N]; data [N, C or C / 2]; scale [N,
-    num_blocks(C)]; amax fp32[G], of group_amax, where there is a global scale. seeds int64[G]: E2M1 is rounded
-    stochastically, by random words of the group's seed and the position (feature, row in the group). row_start may be
-    ranges of rows int32[2, G]: no others are read or written; not with seeds or scales of whole rows (ArgumentError).
-    """
     width = rows.shape[1]
     if block_format.block is None or seeds is not None:
         refuse_ranges(row_start, "a scale of a whole row, or a seed,")
@@ -61,13 +47,6 @@ def quantize_columns(
     signs: int | None = None,
     seeds: torch.Tensor | None = None,
 ) -> None:
-    """Scales along the tokens of every feature of every group; data transposed.
-
-    rows [N, C], or any number of rows with row_index int32[N]; data [C, P or P / 2]; scale [C, P / block], or [C, G]
-    where a feature of a group is one block; block-major if it is fp32 (kernels/operands.py). amax and seeds as in
-    quantize_rows, with positions (token in the group, feature). signs: 16 neighbouring tokens are transformed first
-    (twin/hadamard.py). ArgumentError if fp32 scales lie otherwise.
-    """
     check_column_scale("scale", scale)
     first = 0
     for g, span in groups(row_start):
@@ -92,11 +71,6 @@ def quantize_weights(
     *,
     amax: torch.Tensor | None = None,
 ) -> None:
-    """Scales along the last dimension of G matrices.
-
-    weight [G, M, K], contiguous or the transpose of contiguous matrices; data [G, M, K or K / 2]; scale [G, M /
-    block_lines, num_blocks(K)], quotients rounded up; amax fp32[G] where there is a global scale.
-    """
     num_columns = weight.shape[2]
     for g, matrix in enumerate(weight.float()):
         global_scale = None if amax is None else global_scale_of(amax[g])
@@ -115,8 +89,6 @@ def quantize_weight_pairs(
     *,
     amax: torch.Tensor | None = None,
 ) -> None:
-    """Both operands that G contiguous matrices [G, M, K] are: what quantize_weights makes of `weight` (data, scale) and
-    of `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is packed."""
     quantize_weights(weight, data, scale, block_format, amax=amax)
     quantize_weights(weight.mT, transposed_data, transposed_scale, block_format, amax=amax)
 
@@ -129,10 +101,6 @@ def group_amax(
     row_index: torch.Tensor | None = None,
     signs: int | None = None,
 ) -> None:
-    """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G].
-
-    rows and row_index as in quantize_columns; signs: of what that makes of the rows with them.
-    """
     for g, span in groups(row_start):
         values = take_rows(rows, row_index, span).float()
         values = values if signs is None else _padded_columns(values, signs)

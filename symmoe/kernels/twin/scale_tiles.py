@@ -1,8 +1,4 @@
-"""Scales of grouped rows into the 128x4 tiles of block-scaled matrix units, and back: the definition, in PyTorch.
-
-Every group's rows are padded to tiles of their own, one group after the other (formats.max_tiles). In a group's tiles
-the layout is that of twin/pointers.py, which swizzles matrices of one size.
-"""
+"""Twins of the scales of grouped rows in tiles, of contract/quantize.py."""
 
 from collections.abc import Iterator
 
@@ -14,13 +10,6 @@ from symmoe.kernels.twin.pointers import TILE_BLOCKS
 
 
 def swizzle_group_scales(scale: torch.Tensor, row_start: torch.Tensor, swizzled: torch.Tensor) -> None:
-    """Compact scales into tiles; what pads a group's rows, or the blocks to a multiple of 4, becomes 0.
-
-    Args:
-        scale: one byte each, [N, Q].
-        row_start: int32[G + 1].
-        swizzled: uint8 [at least max_tiles(N, G), ceil(Q / 4), 512]. Tiles of no group are not written.
-    """
     num_blocks = scale.shape[1]
     for span, tiles in _group_tiles(row_start, swizzled):
         padding = (0, -num_blocks % TILE_BLOCKS, 0, -(span.stop - span.start) % TILE)
@@ -31,7 +20,6 @@ def swizzle_group_scales(scale: torch.Tensor, row_start: torch.Tensor, swizzled:
 
 
 def unswizzle_group_scales(swizzled: torch.Tensor, row_start: torch.Tensor, scale: torch.Tensor) -> None:
-    """The inverse of swizzle_group_scales; scales of rows that belong to no group are not written."""
     num_blocks = scale.shape[1]
     for span, tiles in _group_tiles(row_start, swizzled):
         matrix = tiles.view(tiles.shape[0], tiles.shape[1], 32, 4, TILE_BLOCKS).permute(0, 3, 2, 1, 4)

@@ -1,16 +1,4 @@
-"""Grouped GEMMs of MXFP8 and NVFP4 numbers: the definition, in PyTorch. Operands and formats: kernels/scaled.py.
-
-    N rows in G groups; group g owns rows row_start[g]:row_start[g+1] (row_start int32[G+1]).
-    P tokens, where rows lie side by side: every group begins at the first multiple of TILE after the group before.
-
-    grouped_gemm_scaled        out[N,O] = sum over C: (rows * row_scale) @ (weight * weight_scale)^T
-    grouped_gemm_wgrad_scaled  out[G,O,C] (+)= sum over P: (dout * dout_scale) @ (rows * rows_scale)^T
-
-data * scale is exact, and so is the product of two of them, unless it leaves the range of fp32. Sums are fp32; in NVFP4
-a sum is then multiplied by the group's global scale of the left operand, and by that of the right one; the result is
-rounded once. (Tensor cores add in an order of their own, and keep fewer bits than fp32 of terms that are small beside
-the largest one.) As in twin/gemm.py, a row's bits do not depend on parts.
-"""
+"""Twins of the products of MXFP8 and NVFP4 numbers of contract/quantized_gemm.py."""
 
 from __future__ import annotations
 
@@ -40,17 +28,6 @@ def grouped_gemm_scaled(
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
-
-    rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: the rows' scales in tiles,
-    every group from a tile of its own. weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of one matrix
-    after the other. out bf16, fp16 or fp32 [N, O], its rows multiples of 16 bytes. NVFP4 needs row_global_scale and
-    weight_global_scale, fp32[G]; MXFP8 has none. The input gradient is the same product, with gradients for rows and
-    the transposed weight [G, C, O], quantised along O.
-
-    row_start, columns, zero_tail, num_sms: as in grouped_gemm. group_start int32[G+1], the groups' bounds: with ranges
-    of rows, where row_scale is that of whole groups. ArgumentError if an operand is anything else.
-    """
     block_format = check_scaled_gemm(
         rows, row_scale, weight, weight_scale, row_start, out, row_global_scale, weight_global_scale, group_start
     )
@@ -85,16 +62,6 @@ def grouped_gemm_wgrad_scaled(
     accumulate: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out[g] = (dout * dout_scale) @ (rows * rows_scale)^T over the tokens of group g; no tokens give zeros.
-
-    dout [O, P] and rows [C, P] in E4M3 (MXFP8), or [O, P / 2] and [C, P / 2] in uint8 (NVFP4), as quantize_columns
-    makes them: what fills a group's last tile is summed as well (zeros, or what a Hadamard transform has made of tokens
-    and zeros), what comes after the last group may be anything. dout_scale, rows_scale: in tiles, as one matrix. NVFP4
-    needs dout_global_scale and rows_global_scale, fp32[G], of groups with tokens; MXFP8 has none. out [G, O, C] in
-    bf16, fp16 or fp32, its rows multiples of 16 bytes. accumulate: the sum is added to out[g] in fp32; no tokens leave
-    it alone. row_start: the groups' bounds. num_sms: the kernels'.
-    ArgumentError if an operand is anything else.
-    """
     block_format = check_scaled_wgrad(dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale)
     refuse_ranges(row_start, "a weight gradient")
     left, right = (

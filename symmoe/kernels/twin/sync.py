@@ -1,4 +1,4 @@
-"""Twins of the barrier and the signals: plain loads and stores in shared memory, in the order that x86-64 keeps."""
+"""Twins of contract/sync.py: plain loads and stores in shared memory, in the order that x86-64 keeps."""
 
 from __future__ import annotations
 
@@ -28,20 +28,6 @@ def barrier(
     timeout_ns: int | None,
     spoils: torch.Tensor | None = None,
 ) -> None:
-    """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
-
-    Args:
-        peers: the group's arenas.
-        words: NUM_PUBLISHED integers (arena offsets) for the peers.
-        received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted, gave
-            up, did not come or is in another call, or an earlier failure has not been raised yet.
-        status: int64[STATUS_WORDS] that the host reads; gets a record if something went wrong and none is pending.
-        call: control.pack_call of what the ranks must agree on.
-        fault: this rank's arguments are wrong, nobody shall move payload.
-        timeout_ns: bound of the wait; None: none, which is there to measure what the bound costs.
-        spoils: what nobody may take for a result if the call has failed: then every bit of it is set, which is NaN in
-            every dtype of rows. On GPUs its size is a multiple of 16 bytes.
-    """
     received.numpy().fill(-1)
     if not _meet(peers, words, received, status, call, fault, timeout_ns) and spoils is not None:
         _spoil(spoils)
@@ -107,7 +93,6 @@ def _meet(
 
 
 def send_signal(peers: Peers, rank: int) -> None:
-    """Tells `rank` that what this rank has written there since the last barrier is complete. Not after a failure."""
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     if not (counters[control.ABORTED] or counters[control.FAULTED]):
         _signals(peers, rank)[peers.rank, 0] = counters[control.BARRIER_EPOCH]
@@ -123,15 +108,6 @@ def wait_for_signal(
     timeout_ns: int | None,
     spoils: torch.Tensor | None = None,
 ) -> None:
-    """Waits for `rank`'s signal since the last barrier, at most `timeout_ns`.
-
-    Args:
-        arrived: int64 [1], gets 0, or -1 if nothing can be relied on: the signal did not come, a rank gave up, or an
-            earlier failure has not been raised yet.
-        status: int64[STATUS_WORDS] that the host reads; gets a record if the signal did not come and none is pending.
-        phase: for the record.
-        timeout_ns, spoils: as in :func:`barrier`.
-    """
     counters = _int64s(peers, peers.rank, peers.layout.counters, (control.NUM_COUNTERS,))
     arrived.fill_(-1)
     if not (counters[control.ABORTED] or counters[control.FAULTED]):

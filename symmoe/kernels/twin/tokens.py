@@ -1,9 +1,4 @@
-"""Twins of the kernels that move rows: push and pull over the wire, fan-out and pre-reduce on one rank.
-
-`received` is what a barrier returned, int64 [R, NUM_PUBLISHED]: column `column` holds, per rank, the arena offset of
-the buffer concerned, or a negative number if the call has failed and nothing may be moved.
-P_cap and N_cap are the sizes of the buffers; `num_packed` int32 [1] on the device says how many packed rows there are.
-"""
+"""Twins of contract/rows.py."""
 
 from __future__ import annotations
 
@@ -24,14 +19,6 @@ def push_rows(
     ranks: range | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """Writes each token's row to the ranks it goes to: peer's buffer [., H] row `token_to_row[t, r]` = x[t].
-
-    Args:
-        x: [T, H].
-        token_to_row: int32 [T, R]; -1: the token does not go to that rank.
-        ranks: that are written to, one after the other; None: all.
-        num_ctas: of kernels; here and below the twin has no use for it.
-    """
     offsets = received[:, column].tolist()
     for rank in range(peers.num_ranks) if ranks is None else ranks:
         offset = offsets[rank]
@@ -55,15 +42,6 @@ def push_slots(
     row_column: int,
     prob_column: int,
 ) -> None:
-    """Writes, beside each packed row, the rows of the token on that rank and their probs.
-
-    On rank r, `packed_to_row[p, k]` gets slot_to_row[t, k] if slot (t, k) lives there, else -1, and
-    `packed_probs[p, k]` gets probs[t, k] (0 elsewhere). Packed rows of this rank's region that no token uses get -1.
-
-    Args:
-        probs: fp32 [T, K] or None (nothing is written to the probs' buffer).
-        packed_start, packed_limit: int32 [R], this rank's region on each rank.
-    """
     top_k = slot_to_row.shape[1]
     regions = zip(received.tolist(), packed_start.tolist(), packed_limit.tolist(), strict=True)
     for rank, (offsets, start, limit) in enumerate(regions):
@@ -92,21 +70,6 @@ def index_rows(
     row_to_packed_row: torch.Tensor,
     row_probs: torch.Tensor | None,
 ) -> None:
-    """Turns the slots that arrived into index tensors of this rank's own.
-
-    If the call has failed, nothing has arrived: `packed_to_row` is filled with -1 and `row_to_packed_row` with 0, so
-    that kernels already on their way stay inside their buffers, and `row_probs` with NaN.
-
-    Args:
-        packed_begin, packed_end: int32 [1]; the packed rows that have arrived.
-        ready, arrived: what the trip's barriers, or the wait for a signal, returned; a negative first word means that
-            the call has failed.
-        wire_to_row: int32 [P_cap, K]; row of each slot of a packed row, or -1.
-        wire_probs: fp32 [P_cap, K] or None.
-        packed_to_row: int32 [P_cap, K], gets a copy.
-        row_to_packed_row: int32 [N_cap], gets the packed row of each row; the tail stays as it is.
-        row_probs: fp32 [N_cap] or None, gets the prob of each row; the tail stays as it is.
-    """
     if min(int(ready.flatten()[0]), int(arrived.flatten()[0])) < 0:
         packed_to_row.fill_(-1)
         row_to_packed_row.zero_()
@@ -131,11 +94,6 @@ def fan_out(
     *,
     num_ctas: int | None = None,
 ) -> None:
-    """Copies primary rows of `rows` [N_cap, H] to the tokens' secondary rows, in place.
-
-    Args:
-        packed_begin, packed_end: int32 [1]; the packed rows whose tokens are meant.
-    """
     primary, others = _primary_and_others(packed_to_row[int(packed_begin) : int(packed_end)])
     for which, secondary in others:
         _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
@@ -150,16 +108,6 @@ def pre_reduce(
     columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """Sums the rows of each token that another rank has sent into its primary row: fp32, in k order, in place.
-
-    A token's rows are summed from the primary row on, and one that has no other row is left alone.
-
-    Args:
-        rows: [N_cap, H].
-        source_to_packed_start: int32 [R + 1]; where the packed rows of each rank's tokens start, the last is P.
-        rank: whose tokens' rows are left alone: this one, which pull_sums sums itself.
-        columns: first column that is summed and the one past the last; None: all.
-    """
     starts = source_to_packed_start.tolist()
     begin, end, num_packed = starts[rank], starts[rank + 1], starts[-1]
     primary, others = _primary_and_others(torch.cat([packed_to_row[:begin], packed_to_row[end:num_packed]]))
@@ -176,7 +124,6 @@ def gather_values(
     num_packed: torch.Tensor,
     packed_values: torch.Tensor,
 ) -> None:
-    """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. fp32 [N_cap] to [P_cap, K]."""
     used = slice(int(num_packed))
     index = packed_to_row[used]
     values = row_values.index_select(0, index.clamp(min=0).flatten()).view(index.shape)
@@ -194,15 +141,6 @@ def pull_rows(
     columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """out[t] = sum over s of row `source_row[t, s]` of rank `source_rank[t, s]`: fp32, in order of s.
-
-    If the call has failed, `out` is filled with NaN.
-
-    Args:
-        source_rank, source_row: int32 [T, S]; -1: nothing to add.
-        out: [T, H].
-        columns: first column of `out` that is written and the one past the last; None: all.
-    """
     panel, offsets = slice(*columns or (None,)), received[:, column].tolist()
     if any(offset < 0 for offset in offsets):
         out[:, panel] = float("nan")
@@ -227,17 +165,6 @@ def pull_sums(
     columns: tuple[int, int] | None = None,
     num_ctas: int | None = None,
 ) -> None:
-    """out[t] = sum over the ranks of the sum of token t's rows there: fp32, in order of the ranks.
-
-    A peer's sum has been made by pre_reduce and is read from the primary row. This rank's own is made here, of the
-    same bits: fp32, in k order, rounded to the dtype of `out`. If the call has failed, `out` is filled with NaN.
-
-    Args:
-        token_to_primary_row: int32 [T, R]; -1: the token has no row there.
-        slot_to_rank, slot_to_row: int32 [T, K]; -1 for no expert.
-        out: [T, H].
-        columns: first column of `out` that is written and the one past the last; None: all.
-    """
     panel, offsets = slice(*columns or (None,)), received[:, column].tolist()
     if any(offset < 0 for offset in offsets):
         out[:, panel] = float("nan")
@@ -265,10 +192,6 @@ def pull_values(
     *,
     column: int,
 ) -> None:
-    """out[t, k] = packed_values[token's packed row, k] of the rank that slot (t, k) went to; 0 for no expert.
-
-    If the call has failed, `out` is filled with NaN.
-    """
     offsets = received[:, column].tolist()
     if any(offset < 0 for offset in offsets):
         out.fill_(float("nan"))

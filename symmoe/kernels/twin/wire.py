@@ -1,7 +1,4 @@
-"""Rows that travel as bytes, made and taken apart: the definition, in PyTorch. Which bytes: precision/wire.py.
-
-A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
-"""
+"""Twins of contract/wire.py."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
 
 def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockFormat) -> None:
-    """wire uint8 [T, W] = what quantize_rows makes of rows [T, C] bf16, fp16 or fp32, and zeros."""
     num_rows, width = rows.shape
     data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
     scale = rows.new_empty((num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype)
@@ -30,11 +26,6 @@ def unpack_rows(
     *,
     row_index: torch.Tensor | None = None,
 ) -> None:
-    """data[r], scale[r] = what row row_index[r] of the wire holds, for every row r of every group; no index: row r.
-
-    row_start int32[G+1], or ranges of rows int32[2, G]; data uint8 [N, C] and scale uint8 [N, S], the bytes of scales;
-    row_index int32[N]. Other rows are neither read nor written.
-    """
     width = data.shape[1]
     for span in spans_of(row_start):
         rows = take_rows(wire, row_index, span)
@@ -43,7 +34,6 @@ def unpack_rows(
 
 
 def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
-    """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
     num_rows, width = out.shape
     num_blocks = block_format.num_blocks(width)
     scale_bytes = num_blocks * block_format.scale_dtype.itemsize
@@ -63,11 +53,6 @@ def requantize_columns(
     *,
     row_index: torch.Tensor | None = None,
 ) -> None:
-    """What quantize_columns makes of decode_rows' result of `dtype` (bf16, fp16 or fp32), without that result.
-
-    wire uint8 [P, W], or any number of rows with row_index int32[N]; data [C, P] and scale [C, P / block] as in
-    quantize_columns. block_format, of the rows and of the columns: E4M3 in blocks. Rows of no group are not read.
-    """
     end = int(row_start[-1])
     rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
     decoded = torch.empty((end, data.shape[0]), dtype=dtype, device=wire.device)

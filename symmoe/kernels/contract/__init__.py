@@ -1,0 +1,55 @@
+"""What every kernel is given and what it computes: shapes, dtypes, sentinels. The only place that says it.
+
+`Kernels` is the type of what `kernels.for_device` returns: the modules `twin` (PyTorch, any device) and `gpu` (Triton
+and Gluon). A function has the same name, the same arguments and the same meaning in both.
+
+    T tokens of this rank, H features of a token, K slots per token (token t's k-th expert is slot (t, k))
+    E experts of all ranks, e experts of one rank, R ranks
+    N rows in G groups, sorted by group; a group is a local expert
+
+* Results are written to the caller's tensors. All tensors are on one device, and contiguous unless the text says else.
+* On GPUs no function makes the host wait for the device, and none but the router's GEMMs allocates device memory. Bits
+of results do not depend on the grid of a launch.
+* row_start: int32[G + 1], the groups' bounds: group g owns rows row_start[g]:row_start[g + 1]. Rows at or past
+  row_start[G] are the tail: they influence nothing, and are not written unless the text says so.
+* Ranges of rows: int32[2, G] for row_start, where the text says "or ranges". Only rows row_start[0, g]:row_start[1, g]
+  of group g are computed and written, none if the end is not past the begin, with the bits of one call for all rows.
+  A begin that is the group's first row plus a multiple of PART_ROWS costs no additional tile (kernels/parts.py).
+* row_index, rows_index, dout_index: int32[N], which row of the tensor stands for row r; None: row r. With an index the
+  tensor has any number P of rows.
+* num_sms, num_ctas: most SMs that the kernel uses, or most programs that it has, so that the others are left to other
+  kernels; None: all. Results do not depend on it, and the twins ignore it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from symmoe.kernels.contract.activation import ActivationKernels
+from symmoe.kernels.contract.gemm import GemmKernels
+from symmoe.kernels.contract.plan import PlanKernels
+from symmoe.kernels.contract.pointers import PointerKernels
+from symmoe.kernels.contract.quantize import QuantizeKernels
+from symmoe.kernels.contract.quantized_gemm import QuantizedGemmKernels
+from symmoe.kernels.contract.router import RouterKernels
+from symmoe.kernels.contract.rows import RowKernels
+from symmoe.kernels.contract.sync import SyncKernels
+from symmoe.kernels.contract.wire import WireKernels
+
+__all__ = ["Kernels"]
+
+
+class Kernels(
+    PlanKernels,
+    SyncKernels,
+    RowKernels,
+    GemmKernels,
+    ActivationKernels,
+    QuantizeKernels,
+    QuantizedGemmKernels,
+    WireKernels,
+    RouterKernels,
+    PointerKernels,
+    Protocol,
+):
+    """All kernels of one kind of device, by subject."""

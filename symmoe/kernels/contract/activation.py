@@ -1,0 +1,92 @@
+"""The activation of an expert times the row's scale, by itself and fused with the grouped GEMMs before and after it.
+
+    C, I, O  input features of the first GEMM, FFN width, output features of the second GEMM
+    W        columns of h: 2I for gated activations, else I (Activation.hidden_width)
+
+    forward   h = round(rows @ weight^T + bias);  a = round(act(h) * scale)
+    backward  da = round(dout @ weight);  dscale = sum_I(da * act(h));  dh = round(da * scale * act'(h));
+              dbias = sum_rows(dh);  a again
+
+All between the roundings is fp32, so the fused functions give the bits of those that they fuse in h, a, da and dh, and
+in dscale, whose order of sums is that of kernels/activation.py; only dbias has an order of its own. NaN goes through
+clamps and relu; derivatives at a limit are those of torch.clamp (1 at equality).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.table import TensorTable
+
+
+class ActivationKernels(Protocol):
+    def scaled_activation(self, h: Tensor, scale: Tensor, out: Tensor, activation: Activation) -> None:
+        """out[r] = act(h[r]) * scale[r], every row: h [N, W]; scale fp32[N]; out [N, I]."""
+
+    def scaled_activation_grad(
+        self, dout: Tensor, h: Tensor, scale: Tensor, dh: Tensor, dscale: Tensor, activation: Activation
+    ) -> None:
+        """Gradient of scaled_activation, every row: dout [N, I]; h, dh [N, W]; scale, dscale fp32[N]."""
+
+    def grouped_gemm_act(
+        self,
+        rows: Tensor,
+        weight: Tensor | TensorTable,
+        row_start: Tensor,
+        row_scale: Tensor,
+        h: Tensor,
+        a: Tensor,
+        activation: Activation,
+        *,
+        row_index: Tensor | None = None,
+        bias: Tensor | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        """h[r] = rows[row_index[r]] @ weight[g]^T + bias[g]; a[r] = act(h[r]) * row_scale[r], from the rounded h.
+
+        rows [N, C], or [P, C] with row_index; weight [G, W, C]; row_start: bounds or ranges; row_scale fp32[N]; h
+        [N, W]; a [N, I]; bias [G, W].
+        """
+
+    def grouped_gemm_dact(
+        self,
+        dout: Tensor,
+        weight: Tensor | TensorTable,
+        row_start: Tensor,
+        h: Tensor,
+        row_scale: Tensor,
+        dh: Tensor,
+        a: Tensor,
+        dscale: Tensor | None,
+        workspace: Tensor,
+        activation: Activation,
+        *,
+        row_index: Tensor | None = None,
+        dbias: Tensor | None = None,
+        num_sms: int | None = None,
+    ) -> int:
+        """Gradient through the second GEMM and the activation: dh, dscale, a of forward again, the first GEMM's dbias.
+
+        dout [N, O], or [P, O] with row_index; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N];
+        dbias [G, W]; workspace: fp32, of dact_workspace_numel(...) elements. dscale is 0 in the tail.
+
+        row_start: bounds or ranges. With ranges dh and a of these rows are written, and what dscale needs of them is
+        left in the workspace: when all rows have been computed, in calls that differ in their ranges only,
+        sum_dact_partials makes dscale of it. dscale is not written and may be None; dbias must be None
+        (ArgumentError): grouped_bias_grad sums dh.
+
+        Returns:
+            How many partial sums of dscale the workspace has for a row.
+        """
+
+    def dact_workspace_numel(self, num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
+        """Elements of grouped_gemm_dact's fp32 workspace, enough for every dtype, with dbias or without."""
+
+    def sum_dact_partials(self, workspace: Tensor, row_start: Tensor, dscale: Tensor, num_partials: int) -> None:
+        """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact with ranges have filled.
+
+        row_start: the groups' bounds, which the ranges have covered. num_partials: what those calls returned.
+        """

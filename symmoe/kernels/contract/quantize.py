@@ -1,0 +1,175 @@
+"""Quantisation of rows, of their columns per group, and of weights; scales in tiles. Formats: kernels/formats.py.
+
+    C features of a row, I and W as in contract/activation.py
+    P tokens, at least TILE * max_tiles(N, G): every group begins at the first multiple of TILE after the group before
+
+Of data and scales only what belongs to a group is written; the tokens that fill a group's last tile are zeros. fp32
+scales of columns [C, blocks] are block-major: strides (1, C), so that those of one block are neighbours; ArgumentError
+if they lie otherwise.
+
+* amax: fp32[G] of group_amax, where the format has a global scale.
+* seeds: int64[G]; E2M1 is rounded stochastically, by random words of the group's seed and of a position.
+
+Scales in tiles of 128 rows by 4 blocks, as block-scaled matrix units read them: M rows of a scale matrix, padded to a
+multiple of 128; Q blocks along the reduction, padded to Qp, a multiple of 4; padding is 0. The scale of row m and block
+q is byte
+
+    (m // 128) * 128 * Qp + (q // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + q % 4
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from symmoe.kernels.act_quantized import Buffers
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.formats import BlockFormat
+
+
+class QuantizeKernels(Protocol):
+    def quantize_rows(
+        self,
+        rows: Tensor,
+        row_start: Tensor,
+        data: Tensor,
+        scale: Tensor,
+        block_format: BlockFormat,
+        *,
+        row_index: Tensor | None = None,
+        amax: Tensor | None = None,
+        seeds: Tensor | None = None,
+    ) -> None:
+        """Scales along the features of every row of every group.
+
+        rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
+        Positions of seeds: (feature, row in the group). row_start: bounds or ranges, these not with seeds or scales of
+        whole rows (ArgumentError).
+        """
+
+    def quantize_columns(
+        self,
+        rows: Tensor,
+        row_start: Tensor,
+        data: Tensor,
+        scale: Tensor,
+        block_format: BlockFormat,
+        *,
+        row_index: Tensor | None = None,
+        amax: Tensor | None = None,
+        signs: int | None = None,
+        seeds: Tensor | None = None,
+    ) -> None:
+        """Scales along the tokens of every feature of every group; data transposed.
+
+        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block], or [C, G] where a feature of
+        a group is one block. signs: 16 neighbouring tokens go through a Hadamard transform first, with these signs
+        (twin/hadamard.py). Positions of seeds: (token in the group, feature).
+        """
+
+    def group_amax(
+        self,
+        rows: Tensor,
+        row_start: Tensor,
+        amax: Tensor,
+        *,
+        row_index: Tensor | None = None,
+        signs: int | None = None,
+    ) -> None:
+        """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G].
+
+        rows and row_index as in quantize_columns; with signs, of the transformed rows.
+        """
+
+    def quantize_weights(
+        self, weight: Tensor, data: Tensor, scale: Tensor, block_format: BlockFormat, *, amax: Tensor | None = None
+    ) -> None:
+        """Scales along the last dimension of G matrices.
+
+        weight [G, M, K], contiguous or the transpose of contiguous matrices; data [G, M, K or K / 2]; scale [G, M /
+        block_lines, num_blocks(K)], quotients rounded up.
+        """
+
+    def quantize_weight_pairs(
+        self,
+        weight: Tensor,
+        data: Tensor,
+        scale: Tensor,
+        transposed_data: Tensor,
+        transposed_scale: Tensor,
+        block_format: BlockFormat,
+        *,
+        amax: Tensor | None = None,
+    ) -> None:
+        """Both operands that G contiguous matrices [G, M, K] are: what quantize_weights makes of `weight` (data, scale)
+        and of `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is
+        packed."""
+
+    def act_quantize(
+        self,
+        h: Tensor,
+        row_scale: Tensor,
+        row_start: Tensor,
+        activation: Activation,
+        block_format: BlockFormat,
+        *,
+        rows: Buffers | None = None,
+        columns: Buffers | None = None,
+    ) -> None:
+        """scaled_activation of h, rounded to the dtype of h and quantised: the operands that the second GEMM has of it.
+
+        h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start: bounds, or without columns ranges. Pairs (data, scale):
+        rows, data [N, I], by quantize_rows; columns, data [I, P], P a multiple of TILE, by quantize_columns. What is
+        None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if an argument is
+        not like that.
+        """
+
+    def dact_quantize(
+        self,
+        da: Tensor,
+        h: Tensor,
+        row_scale: Tensor,
+        row_start: Tensor,
+        dscale: Tensor,
+        workspace: Tensor,
+        activation: Activation,
+        block_format: BlockFormat,
+        *,
+        rows: Buffers | None = None,
+        columns: Buffers | None = None,
+        a_columns: Buffers | None = None,
+    ) -> None:
+        """scaled_activation_grad, dh rounded to the dtype of h and quantised; dscale; and columns of the activation
+        again, so that a forward pass need not keep them.
+
+        da [N, I] of the dtype of h; dscale fp32[N], 0 past the last row; workspace: fp32, of
+        dact_quantize_workspace_numel(...) elements. rows, columns: dh's, of W features: operands of the first GEMM's
+        input gradient and weight gradient; a_columns: operand of the second GEMM's weight gradient; all may be None.
+        The others as in act_quantize. If h has halves, blocks must divide I (takes_dact_quantize). ArgumentError if an
+        argument is not like that.
+        """
+
+    def swizzle_group_scales(self, scale: Tensor, row_start: Tensor, swizzled: Tensor) -> None:
+        """Compact scales of grouped rows into tiles, each group's rows padded to tiles of their own.
+
+        Args:
+            scale: one byte each, [N, Q].
+            swizzled: uint8 [at least max_tiles(N, G), ceil(Q / 4), 512]. Tiles of no group are not written.
+        """
+
+    def unswizzle_group_scales(self, swizzled: Tensor, row_start: Tensor, scale: Tensor) -> None:
+        """The inverse of swizzle_group_scales; scales of rows that belong to no group are not written."""
+
+    def swizzle_scales(
+        self, pointers: Tensor, swizzled: Tensor, num_rows: int, num_blocks: int, row_stride: int, block_stride: int
+    ) -> None:
+        """Reorders G matrices of one-byte scales, all of one size, into tiles.
+
+        Args:
+            pointers: int64 [G], addresses of the matrices: the scale of (row, block) is at row * row_stride + block *
+                block_stride.
+            swizzled: uint8 [G, swizzled_scale_bytes(num_rows, num_blocks)].
+            num_rows, num_blocks: size of a matrix without padding; nothing else is read.
+            row_stride, block_stride: (columns, 1) if blocks run along the matrix's rows, (1, columns) if they run down.
+        """

@@ -1,0 +1,63 @@
+"""The barrier of a group of ranks, and signals from one rank to another."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from symmoe.kernels.control import Peers
+
+
+class SyncKernels(Protocol):
+    def barrier(
+        self,
+        peers: Peers,
+        words: tuple[int, ...],
+        received: Tensor,
+        status: Tensor,
+        *,
+        call: int,
+        fault: bool,
+        timeout_ns: int | None,
+        spoils: Tensor | None = None,
+    ) -> None:
+        """Waits for every rank of the group, at most `timeout_ns`, and exchanges a few words. Collective.
+
+        Args:
+            peers: the group's arenas.
+            words: NUM_PUBLISHED integers (arena offsets) for the peers.
+            received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted,
+                gave up, did not come or is in another call, or an earlier failure has not been raised yet.
+            status: int64[STATUS_WORDS] that the host reads, pinned host memory on GPUs; gets a record if something
+                went wrong and none is pending.
+            call: control.pack_call of what the ranks must agree on.
+            fault: this rank's arguments are wrong, no rank shall move payload.
+            timeout_ns: bound of the wait; None: no bound, which is there to measure what the bound costs.
+            spoils: what must not be taken for a result if the call has failed: then every bit of it is set, which is
+                NaN in every dtype of rows. On GPUs its size is a multiple of 16 bytes.
+        """
+
+    def send_signal(self, peers: Peers, rank: int) -> None:
+        """Tells `rank` that what this rank has written there since the last barrier is complete; nothing after a
+        failure."""
+
+    def wait_for_signal(
+        self,
+        peers: Peers,
+        rank: int,
+        arrived: Tensor,
+        status: Tensor,
+        *,
+        phase: int,
+        timeout_ns: int | None,
+        spoils: Tensor | None = None,
+    ) -> None:
+        """Waits for `rank`'s signal since the last barrier.
+
+        Args:
+            arrived: int64 [1], gets 0, or -1 if nothing can be relied on: the signal did not come, a rank gave up, or
+                an earlier failure has not been raised yet.
+            status, timeout_ns, spoils: as in barrier.
+            phase: number of the barrier's name, for the record.
+        """

@@ -1,0 +1,47 @@
+"""Rows that travel quantised: as bytes, made and taken apart. Which bytes: precision/wire.py.
+
+A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from symmoe.kernels.formats import BlockFormat
+
+
+class WireKernels(Protocol):
+    def encode_rows(self, rows: Tensor, wire: Tensor, block_format: BlockFormat) -> None:
+        """wire [P, W] = what quantize_rows makes of rows [P, C] bf16, fp16 or fp32, and zeros."""
+
+    def unpack_rows(
+        self, wire: Tensor, row_start: Tensor, data: Tensor, scale: Tensor, *, row_index: Tensor | None = None
+    ) -> None:
+        """data[r], scale[r] = what row row_index[r] of the wire holds, for every row r of every group.
+
+        row_start: bounds or ranges; data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither
+        read nor written.
+        """
+
+    def decode_rows(self, wire: Tensor, out: Tensor, block_format: BlockFormat) -> None:
+        """out [P, C] = data * scale of every row of the wire, rounded to out's dtype: bf16, fp16 or fp32."""
+
+    def requantize_columns(
+        self,
+        wire: Tensor,
+        row_start: Tensor,
+        data: Tensor,
+        scale: Tensor,
+        block_format: BlockFormat,
+        dtype: torch.dtype,
+        *,
+        row_index: Tensor | None = None,
+    ) -> None:
+        """What quantize_columns makes of decode_rows' result of `dtype` (bf16, fp16 or fp32), without that result.
+
+        data and scale as in quantize_columns; block_format, of the rows and of the columns: E4M3 in blocks. Rows of no
+        group are not read.
+        """
