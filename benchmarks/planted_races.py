@@ -49,7 +49,7 @@ def read_buffer(buffer, out):
 
 @gluon.jit
 def planted_dispatch_kernel(out):
-    """As the kernels of gpu/hopper/: several roles, warps without one, mbarriers between the roles."""
+    """As the kernels of kernels/hopper/: several roles, warps without one, mbarriers between the roles."""
     turn_of = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(turn_of.index(i), count=1)

@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-_HOPPER = "symmoe/kernels/gpu/hopper/"
+_HOPPER = "symmoe/kernels/hopper/"
+_LOW_PRECISION = "symmoe/kernels/low_precision/hopper_"
 # Kernels with warp_specialize, and the functions that call it for them: (file, name).
 _RUN = (_HOPPER + "pipeline.py", "run")
 KERNELS = {
@@ -41,8 +42,8 @@ KERNELS = {
     "hopper_act_kernel": (_HOPPER + "act.py", _RUN),
     "hopper_dact_kernel": (_HOPPER + "act.py", _RUN),
     "hopper_wgrad_kernel": (_HOPPER + "wgrad.py", None),
-    "hopper_fp8_gemm_kernel": (_HOPPER + "fp8.py", None),
-    "hopper_fp8_wgrad_kernel": (_HOPPER + "fp8_wgrad.py", None),
+    "hopper_fp8_gemm_kernel": (_LOW_PRECISION + "fp8.py", None),
+    "hopper_fp8_wgrad_kernel": (_LOW_PRECISION + "fp8_wgrad.py", None),
     "hopper_push_kernel": (_HOPPER + "rows.py", None),
     "hopper_pre_reduce_kernel": (_HOPPER + "rows.py", None),
     "hopper_pull_kernel": (_HOPPER + "rows.py", None),

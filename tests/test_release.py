@@ -134,13 +134,13 @@ def test_files_that_the_wheel_lacks_are_seen(sources: Path, tmp_path: Path):
     assert project.count('include = ["symmoe*"]') == 1
     project = project.replace('include = ["symmoe*"]', 'include = ["symmoe*"]\nexclude = ["symmoe.tools.doctor*"]')
     (copy / "pyproject.toml").write_text(project, encoding="utf-8")
-    (copy / "symmoe" / "bench" / "shapes.json").write_text("{}", encoding="utf-8")
+    (copy / "symmoe" / "tools" / "shapes.json").write_text("{}", encoding="utf-8")
     build(copy, tmp_path / "dist", "--wheel")
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     missing = package_files(copy) - files_of(wheel)
     assert "symmoe/tools/doctor/command.py" in missing
     assert missing == {
-        name for name in package_files(copy) if name.startswith("symmoe/doctor/") or name.endswith(".json")
+        name for name in package_files(copy) if name.startswith("symmoe/tools/doctor/") or name.endswith(".json")
     }
 
 

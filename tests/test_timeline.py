@@ -39,7 +39,7 @@ from symmoe.timeline.report import chrome_trace, lanes_of, table
 from symmoe.timeline.step import trace_layer
 from symmoe.tools import picture as symmoe_picture
 
-KERNELS = Path(kernels.__file__).parent / "gpu"
+KERNELS = Path(kernels.__file__).parent
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

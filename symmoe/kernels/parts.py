@@ -66,7 +66,7 @@ def panel(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None
     return first, end
 
 
-# What kernels that sum rows beside a GEMM (gpu/hopper/rows.py) have of shared memory for each of three rings.
+# What kernels that sum rows beside a GEMM (hopper/rows.py) have of shared memory for each of three rings.
 SUM_RING_BYTES = 72 << 10
 SUM_STAGES = 2
 MAX_SUM_PIECE_BYTES = 8 << 10  # 64 bytes to a thread

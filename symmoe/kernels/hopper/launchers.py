@@ -1,4 +1,4 @@
-"""What the kernels for Hopper offer to the other modules of kernels/gpu."""
+"""What the kernels for Hopper offer to the launchers in `triton` and `low_precision`."""
 
 from symmoe.kernels.hopper.act import launch_act, launch_dact
 from symmoe.kernels.hopper.gemm import launch_gemm
