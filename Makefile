@@ -1,7 +1,7 @@
 # make setup     create .venv and install everything the project needs (requirements.txt)
 # make train     the main job: train the example language model on CPUs (2 processes)
 # make test      the tests, after make lint
-# make test-all  those that are marked slow, too: they take long, and other tests have most of them
+# make test-all  those that are marked slow, too, and the core tests on other Pythons that are found (tests/README.md)
 # make lint      ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
 # make docs      the documentation, into the folder site/
@@ -46,12 +46,17 @@ lint: setup
 	$(PY) -m mypy
 
 # A file is of one worker, which starts its processes once; files come in the order of tests/conftest.py.
-SPREAD := --dist loadfile --no-loadscope-reorder
+SPREAD := $(if $(filter 1,$(JOBS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
+OTHERS ?= python3.10 python3.12 python3.13
+TEST_OTHERS = for python in $(OTHERS); do ! command -v $$python >/dev/null || \
+  $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/test_%.py)' || exit 1; done
+CORE := import heap dispatch_oracle combine_oracle gradients grouped_linear layer schedules checkpoint
 
 # An interpreter that is used as it is need not have ruff and mypy.
 test-all: MARKED := -m 'not gpu'
 test test-all: setup $(if $(INSTALLED),lint)
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(MARKED) $(if $(filter 1,$(JOBS)),,-n $(JOBS) $(SPREAD)) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(TESTS),tests) $(MARKED) $(SPREAD) $(ARGS)
+	$(if $(filter test-all,$@),$(TEST_OTHERS))
 
 # The wheel is built from the unpacked sdist, by the setuptools that is installed.
 dist: setup
@@ -65,4 +70,4 @@ plots: setup
 	$(PY) -m symmoe plot bench $(wildcard $(RECORDS:%=benchmarks/results/%)) --out docs/images
 
 clean:
-	rm -rf $(VENV) .compiled runs build dist site *.egg-info
+	rm -rf $(VENV) .venv-* .compiled runs build dist site *.egg-info

@@ -143,7 +143,7 @@ def make(checkout: Path, *arguments: str) -> list[tuple[str, str, str]]:
     """(interpreter, first folder of PYTHONPATH, arguments) of every call."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    command = ["make", f"PYTHON={checkout.parent / 'python'}", *arguments]
+    command = ["make", f"PYTHON={checkout.parent / 'python'}", "OTHERS=", *arguments]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     calls = Path(os.environ["CALLS"]).read_text(encoding="utf-8").splitlines()
@@ -164,6 +164,23 @@ def test_make_runs_below_a_folder_with_a_space(checkout: Path, target: str):
     assert ("-m not gpu" in arguments[-1]) == (target == "test-all")
     again = make(checkout, target)
     assert [words for _, _, words in again] == arguments[2:]
+
+
+def test_test_all_runs_the_core_tests_on_other_pythons_that_are_found(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "bin").mkdir()
+    shutil.copy(checkout.parent / "python", tmp_path / "bin" / "python3.99")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    calls = make(checkout, "test-all", "OTHERS=python3.98 python3.99")
+    assert not any("3.98" in python for python, _, _ in calls)
+    first = [words for _, _, words in calls].index("-m venv .venv-python3.99")
+    assert calls[first - 1][2].startswith("-m pytest tests ")
+    python, _, words = calls[-1]
+    assert python == ".venv-python3.99/bin/python"
+    assert words.startswith("-m pytest tests/test_import.py ")
+    for path in (word for word in words.split() if word.startswith("tests/")):
+        assert (ROOT / path).exists()
 
 
 @pytest.mark.parametrize("target", ["train", "test"])
