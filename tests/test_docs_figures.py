@@ -116,3 +116,11 @@ def test_every_folder_of_the_package_is_in_the_tree():
     assert folders == set(re.findall(r"^    symmoe/(\w+)/ ", README, re.MULTILINE))
     for named in re.findall(r"\bsymmoe/\w+(?:/|\.py)|\bdocs/\w+\.md", README):
         assert (ROOT / named).exists(), named
+
+
+def test_the_path_of_a_token_is_short_and_names_files_that_are_there():
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    path = page.partition("## The path of one token")[2]
+    named = set(re.findall(r"`(\w+/[\w/]+\.py)`", path))
+    assert 20 <= len(named) <= 25
+    assert [name for name in sorted(named) if not (ROOT / "symmoe" / name).exists()] == []
