@@ -24,13 +24,7 @@ from symmoe.tools.bench.command import add_command as add_bench
 from symmoe.tools.doctor.command import add_command as add_doctor
 from symmoe.tools.plot.command import add_command as add_plot
 from symmoe.training.memory_plan import MemoryPlan, plan_memory
-from symmoe.training.precision_choice import (
-    AUTO,
-    FLOAT8,
-    Expectation,
-    expect,
-    in_full,
-)
+from symmoe.training.precision_choice import AUTO, FLOAT8, LEAST_SPEED_UP, MeasuredLayer, best_measured, in_full
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS_SHOWN = (
@@ -68,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument(
         "--precision",
         choices=(*PRECISIONS, AUTO),
-        help=f"what experts multiply (default: numbers of --dtype); {AUTO}: float8-block where it is expected to be "
-        "faster on an H200, with the times that are expected",
+        help=f"what experts multiply (default: numbers of --dtype); {AUTO}: float8-block where a layer that is "
+        "nowhere larger was faster in it on H200s",
     )
     plan.add_argument(
         "--quantized-wire",
@@ -106,10 +100,11 @@ def _plan(args: argparse.Namespace) -> int:
         precision=FLOAT8 if args.precision == AUTO else PRECISIONS.get(args.precision),
         quantized_wire=args.quantized_wire,
     )
-    expectation = None
+    reason = ""
     if args.precision == AUTO:
-        expectation = expect(exact, num_ranks=args.ranks, num_tokens=args.tokens)
-        exact = exact if expectation.pays else in_full(exact)
+        layer, speed_up = best_measured(exact, num_ranks=args.ranks, num_tokens=args.tokens)
+        reason = f"\n{_reason(layer, speed_up)}\n"
+        exact = exact if speed_up >= LEAST_SPEED_UP else in_full(exact)
     capacity = math.ceil(args.capacity_factor * args.tokens * args.top_k)
     static = dataclasses.replace(exact, capacity=capacity)
     numbers = {
@@ -125,8 +120,7 @@ def _plan(args: argparse.Namespace) -> int:
         "exact, worst": plan_memory(exact, **numbers, routing="worst"),
     }
     print(_table(plans))
-    if expectation is not None:
-        print(f"\n{_times(expectation)}")
+    print(reason, end="")
     return 0
 
 
@@ -139,22 +133,16 @@ def _table(plans: dict[str, MemoryPlan]) -> str:
     return "\n".join(lines)
 
 
-def _times(expectation: Expectation) -> str:
-    columns = [{(k.direction, k.name): k.seconds for k in step} for step in (expectation.quantized, expectation.full)]
-    rows = [*dict.fromkeys(key for column in columns for key in column)]
-    rows.sort(key=lambda row: row[0] != "forward")  # stable: kernels stay in the order of their step
-    lines = [f"{'expected on an H200, microseconds':38}{'float8-block':>20}{'bf16':>20}"]
-    for row in rows:
-        if any(column.get(row) for column in columns):
-            shown = (f"{column[row] * 1e6:.1f}" if column.get(row) else "" for column in columns)
-            lines.append(f"{row[0]:10}{row[1]:28}" + "".join(f"{text:>20}" for text in shown))
-    lines.append(f"{'sum':38}{expectation.quantized_s * 1e6:>20.1f}{expectation.full_s * 1e6:>20.1f}")
-    taken = "float8-block" if expectation.pays else "bf16"
-    lines.append(
-        f"{AUTO} takes {taken}: float8-block is {expectation.full_s / expectation.quantized_s:.2f} times as fast, "
-        f"and {1 / (1 - expectation.least_gain):.2f} is the least"
+def _reason(layer: MeasuredLayer | None, speed_up: float) -> str:
+    """What the choice of a precision follows from."""
+    if layer is None:
+        return f"{AUTO} takes bf16: no layer was measured that is nowhere larger than this one"
+    taken = "float8-block" if speed_up >= LEAST_SPEED_UP else "bf16"
+    return (
+        f"{AUTO} takes {taken}: on H200s float8-block was {speed_up:.2f} times as fast for the layer of {layer.name} "
+        f"(hidden {layer.hidden}, ffn {layer.ffn}, {layer.rows_per_expert} rows per expert), "
+        f"and {LEAST_SPEED_UP:.2f} is the least"
     )
-    return "\n".join(lines)
 
 
 def _size(num_bytes: int) -> str:

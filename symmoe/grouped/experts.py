@@ -237,7 +237,7 @@ class ExpertsBackward:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
         ops, x, weights, h = self._ops, self._x, self._weights, hidden.h
         num_rows, num_groups, ffn = h.shape[0], weights.w2.shape[0], weights.w2.shape[2]
-        self._dh, self._a = torch.empty_like(h), h.new_empty((num_rows, ffn))
+        self._dh, self._a = h.new_empty(h.shape), h.new_empty((num_rows, ffn))
         numel = ops.dact_workspace_numel(num_rows, num_groups, ffn, weights.activation)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         if parts is not None and self.db1 is not None:  # db1 is summed over whole groups: wait for all rows

@@ -77,7 +77,7 @@ class MoEConfig:
             or not, for tests. Same bits. Ranks must agree on what travels beside what.
         precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
             None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
-            symmoe.choose_precision takes it only where it is expected to be faster.
+            symmoe.choose_precision takes it only where it was measured to be faster.
         quantized_wire: what travels to the experts as the E4M3 numbers of `precision`, in about half the bytes: tokens
             ("forward"), the gradients of their results ("backward"), "both" or "none". What the experts compute from
             them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.

@@ -15,9 +15,8 @@ import torch
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
-from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.formats import TILE
 from symmoe.kernels.operands import given
-from symmoe.kernels.scaled import TILE_BYTES, tiles_across
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import Recipe
 
@@ -99,17 +98,6 @@ def multiply_columns(
         accumulate=accumulate,
         num_sms=num_sms,
     )
-
-
-def weight_bytes(recipe: Recipe, num_groups: int, num_lines: int, width: int) -> int:
-    """Bytes of the operand of G weights, each of so many lines of `width` contracted numbers."""
-    weight_format = recipe.weight_format
-    data_bytes = num_groups * num_lines * weight_format.data_width(width)
-    if weight_format.scale_dtype == torch.float32:
-        scale_lines = -(-num_lines // weight_format.block_lines)
-        return data_bytes + 4 * num_groups * scale_lines * weight_format.num_blocks(width)
-    tiles = max_tiles(num_groups * num_lines, num_groups) * tiles_across(weight_format, width)
-    return data_bytes + TILE_BYTES * tiles + (4 * num_groups if weight_format.has_global_scale else 0)
 
 
 def gradient_seeds(

@@ -1,29 +1,31 @@
-"""How much memory MoE layers need, before any is allocated: the heap's exactly, by going through the lease schedule.
+"""How much memory MoE layers need, before any is allocated: what a dry step leases and keeps, played for all layers.
 
-T tokens per rank, H hidden, I ffn, W width of FC1's output, E experts, K slots per token, R ranks; N rows and P packed
-rows that a rank receives.
+T tokens per rank, E experts, K slots per token, R ranks; N rows and P packed rows that a rank receives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from torch import nn
 
+from symmoe.dispatch.plan import Plan
 from symmoe.errors import ArgumentError
-from symmoe.kernels import control
+from symmoe.grouped.activations import ScaledActivation
+from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.ep_step import STASHES
-from symmoe.precision.operands import weight_bytes
+from symmoe.moe.routed_experts import apply_experts, plan_step
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
+from symmoe.symm_mem.dry_heap import DryHeap, Event
 
 _ENDLESS_BYTES = 1 << 62
-INT_BYTES = FLOAT_BYTES = 4
+_MOST_BYTES = 8  # of two fp32 numbers, a gate and its feature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,116 +98,83 @@ def plan_memory(
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
     rows, packed_rows = _row_counts(config, num_ranks, num_tokens, routing)
-    calls = _Calls(config, rows, packed_rows, dtype.itemsize)
-    width = (activation or Activation()).hidden_width(config.ffn)
-    kept = _activation_bytes(config, num_ranks, num_tokens, rows, packed_rows, width, dtype.itemsize)
+    lines = max(config.capacity or rows, num_ranks * num_tokens * config.top_k, config.num_experts * config.ffn)
+    if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # of which torch makes no tensors
+        raise _too_large()
+    heap = DryHeap(num_ranks, num_rows=rows, num_packed_rows=packed_rows)
+    call = _dry_call(config, heap, num_tokens, dtype, activation or Activation())
     schedule = list(_one_forward_one_backward(num_layers, num_in_flight))
-    alone = [calls.peak_of(steps) for steps in (calls.forward(), calls.backward())]
+    kept = _bytes_after(call.forward)[-1]
     return MemoryPlan(
-        num_rows=rows,
-        num_packed_rows=packed_rows,
-        heap_bytes=max(_heap_bytes(calls, schedule, num_ranks, in_graph=in_graph) for in_graph in (False, True)),
-        lease_bytes_per_call=calls.kept_bytes,
-        forward_bytes_per_call=alone[0] - calls.kept_bytes,
-        backward_bytes_per_call=alone[1],
-        activation_bytes_per_call=kept,
-        activation_bytes=kept * num_layers * num_in_flight,
+        num_rows=call.plan.row_capacity,
+        num_packed_rows=call.plan.packed_row_capacity,
+        heap_bytes=max(_heap_bytes(call, schedule, num_ranks, in_graph=in_graph) for in_graph in (False, True)),
+        lease_bytes_per_call=kept,
+        forward_bytes_per_call=max(_bytes_after(call.forward)) - kept,
+        backward_bytes_per_call=max(_bytes_after(call.backward)),
+        activation_bytes_per_call=call.activation_bytes,
+        activation_bytes=call.activation_bytes * num_layers * num_in_flight,
     )
 
 
 def _row_counts(config: MoEConfig, num_ranks: int, num_tokens: int, routing: str) -> tuple[int, int]:
-    """N and P."""
+    """N and P with exact capacity."""
     experts, top_k = config.num_experts, config.top_k
     local = experts // num_ranks
-    if config.capacity is not None:
-        return config.capacity, min(config.capacity, num_ranks * (config.max_tokens or num_tokens))
     if routing == "worst":
         return num_ranks * num_tokens * min(top_k, local), num_ranks * num_tokens
     comes_here = 1 - math.comb(experts - local, top_k) / math.comb(experts, top_k)
     return num_tokens * top_k, math.ceil(num_ranks * num_tokens * comes_here)
 
 
-def _activation_bytes(
-    config: MoEConfig, num_ranks: int, num_tokens: int, rows: int, packed_rows: int, width: int, itemsize: int
-) -> int:
-    """What the fused step saves outside of the heap."""
-    stash, top_k, experts = STASHES[config.stash], config.top_k, config.num_experts
-    num_blocks = -(-num_tokens // control.TOKENS_PER_BLOCK)
-    per_token = 2 * top_k + 2 * num_ranks  # where its slots and its rows went
-    received = packed_rows * top_k + rows
-    # block_tokens, source_to_packed_start, packed_start, packed_limit; expert_load, report; splits, row_start,
-    # source_to_row_start
-    small = (num_blocks + 3) * num_ranks + 1 + experts + control.SUMMARY_WORDS
-    small += (3 + num_ranks) * (experts // num_ranks) + 1
-    if config.schedule != "serial" and num_ranks > 1:  # source_to_rows
-        small += 2 * experts
-    plan_bytes = INT_BYTES * (num_tokens * per_token + received + small)
-    h_bytes = rows * width * itemsize if stash.keeps_h else 0
-    x_bytes = 0 if stash.keeps_rows else num_tokens * config.hidden * itemsize
-    weights_bytes = 0
-    if config.precision is not None and stash.keeps_h:
-        for num_lines, contracted in ((config.hidden, width), (config.ffn, config.hidden)):
-            weights_bytes += weight_bytes(config.precision, experts // num_ranks, num_lines, contracted)
-    return plan_bytes + rows * FLOAT_BYTES + h_bytes + x_bytes + weights_bytes
+class _Call(NamedTuple):
+    """What one call of a layer allocates: leases as they begin and end, and bytes kept from forward to backward."""
+
+    plan: Plan
+    forward: list[Event]
+    backward: list[Event]
+    activation_bytes: int
 
 
-# What happens to the heap: ("+name", bytes) is a lease, ("-name", 0) its end.
-Step = tuple[str, int]
+def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dtype, activation: Activation) -> _Call:
+    """Forward and backward of a layer's experts, on tensors without memory."""
+
+    def of_tokens(width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_tokens, width, dtype=dtype, device=heap.device, requires_grad=dtype.is_floating_point)
+
+    with torch.inference_mode(False):  # which switches gradients on
+        experts = GroupedMLP(
+            config.num_experts // heap.num_ranks,
+            config.hidden,
+            config.ffn,
+            activation=ScaledActivation(activation),
+            precision=config.precision,
+            dtype=dtype,
+            device=heap.device,
+        )
+        plan = plan_step(config, heap, of_tokens(config.top_k, torch.int32), dtype)
+        x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
+        y = apply_experts(config, x, probs, experts, plan)
+        num_forward, node = len(heap.events), cast(Any, y.grad_fn)
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for tensor in (*vars(plan).values(), *node.saved_tensors)
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not heap.owns(tensor)
+        }
+        # Not `y.backward`: autograd would start threads, after which a process should not fork.
+        node.apply(y.new_empty(y.shape))
+        del y, node
+    return _Call(plan, heap.events[:num_forward], heap.events[num_forward:], sum(storages.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """The leases of one call of a layer, in the order in which moe/ep_step.py makes and ends them."""
-
-    config: MoEConfig
-    rows: int
-    packed_rows: int
-    itemsize: int
-
-    @property
-    def kept_bytes(self) -> int:
-        """The received rows, if they are kept."""
-        return self._received_bytes if STASHES[self.config.stash].keeps_rows else 0
-
-    @property
-    def _received_bytes(self) -> int:
-        return self._arriving_bytes("forward")
-
-    def _arriving_bytes(self, direction: Literal["forward", "backward"]) -> int:
-        """Of the buffer that rows arrive in."""
-        num_rows = self.packed_rows if self.config.received_layout == "packed" else self.rows
-        return self.config.sent_row_bytes(direction, self.itemsize) * num_rows
-
-    def forward(self) -> list[Step]:
-        """Dispatch, experts, combine."""
-        slots_bytes = self.packed_rows * self.config.top_k * INT_BYTES
-        steps = [("+received", self._received_bytes), ("+slots", slots_bytes), ("+probs", slots_bytes)]
-        steps += [("-probs", 0), ("-slots", 0)]
-        if not self.kept_bytes:
-            steps.append(("-received", 0))
-        return [*steps, ("+out", self.rows * self.config.hidden * self.itemsize), ("-out", 0)]
-
-    def backward(self) -> list[Step]:
-        """Dispatch again, experts, combine; ends with the rows that forward kept."""
-        steps = [] if self.kept_bytes else [("+received", self._received_bytes)]
-        steps += [
-            ("+d_out", self._arriving_bytes("backward")),
-            ("+d_rows", self.rows * self.config.hidden * self.itemsize),
-            ("+values", self.packed_rows * self.config.top_k * FLOAT_BYTES),
-        ]
-        return [*steps, ("-values", 0), ("-d_rows", 0), ("-d_out", 0), ("-received", 0)]
-
-    @staticmethod
-    def peak_of(steps: list[Step]) -> int:
-        """The most bytes that the leases of `steps` have together."""
-        live, peak = {}, 0
-        for step, num_bytes in steps:
-            if step[0] == "+":
-                live[step[1:]] = num_bytes
-            else:
-                live.pop(step[1:], None)
-            peak = max(peak, sum(live.values()))
-        return peak
+def _bytes_after(events: list[Event]) -> list[int]:
+    """What the leases that have begun among these events hold together after each of them."""
+    live: dict[object, int] = {}
+    held = []
+    for num_bytes, lease in events:
+        live[lease] = num_bytes or 0
+        held.append(sum(live.values()))
+    return held
 
 
 def _one_forward_one_backward(num_layers: int, num_in_flight: int) -> Iterator[tuple[str, int, int]]:
@@ -217,28 +186,26 @@ def _one_forward_one_backward(num_layers: int, num_in_flight: int) -> Iterator[t
             yield from (("backward", turn + 1 - num_in_flight, layer) for layer in reversed(range(num_layers)))
 
 
-def _heap_bytes(calls: _Calls, schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool) -> int:
+def _heap_bytes(call: _Call, schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool) -> int:
     """End of the highest lease when the schedule runs on an empty heap."""
     control_bytes = ControlLayout(num_ranks).num_bytes
-    arena = Arena(control_bytes, _ENDLESS_BYTES)
-    take: Callable[[int], tuple[int, int] | None] = arena.take
-    if in_graph:
-        arena, whole = Arena(0, 0), arena
-
-        def take(num_bytes: int) -> tuple[int, int] | None:
-            return arena.take_or_grow(num_bytes, whole)
-
+    whole = Arena(control_bytes, _ENDLESS_BYTES)
+    arena = Arena(0, 0) if in_graph else whole
     end = control_bytes + ALIGNMENT_BYTES
-    live: dict[tuple[str, int, int], tuple[int, int]] = {}
+    live: dict[object, tuple[int, int]] = {}
     for direction, micro_batch, layer in schedule:
-        for step, num_bytes in calls.forward() if direction == "forward" else calls.backward():
-            key = (step[1:], micro_batch, layer)
-            if step[0] == "+":
-                span = take(num_bytes)
-                if span is None:
-                    raise ArgumentError(f"these sizes would need a heap of more than {_ENDLESS_BYTES} bytes")
-                live[key] = span
-                end = max(end, sum(span))
-            else:
+        for num_bytes, lease in call.forward if direction == "forward" else call.backward:
+            key = lease, micro_batch, layer
+            if num_bytes is None:
                 arena.give_back(*live.pop(key))
+                continue
+            span = arena.take_or_grow(num_bytes, whole) if in_graph else arena.take(num_bytes)
+            if span is None:
+                raise _too_large()
+            live[key] = span
+            end = max(end, sum(span))
     return end
+
+
+def _too_large() -> ArgumentError:
+    return ArgumentError(f"these sizes would need a heap of more than {_ENDLESS_BYTES} bytes")

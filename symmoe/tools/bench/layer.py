@@ -62,7 +62,7 @@ class Choice:
         options: keyword arguments of expert_parallel_mlp, which are fields of MoEConfig too.
         precision: of the experts.
         max_error: relative, of its results.
-        picks_precision: it computes in full where that is expected to be faster.
+        picks_precision: it computes in full where choose_precision does.
         constant_weights: they are quantised once, before what is timed.
     """
 

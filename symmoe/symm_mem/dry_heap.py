@@ -1,0 +1,77 @@
+"""A heap for dry steps: it notes the leases that a step makes and ends, and has no memory for them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import torch
+
+from symmoe.errors import SymmoeError
+from symmoe.kernels import control, dry
+from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.streams import NoStreams
+
+_META = torch.device("meta")
+_nothing: Any = dry.nothing
+Event = tuple[int | None, Any]  # the bytes of a lease where it begins, None where it ends; and which lease
+
+
+class DryHeap(SymmetricHeap):
+    """Rank 0's heap of a group whose other ranks are not there. Calls on it are local; they move and compute nothing.
+
+    Args:
+        num_ranks: R.
+        num_rows, num_packed_rows: N and P of every plan with exact capacity.
+
+    Attributes:
+        events: leases as they have begun and ended.
+    """
+
+    rank, device, epoch = 0, _META, 0
+    peers: Any = None
+    status: Any = None
+    trip_timer = None
+    one_call: Any = nullcontext
+    _streams = NoStreams()
+    _closed = True  # no peers to tell of errors
+    barrier = send_signal = wait_for_signal = check = note_counts = offset_of = _nothing
+
+    def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
+        self.num_ranks = num_ranks
+        self._report = torch.zeros(control.SUMMARY_WORDS, dtype=torch.int64, device="cpu")
+        self._report[[control.SUM_NUM_ROWS, control.SUM_MAX_ROWS]] = num_rows
+        self._report[[control.SUM_NUM_PACKED, control.SUM_MAX_PACKED]] = num_packed_rows
+        self.events: list[Event] = []
+        self._dropped: Any = self.events  # a lease that is dropped adds to it what it would give back
+
+    def lease(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease", phase: int | None = None
+    ) -> Lease:
+        """See SymmetricHeap."""
+        number = len(self.events)
+        place: Any = None, (0, number)
+        lease = _DryLease(self, name, shape, dtype, place, number)
+        self.events.append((lease.num_bytes, place[1]))
+        return lease
+
+    def _give_back(self, arena: Any, span: tuple[int, int]) -> None:
+        self.events.append((arena, span))
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """See SymmetricHeap."""
+        return hasattr(tensor.untyped_storage(), "_lease_span")
+
+    def read_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The report of a plan, which is all that a call reads."""
+        return self._report
+
+    def fail(self, error: SymmoeError, phase: int | None) -> NoReturn:
+        """See SymmetricHeap."""
+        raise error
+
+
+class _DryLease(Lease):
+    def _over(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=_META)
