@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import kernel_rows
 from symmoe.checks.buffers import memory_problem
+from symmoe.checks.words import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
@@ -34,7 +35,6 @@ from symmoe.grouped.mlp import (
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
-from symmoe.moe.config import words_problem
 from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, rates_of, received_layout
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.precision.wire import WireFormat, wire_problem
@@ -105,10 +105,10 @@ def expert_parallel_mlp(
             quantised, and the experts' precision is not one of E4M3 numbers; or a weight has changed inside
             constant_weights; likewise.
     """
-    words = {"order": order, "stash": stash, "layout": layout, "schedule": schedule, "quantized_wire": quantized_wire}
+    problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
     plan.heap.check()
     with told(plan.heap, SEND):
-        plan.heap.fail_for(words_problem(words), SEND)
+        plan.heap.fail_for(problem, SEND)
         plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
         layout = received_layout(layout, experts.ffn, experts.precision)
         weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
 
 from symmoe.checks.arguments import width_problem
 from symmoe.checks.buffers import dtype_problem
+from symmoe.checks.words import CHOICES, Order, Overflow, Stash, is_choice
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.families import Family, StockExperts
@@ -19,8 +19,6 @@ from symmoe.moe.listeners import Call, Calls
 from symmoe.moe.routed_experts import apply_experts, plan_step
 from symmoe.moe.wrappers import ExpertParallelModule, Replicas
 from symmoe.symm_mem.heap import SymmetricHeap
-
-_CHOICES = {"overflow": ("raise", "drop"), "order": ("rank", "slot"), "stash": ("all", "rows", "hidden", "none")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,15 +37,15 @@ class StepConfig:
     """
 
     capacity: int | None = None
-    overflow: Literal["raise", "drop"] = "raise"
+    overflow: Overflow = "raise"
     max_tokens: int | None = None
-    order: Literal["rank", "slot"] = "rank"
-    stash: Literal["all", "rows", "hidden", "none"] = "all"
+    order: Order = "rank"
+    stash: Stash = "all"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, choices))}")
+        for name in ("overflow", "order", "stash"):
+            if not is_choice(name, word := getattr(self, name)):
+                raise ArgumentError(f"{name} ({word!r}) must be one of {', '.join(map(repr, CHOICES[name]))}")
 
 
 class ExpertParallelExperts(ExpertParallelModule):
