@@ -153,7 +153,8 @@ def _send_and_unpack(
 def _dispatch_problem(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
 ) -> SymmoeError | None:
-    if (error := words_problem(order=order)) is not None:
+    error: SymmoeError | None = words_problem(order=order)
+    if error is not None:
         return error
     if probs is not None:
         shape = plan.num_tokens, plan.top_k
@@ -242,7 +243,8 @@ class _Combine(Function):
 def _combine_problem(
     expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
 ) -> SymmoeError | None:
-    if (error := words_problem(order=order)) is not None:
+    error: SymmoeError | None = words_problem(order=order)
+    if error is not None:
         return error
     if plan.not_dispatched is not None:
         return plan.not_dispatched

@@ -51,9 +51,9 @@ class MoEConfig:
         layout: of the received rows. "packed": one per (token, rank), from which the GEMMs gather; "expert-major": one
             per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
             takes less time, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
-        schedule: "overlapped": rows travel beside the GEMMs where that pays (moe/overlap.py). "serial": dispatch,
-            experts, combine one after the other. "always-overlapped": beside the GEMMs in every trip, whether it pays
-            or not, for tests. Same bits. Ranks must agree on what travels beside what.
+        schedule: "overlapped": rows travel while GEMMs run, where that pays (moe/overlap.py). "serial": dispatch,
+            experts, combine one after the other. "always-overlapped": they do so in every trip, whether it
+            pays or not, for tests. Same bits. Ranks must agree on what travels while what runs.
         precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
             None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
             symmoe.choose_precision takes it only where it is expected to be faster.
@@ -68,7 +68,7 @@ class MoEConfig:
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
         top_groups: groups a token may choose its experts from.
         route_scale: factor on the probs.
-        expert_bias: keep a bias per expert that steers the selection alone (balance without an auxiliary
+        expert_bias: keep a bias per expert that steers only the selection (balance without an auxiliary
             loss).
         bias_update_rate: step of that bias per optimizer step.
         aux_loss_coef: factor of the load-balance loss; 0 turns it off.

@@ -35,7 +35,7 @@ class MemoryPlan:
         heap_bytes: what `SymmetricHeap(num_bytes=...)` needs to run the schedule, eagerly or in one CUDA graph:
             the control block and the arena up to the highest byte that is ever leased.
         lease_bytes_per_call: of that, what one call of one layer holds from its forward to its backward.
-        forward_bytes_per_call, backward_bytes_per_call: leases that live during that pass alone, at their peak.
+        forward_bytes_per_call, backward_bytes_per_call: leases that live only during that pass, at their peak.
         activation_bytes_per_call: ordinary memory that one call of one layer holds from forward to backward: h, the
             plan, the probs of the rows, the tokens if they are sent again, and with a recipe the transposed weights as
             it has quantised them, which live as long as h. Without the router's own (a few fp32
@@ -96,7 +96,7 @@ def plan_memory(
     if routing not in ("uniform", "worst"):
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
     rows, packed_rows = _row_counts(config, num_ranks, num_tokens, routing)
-    calls = _Calls(config, rows, packed_rows, dtype.itemsize)
+    calls = _CallLeases(config, rows, packed_rows, dtype.itemsize)
     width = (activation or Activation()).hidden_width(config.ffn)
     kept = _activation_bytes(config, num_ranks, num_tokens, rows, packed_rows, width, dtype.itemsize)
     schedule = list(_one_forward_one_backward(num_layers, num_in_flight))
@@ -150,11 +150,11 @@ def _activation_bytes(
 
 
 # What happens to the heap: ("+name", bytes) is a lease, ("-name", 0) its end.
-Step = tuple[str, int]
+LeaseEvent = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Calls:
+class _CallLeases:
     """The leases of one call of a layer, in the order in which moe/ep_step.py makes and ends them."""
 
     config: MoEConfig
@@ -176,7 +176,7 @@ class _Calls:
         num_rows = self.packed_rows if self.config.received_layout == "packed" else self.rows
         return self.config.sent_row_bytes(direction, self.itemsize) * num_rows
 
-    def forward(self) -> list[Step]:
+    def forward(self) -> list[LeaseEvent]:
         """Dispatch, experts, combine."""
         slots_bytes = self.packed_rows * self.config.top_k * INT_BYTES
         steps = [("+received", self._received_bytes), ("+slots", slots_bytes), ("+probs", slots_bytes)]
@@ -185,7 +185,7 @@ class _Calls:
             steps.append(("-received", 0))
         return [*steps, ("+out", self.rows * self.config.hidden * self.itemsize), ("-out", 0)]
 
-    def backward(self) -> list[Step]:
+    def backward(self) -> list[LeaseEvent]:
         """Dispatch again, experts, combine; ends with the rows that forward kept."""
         steps = [] if self.kept_bytes else [("+received", self._received_bytes)]
         steps += [
@@ -196,7 +196,7 @@ class _Calls:
         return [*steps, ("-values", 0), ("-d_rows", 0), ("-d_out", 0), ("-received", 0)]
 
     @staticmethod
-    def peak_of(steps: list[Step]) -> int:
+    def peak_of(steps: list[LeaseEvent]) -> int:
         """The most bytes that the leases of `steps` have together."""
         live, peak = {}, 0
         for step, num_bytes in steps:
@@ -217,7 +217,7 @@ def _one_forward_one_backward(num_layers: int, num_in_flight: int) -> Iterator[t
             yield from (("backward", turn + 1 - num_in_flight, layer) for layer in reversed(range(num_layers)))
 
 
-def _heap_bytes(calls: _Calls, schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool) -> int:
+def _heap_bytes(calls: _CallLeases, schedule: list[tuple[str, int, int]], num_ranks: int, *, in_graph: bool) -> int:
     """End of the highest lease when the schedule runs on an empty heap."""
     control_bytes = ControlLayout(num_ranks).num_bytes
     arena = Arena(control_bytes, _ENDLESS_BYTES)

@@ -40,7 +40,7 @@ class PrecisionRates:
         quantized_flops, quantized_wgrad_flops: of E4M3, forward and dgrad, and wgrad.
         row_bytes, column_bytes, weight_bytes: that are read and written to quantise rows along features (also to put
             them on the wire, and to take them off it) and along tokens, and weights.
-        act_bytes, dact_bytes: likewise of the activation that is quantised, and of its gradient.
+        act_bytes, dact_bytes: the same of the activation that is quantised, and of its gradient.
         fan_out_bytes: written by the copies of bf16 rows in the expert-major layout.
         memory_bytes: of a weight that is read, or of its gradient that is written, where there are few rows.
         launch_s: of one more kernel: its start, and what of the GPU idles around it.
@@ -121,7 +121,7 @@ def choose_precision(
 
     That one has `precision=None` and `quantized_wire="none"`. Float8Block on an H200 is all that is known to be faster
     anywhere: with other recipes, on other GPUs and on CPUs the layer computes in full. Local; does not synchronise the
-    host. The choice follows from the arguments and the kind of GPU alone, so it is the same on all ranks that bring
+    host. The choice follows from the arguments and the kind of GPU only, so it is the same on all ranks that bring
     the same; ranks that choose differently find out in their first call (ConfigMismatch).
 
     Args:
@@ -168,8 +168,8 @@ def expect(
             raise ArgumentError(f"{name} ({value}) must be at least 1")
     if config.num_experts % num_ranks:
         raise ArgumentError(f"num_experts ({config.num_experts}) must be divisible by num_ranks ({num_ranks})")
-    step = _Step(config, num_ranks, num_tokens, num_micro_batches, rates)
-    return Expectation(tuple(step.full()), tuple(step.quantized()), rates.least_gain)
+    kernels = _StepKernels(config, num_ranks, num_tokens, num_micro_batches, rates)
+    return Expectation(tuple(kernels.full()), tuple(kernels.quantized()), rates.least_gain)
 
 
 def _sum(kernels: Iterable[Kernel]) -> float:
@@ -177,7 +177,7 @@ def _sum(kernels: Iterable[Kernel]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepKernels:
     """The kernels of a step in either precision, in the order of grouped/experts.py and quantized_experts.py."""
 
     config: MoEConfig

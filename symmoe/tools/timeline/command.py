@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from symmoe.errors import ArgumentError
 from symmoe.checks.words import CHOICES
+from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.names import PRECISIONS
 from symmoe.tools.bench.command import add_shape_arguments, shapes_of
