@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from symmoe.grouped.sequential import Sequential
     from symmoe.moe.config import MoEConfig
     from symmoe.moe.expert_bias import balance_after, balance_step
-    from symmoe.moe.layer import MoELayer, MoEMetrics
+    from symmoe.moe.layer import MoELayer
+    from symmoe.moe.metrics import MoEMetrics
     from symmoe.moe.router import Router
     from symmoe.moe.wrappers import prepare_for_ddp
     from symmoe.symm_mem.heap import SymmetricHeap
@@ -49,7 +50,7 @@ _HOME = {
     "MetricsLogger": "symmoe.training.metrics",
     "MoEConfig": "symmoe.moe.config",
     "MoELayer": "symmoe.moe.layer",
-    "MoEMetrics": "symmoe.moe.layer",
+    "MoEMetrics": "symmoe.moe.metrics",
     "Plan": "symmoe.dispatch.plan",
     "Router": "symmoe.moe.router",
     "ScaledActivation": "symmoe.grouped.activations",

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from symmoe import __version__
+from symmoe.checks.words import CHOICES
 from symmoe.errors import ArgumentError
-from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.names import PRECISIONS
 from symmoe.timeline.command import add_command as add_trace
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--layers", type=int, default=1, help="MoE layers that share the heap (default 1)")
     plan.add_argument("--micro-batches", type=int, default=1, help="micro-batches in flight, 1F1B (default 1)")
     plan.add_argument("--capacity-factor", type=float, default=1.2, help="static capacity, in T * K rows (default 1.2)")
-    plan.add_argument("--stash", choices=("all", "rows", "hidden", "none"), default="all", help="see MoEConfig")
+    plan.add_argument("--stash", choices=CHOICES["stash"], default="all", help="see MoEConfig")
     plan.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the rows (default bf16)")
     plan.add_argument(
         "--precision",
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     plan.add_argument(
         "--quantized-wire",
-        choices=control.QUANTIZED_WIRES,
+        choices=CHOICES["quantized_wire"],
         default="none",
         help="what travels to experts as numbers of --precision: tokens, gradients (default none)",
     )

@@ -15,9 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.buffers import buffer_problem, memory_problem, tensor_problem
+from symmoe.checks.words import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, collect_rows, on_heap
-from symmoe.dispatch.plan import Plan, is_one_of
+from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.trip import (
     send_expert_major,
@@ -152,8 +153,9 @@ def _send_and_unpack(
 def _dispatch_problem(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, out: torch.Tensor | None, order: str
 ) -> SymmoeError | None:
-    if not is_one_of(order, control.ORDERS):
-        return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
+    error: SymmoeError | None = words_problem(order=order)
+    if error is not None:
+        return error
     if probs is not None:
         shape = plan.num_tokens, plan.top_k
         error = tensor_problem("probs", probs, shape=shape, dtypes=(torch.float32,), device=x.device)
@@ -241,8 +243,9 @@ class _Combine(Function):
 def _combine_problem(
     expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
 ) -> SymmoeError | None:
-    if not is_one_of(order, control.ORDERS):
-        return ArgumentError(f"order ({order!r}) must be one of {control.ORDERS}")
+    error: SymmoeError | None = words_problem(order=order)
+    if error is not None:
+        return error
     if plan.not_dispatched is not None:
         return plan.not_dispatched
     least = plan.row_capacity if plan.num_rows is None else plan.num_rows

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
+from symmoe.checks.words import CHOICES
 from symmoe.errors import ArgumentError
+from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 
 
@@ -29,6 +31,14 @@ def test_is_frozen_slotted_and_comparable():
     assert config == make()
     assert hash(config) == hash(make())
     assert config != make(top_k=3)
+
+
+def test_kernels_number_the_words_that_a_configuration_takes():
+    """But for those that are another word by the time of a call."""
+    assert CHOICES["order"] == control.ORDERS
+    assert CHOICES["layout"] == ("auto", *control.LAYOUTS)
+    assert CHOICES["schedule"] == (*control.SCHEDULES, "always-overlapped")
+    assert CHOICES["quantized_wire"] == control.QUANTIZED_WIRES
 
 
 def test_positional_arguments_are_refused():

@@ -27,7 +27,7 @@ def bytes_kept(config: MoEConfig) -> tuple[int, int]:
         node = y.grad_fn
         while type(node).__name__ != f"{_ExpertParallelMLP.__name__}Backward":
             node = node.next_functions[0][0]
-        plan: Plan = node.call.plan
+        plan: Plan = node.step.plan
         kept = [getattr(plan, field.name) for field in fields(Plan)] + list(node.saved_tensors)
         weights = {id(p) for p in layer.parameters()}
         found = {}

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
+from symmoe.checks.words import CHOICES
 from symmoe.errors import ArgumentError, CapacityError, HeapExhausted
 from symmoe.moe import schedule
-from symmoe.moe.config import _CHOICES
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 
-STASHES = _CHOICES["stash"]
+STASHES = CHOICES["stash"]
 NUM_LAYERS = 2
 
 

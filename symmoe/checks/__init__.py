@@ -1,4 +1,5 @@
-"""What callers bring, looked at before anything is computed: tensors, buffers for results, sizes.
+"""What callers bring, looked at before anything is computed: tensors, buffers for results, sizes, words.
 
-May use the heap and the kernels' constants. Begin with `buffers`; `arguments` is for grouped layers.
+May use the heap and the kernels' constants. Begin with `buffers`; `arguments` is for grouped layers, `words` for
+arguments that take one of a few words.
 """

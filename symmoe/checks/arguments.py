@@ -78,6 +78,12 @@ def width_problem(linear: Linear, x: torch.Tensor) -> ArgumentError | None:
     return None
 
 
+def working_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype to compute with x in: autocast's where it is enabled, else that of x."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+
 class RowsLike(NamedTuple):
     """Rows of which not all may be known, as those that another module will make; None is what is not.
 
@@ -94,9 +100,7 @@ class RowsLike(NamedTuple):
     @classmethod
     def of(cls, x: torch.Tensor) -> RowsLike:
         """Rows that are there."""
-        device_type = x.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
-        return cls(x.shape[:-1], dtype, x.device)
+        return cls(x.shape[:-1], working_dtype(x), x.device)
 
     @property
     def num_rows(self) -> int | None:

@@ -14,6 +14,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.checks.buffers import tensor_problem
+from symmoe.checks.words import is_choice, words_problem
 from symmoe.errors import ArgumentError, StaleLease, StalePlan
 from symmoe.kernels import control
 from symmoe.precision.names import precision_word
@@ -388,7 +389,7 @@ def _find_problem(
         return ArgumentError(f"num_experts ({num_experts}) must be in [1, {control.MAX_EXPERTS}]")
     if num_experts % heap.num_ranks:
         return ArgumentError(f"num_experts ({num_experts}) must be divisible by the number of ranks ({heap.num_ranks})")
-    if not is_one_of(overflow, tuple(_OVERFLOW)):
+    if not is_choice("overflow", overflow):
         return ArgumentError(f"overflow ({overflow!r}) must be 'raise' or 'drop'")
     if hidden is not None and hidden < 1:
         return ArgumentError(f"hidden ({hidden}) must be at least 1")
@@ -406,18 +407,11 @@ def _find_problem(
     return None
 
 
-def is_one_of(word: object, words: tuple[str, ...]) -> bool:
-    """Whether `word` is one of the words. Without comparing what is none: an array would compare with each element."""
-    return isinstance(word, str) and word in words
-
-
 def _find_number_problem(precision: Recipe | None, quantized_wire: str) -> ArgumentError | None:
     """Likewise, in what rows are multiplied and travel as."""
     if precision is not None and not isinstance(precision, Recipe):
         return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
-    if not is_one_of(quantized_wire, control.QUANTIZED_WIRES):
-        return ArgumentError(f"quantized_wire ({quantized_wire!r}) must be one of {control.QUANTIZED_WIRES}")
-    return None
+    return words_problem(quantized_wire=quantized_wire)
 
 
 def _header(

@@ -133,13 +133,15 @@ def _paired(tensor: torch.Tensor, block: int, dim: int) -> tuple[torch.Size, int
     return tensor.shape, dim % tensor.dim()
 
 
-class _Context(Context, Protocol):
+class _ScaledActivationContext(Context, Protocol):
     activation: Activation
 
 
 class _ScaledActivation(Function):
     @staticmethod
-    def forward(ctx: _Context, h: torch.Tensor, scale: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def forward(
+        ctx: _ScaledActivationContext, h: torch.Tensor, scale: torch.Tensor, activation: Activation
+    ) -> torch.Tensor:
         h, scale = h.contiguous(), scale.contiguous()
         ffn = h.shape[-1] // activation.hidden_width(1)
         out = h.new_empty((*h.shape[:-1], ffn))
@@ -151,7 +153,7 @@ class _ScaledActivation(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: _ScaledActivationContext, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         check_gradient(d_out)
         h, scale = ctx.saved_tensors
         width, ffn = h.shape[-1], d_out.shape[-1]

@@ -22,7 +22,7 @@ from symmoe.precision.operands import Operand
 
 
 class Hidden(NamedTuple):
-    """What forward leaves for backward, beside its inputs.
+    """What forward leaves for backward, in addition to its inputs.
 
     Attributes:
         h: [num_rows, W], FC1's output.
@@ -179,7 +179,7 @@ def experts_forward(
         num_rows: rows the intermediates get, at least row_start[G].
 
     Returns:
-        all that backward needs beside the inputs.
+        all that backward needs in addition to the inputs.
     """
     hidden, a = weights.first_layer(x, num_rows=num_rows)
     weights.second_layer(a, hidden, x, out, zero_tail=zero_tail)

@@ -207,7 +207,7 @@ class GroupedLinear(nn.Module):
             or shared_memory_problem(out, grad_input_out, (x, splits, bias_scale, *self.parameters()))
         )
         x, weights, bias = self.operands(x)
-        call = _Call(
+        settings = _LinearSettings(
             linear=self,
             overwrite_main_grad=is_first_microbatch,
             trains_x=torch.is_grad_enabled() and x.requires_grad,
@@ -217,7 +217,7 @@ class GroupedLinear(nn.Module):
         added_bias = None if self.return_bias else bias
         scale = None if bias_scale is None else bias_scale.float()
         adapters = (adapter.to(x.dtype) for adapter in self.adapters())
-        y: torch.Tensor = _GroupedLinear.apply(call, buffers, row_start, x, added_bias, scale, *weights, *adapters)
+        y: torch.Tensor = _GroupedLinear.apply(settings, buffers, row_start, x, added_bias, scale, *weights, *adapters)
         return (y, bias) if self.return_bias else y
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
@@ -363,24 +363,24 @@ def linear_problem(
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What one call of a linear layer hands to autograd beside tensors."""
+class _LinearSettings:
+    """The arguments of one call of a linear layer that are no tensors."""
 
     linear: GroupedLinear
     overwrite_main_grad: bool
     trains_x: bool
 
 
-class _Context(Context, Protocol):
-    call: _Call
+class _GroupedLinearContext(Context, Protocol):
+    settings: _LinearSettings
     grad_input_out: GradientBuffer
 
 
 class _GroupedLinear(Function):
     @staticmethod
     def forward(
-        ctx: _Context,
-        call: _Call,
+        ctx: _GroupedLinearContext,
+        settings: _LinearSettings,
         buffers: tuple[torch.Tensor | None, torch.Tensor | None],
         row_start: torch.Tensor,
         x: torch.Tensor,
@@ -388,13 +388,13 @@ class _GroupedLinear(Function):
         bias_scale: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        linear, (out, grad_input_out) = call.linear, buffers
+        linear, (out, grad_input_out) = settings.linear, buffers
         weights, adapters = linear.split(tensors)
         x = kernel_rows(x)
         bias_scale = None if bias_scale is None else bias_scale.contiguous()
         shape = (*x.shape[:-1], linear.out_features)
         y = x.new_empty(shape) if out is None else out
-        products = products_of(linear.precision, weights, trains_rows=call.trains_x, held=linear.held_weight)
+        products = products_of(linear.precision, weights, trains_rows=settings.trains_x, held=linear.held_weight)
         products.forward(
             x.view(-1, linear.in_features),
             row_start,
@@ -409,17 +409,17 @@ class _GroupedLinear(Function):
             low.down(x.view(-1, linear.in_features), row_start, t)
             low.add_up(t, row_start, y.view(-1, linear.out_features))
         ctx.save_for_backward(row_start, x, bias, bias_scale, t, *products.kept(), *tensors)
-        ctx.call, ctx.grad_input_out = call, GradientBuffer("grad_input_out", grad_input_out)
+        ctx.settings, ctx.grad_input_out = settings, GradientBuffer("grad_input_out", grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
         return y if out is None else wrote_into(y).detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _GroupedLinearContext, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_gradient(d_y)
         row_start, x, bias, bias_scale, t, *rest = ctx.saved_tensors
-        call = ctx.call
-        linear, ops = call.linear, kernels.for_device(x.device)
+        settings = ctx.settings
+        linear, ops = settings.linear, kernels.for_device(x.device)
         kept, tensors = tuple(rest[: len(NOTHING)]), rest[len(NOTHING) :]
         weights, adapters = linear.split(tensors)
         products = products_of(linear.precision, weights, kept)
@@ -454,6 +454,6 @@ class _GroupedLinear(Function):
             inputs.check()
             weight_gradient(linear.precision, d_y, rows, row_start, out, accumulate=accumulate)
 
-        d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=call.overwrite_main_grad)
+        d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=settings.overwrite_main_grad)
         ctx.grad_input_out.end_backward()
         return None, None, None, d_x, d_bias, d_scale, *d_weights, *d_adapters

@@ -1,4 +1,4 @@
-"""Experts of one shape with the parameters of others: what a step computes with where a module cannot hold it."""
+"""Experts over tensors that a module cannot hold as its parameters: this rank's parts of DTensors, or an operator's."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def without_memory(experts: GroupedMLP) -> GroupedMLP:
     )
 
 
-def kind(experts: GroupedMLP) -> tuple[object, ...]:
-    """All that tells two experts apart but for their parameters' values."""
+def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
+    """Everything but the values of parameters in which two GroupedMLPs can differ."""
     fc1, fc2 = experts.fc1, experts.fc2
     sizes = experts.num_groups, experts.hidden, experts.ffn
     # Its fields, not itself: torch.compile would tell layers apart by whether they share the object.
@@ -38,13 +38,13 @@ def kind(experts: GroupedMLP) -> tuple[object, ...]:
     return (*sizes, *activation, fc1.bias is not None, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
 
 
-class _Given(GroupedLinear):
-    """A layer whose adapters are tensors that it has been given."""
+class _LocalLinear(GroupedLinear):
+    """A linear layer of :func:`with_parameters`. Its adapters may be of a module of another class."""
 
-    given_adapters: tuple[torch.Tensor, ...]
+    local_adapters: tuple[torch.Tensor, ...]
 
     def adapters(self) -> tuple[torch.Tensor, ...]:
-        return self.given_adapters
+        return self.local_adapters
 
 
 def with_parameters(
@@ -53,18 +53,19 @@ def with_parameters(
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
 ) -> GroupedMLP:
-    """The experts with other tensors for parameters: those that local_parameters returns, or others like them."""
-    stand_in = copy.copy(experts)
-    stand_in._modules = dict(experts._modules)
-    own_weights = split_tensors(experts.fc1, experts.fc2, weights)[:2]
-    for number, (name, own) in enumerate(zip(("fc1", "fc2"), own_weights, strict=True)):
+    """A copy of the experts with other tensors for parameters: of local_parameters, or others like them."""
+    copied = copy.copy(experts)
+    copied._modules = dict(experts._modules)
+    weights_of_both = split_tensors(experts.fc1, experts.fc2, weights)[:2]
+    for number, (name, own_weights) in enumerate(zip(("fc1", "fc2"), weights_of_both, strict=True)):
         linear = copy.copy(getattr(experts, name))
-        linear.__class__ = _Given
-        linear.given_adapters = tuple(adapters[2 * number : 2 * number + 2])
+        linear.__class__ = _LocalLinear
+        linear.local_adapters = tuple(adapters[2 * number : 2 * number + 2])
         names = ["weight"] if linear.is_packed else [f"weight{g}" for g in range(linear.num_groups)]
-        linear._parameters = dict(zip(names, own, strict=True)) | {"bias": biases[number] if biases else None}
-        stand_in._modules[name] = linear
-    return stand_in
+        bias = biases[number] if biases else None
+        linear._parameters = dict(zip(names, own_weights, strict=True)) | {"bias": bias}
+        copied._modules[name] = linear
+    return copied
 
 
 def local_experts(experts: GroupedMLP) -> GroupedMLP:

@@ -2,7 +2,7 @@
 
 G groups, C input features, O output features, r rank, N rows sorted by group. Neither B A nor a gradient of its size is
 ever made: forward is t = x A^T and y += t B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. That is
-2 r (C + O) FLOPs a row forward and twice as many backward, beside 2 C O of the frozen weight in each direction.
+2 r (C + O) FLOPs a row forward and twice as many backward, in addition to 2 C O of the frozen weight in each direction.
 
 What is added to lies where the frozen weight's GEMM has put it, e.g. in the heap: the sum is made there, in fp32, and
 rounded a second time.

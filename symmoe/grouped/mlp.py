@@ -133,7 +133,7 @@ class GroupedMLP(nn.Module):
             splits: as in GroupedLinear.
             row_probs: [...], scale of each row; computed with in fp32.
             out: [..., H] buffer for the result, e.g. of a heap lease. Its tail stays as it is.
-            grad_input_out: [..., H] buffer for the gradient of `rows`; likewise.
+            grad_input_out: [..., H] buffer for the gradient of `rows`. Its tail stays as it is, too.
             is_first_microbatch: the weight gradients overwrite `main_grad`.
 
         Returns:
@@ -194,7 +194,7 @@ def fused_mlp(
     tensors = (x, scale, b1, b2, *weights1, *weights2)
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     trains_rows = trains and x.requires_grad
-    call = _Call(
+    settings = _MLPSettings(
         fc1=fc1,
         fc2=fc2,
         activation=activation,
@@ -205,7 +205,7 @@ def fused_mlp(
     row_start = splits_to_row_start(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
     adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2))
     y: torch.Tensor = _FusedMLP.apply(
-        call, (out, grad_input_out), row_start, x, scale.float(), b1, b2, *weights1, *weights2, *adapters
+        settings, (out, grad_input_out), row_start, x, scale.float(), b1, b2, *weights1, *weights2, *adapters
     )
     return y
 
@@ -284,8 +284,8 @@ def mlp_problem(
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What one call hands to autograd beside tensors."""
+class _MLPSettings:
+    """The arguments of one call that are no tensors."""
 
     fc1: GroupedLinear
     fc2: GroupedLinear
@@ -311,16 +311,16 @@ class _Call:
         )
 
 
-class _Context(Context, Protocol):
-    call: _Call
+class _FusedMLPContext(Context, Protocol):
+    settings: _MLPSettings
     grad_input_out: GradientBuffer
 
 
 class _FusedMLP(Function):
     @staticmethod
     def forward(
-        ctx: _Context,
-        call: _Call,
+        ctx: _FusedMLPContext,
+        settings: _MLPSettings,
         buffers: tuple[torch.Tensor | None, torch.Tensor | None],
         row_start: torch.Tensor,
         x: torch.Tensor,
@@ -330,33 +330,33 @@ class _FusedMLP(Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         x, scale = kernel_rows(x), scale.contiguous()
-        hidden, (out, grad_input_out) = call.fc2.out_features, buffers
+        hidden, (out, grad_input_out) = settings.fc2.out_features, buffers
         y = x.new_empty((*x.shape[:-1], hidden)) if out is None else out
-        rows, experts = call.operands(x, row_start, scale, b1, b2, tensors)
+        rows, experts = settings.operands(x, row_start, scale, b1, b2, tensors)
         kept = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=out is None)
         ctx.save_for_backward(x, row_start, scale, b1, b2, *kept, *tensors)
-        ctx.call, ctx.grad_input_out = call, GradientBuffer("grad_input_out", grad_input_out)
+        ctx.settings, ctx.grad_input_out = settings, GradientBuffer("grad_input_out", grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
         return y if out is None else wrote_into(y).detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _FusedMLPContext, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_gradient(d_y)
         x, row_start, scale, b1, b2, *rest = ctx.saved_tensors
-        call = ctx.call
+        settings = ctx.settings
         hidden, tensors = Hidden(*rest[: len(Hidden._fields)]), rest[len(Hidden._fields) :]
-        weights1, weights2, _ = split_tensors(call.fc1, call.fc2, tensors)
-        rows, experts = call.operands(x, row_start, scale, b1, b2, tensors)
-        step = experts.backward(rows, hidden, kernel_rows(d_y).view(-1, d_y.shape[-1]))
+        weights1, weights2, _ = split_tensors(settings.fc1, settings.fc2, tensors)
+        rows, experts = settings.operands(x, row_start, scale, b1, b2, tensors)
+        experts_backward = experts.backward(rows, hidden, kernel_rows(d_y).view(-1, d_y.shape[-1]))
         d_x = None
         if ctx.needs_input_grad[3]:
             d_x = gradient_rows(ctx.grad_input_out, x, d_y)
-            step.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=ctx.grad_input_out.tensor is None)
+            experts_backward.input_gradient(d_x.view(-1, x.shape[-1]), zero_tail=ctx.grad_input_out.tensor is None)
             d_x = ctx.grad_input_out.hand_on(d_x)
-        first, second = call.overwrite_main_grad
-        d_w2 = call.fc2.weight_gradients(weights2, step.w2_gradient, overwrite_main_grad=second)
-        d_w1 = call.fc1.weight_gradients(weights1, step.w1_gradient, overwrite_main_grad=first)
-        d_scale, d_adapters = step.d_scale.view(scale.shape), step.adapter_gradients()
+        first, second = settings.overwrite_main_grad
+        d_w2 = settings.fc2.weight_gradients(weights2, experts_backward.w2_gradient, overwrite_main_grad=second)
+        d_w1 = settings.fc1.weight_gradients(weights1, experts_backward.w1_gradient, overwrite_main_grad=first)
+        d_scale, d_adapters = experts_backward.d_scale.view(scale.shape), experts_backward.adapter_gradients()
         ctx.grad_input_out.end_backward()
-        return None, None, None, d_x, d_scale, step.db1, step.db2, *d_w1, *d_w2, *d_adapters
+        return None, None, None, d_x, d_scale, experts_backward.db1, experts_backward.db2, *d_w1, *d_w2, *d_adapters

@@ -40,7 +40,7 @@ class Products(Protocol):
         """out [N, O] = rows @ weight^T + bias * bias_scale."""
 
     def kept(self) -> Kept:
-        """What forward has made for backward, beside the weights: tensors to save for :func:`products_of`."""
+        """What forward has made for backward, in addition to the weights: tensors to save for :func:`products_of`."""
 
     def input_gradient(
         self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool

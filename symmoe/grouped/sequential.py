@@ -17,11 +17,11 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
-from symmoe.grouped.sequential_steps import (
-    Step,
+from symmoe.grouped.sequential_stages import (
+    Stage,
     Three,
     has_hooks,
-    steps_problem,
+    stages_problem,
 )
 from symmoe.grouped.splits import same_splits
 
@@ -81,28 +81,28 @@ class Sequential(nn.Module):
             raise ArgumentError(f"op_kwargs ({type(op_kwargs).__name__}) must be a dict from modules or indices")
         keywords = _route(modules, op_kwargs or {})
         inputs = _deal(modules, extra_inputs)
-        steps = _steps(modules, inputs, keywords)
-        if len(steps) > 1:  # a single one looks at everything itself
-            raise_for(steps_problem(steps, x))
+        stages = _stages(modules, inputs, keywords)
+        if len(stages) > 1:  # a single one looks at everything itself
+            raise_for(stages_problem(stages, x))
         outputs: list[Any] = []
-        for step in steps:
-            x = _run_fused(step, x) if step.is_fused else step.modules[0](x, *step.inputs[0], **step.keywords[0])
+        for stage in stages:
+            x = _run_fused(stage, x) if stage.is_fused else stage.modules[0](x, *stage.inputs[0], **stage.keywords[0])
             if isinstance(x, tuple):
                 x, *more = x
                 outputs += more
         return (x, *outputs) if outputs else x
 
 
-def _steps(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> list[Step]:
+def _stages(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> list[Stage]:
     """The modules with what they take, three as one where they can be fused."""
-    steps: list[Step] = []
+    stages: list[Stage] = []
     i = 0
     while i < len(modules):
         count = 3 if _are_fusible(modules[i : i + 3], inputs[i : i + 3], keywords[i : i + 3]) else 1
         part = slice(i, i + count)
-        steps.append(Step(i, modules[part], inputs[part], keywords[part]))
+        stages.append(Stage(i, modules[part], inputs[part], keywords[part]))
         i += count
-    return steps
+    return stages
 
 
 def _deal(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -188,10 +188,10 @@ def _are_fusible(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywor
     )
 
 
-def _run_fused(step: Step, x: torch.Tensor) -> torch.Tensor:
-    fc1, activation, fc2 = cast(Three, step.modules)
-    (splits,), (scale,), _ = step.inputs
-    first, _, last = step.keywords
+def _run_fused(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+    fc1, activation, fc2 = cast(Three, stage.modules)
+    (splits,), (scale,), _ = stage.inputs
+    first, _, last = stage.keywords
     return fused_mlp(
         fc1,
         activation,

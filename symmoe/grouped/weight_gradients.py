@@ -45,8 +45,8 @@ def add_to_main_grad(
 def add_packed_to_main_grad(
     parameters: Sequence[torch.Tensor], compute: Compute, *, overwrite: bool
 ) -> list[torch.Tensor | None]:
-    """As :func:`add_to_main_grad`, for kernels that write into packed tensors alone: gradients of parameters whose
-    `main_grad`s lie anywhere are computed beside them, and added in fp32, as the kernel would."""
+    """As :func:`add_to_main_grad`, for kernels that write only into packed tensors: gradients of parameters whose
+    `main_grad`s lie anywhere are computed elsewhere, and added in fp32, as the kernel would."""
     targets, overwrite = _main_grads(parameters, overwrite)
     packed = in_one_piece(targets)
     if packed is not None:

@@ -60,7 +60,7 @@ def sequence_balance_loss(
     """The complementary sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), mean over the sequences.
 
     f and P of a sequence are over its own tokens. f counts the experts that tokens go to, with whatever bias and groups
-    the router has used. A sequence of padding alone counts as 0.
+    the router has used. A sequence that is all padding counts as 0.
 
     Args:
         shares: [T, E] fp32, differentiable: normalised scores, see :func:`normalised`.

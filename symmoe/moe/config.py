@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from symmoe.checks import words
 from symmoe.checks.arguments import size_problem
-from symmoe.dispatch.plan import is_one_of
 from symmoe.errors import ArgumentError, raise_for
-from symmoe.kernels import control
 from symmoe.moe.overlap import received_layout
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 
-Stash = Literal["all", "rows", "hidden", "none"]
-Schedule = Literal["serial", "overlapped", "always-overlapped"]
-QuantizedWire = Literal["none", "forward", "backward", "both"]
-
-# Fields that take one of a few words. The Literal annotations say the same to a type checker.
-_CHOICES = {
-    "overflow": ("raise", "drop"),
-    "order": control.ORDERS,
-    "score": ("softmax", "sigmoid"),
-    "stash": ("all", "rows", "hidden", "none"),
-    "layout": ("auto", *control.LAYOUTS),
-    "router": ("linear", "none"),
-    "schedule": (*control.SCHEDULES, "always-overlapped"),
-    "quantized_wire": control.QUANTIZED_WIRES,
-    "aux_loss": ("micro_batch", "sequence", "global"),
-    "drop_policy": ("probs", "position"),
-}
-
-
-# Fields that mean nothing without one.
+# Fields that mean nothing without a router.
 _OF_THE_ROUTER = (
     "score",
     "renormalize",
@@ -72,9 +51,9 @@ class MoEConfig:
         layout: of the received rows. "packed": one per (token, rank), from which the GEMMs gather; "expert-major": one
             per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
             takes less time, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
-        schedule: "overlapped": rows travel beside the GEMMs where that pays (moe/overlap.py). "serial": dispatch,
-            experts, combine one after the other. "always-overlapped": beside the GEMMs in every trip, whether it pays
-            or not, for tests. Same bits. Ranks must agree on what travels beside what.
+        schedule: "overlapped": rows travel while GEMMs run, where that pays (moe/overlap.py). "serial": dispatch,
+            experts, combine one after the other. "always-overlapped": they do so in every trip, whether it
+            pays or not, for tests. Same bits. Ranks must agree on what travels while what runs.
         precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
             None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
             symmoe.choose_precision takes it only where it was measured to be faster.
@@ -84,12 +63,12 @@ class MoEConfig:
         router: "linear": the layer has one (symmoe.moe.router). "none": it has none, nor parameters of one, and each
             call brings topk_idx and probs. What follows is about the router, but for capacity_factor and drop_policy,
             and has to stay as it is then.
-        score: how logits become scores.
+        score: how logits become scores, by "softmax" or "sigmoid".
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
         top_groups: groups a token may choose its experts from.
         route_scale: factor on the probs.
-        expert_bias: keep a bias per expert that steers the selection alone (balance without an auxiliary
+        expert_bias: keep a bias per expert that steers only the selection (balance without an auxiliary
             loss).
         bias_update_rate: step of that bias per optimizer step.
         aux_loss_coef: factor of the load-balance loss; 0 turns it off.
@@ -110,16 +89,16 @@ class MoEConfig:
     num_experts: int
     top_k: int
     capacity: int | None = None
-    overflow: Literal["raise", "drop"] = "raise"
+    overflow: words.Overflow = "raise"
     max_tokens: int | None = None
-    order: Literal["rank", "slot"] = "rank"
-    stash: Stash = "all"
-    layout: Literal["auto", "packed", "expert-major"] = "auto"
-    schedule: Schedule = "overlapped"
+    order: words.Order = "rank"
+    stash: words.Stash = "all"
+    layout: words.Layout = "auto"
+    schedule: words.Schedule = "overlapped"
     precision: Recipe | None = None
-    quantized_wire: QuantizedWire = "none"
-    router: Literal["linear", "none"] = "linear"
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    quantized_wire: words.QuantizedWire = "none"
+    router: words.RouterKind = "linear"
+    score: words.Score = "softmax"
     renormalize: bool = True
     num_groups: int = 1
     top_groups: int = 1
@@ -127,9 +106,9 @@ class MoEConfig:
     expert_bias: bool = False
     bias_update_rate: float = 1e-3
     aux_loss_coef: float = 0.0
-    aux_loss: Literal["micro_batch", "sequence", "global"] = "micro_batch"
+    aux_loss: words.AuxLoss = "micro_batch"
     capacity_factor: float | None = None
-    drop_policy: Literal["probs", "position"] = "probs"
+    drop_policy: words.DropPolicy = "probs"
     z_loss_coef: float = 0.0
 
     @property
@@ -148,7 +127,7 @@ class MoEConfig:
         raise_for(size_problem(**{name: getattr(self, name) for name in sizes}))
         bounds = {name: getattr(self, name) for name in ("capacity", "max_tokens")}
         raise_for(size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
-        raise_for(words_problem({name: getattr(self, name) for name in _CHOICES}))
+        raise_for(words.words_problem(**{name: getattr(self, name) for name in words.CHOICES}))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")
@@ -201,14 +180,6 @@ class MoEConfig:
             raise ArgumentError(
                 f"aux_loss ('global') must be 'micro_batch' or 'sequence' with capacity_factor ({self.capacity_factor})"
             )
-
-
-def words_problem(words: Mapping[str, object]) -> ArgumentError | None:
-    """What is wrong with words for fields that take one of a few, by the names of the fields, or None."""
-    for name, word in words.items():
-        if not is_one_of(word, _CHOICES[name]):
-            return ArgumentError(f"{name} ({word!r}) must be one of {_CHOICES[name]}")
-    return None
 
 
 def _check_factor(name: str, value: object) -> None:

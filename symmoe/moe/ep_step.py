@@ -2,7 +2,7 @@
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
 backward, FC1's input gradient goes into a lease that combine reads in place. Which layout the receive buffer has, and
-whether rows travel beside the GEMMs, is the caller's choice (moe/schedule.py).
+whether rows travel while GEMMs run, is the caller's choice (moe/schedule.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Context, Function
 from symmoe.checks.arguments import kernel_rows
 from symmoe.checks.buffers import memory_problem
+from symmoe.checks.words import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
@@ -34,7 +35,6 @@ from symmoe.grouped.mlp import (
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
-from symmoe.moe.config import words_problem
 from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, rates_of, received_layout
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.precision.wire import WireFormat, wire_problem
@@ -47,11 +47,11 @@ NUM_HIDDEN = len(Hidden._fields)
 
 @dataclass(frozen=True, slots=True)
 class Stash:
-    """What forward keeps for backward beside the tokens, the plan and the weights.
+    """What forward keeps for backward in addition to the tokens, the plan and the weights.
 
     Attributes:
         keeps_rows: the received rows, in a lease; without them backward dispatches the tokens again.
-        keeps_h: FC1's output, and what adapters made beside it; without them backward computes them again.
+        keeps_h: FC1's output, and what adapters added to it; without them backward computes them again.
     """
 
     keeps_rows: bool
@@ -103,19 +103,19 @@ def expert_parallel_mlp(
         ArgumentError: order, stash, layout, schedule or quantized_wire is no such word; on every rank if it is on any
             (on GPUs the peers raise at their next call on the heap, or in heap.synchronize). Or rows are to travel
             quantised, and the experts' precision is not one of E4M3 numbers; or a weight has changed inside
-            constant_weights; likewise.
+            constant_weights; on every rank in the same way.
     """
-    words = {"order": order, "stash": stash, "layout": layout, "schedule": schedule, "quantized_wire": quantized_wire}
+    problem = words_problem(order=order, stash=stash, layout=layout, schedule=schedule, quantized_wire=quantized_wire)
     plan.heap.check()
     with told(plan.heap, SEND):
-        plan.heap.fail_for(words_problem(words), SEND)
+        plan.heap.fail_for(problem, SEND)
         plan.heap.fail_for(experts.fc1.held_problem() or experts.fc2.held_problem(), SEND)
         layout = received_layout(layout, experts.ffn, experts.precision)
         weights1 = tuple(weight.to(x.dtype) for weight in experts.fc1.weight_parameters())
         weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
         b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
         wire = _wire(experts, plan, quantized_wire)
-        call = _Call(
+        step = _EPStep(
             experts=experts,
             plan=plan,
             order=order,
@@ -127,7 +127,7 @@ def expert_parallel_mlp(
             out_shape=out_shape,
         )
         adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
-        y: torch.Tensor = _ExpertParallelMLP.apply(call, x, probs, b1, b2, *weights1, *weights2, *adapters)
+        y: torch.Tensor = _ExpertParallelMLP.apply(step, x, probs, b1, b2, *weights1, *weights2, *adapters)
     return y
 
 
@@ -178,8 +178,8 @@ def _rounded_up(number: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What one call hands to autograd beside the tensors it differentiates."""
+class _EPStep:
+    """One step: everything that forward and backward share, but for the tensors that are differentiated."""
 
     experts: GroupedMLP
     plan: Plan
@@ -209,7 +209,7 @@ class _Call:
         *,
         is_beside: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """Of one linear layer, beside combine or not; a delayed one has nothing beside it."""
+        """Those of one linear layer, while combine runs or not. A delayed gradient is not computed while it runs."""
         num_sms = self.schedule.gradient_combine_sms if is_beside and not linear.delay_wgrad else None
         return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
 
@@ -245,38 +245,38 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     return rows if wire is None else wire.encode(rows)
 
 
-class _Context(Context, Protocol):
-    call: _Call
+class _EPStepContext(Context, Protocol):
+    step: _EPStep
 
 
 class _ExpertParallelMLP(Function):
     @staticmethod
     def forward(
-        ctx: _Context,
-        call: _Call,
+        ctx: _EPStepContext,
+        step: _EPStep,
         x: torch.Tensor,
         probs: torch.Tensor,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        plan, schedule, hidden = call.plan, call.schedule, x.shape[1]
+        plan, schedule, hidden = step.plan, step.schedule, x.shape[1]
         heap, x = plan.heap, kernel_rows(x)
-        sent = _on_wire(x, call.wire.rows)
-        received = call.receive(sent, name=RECEIVED)
-        keeps, stash = any(ctx.needs_input_grad), call.stash
+        sent = _on_wire(x, step.wire.rows)
+        received = step.receive(sent, name=RECEIVED)
+        keeps, stash = any(ctx.needs_input_grad), step.stash
         with schedule.dispatch(sent, plan, received.tensor, probs.contiguous()) as arrival:
             row_probs, index = given("row_probs", arrival.row_probs), arrival.row_to_packed_row
-            keeps_h = keeps and call.trains and stash.keeps_h
+            keeps_h = keeps and step.trains and stash.keeps_h
             trains = keeps_h and ctx.needs_input_grad[1], keeps_h
-            rows, experts = call.operands(received.tensor, index, row_probs, b1, b2, tensors, trains=trains)
-            computed, a = experts.first_layer(rows, num_rows=call.num_rows, parts=arrival.parts)
+            rows, experts = step.operands(received.tensor, index, row_probs, b1, b2, tensors, trains=trains)
+            computed, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
         if keeps:
             # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
             kept: tuple[torch.Tensor | None, ...] = (None, received.tensor) if stash.keeps_rows else (x, None)
             kept += computed if stash.keeps_h else (None,) * len(computed)
             ctx.save_for_backward(*kept, row_probs, b1, b2, *tensors)
-            ctx.call = call
+            ctx.step = step
         if not (keeps and stash.keeps_rows):
             received.release()
         with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
@@ -284,64 +284,64 @@ class _ExpertParallelMLP(Function):
             def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
                 experts.second_layer(a, computed, rows, out.tensor, columns=columns, num_sms=num_sms)
 
-            y = schedule.combine(out.tensor, plan, call.order, compute)
+            y = schedule.combine(out.tensor, plan, step.order, compute)
         # No view, of which autograd would allow less than of a tensor, and which would lose FSDP's hooks when somebody
         # writes into it. Here, so that no function stands between the caller's gradient and the check of it.
-        return y if call.out_shape is None else torch.ops.aten._unsafe_view(y, call.out_shape)
+        return y if step.out_shape is None else torch.ops.aten._unsafe_view(y, step.out_shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        heap = ctx.call.plan.heap
+    def backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        heap = ctx.step.plan.heap
         with told(heap, SEND):
             heap.fail_for(memory_problem("the gradient of y", dy), SEND)
             return _backward(ctx, dy.reshape(-1, dy.shape[-1]))
 
 
-def _backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    call = ctx.call
+def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    step = ctx.step
     _, needs_x, needs_probs, *_ = ctx.needs_input_grad
     gradients = control.gradients_index(x=needs_x, probs=needs_probs)
     x, received, *rest = ctx.saved_tensors
     computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
-    plan, schedule, fc1, fc2 = call.plan, call.schedule, call.experts.fc1, call.experts.fc2
+    plan, schedule, fc1, fc2 = step.plan, step.schedule, step.experts.fc1, step.experts.fc2
     weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
     both = ((fc1, weights1), (fc2, weights2))
     heap, hidden = plan.heap, dy.shape[1]
     _, row_to_packed_row = plan.received_index()
     arrived = None
     if received is None:
-        sent = _on_wire(x, call.wire.rows)
-        received = call.receive(sent, name=RECEIVED).tensor
+        sent = _on_wire(x, step.wire.rows)
+        received = step.receive(sent, name=RECEIVED).tensor
         arrived = schedule.dispatch_rows(sent, plan, received, gradients=gradients)  # who goes where is in the plan
     trains = needs_x, True
-    rows, experts = call.operands(received, row_to_packed_row, row_probs, b1, b2, tensors, trains=trains)
+    rows, experts = step.operands(received, row_to_packed_row, row_probs, b1, b2, tensors, trains=trains)
     with nullcontext() if arrived is None else arrived as parts:
         if computed.h is None:
-            computed, _ = experts.first_layer(rows, num_rows=call.num_rows, parts=parts)
-    sent = _on_wire(kernel_rows(dy), call.wire.gradients)
-    d_out = call.receive(sent, name="output gradients").tensor
+            computed, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
+    sent = _on_wire(kernel_rows(dy), step.wire.gradients)
+    d_out = step.receive(sent, name="output gradients").tensor
     with schedule.dispatch_rows(sent, plan, d_out, gradients=gradients) as parts:
         # Holds both leases, beyond this call if weight gradients are delayed.
-        step = experts.backward(rows, computed, d_out, parts=parts, needs_scale=needs_probs)
-    # Without weight gradients there is nothing to run beside; those of adapters take no time worth it.
+        experts_backward = experts.backward(rows, computed, d_out, parts=parts, needs_scale=needs_probs)
+    # Without weight gradients nothing would run meanwhile; those of adapters take too little time.
     computes = any(w.requires_grad and not fc.delay_wgrad for fc, ws in both for w in ws)
-    combining = schedule if computes else Serial(call.layout)
+    combining = schedule if computes else Serial(step.layout)
     lease: AbstractContextManager[Lease | None] = nullcontext()
     if needs_x:
         lease = heap.lease((plan.row_capacity, hidden), dy.dtype, name="input gradients", phase=COLLECT)
     with lease as input_gradients:
         d_rows = None if input_gradients is None else input_gradients.tensor
         if d_rows is not None:
-            step.input_gradient(d_rows)
+            experts_backward.input_gradient(d_rows)
         trip: AbstractContextManager[Collection | None] = nullcontext()
         if gradients:
-            d_scale = step.d_scale if needs_probs else None
-            trip = combining.combine_beside(d_rows, plan, call.order, d_scale, gradients=gradients)
+            d_scale = experts_backward.d_scale if needs_probs else None
+            trip = combining.combine_beside(d_rows, plan, step.order, d_scale, gradients=gradients)
         with trip as collection:
-            compute = partial(call.weight_gradients, is_beside=collection is not None)
-            dw2 = compute(fc2, weights2, step.w2_gradient)
-            dw1 = compute(fc1, weights1, step.w1_gradient)
-            d_adapters = step.adapter_gradients()
+            compute = partial(step.weight_gradients, is_beside=collection is not None)
+            dw2 = compute(fc2, weights2, experts_backward.w2_gradient)
+            dw1 = compute(fc1, weights1, experts_backward.w1_gradient)
+            d_adapters = experts_backward.adapter_gradients()
     dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
-    return None, dx, d_probs, step.db1, step.db2, *dw1, *dw2, *d_adapters
+    return None, dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters

@@ -83,7 +83,7 @@ def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: tor
     return y
 
 
-class _Context(Context, Protocol):
+class _CountInBackwardContext(Context, Protocol):
     load: torch.Tensor
     step_load: torch.Tensor
 
@@ -92,12 +92,14 @@ class _CountInBackward(Function):
     """What a hook does, for torch.compile."""
 
     @staticmethod
-    def forward(ctx: _Context, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: _CountInBackwardContext, y: torch.Tensor, load: torch.Tensor, step_load: torch.Tensor
+    ) -> torch.Tensor:
         ctx.load, ctx.step_load = load, step_load
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _CountInBackwardContext, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         _add_load(ctx.step_load, ctx.load)
         return dy, None, None
 

@@ -1,73 +1,34 @@
-"""MoELayer: router, plan, and the fused expert-parallel MLP."""
+"""MoELayer: a router, experts that are spread over ranks, and an optional shared expert."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from symmoe.checks.arguments import width_problem
-from symmoe.checks.buffers import tensor_problem
+from symmoe.checks.arguments import width_problem, working_dtype
 from symmoe.dispatch.plan import MAX_TOP_K
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
-from symmoe.moe import balance, operators
+from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.expert_bias import count_in_backward, load_so_far
-from symmoe.moe.listeners import Call, Calls
-from symmoe.moe.routed_experts import apply_experts, plan_step
-from symmoe.moe.router import Choice, Router, RouterOutput, choice_of, choice_problem, mask_problem, probs_problem
-from symmoe.moe.side_stream import join, start_beside
+from symmoe.moe.layer_checks import arguments_problem, hooks_of, inference_problem, numbers_problem
+from symmoe.moe.listeners import Listeners, RoutingReport
+from symmoe.moe.metrics import MoEMetrics
+from symmoe.moe.operators import is_traced
+from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.moe.router import Choice, Router, RouterOutput, choice_of
+from symmoe.moe.side_stream import SideCall
 from symmoe.moe.wrappers import ExpertParallelModule, Replicas
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.told import told
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoEMetrics:
-    """What one call of MoELayer says of itself. Tensors on the device; reading them is up to the caller.
-
-    Attributes:
-        aux_loss: scalar to add to the training loss, already scaled by the coefficients; 0 if both are 0, or if the
-            call brought probs.
-        expert_load: int32 [E], slots of each expert over the whole EP group, before a static capacity drops any.
-        num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
-        topk_idx: int32 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
-        num_over_capacity: int32 [1], slots of this rank dropped by the capacity factor; None without one.
-    """
-
-    aux_loss: torch.Tensor
-    expert_load: torch.Tensor
-    num_dropped: torch.Tensor
-    topk_idx: torch.Tensor
-    num_over_capacity: torch.Tensor | None
-
-    @property
-    def imbalance(self) -> torch.Tensor:
-        """fp32 scalar, largest over mean load; computed when it is asked for."""
-        return balance.imbalance(self.expert_load)
-
-    @property
-    def max_violation(self) -> torch.Tensor:
-        """fp32 scalar, (largest - mean) / mean load; computed when it is asked for."""
-        return balance.max_violation(self.expert_load)
-
-    @property
-    def coefficient_of_variation(self) -> torch.Tensor:
-        """fp32 scalar, standard deviation over mean load; computed when it is asked for."""
-        return balance.coefficient_of_variation(self.expert_load)
-
-    @property
-    def num_dead_experts(self) -> torch.Tensor:
-        """int64 scalar, experts that no token of the group went to; computed when it is asked for."""
-        return (self.expert_load == 0).sum()
 
 
 class MoELayer(ExpertParallelModule):
@@ -116,7 +77,7 @@ class MoELayer(ExpertParallelModule):
                 raise ArgumentError(f"{name} ({getattr(config, name)}) must be at most {limit}")
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
-        self.calls = Calls(heap, num_experts=config.num_experts, order=config.order)
+        self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
         self.router = Router(config, device=device) if config.router == "linear" else None
         num_local = config.num_experts // heap.num_ranks
         if experts is None:
@@ -144,7 +105,7 @@ class MoELayer(ExpertParallelModule):
                     f"experts.{name} ({getattr(experts, name)}) must be {value} with this config and heap"
                 )
         self.experts = experts
-        self._step = operators.step_of(self.config, self.heap, experts)
+        self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 
     def forward(
         self,
@@ -174,61 +135,68 @@ class MoELayer(ExpertParallelModule):
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank. On
                 CPUs also for router logits, or probs, of NaN or Inf; on GPUs such a token's own y is NaN.
                 Inside torch.compile a wrong x, token_mask, topk_idx or probs is the compiler's error, on that rank
-                alone.
+                only.
         """
-        if not torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
             self.heap.check(control.PHASE_PLAN)
-            with told(self.heap, control.PHASE_PLAN):
-                problem = self.wrapper_problem() or self._problem(x, token_mask, topk_idx, probs)
+        shared = None if self.shared_expert is None else SideCall(self.shared_expert, x, self.heap)
+        with nullcontext() if is_compiling else told(self.heap, control.PHASE_PLAN):
+            if not is_compiling:
+                problem = self._problem(x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
                 self.heap.fail_for(problem, control.PHASE_PLAN)
                 self._warn_of_hooks()
-        if operators.is_watched(self.experts):
-            return self._forward_as_operator(x, token_mask, topk_idx, probs)
-        config = self.config
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        with told(self.heap, control.PHASE_PLAN):
-            tokens = x.reshape(-1, config.hidden).to(dtype)
+            token_mask = None if token_mask is None else token_mask.reshape(-1)
+            dtype = working_dtype(x)
+            tokens = x.reshape(-1, self.config.hidden).to(dtype)
             routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
-            if x.device.type == "cpu":  # elsewhere the host would have to wait for them
-                self.heap.fail_for(_numbers_problem(routed), control.PHASE_PLAN)
-            plan = plan_step(config, self.heap, routed.topk_idx, dtype)
-            shared = None
-            if self.shared_expert is not None:
-                # Enqueued before the trips, whose waits it is to fill.
-                shared = start_beside(self.shared_expert, x, self.heap.side_stream)
-            y = apply_experts(config, tokens, routed.probs, self.experts, plan, x.shape)
-        y = self._count(y, routed, plan.expert_load)
+            if x.device.type == "cpu" and not is_traced(self.experts):  # elsewhere the host would have to wait for them
+                self.heap.fail_for(numbers_problem(routed), control.PHASE_PLAN)
+            y, expert_load, num_dropped = self._routed_experts(
+                tokens,
+                routed.probs,
+                routed.topk_idx,
+                self.experts,
+                out_shape=x.shape,
+                before_trips=None if shared is None else shared.start,
+            )
+        y = self._count(y, routed, expert_load)
         if shared is not None:
-            y = y + join(shared, self.heap.side_stream)
-        metrics = self._metrics(x, token_mask, routed, plan.expert_load, plan.num_dropped)
-        self._tell(routed, metrics, dtype)
+            y = y + shared.join()
+        metrics = MoEMetrics(
+            aux_loss=self._aux_loss(x, token_mask, routed, expert_load),
+            expert_load=expert_load,
+            num_dropped=num_dropped,
+            topk_idx=routed.topk_idx,
+            num_over_capacity=routed.num_over_capacity,
+        )
+        if self.listeners.callbacks:
+            self._tell(routed, metrics, dtype)
         return y, metrics
 
     if TYPE_CHECKING:
         __call__ = forward  # of which nn.Module says nothing
 
-    def _forward_as_operator(
-        self,
-        x: torch.Tensor,
-        token_mask: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        probs: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, MoEMetrics]:
-        """As forward, of operations that torch.compile and dispatch modes can see; nothing runs beside another."""
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        # Reshaped twice, as in forward: gradients are added up in the same order.
-        tokens = x.reshape(-1, self.config.hidden).to(dtype)
-        routed = self._route(x, token_mask, topk_idx, probs)
-        y, expert_load, num_dropped = operators.expert_parallel_step(
-            self._step, tokens, routed.probs, routed.topk_idx, self.experts
+    def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
+        """What is wrong around the layer, or with what forward is given, or None."""
+        return (
+            self.wrapper_problem()
+            or arguments_problem(self.config, self.heap.device, x, **arguments)
+            or inference_problem(self, x=x, **arguments)
+            or width_problem(self.experts.fc1, x)
+            or width_problem(self.experts.fc2, x)
         )
-        y = self._count(y, routed, expert_load)
-        y = y.view(x.shape)
-        if self.shared_expert is not None:
-            y = y + self.shared_expert(x)
-        metrics = self._metrics(x, token_mask, routed, expert_load, num_dropped)
-        self._tell(routed, metrics, dtype)
-        return y, metrics
+
+    def _warn_of_hooks(self) -> None:
+        """Once, of hooks of the experts' modules: kernels take the place of their calls, and nothing runs hooks."""
+        if self._has_warned or not (hooks := hooks_of(cast(nn.Module, self._modules["experts"]))):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"MoELayer never runs the {', '.join(hooks)}: its kernels take the place of these modules' calls. Register "
+            "hooks on the layer, its router or shared expert, or on parameters",
+            stacklevel=5,  # of whoever called the layer
+        )
 
     def _route(
         self,
@@ -237,7 +205,7 @@ class MoELayer(ExpertParallelModule):
         topk_idx: torch.Tensor | None,
         probs: torch.Tensor | None,
     ) -> Choice:
-        token_mask = None if token_mask is None else token_mask.reshape(-1)
+        """Where the tokens of x go; token_mask is bool [T]."""
         if self.router is None or probs is not None:
             topk_idx, probs = given("topk_idx", topk_idx), given("probs", probs).float()
             return choice_of(self.config, topk_idx, probs.masked_fill(topk_idx < 0, 0.0), token_mask)
@@ -250,44 +218,17 @@ class MoELayer(ExpertParallelModule):
             return y
         return count_in_backward(y, expert_load, step_load)
 
-    def _metrics(
-        self,
-        x: torch.Tensor,
-        token_mask: torch.Tensor | None,
-        routed: Choice,
-        expert_load: torch.Tensor,
-        num_dropped: torch.Tensor,
-    ) -> MoEMetrics:
+    def _aux_loss(
+        self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: Choice, expert_load: torch.Tensor
+    ) -> torch.Tensor:
+        """Scalar; 0 if both coefficients are, or if the router has not run."""
         losses = []
-        token_mask = None if token_mask is None else token_mask.reshape(-1)
         if self.config.aux_loss_coef and isinstance(routed, RouterOutput):
             length = x.shape[-2] if x.dim() > 1 else 1
             losses.append(self.config.aux_loss_coef * self._balance_loss(routed, expert_load, token_mask, length))
         if self.config.z_loss_coef and isinstance(routed, RouterOutput):
             losses.append(self.config.z_loss_coef * balance.z_loss(routed.logits, token_mask))
-        return MoEMetrics(
-            aux_loss=sum(losses[1:], start=losses[0]) if losses else torch.zeros((), device=expert_load.device),
-            expert_load=expert_load,
-            num_dropped=num_dropped,
-            topk_idx=routed.topk_idx,
-            num_over_capacity=routed.num_over_capacity,
-        )
-
-    def _tell(self, routed: Choice, metrics: MoEMetrics, dtype: torch.dtype) -> None:
-        if not self.calls.listeners:
-            return
-        call = Call(
-            topk_idx=routed.topk_idx,
-            chosen_idx=routed.chosen_idx,
-            expert_load=metrics.expert_load,
-            num_dropped=metrics.num_dropped,
-            row_bytes=self.config.hidden * dtype.itemsize,
-            sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
-            is_training=self.training,
-            num_over_capacity=routed.num_over_capacity,
-            aux_loss=metrics.aux_loss,
-        )
-        self.calls.tell(call)
+        return sum(losses[1:], start=losses[0]) if losses else torch.zeros((), device=expert_load.device)
 
     def _balance_loss(
         self, routed: RouterOutput, expert_load: torch.Tensor, token_mask: torch.Tensor | None, sequence_length: int
@@ -306,66 +247,17 @@ class MoELayer(ExpertParallelModule):
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
         return balance.load_balance_loss(shares, expert_load, token_mask)
 
-    def _warn_of_hooks(self) -> None:
-        """Once, of hooks of the experts' modules: kernels take the place of their calls, and nothing runs hooks."""
-        if self._has_warned or not (hooks := _hooks_of(cast(nn.Module, self._modules["experts"]))):
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"MoELayer never runs the {', '.join(hooks)}: its kernels take the place of these modules' calls. Register "
-            "hooks on the layer, its router or shared expert, or on parameters",
-            stacklevel=5,  # of whoever called the layer
+    def _tell(self, routed: Choice, metrics: MoEMetrics, dtype: torch.dtype) -> None:
+        """The listeners, of one call."""
+        report = RoutingReport(
+            topk_idx=routed.topk_idx,
+            chosen_idx=routed.chosen_idx,
+            expert_load=metrics.expert_load,
+            num_dropped=metrics.num_dropped,
+            row_bytes=self.config.hidden * dtype.itemsize,
+            sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
+            is_training=self.training,
+            num_over_capacity=routed.num_over_capacity,
+            aux_loss=metrics.aux_loss,
         )
-
-    def _problem(
-        self,
-        x: torch.Tensor,
-        token_mask: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        probs: torch.Tensor | None,
-    ) -> SymmoeError | None:
-        hidden = self.config.hidden
-        shape = ("...", f"hidden ({hidden})")
-        error: SymmoeError | None = tensor_problem("x", x, shape=shape, dtypes=control.DTYPES, device=self.heap.device)
-        if error is not None:
-            return error
-        if x.shape[-1] != hidden:
-            return ArgumentError(f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({hidden})")
-        error = mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)
-        error = error or probs_problem(probs, topk_idx, x, self.config)
-        error = error or self._inference_problem(x=x, token_mask=token_mask, topk_idx=topk_idx, probs=probs)
-        return error or width_problem(self.experts.fc1, x) or width_problem(self.experts.fc2, x)
-
-    def _inference_problem(self, **tensors: torch.Tensor | None) -> ArgumentError | None:
-        """What torch would refuse where it saves them for backward, when the peers wait already."""
-        if not torch.is_grad_enabled():
-            return None
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.is_inference() and any(p.requires_grad for p in self.parameters()):
-                return ArgumentError(f"{name} was made in inference_mode, and backward cannot use it: give its clone()")
-        return None
-
-
-def _hooks_of(experts: nn.Module) -> list[str]:
-    """Hooks of a module's call on the experts, their layers and activation: of which kind, and where."""
-    modules = (experts, *cast(Iterable[nn.Module], experts._modules.values()))
-    for m in modules:  # the quick way, for every call
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            break
-    else:
-        return []
-    names = ("experts", *(f"experts.{name}" for name in experts._modules))
-    kinds = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
-    return [
-        f"{kind} on {name}" for name, m in zip(names, modules, strict=True) for kind in kinds if vars(m)[f"_{kind}s"]
-    ]
-
-
-def _numbers_problem(routed: Choice) -> ArgumentError | None:
-    what, numbers = (
-        ("the router's logits", routed.logits) if isinstance(routed, RouterOutput) else ("probs", routed.probs)
-    )
-    bad = (~numbers.isfinite()).any(1).nonzero()
-    if not len(bad):
-        return None
-    return ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)")
+        self.listeners.tell(report)

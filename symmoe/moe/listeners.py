@@ -1,6 +1,6 @@
-"""What a layer tells of its calls, to whoever listens: metrics and recordings ask no layer what class it is.
+"""What a layer reports of each forward call, to listeners. So metrics and recordings need not know the layer's class.
 
-MoELayer has a :class:`Calls`, and so have the layers of integrations whose routers are a trainer's own.
+MoELayer has :class:`Listeners`, and so have the layers of integrations whose routers are a trainer's own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from symmoe.symm_mem.heap import SymmetricHeap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One forward call of a layer. Tensors on the device.
+class RoutingReport:
+    """Where the tokens of one forward call went. Tensors on the device.
 
     Attributes:
         topk_idx: int32 or int64 [T, K], experts of this rank's tokens, before a static capacity drops any; -1 is none.
@@ -44,10 +44,10 @@ class Call:
     aux_loss: torch.Tensor | None = None
 
 
-class Calls:
-    """Those who listen to one layer, which has this as its attribute `calls`.
+class Listeners:
+    """Those who listen to one layer, which has this as its attribute `listeners`.
 
-    The layer asks for `listeners` before it makes a :class:`Call`: nobody pays for what nobody hears.
+    The layer makes a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing.
 
     Args:
         heap: of the layer.
@@ -57,40 +57,45 @@ class Calls:
 
     def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str) -> None:
         self.heap, self.num_experts, self.order = heap, num_experts, order
-        self.listeners: tuple[Callable[[Call], object], ...] = ()
+        self.callbacks: tuple[Callable[[RoutingReport], object], ...] = ()
 
-    def listen(self, listener: Callable[[Call], object]) -> Callable[[], None]:
-        """`listener(call)` in every forward from now on, recomputed ones too, until what this returns is called. Local.
+    def add(self, callback: Callable[[RoutingReport], object]) -> Callable[[], None]:
+        """Calls `callback(report)` in every forward from now on, recomputed ones too. Local.
 
         A compiled model is compiled again then.
+
+        Returns:
+            a function that ends it.
         """
         # A new tuple, whose length torch.compile asks for; it does not see that a dict is no longer empty.
-        self.listeners = (*self.listeners, listener)
-        return partial(self._forget, listener)
+        self.callbacks = (*self.callbacks, callback)
+        return partial(self._remove, callback)
 
-    def tell(self, call: Call) -> None:
-        """To every listener, in the order in which they came."""
-        for listener in self.listeners:
-            listener(call)
+    def tell(self, report: RoutingReport) -> None:
+        """Gives the report to every listener, in the order in which they came."""
+        for callback in self.callbacks:
+            callback(report)
 
-    def _forget(self, listener: Callable[[Call], object]) -> None:
-        self.listeners = tuple(other for other in self.listeners if other is not listener)
+    def _remove(self, callback: Callable[[RoutingReport], object]) -> None:
+        self.callbacks = tuple(other for other in self.callbacks if other is not callback)
 
 
-def layers_with_calls(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a model that tell of their calls, by their names in it.
+def layers_with_listeners(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a model that one can listen to, by their names in it.
 
     Raises:
         ArgumentError: there is none.
     """
     layers = {
-        name: module for name, module in model.named_modules() if isinstance(getattr(module, "calls", None), Calls)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "listeners", None), Listeners)
     }
     if not layers:
         raise ArgumentError(f"model ({type(model).__name__}) has no MoELayer, and no layer of symmoe's integrations")
     return layers
 
 
-def calls_of(layer: nn.Module) -> Calls:
-    """What one of :func:`layers_with_calls` has as `calls`."""
-    return cast(Calls, layer.calls)  # torch types every attribute of a module alike
+def listeners_of(layer: nn.Module) -> Listeners:
+    """The listeners of one of :func:`layers_with_listeners`."""
+    return cast(Listeners, layer.listeners)  # torch types every attribute of a module alike

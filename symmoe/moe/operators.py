@@ -1,16 +1,16 @@
-"""The expert-parallel step as operators of torch, for what looks on: torch.compile, and selective checkpointing.
+"""The expert-parallel step as operators of torch, for those who trace a call: torch.compile, selective checkpointing.
 
-A plan, leases and signals are nothing that a compiler can trace, so the whole step is one operator, with a rule for
-shapes and a backward operator of its own:
+A compiler cannot trace a plan, leases and signals. So the whole step is one operator, with a rule for shapes and a
+backward operator of its own:
 
     symmoe::moe_forward    plan, dispatch, experts, combine
     symmoe::moe_backward   dispatch, experts, combine
 
-MoELayer takes them inside torch.compile and under a TorchDispatchMode, and elsewhere runs the same code
-(symmoe.moe.routed_experts) without an operator around it. Results have the same bits.
+RoutedExperts takes them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same code without an
+operator around it. Results have the same bits.
 
-Operators take tensors and numbers. The heap and the configuration go in as the number of a :class:`Step`, found in a
-table that holds nothing alive. What backward needs of forward (plan, leases, h) hangs on the memory of a small tensor
+Operators take tensors and numbers only. The heap and the configuration go in as the number of a RoutedExperts, found in
+a table that holds nothing alive. What backward needs of forward (plan, leases, h) hangs on the memory of a small tensor
 that forward returns, `state`, and is gone when autograd, the compiled graph or the checkpoint drops that.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,83 +28,65 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from symmoe.autograd import Context, Unmodified
 from symmoe.checks.arguments import width_problem
 from symmoe.errors import ArgumentError, StalePlan
-from symmoe.grouped.local_experts import (
-    kind,
-    local_parameters,
-    with_parameters,
-    without_memory,
-)
+from symmoe.grouped.local_experts import kind_of, local_parameters, with_parameters
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.routed_experts import apply_experts, plan_step
 from symmoe.moe.wrappers import ddp_problem, fsdp_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What an operator must know beside tensors. Layers that are alike share one, and so one compiled graph.
+class EagerStep(Protocol):
+    """What the operators run: a RoutedExperts (moe/routed_experts.py); its attributes are described there."""
 
-    Attributes:
-        config, heap: of the layer.
-        experts: their shape and activation, without memory.
-        kind: of the experts.
-        number: of the step in this process.
-    """
+    @property
+    def config(self) -> MoEConfig: ...
+    @property
+    def heap(self) -> SymmetricHeap: ...
+    @property
+    def meta_experts(self) -> GroupedMLP: ...
+    @property
+    def kind(self) -> tuple[object, ...]: ...
+    @property
+    def number(self) -> int: ...
 
-    config: MoEConfig
-    heap: SymmetricHeap
-    experts: GroupedMLP
-    kind: tuple[object, ...]
-    number: int = field(default_factory=itertools.count().__next__)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Step:
-        """Copies of a layer are like it, and share its step as they share the heap."""
-        return self
+    def run(
+        self, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: GroupedMLP
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(y, expert_load, num_dropped); collective, forward and backward."""
 
 
-_STEPS: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
+BY_NUMBER: weakref.WeakValueDictionary[int, EagerStep] = weakref.WeakValueDictionary()
 
 
-def step_of(config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> Step:
-    """The step of a layer; the layer keeps it alive."""
-    for step in _STEPS.values():
-        if step.heap is heap and step.config == config and step.kind == kind(experts):
-            return step
-    step = Step(config, heap, without_memory(experts), kind(experts))
-    _STEPS[step.number] = step
-    return step
+def is_traced(experts: GroupedMLP) -> bool:
+    """Whether a compiler or a dispatch mode traces the call, which both see operators only.
 
-
-def is_watched(experts: GroupedMLP) -> bool:
-    """Whether something looks on that sees operators alone: a compiler, or a dispatch mode.
-
-    A mode need not see them: experts whose weight gradients an operator cannot return go without.
+    A dispatch mode can do without: experts whose weight gradients an operator cannot return are not traced by it.
     """
     if torch.compiler.is_compiling():
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 and _elsewhere(experts) is None
+    return torch._C._len_torch_dispatch_stack() > 0 and _gradients_option(experts) is None
 
 
-def expert_parallel_step(
-    step: Step, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: GroupedMLP
+def run_as_operator(
+    step: EagerStep, tokens: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, experts: GroupedMLP
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """plan_step and apply_experts as one operator. Collective, forward and backward.
+    """step.run as one operator. Collective, forward and backward.
 
     Returns:
-        y [T, H]; the plan's expert_load and num_dropped.
+        y [T, H]; the plan's expert_load and num_dropped, which nobody else holds.
 
     Raises:
         ArgumentError: weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or the
             layer has been given experts of another kind since it was made.
     """
-    if (option := _elsewhere(experts)) is not None:
+    if (option := _gradients_option(experts)) is not None:
         raise ArgumentError(f"experts.{option} (True) must be False inside torch.compile")
     if (problem := fsdp_problem(experts, step.heap.num_ranks)) is not None:
         raise problem
-    if kind(experts) != step.kind:
-        raise ArgumentError(f"experts are {kind(experts)}; the layer was made with {step.kind}")
+    if (kind := kind_of(experts)) != step.kind:
+        raise ArgumentError(f"experts are {kind}; the layer was made with {step.kind}")
     biases, weights, adapters = ([tensor.to(tokens.dtype) for tensor in part] for part in local_parameters(experts))
     trains = torch.is_grad_enabled()
     trains_weights = trains and any(tensor.requires_grad for tensor in (*biases, *weights))
@@ -115,8 +97,8 @@ def expert_parallel_step(
     return y, expert_load, num_dropped
 
 
-def _elsewhere(experts: GroupedMLP) -> str | None:
-    """The option that sends weight gradients where an operator cannot, if there is one."""
+def _gradients_option(experts: GroupedMLP) -> str | None:
+    """The option by which weight gradients go where an operator cannot send them, or None."""
     for linear in (experts.fc1, experts.fc2):
         for option in ("delay_wgrad", "accumulate_into_main_grad"):
             if getattr(linear, option):
@@ -186,17 +168,17 @@ def _moe_forward(
     trains_weights: bool,
     gradients: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    this = _STEPS[step]
-    this.heap.check(control.PHASE_PLAN)
-    experts = this.experts
+    eager = BY_NUMBER[step]
+    eager.heap.check(control.PHASE_PLAN)
+    experts = eager.meta_experts
     problem = ddp_problem() or width_problem(experts.fc1, x) or width_problem(experts.fc2, x)
-    this.heap.fail_for(problem, control.PHASE_PLAN)
-    plan = plan_step(this.config, this.heap, topk_idx, x.dtype)
+    eager.heap.fail_for(problem, control.PHASE_PLAN)
     state = torch.zeros(1, dtype=torch.int64, device="cpu")
     tensors = [x, probs, *biases, *weights, *adapters]
     if not trains:
-        y = apply_experts(this.config, x, probs, with_parameters(experts, biases, weights, adapters), plan)
-        return y, plan.expert_load.clone(), plan.num_dropped.clone(), state
+        experts = with_parameters(experts, biases, weights, adapters)
+        y, expert_load, num_dropped = eager.run(x, probs, topk_idx, experts)
+        return y, expert_load.clone(), num_dropped.clone(), state
     arguments = _Arguments(tensors)
     # Leaves of a graph of this call's own.
     first_weight, first_adapter = 2 + len(biases), 2 + len(biases) + len(weights)
@@ -206,13 +188,13 @@ def _moe_forward(
         experts, leaves[2:first_weight], leaves[first_weight:first_adapter], leaves[first_adapter:]
     )
     with torch.enable_grad(), saved_tensors_hooks(arguments.put_away, arguments.take_out):
-        y = apply_experts(this.config, leaves[0], leaves[1], experts, plan)
+        y, expert_load, num_dropped = eager.run(leaves[0], leaves[1], topk_idx, experts)
     arguments.tensors = ()
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
     kept = _State(arguments, inputs, _end_of(y))
     state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # our own
-    # The plan is kept, and what it says must not change with what is made of the results.
-    return y.detach(), plan.expert_load.clone(), plan.num_dropped.clone(), state
+    # The plan is kept for backward. Whoever writes into the results must not change it.
+    return y.detach(), expert_load.clone(), num_dropped.clone(), state
 
 
 @_moe_forward.register_fake
@@ -228,7 +210,7 @@ def _(
     trains_weights: bool,
     gradients: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    load = torch.empty(_STEPS[step].config.num_experts, dtype=torch.int32, device=x.device)
+    load = torch.empty(BY_NUMBER[step].config.num_experts, dtype=torch.int32, device=x.device)
     num_dropped = torch.empty(1, dtype=torch.int32, device=x.device)
     return x.new_empty(x.shape), load, num_dropped, torch.empty(1, dtype=torch.int64, device="cpu")
 
@@ -273,20 +255,20 @@ def _(
     return [tensor.new_empty(tensor.shape) for tensor in inputs]
 
 
-class _Context(Context, Protocol):
+class _OperatorContext(Context, Protocol):
     num_biases: int
     num_weights: int
     trains_weights: bool
     gradients: int
 
 
-def _keep(ctx: _Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, probs, _, biases, weights, adapters, _, _, ctx.trains_weights, ctx.gradients = inputs
     ctx.num_biases, ctx.num_weights = len(biases), len(weights)
     ctx.save_for_backward(output[3], x, probs, *biases, *weights, *adapters)
 
 
-def _backward(ctx: _Context, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
+def _backward(ctx: _OperatorContext, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
     state, x, probs, *rest = ctx.saved_tensors
     first_adapter = ctx.num_biases + ctx.num_weights
     biases, weights = rest[: ctx.num_biases], rest[ctx.num_biases : first_adapter]

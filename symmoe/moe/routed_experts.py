@@ -1,51 +1,147 @@
-"""The two halves of a layer call that are not the router's: the plan, and what is done by it."""
+"""From routed tokens to the weighted sums of their experts' outputs: plan, dispatch, experts, combine.
+
+MoELayer and the experts of symmoe.integrations.transformers go this way. The step runs as it is where nobody traces the
+call, and as one operator of torch where somebody does (moe/operators.py). The bits are the same.
+"""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from symmoe.dispatch.plan import Plan, make_plan
-from symmoe.grouped.local_experts import local_experts
+from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
 from symmoe.grouped.mlp import GroupedMLP
+from symmoe.moe import operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
-def plan_step(config: MoEConfig, heap: SymmetricHeap, topk_idx: torch.Tensor, dtype: torch.dtype) -> Plan:
-    """make_plan for tokens of `dtype`, as the configuration says. Collective."""
-    return make_plan(
-        topk_idx,
-        num_experts=config.num_experts,
-        heap=heap,
-        capacity=config.capacity,
-        overflow=config.overflow,
-        max_tokens=config.max_tokens,
-        hidden=config.hidden,
-        dtype=dtype,
-        precision=config.precision,
-        quantized_wire=config.quantized_wire,
-    )
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """What a layer does with tokens once they are routed. It holds no parameters: every call brings the experts.
 
+    Layers of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`.
 
-def apply_experts(
-    config: MoEConfig,
-    tokens: torch.Tensor,
-    probs: torch.Tensor,
-    experts: GroupedMLP,
-    plan: Plan,
-    out_shape: torch.Size | None = None,
-) -> torch.Tensor:
-    """expert_parallel_mlp, as the configuration says. Collective, forward and backward."""
-    return expert_parallel_mlp(
-        tokens,
-        probs,
-        local_experts(experts),
-        plan,
-        order=config.order,
-        stash=config.stash,
-        layout=config.received_layout,
-        schedule=config.schedule,
-        quantized_wire=config.quantized_wire,
-        out_shape=out_shape,
-    )
+    Attributes:
+        config, heap: of the layers.
+        meta_experts: of the shape and activation of the layers' experts, without memory.
+        kind: of the layers' experts, see kind_of.
+        number: of this object in this process. Operators take it, as they take tensors and numbers only.
+    """
+
+    config: MoEConfig
+    heap: SymmetricHeap
+    meta_experts: GroupedMLP
+    kind: tuple[object, ...]
+    number: int = field(default_factory=itertools.count().__next__)
+
+    @classmethod
+    def of(cls, config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> RoutedExperts:
+        """The one for a layer with these experts. Only the layers keep it alive. Local."""
+        kind = kind_of(experts)
+        for other in operators.BY_NUMBER.values():
+            if isinstance(other, cls) and other.heap is heap and other.config == config and other.kind == kind:
+                return other
+        new = cls(config, heap, without_memory(experts), kind)
+        operators.BY_NUMBER[new.number] = new
+        return new
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RoutedExperts:
+        """Copies of a layer share this with it, as they share the heap."""
+        return self
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        topk_idx: torch.Tensor,
+        experts: GroupedMLP,
+        *,
+        out_shape: torch.Size | None = None,
+        before_trips: Callable[[], object] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity (one small
+        read in make_plan).
+
+        Args:
+            tokens: [T, H] in the dtype to compute in.
+            probs: fp32 [T, K].
+            topk_idx: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert.
+            experts: this rank's.
+            out_shape: [..., H] of y; None is [T, H].
+            before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
+                stream that shall fill the waits of the trips. Not called where the step is one operator.
+
+        Returns:
+            y [T, H] or out_shape; the plan's expert_load int32 [E] and num_dropped int32 [1].
+
+        Raises:
+            ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
+            ArgumentError: the step has to be an operator, which cannot take these experts: see run_as_operator.
+        """
+        if operators.is_traced(experts):
+            y, expert_load, num_dropped = operators.run_as_operator(self, tokens, probs, topk_idx, experts)
+            return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
+        return self.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        topk_idx: torch.Tensor,
+        experts: GroupedMLP,
+        *,
+        out_shape: torch.Size | None = None,
+        before_trips: Callable[[], object] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As a call, without an operator around it."""
+        plan = self.plan(topk_idx, tokens.dtype)
+        if before_trips is not None:
+            before_trips()
+        y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
+        return y, plan.expert_load, plan.num_dropped
+
+    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype) -> Plan:
+        """make_plan for tokens of `dtype`, as the configuration says. Collective."""
+        config = self.config
+        return make_plan(
+            topk_idx,
+            num_experts=config.num_experts,
+            heap=self.heap,
+            capacity=config.capacity,
+            overflow=config.overflow,
+            max_tokens=config.max_tokens,
+            hidden=config.hidden,
+            dtype=dtype,
+            precision=config.precision,
+            quantized_wire=config.quantized_wire,
+        )
+
+    def apply(
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        experts: GroupedMLP,
+        plan: Plan,
+        *,
+        out_shape: torch.Size | None = None,
+    ) -> torch.Tensor:
+        """expert_parallel_mlp, as the configuration says. Collective, forward and backward."""
+        config = self.config
+        return expert_parallel_mlp(
+            tokens,
+            probs,
+            local_experts(experts),
+            plan,
+            order=config.order,
+            stash=config.stash,
+            layout=config.received_layout,
+            schedule=config.schedule,
+            quantized_wire=config.quantized_wire,
+            out_shape=out_shape,
+        )

@@ -60,7 +60,7 @@ class RouterOutput(Choice):
 class Router(nn.Module):
     """Linear scores, then top-k over (optionally) the best groups of experts.
 
-    Selection uses scores + `expert_bias`; the probs come from the scores alone. Everything is computed in fp32, also
+    Selection uses scores + `expert_bias`; the probs come only from the scores. Everything is computed in fp32, also
     under autocast (of fp32 and fp16 tokens with tf32 products if torch is told to allow them). Equal scores go to the
     lower expert id, on every device and however many tokens share the call.
 
@@ -228,7 +228,7 @@ def probs_problem(
     return tensor_problem("probs", probs, shape=shape, dtypes=control.DTYPES, device=x.device)
 
 
-class _Context(Context, Protocol):
+class _GatherContext(Context, Protocol):
     shape: torch.Size
 
 
@@ -236,14 +236,14 @@ class _Gather(Function):
     """scores.gather(1, topk_idx), of which torch's own backward copies a [T, E] tensor of zeros."""
 
     @staticmethod
-    def forward(ctx: _Context, scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: _GatherContext, scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(topk_idx)
         ctx.shape = scores.shape
         return scores.gather(1, topk_idx)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, d_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: _GatherContext, d_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
         (topk_idx,) = ctx.saved_tensors
         # A token's choices are distinct: nothing is added up.
         return d_probs.new_zeros(ctx.shape).scatter_(1, topk_idx, d_probs), None

@@ -1,4 +1,4 @@
-"""The two schedules of an expert-parallel step: one thing after the other, or rows travelling beside the GEMMs.
+"""The two schedules of an expert-parallel step: one thing after the other, or rows travel while GEMMs run.
 
 They launch the same kernels on the same rows and give the same bits. A schedule has four parts, each a collective call
 of the heap: dispatch, dispatch_rows, combine, combine_beside.
@@ -32,7 +32,7 @@ ComputePanel = Callable[[Columns, int | None], None]
 
 
 class Schedule(Protocol):
-    """What moe/ep_step.py wants.
+    """What moe/ep_step.py asks of a schedule.
 
     Attributes:
         gradient_combine_sms: SMs for GEMMs that run while rows travel in :meth:`combine_beside`; None: all.
@@ -48,7 +48,7 @@ class Schedule(Protocol):
     def dispatch_rows(
         self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int
     ) -> AbstractContextManager[Iterator[Part] | None]:
-        """Context of the parts of an :class:`Arrival`: rows of x alone go to every buffer, along a plan in use.
+        """Context of the parts of an :class:`Arrival`: only rows of x go to every buffer, along a plan in use.
 
         gradients: of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
         """
@@ -59,7 +59,7 @@ class Schedule(Protocol):
     def combine_beside(
         self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> AbstractContextManager[Collection]:
-        """Context of a :class:`Collection`, complete after it, beside which the caller may compute other things.
+        """Context of a :class:`Collection`, complete after it. The caller may compute other things in it.
 
         gradients: as in :meth:`dispatch_rows`.
         """
@@ -105,19 +105,19 @@ class Serial:
 
 
 class Overlapped:
-    """Rows travel on a branch stream, beside the GEMMs of the current one, where that pays (moe/overlap.py).
+    """Rows travel on a branch stream while the current one runs GEMMs, where that pays (moe/overlap.py).
 
     * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 computes panels of
       columns; a panel that is finished goes home while the next one is computed.
-    * Backward: FC2's dgrad begins with the own rows likewise. The input gradients go home under both weight gradients.
+    * Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
 
     Where it does not pay, one thing comes after the other.
     """
 
     def __init__(self, layout: str, overlap: Overlap) -> None:
         self._layout, self._overlap, self._serial = layout, overlap, Serial(layout)
-        beside = overlap.gradient_combine
-        self.gradient_combine_sms = None if beside is None else beside.num_sms
+        division = overlap.gradient_combine
+        self.gradient_combine_sms = None if division is None else division.num_sms
 
     def dispatch(
         self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor
@@ -153,7 +153,7 @@ class Overlapped:
                         collection.collect(finished, num_ctas=division.num_ctas)
             finally:
                 branch.join()
-            collection.collect(cut[-1])  # nothing runs beside it
+            collection.collect(cut[-1])  # nothing else runs meanwhile
         return given("rows", collection.out)
 
     def combine_beside(

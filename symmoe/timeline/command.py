@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from symmoe.checks.words import CHOICES
 from symmoe.errors import ArgumentError
-from symmoe.kernels.control import QUANTIZED_WIRES
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.names import PRECISIONS
 from symmoe.tools.bench.command import add_shape_arguments, shapes_of
@@ -33,7 +33,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--tokens", type=int, default=8192, help="T, tokens of a rank (%(default)s)")
     parser.add_argument("--schedule", choices=("overlapped", "serial"), default="overlapped", help="see MoEConfig")
     parser.add_argument("--precision", choices=PRECISIONS, help="what experts multiply (default: bf16)")
-    parser.add_argument("--quantized-wire", choices=QUANTIZED_WIRES, default="none", help="see MoEConfig (%(default)s)")
+    parser.add_argument(
+        "--quantized-wire", choices=CHOICES["quantized_wire"], default="none", help="see MoEConfig (%(default)s)"
+    )
     parser.add_argument("--capacity-factor", type=float, default=1.25, help="static capacity, in T * K rows (1.25)")
     parser.add_argument("--steps", type=int, default=1, help="that are recorded (1)")
     parser.add_argument("--eager", action="store_true", help="the step as the host launches it; always so on CPUs")

@@ -26,7 +26,7 @@ _REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over w
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _LayerStep:
     """Router to gradients, which do not accumulate: that would take time that a step does not need."""
 
     layer: MoELayer
@@ -71,14 +71,14 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str
             layer = MoELayer(config, heap, dtype=DTYPE)
             torch.manual_seed(1 + heap.rank)
             x = torch.randn(num_tokens, config.hidden, dtype=DTYPE, device=heap.device, requires_grad=True)
-            step = _Step(layer, x, torch.randn_like(x))
+            step = _LayerStep(layer, x, torch.randn_like(x))
             for _ in range(_WARM_UP_STEPS):
                 step.run()
             timeline = (_record_replays if replays else _record_eager)(step, path, heap, num_steps)
             return table(timeline) if heap.rank == 0 else ""
 
 
-def _record_eager(step: _Step, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
+def _record_eager(step: _LayerStep, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
     with record(path, heap) as recording:
         for _ in range(_PROFILED_STEPS):
             step.run()
@@ -89,7 +89,7 @@ def _record_eager(step: _Step, path: str, heap: SymmetricHeap, num_steps: int) -
     return recording.timeline
 
 
-def _record_replays(step: _Step, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
+def _record_replays(step: _LayerStep, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
     graph = capture_step(step.forward, step.backward)
     try:
         with record_replays(path, heap) as recording:

@@ -134,7 +134,7 @@ class LoRAGroupedLinear(GroupedLinear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names = [f"{prefix}lora_a", f"{prefix}lora_b"]
         if any(name in state_dict for name in names):
-            self.unmerge()  # the weights beside adapters are without what these add
+            self.unmerge()  # weights that have adapters are stored without what these add
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.is_merged:
             missing_keys = args[2]

@@ -16,11 +16,12 @@ from torch import nn
 from symmoe.dispatch.plan import Plan
 from symmoe.errors import ArgumentError
 from symmoe.grouped.activations import ScaledActivation
+from symmoe.grouped.local_experts import kind_of
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.control import ControlLayout
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.routed_experts import apply_experts, plan_step
+from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.dry_heap import DryHeap, Event
 
@@ -152,9 +153,10 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
             dtype=dtype,
             device=heap.device,
         )
-        plan = plan_step(config, heap, of_tokens(config.top_k, torch.int32), dtype)
+        routed = RoutedExperts(config, heap, experts, kind_of(experts))
+        plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype)
         x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
-        y = apply_experts(config, x, probs, experts, plan)
+        y = routed.apply(x, probs, experts, plan)
         num_forward, node = len(heap.events), cast(Any, y.grad_fn)
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()

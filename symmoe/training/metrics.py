@@ -15,12 +15,7 @@ import torch
 from torch import nn
 
 from symmoe.moe import balance
-from symmoe.moe.listeners import (
-    Call,
-    Calls,
-    calls_of,
-    layers_with_calls,
-)
+from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners, listeners_of
 
 Sink = Callable[[dict[str, float], int], object]
 
@@ -48,7 +43,7 @@ class LayerRecord:
         forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
             dispatch to combine, else the router is counted too (and in Megatron shared experts).
         dispatch_s, combine_s: of that, in these trips, their waits for other ranks included, on whichever stream they
-            are. Where GEMMs run beside them, more than they cost.
+            are. Where GEMMs run meanwhile, more than they cost.
     """
 
     name: str
@@ -89,18 +84,18 @@ class MetricsLogger:
     """
 
     def __init__(self, model: nn.Module, sink: Sink | None = None, *, times_forward: bool = False) -> None:
-        layers = layers_with_calls(model)
+        layers = layers_with_listeners(model)
         self._sink = sink
-        self._sizes = [calls_of(layer).num_experts + _NUM_TOTALS for layer in layers.values()]
-        device = calls_of(next(iter(layers.values()))).heap.device
+        self._sizes = [listeners_of(layer).num_experts + _NUM_TOTALS for layer in layers.values()]
+        device = listeners_of(next(iter(layers.values()))).heap.device
         self._totals = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._timers = {name: _Timer(device) for name in layers} if times_forward else {}
         self._undo: list[Callable[[], None]] = []
-        self._watches: dict[str, _Watch] = {}
+        self._counters: dict[str, _Counter] = {}
         for (name, layer), totals in zip(layers.items(), self._totals.split(self._sizes), strict=True):
-            calls = calls_of(layer)
-            watch = self._watches[name] = _Watch(calls, totals)
-            self._undo.append(calls.listen(watch.count))
+            listeners = listeners_of(layer)
+            counter = self._counters[name] = _Counter(listeners, totals)
+            self._undo.append(listeners.add(counter.count))
             if (timer := self._timers.get(name)) is not None:
                 hooks = _TimerHooks(timer)
                 self._undo.append(layer.register_forward_pre_hook(hooks.before).remove)
@@ -122,8 +117,8 @@ class MetricsLogger:
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
         records = [
-            _record(name, watch, values, self._timers.get(name))
-            for (name, watch), values in zip(self._watches.items(), totals.split(self._sizes), strict=True)
+            _record(name, counter, values, self._timers.get(name))
+            for (name, counter), values in zip(self._counters.items(), totals.split(self._sizes), strict=True)
         ]
         if self._sink is not None:
             self._sink(_numbers(records), step)
@@ -135,40 +130,40 @@ class MetricsLogger:
             undo()
         self._undo.clear()
         if self._timers:  # a forward that raised has left its own
-            for watch in self._watches.values():
-                watch.calls.heap.trip_timer = None
+            for counter in self._counters.values():
+                counter.listeners.heap.trip_timer = None
 
 
-class _Watch:
-    """Adds up the calls of one layer."""
+class _Counter:
+    """Adds up the reports of one layer."""
 
-    def __init__(self, calls: Calls, totals: torch.Tensor) -> None:
-        self.calls, self.knows_losses, self._totals = calls, True, totals
+    def __init__(self, listeners: Listeners, totals: torch.Tensor) -> None:
+        self.listeners, self.knows_losses, self._totals = listeners, True, totals
 
     @torch.no_grad()
-    def count(self, call: Call) -> None:
-        if not _counts(call.is_training):
+    def count(self, report: RoutingReport) -> None:
+        if not _counts(report.is_training):
             return
-        num_experts, heap = self.calls.num_experts, self.calls.heap
+        num_experts, heap = self.listeners.num_experts, self.listeners.heap
         sent, read = wire_rows(
-            call.topk_idx,
+            report.topk_idx,
             experts_per_rank=num_experts // heap.num_ranks,
             rank=heap.rank,
             num_ranks=heap.num_ranks,
-            order=self.calls.order,
+            order=self.listeners.order,
         )
-        self._totals[:num_experts].add_(call.expert_load)
+        self._totals[:num_experts].add_(report.expert_load)
         other = self._totals[num_experts:]
         other[_NUM_CALLS].add_(1)
-        if call.aux_loss is None:
+        if report.aux_loss is None:
             self.knows_losses = False
         else:
-            other[_AUX_LOSS].add_(call.aux_loss.detach())
-        other[_DROPPED].add_(call.num_dropped[0])
-        if call.num_over_capacity is not None:
-            other[_OVER_CAPACITY].add_(call.num_over_capacity[0])
-        other[_DISPATCH].add_(sent, alpha=call.sent_row_bytes)
-        other[_COMBINE].add_(read, alpha=call.row_bytes)
+            other[_AUX_LOSS].add_(report.aux_loss.detach())
+        other[_DROPPED].add_(report.num_dropped[0])
+        if report.num_over_capacity is not None:
+            other[_OVER_CAPACITY].add_(report.num_over_capacity[0])
+        other[_DISPATCH].add_(sent, alpha=report.sent_row_bytes)
+        other[_COMBINE].add_(read, alpha=report.row_bytes)
 
 
 class _TimerHooks:
@@ -180,12 +175,12 @@ class _TimerHooks:
     def before(self, layer: nn.Module, _args: tuple[Any, ...]) -> None:
         if _counts(layer.training):
             self._timer.start()
-            calls_of(layer).heap.trip_timer = self._timer.trip
+            listeners_of(layer).heap.trip_timer = self._timer.trip
 
     def after(self, layer: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
         if _counts(layer.training):
             self._timer.stop()
-            calls_of(layer).heap.trip_timer = None
+            listeners_of(layer).heap.trip_timer = None
 
 
 class _Timer:
@@ -256,13 +251,13 @@ def _counts(is_training: bool) -> bool:
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
 
 
-def _record(name: str, watch: _Watch, values: torch.Tensor, timer: _Timer | None) -> LayerRecord:
+def _record(name: str, counter: _Counter, values: torch.Tensor, timer: _Timer | None) -> LayerRecord:
     load, other = values[:-_NUM_TOTALS].long(), values[-_NUM_TOTALS:].tolist()
-    heap = watch.calls.heap
+    heap = counter.listeners.heap
     return LayerRecord(
         name=name,
         num_calls=int(other[_NUM_CALLS]),
-        aux_loss=other[_AUX_LOSS] / max(other[_NUM_CALLS], 1.0) if watch.knows_losses else None,
+        aux_loss=other[_AUX_LOSS] / max(other[_NUM_CALLS], 1.0) if counter.knows_losses else None,
         tokens_per_expert=tuple(load.tolist()),
         tokens_per_rank=tuple(load.view(heap.num_ranks, -1).sum(1).tolist()),
         coefficient_of_variation=float(balance.coefficient_of_variation(load)),

@@ -20,7 +20,7 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.moe.layer import MoELayer
-from symmoe.moe.listeners import Call, calls_of, layers_with_calls
+from symmoe.moe.listeners import RoutingReport, layers_with_listeners, listeners_of
 
 Routing = dict[str, torch.Tensor]
 
@@ -40,16 +40,16 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
             at all.
     """
     routing: Routing = {}
-    layers = layers_with_calls(model)
-    with ExitStack() as listeners:
+    layers = layers_with_listeners(model)
+    with ExitStack() as added:
         for name, layer in layers.items():
 
-            def keep(call: Call, name: str = name) -> None:
+            def keep(report: RoutingReport, name: str = name) -> None:
                 if name in routing:
                     raise ArgumentError(f"layer {name!r} is called twice; record one forward, and no backward")
-                routing[name] = call.chosen_idx.int()
+                routing[name] = report.chosen_idx.int()
 
-            listeners.callback(calls_of(layer).listen(keep))
+            added.callback(listeners_of(layer).add(keep))
         yield routing
         _check_all_called(layers.keys() - routing.keys())
 
@@ -103,7 +103,7 @@ def balanced_choice(
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
     layers: dict[str, MoELayer] = {}
-    for name, layer in layers_with_calls(model).items():
+    for name, layer in layers_with_listeners(model).items():
         if not isinstance(layer, MoELayer):
             raise ArgumentError(
                 f"layer {name!r} ({type(layer).__name__}) must be a MoELayer: routing can be given to symmoe's router "

@@ -163,7 +163,7 @@ def test_layers_that_are_alike_share_one_graph(heap):
         assert_same(step(torch.compile(module, fullgraph=True, backend=counter), x), expected)
     assert counter.frame_count == 1
     other = block(heap, **STATIC, renormalize=False)
-    assert other.moe._step is not blocks[0].moe._step
+    assert other.moe._routed_experts is not blocks[0].moe._routed_experts
     assert_same(step(torch.compile(other, fullgraph=True, backend=counter), x), step(other, x))
     assert counter.frame_count == 2
 
@@ -181,12 +181,12 @@ def test_nothing_is_left_behind(heap):
     assert heap.leased_bytes == 0
     step(compiled, x)
     assert heap.leased_bytes == 0
-    number = module.moe._step.number
-    assert number in operators._STEPS
+    number = module.moe._routed_experts.number
+    assert number in operators.BY_NUMBER
     del module, compiled, outputs
     torch._dynamo.reset()
     gc.collect()
-    assert number not in operators._STEPS
+    assert number not in operators.BY_NUMBER
 
 
 def test_backward_twice_through_a_retained_graph(heap):
@@ -219,8 +219,12 @@ def test_errors_keep_their_types(heap):
         experts = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, **{option: True})
         layer = symmoe.MoELayer(config(**STATIC), heap, experts=experts)
         with pytest.raises(ArgumentError, match=option):
-            operators.expert_parallel_step(
-                layer._step, torch.ones(2, HIDDEN), torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.int32), experts
+            operators.run_as_operator(
+                layer._routed_experts,
+                torch.ones(2, HIDDEN),
+                torch.ones(2, 2),
+                torch.zeros(2, 2, dtype=torch.int32),
+                experts,
             )
 
 
@@ -274,7 +278,7 @@ def test_copied_state_is_refused(heap):
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
     weights = [p.detach() for p in layer.experts.parameters()]
     _, _, _, state = torch.ops.symmoe.moe_forward(
-        x, probs, topk_idx, [], weights, [], layer._step.number, True, True, 3
+        x, probs, topk_idx, [], weights, [], layer._routed_experts.number, True, True, 3
     )
     dy = torch.ones(3, HIDDEN)
     assert len(torch.ops.symmoe.moe_backward(dy, state, x, probs, [], weights, [], True, 3)) == 4
@@ -293,7 +297,9 @@ def test_backward_reads_what_it_is_given_and_not_what_forward_saw(heap):
     kept = [tensor.clone() for tensor in arguments]
 
     def forward() -> torch.Tensor:
-        return torch.ops.symmoe.moe_forward(x, probs, topk_idx, [], weights, [], layer._step.number, True, True, 3)[3]
+        return torch.ops.symmoe.moe_forward(
+            x, probs, topk_idx, [], weights, [], layer._routed_experts.number, True, True, 3
+        )[3]
 
     expected = torch.ops.symmoe.moe_backward(dy, forward(), x, probs, [], weights, [], True, 3)
     state = forward()
@@ -308,7 +314,7 @@ def test_operators_pass_torchs_own_checks(heap):
     weights = [p.detach().requires_grad_() for p in layer.experts.parameters()]
     x, probs = torch.randn(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
-    arguments = (x, probs, topk_idx, [], weights, [], layer._step.number, True, True, 3)
+    arguments = (x, probs, topk_idx, [], weights, [], layer._routed_experts.number, True, True, 3)
     torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments)
     torch.library.opcheck(torch.ops.symmoe.select_experts.default, (torch.randn(5, 4), 2))
     step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
@@ -342,12 +348,12 @@ def test_a_copy_works_when_the_original_is_gone(heap):
         y.square().sum().backward()
         assert torch.equal(y, want)
         assert all(torch.equal(p.grad, g) for p, g in zip(copied.parameters(), gradients, strict=True))
-    assert copy.deepcopy(copied)._step is copied._step
+    assert copy.deepcopy(copied)._routed_experts is copied._routed_experts
 
 
 def test_pickling_says_what_to_do_instead(heap):
     layer = symmoe.MoELayer(config(), heap)
-    for held in (layer, heap, layer._step, nn.Sequential(layer)):
+    for held in (layer, heap, layer._routed_experts, nn.Sequential(layer)):
         for save in (pickle.dumps, lambda held: torch.save(held, io.BytesIO())):
             with pytest.raises(ArgumentError, match=r"state_dict.*save_checkpoint"):
                 save(held)

@@ -12,7 +12,7 @@ from symmoe.integrations.megatron.buffers import SharedBuffers
 from symmoe.integrations.megatron.compat import groups_problem, layer_problem, process_groups
 from symmoe.integrations.megatron.dispatcher import DispatchOptions, SymmTokenDispatcher, begun
 from symmoe.integrations.megatron.experts import SymmExperts
-from symmoe.moe.listeners import Call, Calls
+from symmoe.moe.listeners import Listeners, RoutingReport
 
 
 class SymmMoELayer(MoELayer):
@@ -55,7 +55,7 @@ class SymmMoELayer(MoELayer):
         self.token_dispatcher = SymmTokenDispatcher(
             config, pg_collection, buffers=buffers, options=options, own_experts=own_experts
         )
-        self.calls = Calls(buffers.heap, num_experts=config.num_moe_experts, order=options.order)
+        self.listeners = Listeners(buffers.heap, num_experts=config.num_moe_experts, order=options.order)
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
@@ -70,14 +70,14 @@ class SymmMoELayer(MoELayer):
         if output_buffer is not None:
             buffers = {"output_buffer": output_buffer, "grad_input_buffer": grad_input_buffer}
         output, bias = self.experts(rows, tokens_per_expert, row_probs, **buffers)
-        if self.calls.listeners:
+        if self.listeners.callbacks:
             self._tell(rows)
         return dispatcher.combine_preprocess(output), bias
 
     def _tell(self, rows: torch.Tensor) -> None:
         plan, topk_idx = begun(self.token_dispatcher.plan), begun(self.token_dispatcher.topk_idx)
         row_bytes = rows.shape[1] * rows.element_size()
-        call = Call(
+        report = RoutingReport(
             topk_idx=topk_idx,
             chosen_idx=topk_idx,
             expert_load=plan.expert_load,
@@ -86,4 +86,4 @@ class SymmMoELayer(MoELayer):
             sent_row_bytes=row_bytes,
             is_training=self.training,
         )
-        self.calls.tell(call)
+        self.listeners.tell(report)

@@ -2,7 +2,7 @@
 
 H hidden, I ffn, E experts in all, e experts on this rank, K experts per token, T tokens, R ranks.
 
-Names are imported on first use; `from_pretrained` and `register` alone import transformers.
+Names are imported on first use; only `from_pretrained` and `register` import transformers.
 """
 
 from __future__ import annotations

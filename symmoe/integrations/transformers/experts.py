@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
 
-from symmoe.checks.arguments import width_problem
+from symmoe.checks.arguments import width_problem, working_dtype
 from symmoe.checks.buffers import dtype_problem
+from symmoe.checks.words import CHOICES, Order, Overflow, Stash, is_choice
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.families import Family, StockExperts
 from symmoe.kernels import control
-from symmoe.moe import operators
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.listeners import Call, Calls
-from symmoe.moe.routed_experts import apply_experts, plan_step
+from symmoe.moe.listeners import Listeners, RoutingReport
+from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.moe.wrappers import ExpertParallelModule, Replicas
 from symmoe.symm_mem.heap import SymmetricHeap
-
-_CHOICES = {"overflow": ("raise", "drop"), "order": ("rank", "slot"), "stash": ("all", "rows", "hidden", "none")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,15 +36,15 @@ class StepConfig:
     """
 
     capacity: int | None = None
-    overflow: Literal["raise", "drop"] = "raise"
+    overflow: Overflow = "raise"
     max_tokens: int | None = None
-    order: Literal["rank", "slot"] = "rank"
-    stash: Literal["all", "rows", "hidden", "none"] = "all"
+    order: Order = "rank"
+    stash: Stash = "all"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, choices))}")
+        for name in ("overflow", "order", "stash"):
+            if not is_choice(name, word := getattr(self, name)):
+                raise ArgumentError(f"{name} ({word!r}) must be one of {', '.join(map(repr, CHOICES[name]))}")
 
 
 class ExpertParallelExperts(ExpertParallelModule):
@@ -68,7 +65,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         self.num_experts = mlp.num_groups * heap.num_ranks  # E, of all ranks
         # Every call brings its own K, and none of what this is for asks the configuration for it.
         self.config = MoEConfig(hidden=mlp.hidden, ffn=mlp.ffn, num_experts=self.num_experts, top_k=1, **asdict(step))
-        self.calls = Calls(heap, num_experts=self.num_experts, order=step.order)
+        self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order)
         self.set_experts(mlp)
 
     @property
@@ -79,7 +76,7 @@ class ExpertParallelExperts(ExpertParallelModule):
     def set_experts(self, experts: GroupedMLP) -> None:
         """Makes `experts`, of the same shape, this rank's: e.g. `mlp` again, when it has got adapters. Local."""
         self.mlp = experts
-        self._step = operators.step_of(self.config, self.heap, experts)
+        self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -97,26 +94,17 @@ class ExpertParallelExperts(ExpertParallelModule):
 
         Raises:
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
-                Inside torch.compile wrong shapes are the compiler's error, on that rank alone.
+                Inside torch.compile wrong shapes are the compiler's error, on that rank only.
         """
         if not torch.compiler.is_compiling():
             self.heap.check(control.PHASE_PLAN)
             problem = self.wrapper_problem() or self._problem(hidden_states, top_k_index, top_k_weights)
             self.heap.fail_for(problem, control.PHASE_PLAN)
-        device_type = hidden_states.device.type
-        autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_states.dtype
+        dtype = working_dtype(hidden_states)
         tokens, probs = hidden_states.to(dtype), top_k_weights.float()
-        if operators.is_watched(self.mlp):
-            y, expert_load, num_dropped = operators.expert_parallel_step(
-                self._step, tokens, probs, top_k_index, self.mlp
-            )
-        else:
-            plan = plan_step(self.config, self.heap, top_k_index, dtype)
-            y = apply_experts(self.config, tokens, probs, self.mlp, plan)
-            expert_load, num_dropped = plan.expert_load, plan.num_dropped
-        if self.calls.listeners:
-            call = Call(
+        y, expert_load, num_dropped = self._routed_experts(tokens, probs, top_k_index, self.mlp)
+        if self.listeners.callbacks:
+            report = RoutingReport(
                 topk_idx=top_k_index,
                 chosen_idx=top_k_index,
                 expert_load=expert_load,
@@ -125,7 +113,7 @@ class ExpertParallelExperts(ExpertParallelModule):
                 sent_row_bytes=self.config.sent_row_bytes("forward", dtype.itemsize),
                 is_training=self.training,
             )
-            self.calls.tell(call)
+            self.listeners.tell(report)
         return y.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

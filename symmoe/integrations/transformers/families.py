@@ -22,7 +22,7 @@ BLOCK = "mlp"  # what every family calls its MoE block in memory
 
 
 class StockExperts(Protocol):
-    """An experts module of transformers, of any family. What those of gpt-oss alone have is in the second group."""
+    """An experts module of transformers, of any family. The second group is what only those of gpt-oss have."""
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from symmoe.checks.words import Stash
 from symmoe.errors import ArgumentError
-from symmoe.moe.config import MoEConfig, Stash
+from symmoe.moe.config import MoEConfig
 from symmoe.tools.bench.layer import CEILING, LAYER
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.records import Record, identity

@@ -126,29 +126,31 @@ class _Trip:
         return slots // self._arrived_idx.shape[1], slots, ends
 
 
-class _Context(Context, Protocol):
+class _TripContext(Context, Protocol):
     trip: _Trip
 
 
 class _Dispatch(Function):
     @staticmethod
-    def forward(ctx: _Context, x: torch.Tensor, probs: torch.Tensor, trip: _Trip) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: _TripContext, x: torch.Tensor, probs: torch.Tensor, trip: _Trip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.trip = trip
         return trip.dispatch(x, probs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, d_rows: torch.Tensor, d_probs: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _TripContext, d_rows: torch.Tensor, d_probs: torch.Tensor) -> tuple[Any, ...]:
         return *ctx.trip.combine(d_rows.contiguous(), d_probs.contiguous()), None
 
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: _Context, rows: torch.Tensor, trip: _Trip) -> torch.Tensor:
+    def forward(ctx: _TripContext, rows: torch.Tensor, trip: _Trip) -> torch.Tensor:
         ctx.trip = trip
         return trip.combine(rows)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: _TripContext, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.trip.dispatch_again(dy.contiguous()), None

@@ -64,7 +64,7 @@ def make_variants(problem: Problem, ranks: Ranks, opened: int) -> list[Measured]
     return [Measured("layer", replace(eager_step(NAME, problem, reference, forward, inputs), verify=verify))]
 
 
-class _Context(Context, Protocol):
+class _LayerContext(Context, Protocol):
     first: tuple[Any, ...]
     second: tuple[torch.Tensor, ...]
     sizes: tuple[int, int, int]
@@ -76,7 +76,7 @@ class _Layer(Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: _LayerContext,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         probs: torch.Tensor,
@@ -97,7 +97,7 @@ class _Layer(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _LayerContext, dy: torch.Tensor) -> tuple[Any, ...]:
         from liger_cute_kernels import tvm_ffi
 
         dx, d_gate, d_up, dw2, dprobs = tvm_ffi.moe_fused_bwd_bf16(

@@ -1,6 +1,6 @@
-"""The steps of a Sequential, and what is wrong with the arguments of any of them before the first has run.
+"""The stages of a Sequential, and what is wrong with the arguments of any of them before the first has run.
 
-What all modules read and write is looked at together: a module sees its own arguments alone, and those of a later one
+What all modules read and write is looked at together: a module sees only its own arguments, and those of a later one
 would be found wrong when an earlier one has written into its buffers.
 """
 
@@ -28,12 +28,12 @@ _UNKNOWN = RowsLike(None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Stage:
     """One module of a Sequential, or a GroupedLinear, an activation and a GroupedLinear that run fused.
 
     Attributes:
         index: of the first module.
-        modules, inputs, keywords: one or three of each: what a module takes beside the rows.
+        modules, inputs, keywords: one or three of each: what a module takes in addition to the rows.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Step:
         return any(getattr(part, "delay_wgrad", False) for module in self.modules for part in module.modules())
 
     def problem(self, rows: RowsLike) -> Exception | None:
-        """What is wrong with any one argument of a known step but the rows, or None."""
+        """What is wrong with any one argument of a known stage but the rows, or None."""
         module, (first, *_) = self.modules[0], self.inputs
         out, grad_input_out = self.keywords[-1].get("out"), self.keywords[0].get("grad_input_out")
         if isinstance(module, ScaledActivation):
@@ -81,7 +81,7 @@ class Step:
         return Buffer(f"{name} of module {self.index + place} ({type(module).__name__})", tensor)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What the step reads beside the rows."""
+        """What the stage reads in addition to the rows."""
         keywords = (k for each in self.keywords for k in each.items())
         given = (value for name, value in keywords if name not in ("out", "grad_input_out"))
         values = itertools.chain(given, *self.inputs, *(module.parameters() for module in self.modules))
@@ -95,44 +95,46 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def steps_problem(steps: list[Step], x: object) -> Exception | None:
-    """What is wrong with the arguments of any step, or None, as far as it can be told. Looks at no device memory."""
+def stages_problem(stages: list[Stage], x: object) -> Exception | None:
+    """What is wrong with the arguments of any stage, or None, as far as it can be told. Reads no device memory."""
     rows = RowsLike.of(x) if isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda") else _UNKNOWN
-    for step in steps:
-        if not step.is_known:
+    for stage in stages:
+        if not stage.is_known:
             rows = _UNKNOWN
             continue
-        if any(map(has_hooks, step.modules)):  # a hook may cast what goes in or comes out
+        if any(map(has_hooks, stage.modules)):  # a hook may cast what goes in or comes out
             rows = rows._replace(dtype=None)
-        error = step.problem(rows)
+        error = stage.problem(rows)
         if error is not None:
             return error
-    return _shared_memory_problem(steps, x)
+    return _shared_memory_problem(stages, x)
 
 
-def _shared_memory_problem(steps: list[Step], x: object) -> Exception | None:
-    """The error if a buffer shares memory with what any step reads, or with another one while both matter, or None.
+def _shared_memory_problem(stages: list[Stage], x: object) -> Exception | None:
+    """The error if a buffer shares memory with what any stage reads, or with another one while both matter, or None.
 
-    A result matters to the steps after it, up to the first that is known to make memory of its own, or to the caller; a
-    graph may read it at any later time. Likewise a gradient matters to the steps before it. A result and a gradient
-    never share memory.
+    A result matters to the stages after it, up to the first that is known to make memory of its own, or to the caller.
+    A graph may read it at any later time. In the same way a gradient matters to the stages before it. A result and a
+    gradient never share memory.
     """
-    results = [(i, buffer) for i, step in enumerate(steps) if (buffer := step.buffer("out")) is not None]
-    gradients = [(i, buffer) for i, step in enumerate(steps) if (buffer := step.buffer("grad_input_out")) is not None]
+    results = [(i, buffer) for i, stage in enumerate(stages) if (buffer := stage.buffer("out")) is not None]
+    gradients = [
+        (i, buffer) for i, stage in enumerate(stages) if (buffer := stage.buffer("grad_input_out")) is not None
+    ]
     if not results and not gradients:
         return None
     read = [x] if isinstance(x, torch.Tensor) else []
-    read += itertools.chain.from_iterable(step.tensors() for step in steps)
+    read += itertools.chain.from_iterable(stage.tensors() for stage in stages)
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
-    known = [i for i, step in enumerate(steps) if step.is_known]
+    known = [i for i, stage in enumerate(stages) if stage.is_known]
 
     def result(i: int, buffer: Buffer) -> Buffer:
         reader = next((reader for reader in known if reader > i), None)
         return replace(buffer, first=i, last=math.inf if trains or reader is None else reader)
 
-    def gradient(i: int, buffer: Buffer) -> Buffer:  # time goes on as the number of the step falls
+    def gradient(i: int, buffer: Buffer) -> Buffer:  # time goes on as the number of the stage falls
         reader = next((reader for reader in reversed(known) if reader < i), None)
-        last = math.inf if reader is None or steps[reader].delays_gradients else -reader
+        last = math.inf if reader is None or stages[reader].delays_gradients else -reader
         return replace(buffer, first=-i, last=last)
 
     error = overlap_problem([result(*each) for each in results], read)

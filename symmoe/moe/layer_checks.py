@@ -1,0 +1,78 @@
+"""What can be wrong with the arguments of MoELayer, looked at before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import nn
+
+from symmoe.checks.buffers import tensor_problem
+from symmoe.errors import ArgumentError, SymmoeError
+from symmoe.kernels import control
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.router import Choice, RouterOutput, choice_problem, mask_problem, probs_problem
+
+
+def arguments_problem(
+    config: MoEConfig,
+    device: torch.device,
+    x: torch.Tensor,
+    *,
+    token_mask: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    probs: torch.Tensor | None,
+) -> SymmoeError | None:
+    """What is wrong with the arguments of MoELayer.forward, or None. Looks at no device memory.
+
+    Args:
+        device: of the heap.
+    """
+    shape = ("...", f"hidden ({config.hidden})")
+    error: SymmoeError | None = tensor_problem("x", x, shape=shape, dtypes=control.DTYPES, device=device)
+    if error is not None:
+        return error
+    if x.shape[-1] != config.hidden:
+        return ArgumentError(f"x ({list(x.shape)}) must be a tensor whose last dimension is hidden ({config.hidden})")
+    error = mask_problem(token_mask, x) or choice_problem(topk_idx, x, config.top_k)
+    return error or probs_problem(probs, topk_idx, x, config)
+
+
+def inference_problem(layer: nn.Module, **tensors: torch.Tensor | None) -> ArgumentError | None:
+    """The error that torch would raise when it saves an inference tensor for backward, or None.
+
+    Torch would raise it where the peers wait already.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_inference() and any(p.requires_grad for p in layer.parameters()):
+            return ArgumentError(f"{name} was made in inference_mode, and backward cannot use it: give its clone()")
+    return None
+
+
+def numbers_problem(routed: Choice) -> ArgumentError | None:
+    """The error for the first token whose logits, or given probs, are not finite, or None. Synchronises the host."""
+    what, numbers = (
+        ("the router's logits", routed.logits) if isinstance(routed, RouterOutput) else ("probs", routed.probs)
+    )
+    bad = (~numbers.isfinite()).any(1).nonzero()
+    if not len(bad):
+        return None
+    return ArgumentError(f"{what} of token {int(bad[0])} are not finite ({len(bad)} such tokens)")
+
+
+def hooks_of(experts: nn.Module) -> list[str]:
+    """Hooks of a module's call on the experts, their layers and activation: of which kind, and where."""
+    modules = (experts, *cast(Iterable[nn.Module], experts._modules.values()))
+    for m in modules:  # the quick way, for every call
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            break
+    else:
+        return []
+    names = ("experts", *(f"experts.{name}" for name in experts._modules))
+    kinds = ("forward_hook", "forward_pre_hook", "backward_hook", "backward_pre_hook")
+    return [
+        f"{kind} on {name}" for name, m in zip(names, modules, strict=True) for kind in kinds if vars(m)[f"_{kind}s"]
+    ]
