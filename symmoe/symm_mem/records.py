@@ -12,7 +12,7 @@ from symmoe.errors import (
     SymmoeError,
 )
 from symmoe.kernels import control
-from symmoe.symm_mem.abort import Report
+from symmoe.symm_mem.inbox import Report
 
 
 def timeout_error(words: list[int], bound: str, bound_s: float) -> PeerTimeout:
@@ -40,6 +40,16 @@ def abort_error(report: Report, sender: int, rank: int, bound: str, bound_s: flo
         bound_s=bound_s,
         reported_by=sender,
     )
+
+
+def plan_record(report: list[int]) -> list[int]:
+    """The status record of a plan with this report (control.SUM_*), as its kernel would have written it."""
+    words = [0] * control.STATUS_WORDS
+    words[control.STATUS_KIND], words[control.STATUS_PHASE] = control.STATUS_PLAN, control.PHASE_PLAN
+    words[control.STATUS_PEER] = report[control.SUM_ERROR_RANK]
+    words[control.STATUS_EXPECTED], words[control.STATUS_SEEN] = report[control.SUM_LIMIT], report[control.SUM_VALUE]
+    words[control.STATUS_EPOCH], words[control.STATUS_WHERE] = report[control.SUM_ERROR], report[control.SUM_WHERE]
+    return words
 
 
 def plan_error(words: list[int]) -> SymmoeError:
