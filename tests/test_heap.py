@@ -48,7 +48,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.parts import Division
-from symmoe.symm_mem import address, garbage, host, machine, nvshmem
+from symmoe.symm_mem import address, host, machine, memory, nvshmem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -285,7 +285,7 @@ def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, mo
         now[0] += 0.01  # a collection takes so long
         return now[0]
 
-    monkeypatch.setattr(garbage, "time", types.SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(memory, "time", types.SimpleNamespace(monotonic=clock))
     gc.disable()
     try:
         with Collections() as collections:

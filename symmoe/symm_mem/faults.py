@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -104,7 +105,7 @@ class Faults:
         self.unraised = None  # every rank raises this one instead
         error: SymmoeError
         if kind in (control.STATUS_TIMEOUT, control.STATUS_ABORT):
-            error = self._timeout(words) if kind == control.STATUS_TIMEOUT else self._abort_of_peer(words)
+            error = self._peer_failure(words)
             self.poison = str(error)
             self._write_down(error)
             return error
@@ -130,22 +131,21 @@ class Faults:
         words = plan_record(report)
         return self._written_down(plan_error(words), words)
 
-    def _timeout(self, words: list[int]) -> PeerError:
-        """The error of a peer that did not come. Tells the others: all ranks shall name the same one."""
-        phase = words[control.STATUS_PHASE]
-        first = self._waits.first_times.was_first(words[control.STATUS_EPOCH], phase, words[control.STATUS_PEER])
-        error = timeout_error(words, *self._waits.bound(first))
-        self._describe(error, words)  # before this rank writes over what its peers have sent
-        self.give_up(Report(str(error), error.rank, phase, error.expected, error.seen, int(first)))
-        return error
-
-    def _abort_of_peer(self, words: list[int]) -> PeerError:
-        """The error of a peer that gave up."""
-        sender, report = words[control.STATUS_PEER], Report("it has not said why")
+    def _peer_failure(self, words: list[int]) -> PeerError:
+        """The error of a peer that did not come or gave up. Of the former, all ranks shall name the same one."""
+        phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
+        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
+            first = self._waits.first_times.was_first(epoch, phase, peer)
+            report = Report("", peer, phase, expected, seen, int(first))
+            timeout = timeout_error(report, *self._waits.bound(first))
+            self._describe(timeout, words)  # before this rank writes over what its peers have sent
+            self.give_up(replace(report, reason=str(timeout)))
+            return timeout
+        report = Report("it has not said why")
         if not self._is_captured:  # which may not read
             with self._streams.at_once():
-                report = read_report(self._peers, sender)
-        error = abort_error(report, sender, self._peers.rank, *self._waits.bound(bool(report.first)))
+                report = read_report(self._peers, peer)
+        error = abort_error(report, peer, self._peers.rank, *self._waits.bound(bool(report.first)))
         self._describe(error, words)
         return error
 

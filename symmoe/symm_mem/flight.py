@@ -19,18 +19,13 @@ import torch
 from symmoe.errors import PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.symm_mem.records import CHOICES
 
 FORMAT = "symmoe flight record 1"
 NUM_CALLS = 64
 MAX_FILES = 100  # of one rank and process in a folder
 _STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort")
-_NAMES = {
-    "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES],
-    "order": control.ORDERS,
-    "gradients": control.GRADIENTS,
-    "layout": control.LAYOUTS,
-    "schedule": control.SCHEDULES,
-}
+_NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES]}
 
 
 class FlightRecorder:

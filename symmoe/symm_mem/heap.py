@@ -128,7 +128,9 @@ class SymmetricHeap:
         self._streams.synchronize()
         self._bootstrap.barrier()  # nobody may signal into a control block that is not zeroed yet
         self._closed = False
-        self._warm_up()
+        for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
+            self._waits.barrier(control.pack_call(phase=control.PHASE_START))
+        self.synchronize()
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -508,17 +510,11 @@ class SymmetricHeap:
         """Raises on every rank if ranks disagree. Collective."""
         mine = _FINGERPRINT.pack(_PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), timeout_s)
         gathered = [_FINGERPRINT.unpack(f) for f in self._bootstrap.all_gather_bytes(mine, num_bytes=_FINGERPRINT.size)]
-        for index, field in enumerate(("protocol version", "num_bytes", "backend", "timeout_s")):
-            values = [fingerprint[index] for fingerprint in gathered]
+        fields = ("protocol version", "num_bytes", "backend", "timeout_s")
+        for field, values in zip(fields, zip(*gathered, strict=True), strict=True):
             if len(set(values)) > 1:
-                shown = [_BACKENDS[v] for v in values] if field == "backend" else values
+                shown = [_BACKENDS[v] for v in values] if field == "backend" else list(values)
                 raise ConfigMismatch(f"{field} differs between ranks: {shown}")
-
-    def _warm_up(self) -> None:
-        """Compiles the barrier, and shows that ranks reach each other."""
-        for _ in range(2):  # both halves of the mailbox
-            self._waits.barrier(control.pack_call(phase=control.PHASE_START))
-        self.synchronize()
 
 
 def _timeout_problem(name: str, value: object) -> ArgumentError | None:

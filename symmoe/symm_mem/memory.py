@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +14,11 @@ import torch
 from symmoe.kernels.control import Peers
 from symmoe.symm_mem.access import Access
 from symmoe.symm_mem.arena import Arena
-from symmoe.symm_mem.garbage import Garbage
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 
 _Place = tuple[Arena, tuple[int, int]]  # the arena that a span goes back to, and (offset, size) as it accounts for it
+
+_SEARCH_WORTH = 10  # a search for garbage that finds nothing may cost as little as a tenth of the time
 
 
 @dataclass
@@ -100,12 +103,14 @@ class Memory:
         self._start, self._end = peers.layout.num_bytes, own.numel()
         self._graph_arenas: dict[int, Arena] = {}  # what captured graphs use: no call outside may get it
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
-        self._garbage = Garbage()
+        # Of the last search for garbage, if it was in vain: offsets of the live leases, and when to search again.
+        self._fruitless: tuple[int, ...] = ()
+        self._next_search_s = 0.0
 
     def take(self, num_bytes: int, name: str) -> Span | None:
         """A span for a lease, or None if no free range is large enough."""
         span = self._take(num_bytes, name)
-        if span is None and num_bytes <= self.arena.capacity_bytes and self._garbage.collect(self._live_offsets()):
+        if span is None and num_bytes <= self.arena.capacity_bytes and self._collect_garbage():
             span = self._take(num_bytes, name)
         return span
 
@@ -171,9 +176,22 @@ class Memory:
             self._take_back_dropped()
             return offset, any(start <= offset and end <= start + size for start, size in self._live.items())
 
-    def _live_offsets(self) -> tuple[int, ...]:
+    def _collect_garbage(self) -> bool:
+        """Has Python's collector look for leases that only cycles of dead objects hold; whether there may be room now.
+
+        A loop of leases that do not fit would otherwise do little else: a collection takes as long as the process has
+        objects, a tenth of a second and more. So if no lease is live there is none, and after one in vain there is none
+        with the same leases until a multiple of its duration has passed.
+        """
         with self.lock:
-            return tuple(self._live)
+            leases = tuple(self._live)
+        if not leases or (leases == self._fruitless and time.monotonic() < self._next_search_s):
+            return False
+        start_s = time.monotonic()
+        gc.collect()
+        end_s = time.monotonic()
+        self._fruitless, self._next_search_s = leases, end_s + _SEARCH_WORTH * (end_s - start_s)
+        return True
 
     @property
     def leased_bytes(self) -> int:
