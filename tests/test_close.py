@@ -30,7 +30,7 @@ def raise_in_close(rank: int, num_ranks: int, where: str) -> dict:
     facts = {"exact": round_trip(heap)}
     dist.barrier()
     if rank == VICTIM and where == "before the barrier":
-        heap._synchronize = raise_own_error
+        heap._streams.synchronize = raise_own_error
     if rank == VICTIM and where == "in the wait":
         signal.signal(signal.SIGALRM, raise_own_error)
         signal.setitimer(signal.ITIMER_REAL, 0.2)

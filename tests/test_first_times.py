@@ -16,7 +16,7 @@ from reliability.delays import before_steps
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import PeerError, PeerTimeout
 from symmoe.kernels import control, twin
-from symmoe.symm_mem.first_times import FirstTimes
+from symmoe.symm_mem.waits import FirstTimes
 
 H = 256  # one panel of columns: so no wait of a first step follows one of its own kind
 COLD_S, SHORT_S = 0.1, 0.02

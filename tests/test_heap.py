@@ -48,7 +48,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.parts import Division
-from symmoe.symm_mem import address, garbage, host, machine, nvshmem
+from symmoe.symm_mem import address, host, machine, memory, nvshmem
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -285,13 +285,13 @@ def test_a_lease_without_room_collects_where_it_may_help(heap: SymmetricHeap, mo
         now[0] += 0.01  # a collection takes so long
         return now[0]
 
-    monkeypatch.setattr(garbage, "time", types.SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(memory, "time", types.SimpleNamespace(monotonic=clock))
     gc.disable()
     try:
         with Collections() as collections:
             for _ in range(50):  # nobody holds anything
                 assert outcome(heap.lease, (NUM_BYTES,), torch.uint8)[0] == "HeapExhausted"
-            most = heap._arena.largest_free_bytes
+            most = heap._memory.arena.largest_free_bytes
             kept = heap.lease((512,), torch.uint8)
             for _ in range(50):  # more than the whole heap
                 assert outcome(heap.lease, (2 * NUM_BYTES,), torch.uint8)[0] == "HeapExhausted"
@@ -765,7 +765,7 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
         heap.timeout_s = heap.start_timeout_s = HANG_S  # nobody waits any more
         facts["next"] = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
         # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
-        facts["offsets"] = heap._launch_barrier(control.pack_call(phase=control.PHASE_START), (), fault=False).tolist()
+        facts["offsets"] = heap._waits.barrier(control.pack_call(phase=control.PHASE_START), (), fault=False).tolist()
         facts["lease"] = outcome(heap.lease, (1,), torch.uint8)[0]
     dist.barrier()
     if rank == missing:
@@ -854,7 +854,7 @@ def run_ahead(rank: int, num_ranks: int) -> list[str]:
             else:
                 phases = [control.PHASE_DISPATCH_READY, control.PHASE_DISPATCH_DONE, control.PHASE_COMBINE_READY]
                 for phase in phases[: 1 + turn % 3]:
-                    words = heap._launch_barrier(control.pack_call(phase=phase), (512,), fault=False)
+                    words = heap._waits.barrier(control.pack_call(phase=phase), (512,), fault=False)
                     findings.check(bool((words == -1).all()), f"offsets in a failed call: {words.tolist()}")
                 culprit = turn % num_ranks
                 findings.equal("error", outcome(heap.check), ("ArgumentError", f"on rank {culprit}: turn {turn}"))

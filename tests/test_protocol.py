@@ -150,8 +150,8 @@ def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[
 
         def no_room() -> None:
             taken = []
-            while last and heap._arena.largest_free_bytes > 1024:
-                taken.append(heap.lease((heap._arena.largest_free_bytes,), torch.uint8, name="everything"))
+            while last and heap._memory.arena.largest_free_bytes > 1024:
+                taken.append(heap.lease((heap._memory.arena.largest_free_bytes,), torch.uint8, name="everything"))
             try:
                 static(tokens(heap))
                 heap.synchronize()
@@ -161,7 +161,9 @@ def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[
 
         def in_backward() -> None:
             y, _ = static(tokens(heap).requires_grad_())
-            taken = [heap.lease((heap._arena.largest_free_bytes,), torch.uint8, name="everything")] if last else []
+            taken = (
+                [heap.lease((heap._memory.arena.largest_free_bytes,), torch.uint8, name="everything")] if last else []
+            )
             try:
                 y.sum().backward()
                 heap.synchronize()

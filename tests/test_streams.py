@@ -78,7 +78,7 @@ def test_one_stream_keeps_no_marks(fake: Fake):
         order.released(SPAN)
         order.dropped(OTHER)
         order.taken(SPAN)
-    assert not order._eager._released
+    assert not order._eager.released
     assert fake.seen == {1: {}, 2: {}}
 
 
@@ -186,7 +186,7 @@ def test_marks_do_not_pile_up_and_none_is_missing(fake: Fake, seed: int):
             last |= dict.fromkeys(units(span), (fake.current, fake.launch()))
             order.released(span)
             arena.give_back(*span)
-        num_marks.append(len(order._eager._released))
+        num_marks.append(len(order._eager.released))
     # Spans of memory nobody has taken again; their number depends on how many are out at a time, not on how often.
     assert max(num_marks) < 60
 

@@ -15,7 +15,7 @@ from worker import Findings, open_heap
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.kernels import control
-from symmoe.symm_mem.unraised import was_left
+from symmoe.symm_mem.faults import was_left
 
 T, K, H = 6, 2, 16
 

@@ -45,7 +45,7 @@ def wait_for_arrivals(heap: SymmetricHeap, ranks: Iterable[int]) -> None:
 
 def free_bytes(heap: SymmetricHeap) -> int:
     """Size of the largest lease that fits now."""
-    return heap._arena.largest_free_bytes
+    return heap._memory.arena.largest_free_bytes
 
 
 def poison(heap: SymmetricHeap) -> None:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import symmoe
-from symmoe.checkpoint import files, folder
+import symmoe.checkpoint.files as files
+import symmoe.checkpoint.folder as folder
 from symmoe.checkpoint.manifest import (
     DTYPES,
     MAX_STEP,

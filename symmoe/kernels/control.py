@@ -41,14 +41,14 @@ SIGNAL_WORDS = 8
 # A rank that gives up adds ABORT and its rank (in the bits from ABORT_RANK_SHIFT) to the first word of every slot of
 # every mailbox and of the signals, of its own and of the peers'. That is more than any epoch: every wait ends, and none
 # has to look at a flag besides. What was in the word may stay in its low bits, so that a wait for what has come already
-# does not fail (see symm_mem/abort.py). Others may write their epochs over it, but not in the slots of this rank, where
+# does not fail (see symm_mem/inbox.py). Others may write their epochs over it, but not in the slots of this rank, where
 # later waits find it.
 ABORT = 1 << 62
 ABORT_RANK_SHIFT = 48
 EPOCH_MASK = (1 << ABORT_RANK_SHIFT) - 1
 
 # a slot of the fault inbox: the epoch of the faulted barrier or the word of a rank that gave up (8 bytes), the error,
-# five integers of the latter (see symm_mem/abort.py), padding to 64 bytes
+# five integers of the latter (see symm_mem/inbox.py), padding to 64 bytes
 INBOX_BYTES = 64 + FAULT_BYTES
 INBOX_DETAILS = 8 + FAULT_BYTES  # where the integers start
 

@@ -19,38 +19,25 @@ import torch
 from symmoe.errors import PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.symm_mem.records import CHOICES
 
 FORMAT = "symmoe flight record 1"
 NUM_CALLS = 64
 MAX_FILES = 100  # of one rank and process in a folder
 _STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort")
-_NAMES = {
-    "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES],
-    "order": control.ORDERS,
-    "gradients": control.GRADIENTS,
-    "layout": control.LAYOUTS,
-    "schedule": control.SCHEDULES,
-}
-
-
-def flight_folder() -> str | None:
-    """Where the environment wants flight records; None: nowhere."""
-    return os.environ.get("SYMMOE_FLIGHT_DIR") or None
+_NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES]}
 
 
 class FlightRecorder:
     """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched.
-
-    Args:
-        folder: where records are written when an error is raised; None: nowhere.
 
     Attributes:
         epoch: of the last barrier that the host has launched. That of the device, but for graphs, whose launches count
             when they are captured and not when they are replayed.
     """
 
-    def __init__(self, folder: str | None) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        self._folder = os.environ.get("SYMMOE_FLIGHT_DIR")  # where records are written; None or "": nowhere
         self._calls: deque[list[Any]] = deque(maxlen=NUM_CALLS)
         self._num_launched = 0
         self.epoch = 0
@@ -113,7 +100,7 @@ class FlightRecorder:
 
     def write(self, record: dict[str, Any]) -> str:
         """Writes a record, for this user's eyes only; what to add to the error's text about it, "" for nothing."""
-        if self._folder is None:
+        if not self._folder:
             return ""
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)

@@ -6,48 +6,38 @@ import logging
 import math
 import operator
 import struct
-import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from symmoe import kernels
 from symmoe.errors import (
-    FAULT_BYTES,
-    TRAVELLING,
     ArgumentError,
     BackendUnavailable,
     ConfigMismatch,
     HeapClosed,
     HeapExhausted,
     HeapPoisoned,
-    PeerError,
     StaleLease,
     SymmoeError,
-    decode,
-    encode,
     raise_for,
 )
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.symm_mem import host, nvshmem
-from symmoe.symm_mem.abort import Report, read_report, tell_peers
 from symmoe.symm_mem.access import Access, OneCall
-from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
+from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap, warn_if_alone_by_mistake
-from symmoe.symm_mem.first_times import FirstTimes
-from symmoe.symm_mem.flight import FlightRecorder, flight_folder
-from symmoe.symm_mem.garbage import Garbage
+from symmoe.symm_mem.faults import UNRAISED, Faults
+from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
 from symmoe.symm_mem.machine import warn_if_too_large
-from symmoe.symm_mem.records import abort_error, mismatch_error, plan_error, timeout_error
+from symmoe.symm_mem.memory import Memory
 from symmoe.symm_mem.streams import Branch, capture_id, stream_order
-from symmoe.symm_mem.unraised import UNRAISED, nobody_has_raised, was_left
+from symmoe.symm_mem.waits import Waits
 
 logger = logging.getLogger("symmoe")
 
@@ -56,20 +46,6 @@ _FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend
 _BACKENDS = ("host", "nvshmem")
 _START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
-
-
-@dataclass
-class HeapStatistics:
-    """Counters of one heap since its construction.
-
-    Attributes:
-        num_leases: leases made.
-        num_staging_copies: times rows were copied to or from the heap because the caller brought no buffer on it (the
-            slow path of dispatch_tokens and combine_tokens; MoELayer never takes it).
-    """
-
-    num_leases: int = 0
-    num_staging_copies: int = 0
 
 
 class SymmetricHeap:
@@ -117,30 +93,22 @@ class SymmetricHeap:
     ) -> None:
         warn_if_alone_by_mistake(group)
         self._closed = True  # until everything below has worked
-        self._poison: str | None = None  # why; an exception would keep frames alive
-        self._unraised: SymmoeError | None = None  # see `check`
         self._access = Access()
-        self._flight = FlightRecorder(flight_folder())
         self._patient_bootstrap = Bootstrap(group)
         # With a bound on every rank: messages without one go another way, and would not meet those of the peers.
         problem = _timeout_problem("start_timeout_s", start_timeout_s)
         self._bootstrap = Bootstrap(group, _START_TIMEOUT_S if problem else min(start_timeout_s, _MAX_S))
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
-        self._layout = ControlLayout(self.num_ranks)
-        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.num_bytes = num_bytes
         self.backend, self.backend_reason = _pick_backend(backend)
-        self.statistics = HeapStatistics()
-        self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
-        self._bootstrap.attempt(self._check_arguments)
-        self._agree_on_configuration()
+        self._layout = ControlLayout(self.num_ranks)
+        self._bootstrap.attempt(partial(self._check_arguments, timeout_s, start_timeout_s))
+        self._agree_on_configuration(timeout_s)
         logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
 
         backend_class = host.HostBackend if self.backend == "host" else nvshmem.NvshmemBackend
         self._backend = backend_class(self._bootstrap, num_bytes)
         self.device = self._backend.device
-        self._kernels = kernels.for_device(self.device)
-        self._first_times = FirstTimes(kernels.compiled_counter(self.device))
         self.peers = Peers(
             rank=self.rank,
             num_ranks=self.num_ranks,
@@ -148,28 +116,21 @@ class SymmetricHeap:
             views=tuple(self._backend.arena_tensor(rank) for rank in range(self.num_ranks)),
             layout=self._layout,
         )
-        self.status = torch.zeros(
-            control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda"
-        )
-        self._status_words = self.status.numpy()
-        self._arena = Arena(self._layout.num_bytes, num_bytes)
-        self._graph_arenas: dict[int, Arena] = {}  # what captured graphs use: no call outside may get it
         self._streams = stream_order(self.device)
-        self._num_faults = 0
-        self._is_waiting = False
-        # Leases may come and go in any thread.
-        self._memory = threading.RLock()
-        # Spans and whose they are; without the lock, because the collector may be in the middle of what holds it.
-        self._dropped: deque[tuple[Arena, tuple[int, int]]] = deque()
-        self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
-        self._garbage = Garbage()
-        self._one_call = OneCall(self._access, self._memory, self._streams)
+        self._memory = Memory(self.peers, self._backend.arena_tensor, self._access, self._streams)
+        self._one_call = OneCall(self._access, self._memory.lock, self._streams)
+        self._waits = Waits(self.peers, timeout_s, start_timeout_s)
+        self._faults = Faults(self._waits, self._streams, self._one_call, self.backend)
+        self.statistics = self._memory.statistics
+        self.status, self._status_words = self._waits.status, self._waits.status.numpy()
+        self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        self._streams.synchronize()
         self._bootstrap.barrier()  # nobody may signal into a control block that is not zeroed yet
         self._closed = False
-        self._warm_up()
+        for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
+            self._waits.barrier(control.pack_call(phase=control.PHASE_START))
+        self.synchronize()
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -191,41 +152,20 @@ class SymmetricHeap:
         self.fail_for(lease_problem(shape, dtype), phase)
         shape = tuple(operator.index(size) for size in shape)
         num_bytes = dtype.itemsize * math.prod(shape)
-        lease = self._new_lease(name, shape, dtype)
-        if lease is None and num_bytes <= self._arena.capacity_bytes and self._garbage.collect(self._live_offsets()):
-            lease = self._new_lease(name, shape, dtype)
-        if lease is None:
-            arena = self._arena
+        span = self._memory.take(num_bytes, name)
+        if span is None:
+            arena = self._memory.arena
             problem = (
                 f"lease '{name}' {list(shape)} {dtype} needs {num_bytes} bytes: the largest free range has "
                 f"{arena.largest_free_bytes}, {arena.used_bytes} of {arena.capacity_bytes} bytes are leased, "
                 f"high-water mark {arena.high_water_bytes}; give the heap more num_bytes (now {self.num_bytes})"
             )
             self.fail(HeapExhausted(problem), phase)
-        return lease
-
-    def _new_lease(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Lease | None:
-        """A lease, or None if no free range is large enough."""
-        with self._memory:
-            self._take_back_dropped()
-            arena, span = self._take(dtype.itemsize * math.prod(shape))
-            if span is None:
-                return None
-            self.statistics.num_leases += 1
-            self._streams.taken(span)
-            lease = Lease(self, name, shape, dtype, (arena, span), self.statistics.num_leases)
-            self._live[lease.offset] = lease.num_bytes
-            return lease
+        return Lease(self._memory, span, shape, dtype)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in this rank's arena. Local."""
-        if tensor.device != self.device or self._closed:
-            return False
-        if tensor.numel() == 0:  # torch gives an empty tensor no address
-            return True
-        start = self._backend.bases[self.rank]
-        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-        return start + self._layout.num_bytes <= tensor.data_ptr() and end <= start + self.num_bytes
+        return not self._closed and self._memory.owns(tensor)
 
     def offset_of(self, tensor: torch.Tensor, *, phase: int | None = None) -> int:
         """Byte offset in the arena of a tensor that lies in a live lease. Local.
@@ -236,74 +176,30 @@ class SymmetricHeap:
         Raises:
             StaleLease: the heap owns the memory, but no live lease holds it.
         """
-        if tensor.numel() == 0:
-            return self._layout.num_bytes
-        offset = tensor.data_ptr() - self._backend.bases[self.rank]
-        end = offset + tensor.numel() * tensor.element_size()
-        with self._memory:
-            self._take_back_dropped()
-            is_leased = any(start <= offset and end <= start + size for start, size in self._live.items())
+        offset, is_leased = self._memory.offset_of(tensor)
         if not is_leased:
             problem = f"the {list(tensor.shape)} tensor at arena offset {offset} belongs to no live lease"
             self.fail(StaleLease(problem), phase)
         return offset
 
-    def _live_offsets(self) -> tuple[int, ...]:
-        with self._memory:
-            return tuple(self._live)
-
     @property
     def high_water_bytes(self) -> int:
         """The most bytes that were leased at one time."""
-        return self._arena.high_water_bytes
+        return self._memory.arena.high_water_bytes
 
     @property
     def leased_bytes(self) -> int:
         """Bytes that are leased now, with all that captured graphs hold."""
-        with self._memory:
-            self._take_back_dropped()
-            return self._arena.used_bytes
+        return self._memory.leased_bytes
 
     @property
     def graph_bytes(self) -> int:
         """Bytes that captured CUDA graphs hold, leased in them or not."""
-        return sum(arena.capacity_bytes for arena in self._graph_arenas.values())
+        return self._memory.graph_bytes
 
     def release_graphs(self) -> None:
         """Gives back the memory of every graph captured so far; none of them may be replayed any more. Local."""
-        with self._memory:
-            graph_arenas = list(self._graph_arenas.values())
-            self._graph_arenas.clear()
-            for arena in graph_arenas:
-                for span in arena.clear():
-                    self._give_back(self._arena, span)
-
-    def _take(self, num_bytes: int) -> tuple[Arena, tuple[int, int] | None]:
-        """A span, and the arena that it goes back to. The calls of a captured graph share spans among themselves."""
-        capture = capture_id(self.device)
-        if not capture:
-            return self._arena, self._arena.take(num_bytes)
-        arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
-        span = arena.take_or_grow(num_bytes, self._arena)
-        return (arena, span) if span is not None else (self._arena, None)
-
-    def _give_back(self, arena: Arena, span: tuple[int, int]) -> None:
-        if self._access.is_given:
-            with self._memory:
-                self._return(arena, span, self._streams.released)
-
-    def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], None]) -> None:
-        self._live.pop(span[0], None)
-        if arena is not self._arena or not capture_id(self.device):  # a capture begins when all before it is done
-            note(span)
-        if arena is not self._arena and arena not in self._graph_arenas.values():
-            arena = self._arena  # the graph has been released meanwhile
-        arena.give_back(*span)
-
-    def _take_back_dropped(self) -> None:
-        """Takes back the spans of leases that were dropped without release; see lease.py."""
-        while self._dropped:
-            self._return(*self._dropped.popleft(), self._streams.dropped)
+        self._memory.release_graphs()
 
     @property
     def side_stream(self) -> torch.cuda.Stream | None:
@@ -328,7 +224,7 @@ class SymmetricHeap:
         """Raises what a kernel or a peer has reported and nobody has raised yet. Local; does not synchronise.
 
         But for one case: a rank that has left the call in which the error was found by an exception of its own, and
-        comes with the next plan, settles it with its peers in that plan's barrier (see symm_mem/unraised.py).
+        comes with the next plan, settles it with its peers in that plan's barrier (see symm_mem/faults.py).
 
         Args:
             phase: the first barrier of the collective call that begins here.
@@ -340,48 +236,17 @@ class SymmetricHeap:
             PeerTimeout, PeerAborted: a peer did not arrive, or gave up; the heap is poisoned from now on.
             SymmoeError: an error of another rank, as that rank's class.
         """
-        self._access.check()
+        if not self._access.is_given:
+            self._access.check()
         if self._closed:
             raise HeapClosed("the symmetric heap has been closed")
-        if self._poison is not None:
-            raise HeapPoisoned(f"an earlier call failed: {self._poison}")
-        if waits and self._flight.is_in_dispatch and not capture_id(self.device):
-            self._synchronize()  # an error of that dispatch may still be on its way
+        if self._faults.poison is not None:
+            raise HeapPoisoned(f"an earlier call failed: {self._faults.poison}")
+        if waits and self._waits.flight.is_in_dispatch and not capture_id(self.device):
+            self._streams.synchronize()  # an error of that dispatch may still be on its way
         if self._status_words[control.STATUS_KIND] != control.STATUS_OK:
             with self._access:
-                self._raise_status(phase)
-
-    def _raise_status(self, phase: int | None) -> None:
-        """Raises the error on record if there is one, or keeps it for the plan's barrier that is next."""
-        if self._status_words[control.STATUS_KIND] == control.STATUS_OK:
-            return  # or another thread has raised it meanwhile
-        failed_phase = int(self._status_words[control.STATUS_PHASE])
-        error = self._take_status()
-        try:
-            if self._poison is None and not capture_id(self.device):
-                since = self._flight.phases_since(self._flight.epoch)  # by now that of the error
-                if was_left(failed_phase, [*since, phase]):
-                    if control.PHASE_PLAN in since:  # which was no barrier on the device: the peers are still in it
-                        self.fail(error, control.PHASE_PLAN)
-                    self._unraised = error
-                    return
-            raise error
-        finally:
-            del error  # as in `fail`
-
-    def _settle(self, received: torch.Tensor) -> None:
-        """Raises, or drops, the error that :meth:`check` has kept for this barrier."""
-        error, self._unraised = self._unraised, None
-        try:
-            if nobody_has_raised(self.read_back(received)):
-                raise_for(error)
-            logger.warning(
-                "rank %d has left a call by an exception of its own, in which its peers have raised: %s",
-                self.rank,
-                error,
-            )
-        finally:
-            del error
+                raise_for(self._faults.find(phase))
 
     def barrier(
         self, phase: int, *, publish: tuple[int, ...] = (), spoils: torch.Tensor | None = None, **agreed: int
@@ -399,21 +264,20 @@ class SymmetricHeap:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
         """
         with self._access:
-            if self._unraised is not None:
+            if self._faults.unraised is not None:
                 if phase != control.PHASE_PLAN:
-                    self.fail(self._unraised, phase)
+                    self.fail(self._faults.unraised, phase)
                 publish = UNRAISED
-            call = control.pack_call(phase=phase, **agreed)
-            received = self._launch_barrier(call, publish, fault=False, spoils=spoils)
+            received = self._waits.barrier(control.pack_call(phase=phase, **agreed), publish, spoils=spoils)
             if self.device.type == "cpu":
                 self.check()
-            if self._unraised is not None:
-                self._settle(received)
+            if self._faults.unraised is not None:
+                raise_for(self._faults.settle(self.read_back(received)))
             return received
 
     def send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
-        self._kernels.send_signal(self.peers, rank)
+        self._waits.kernels.send_signal(self.peers, rank)
 
     def wait_for_signal(self, rank: int, phase: int, *, spoils: torch.Tensor | None = None) -> torch.Tensor:
         """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is.
@@ -424,14 +288,7 @@ class SymmetricHeap:
         Returns:
             int64[1]: 0, or -1 if the call has failed.
         """
-        arrived = torch.empty(1, dtype=torch.int64, device=self.device)
-        self._flight.wait_launched(phase, rank)
-        timeout_ns = self._timeout_ns(self._first_times.is_first_signal(phase, rank, epoch=self.epoch))
-        self._is_waiting = True
-        self._kernels.wait_for_signal(
-            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=spoils
-        )
-        self._is_waiting = False
+        arrived = self._waits.signal(rank, phase, spoils)
         if self.device.type == "cpu":
             self.check()
         return arrived
@@ -439,11 +296,11 @@ class SymmetricHeap:
     @property
     def epoch(self) -> int:
         """Epoch of the last barrier that this host has launched; the same on all ranks after the same calls."""
-        return self._flight.epoch
+        return self._waits.flight.epoch
 
     def note_counts(self, **counts: int) -> None:
         """Adds numbers that the host knows to the last call's line in the flight record."""
-        self._flight.note(**counts)
+        self._waits.flight.note(**counts)
 
     def synchronize(self) -> None:
         """Waits for this rank's stream and raises what has been reported. Local.
@@ -451,7 +308,7 @@ class SymmetricHeap:
         On GPUs this is how an error of a peer's `dispatch_tokens`, `combine_tokens` or static-capacity plan is raised
         in the call it belongs to, instead of at this rank's next call on the heap.
         """
-        self._synchronize()
+        self._streams.synchronize()
         self.check()
 
     def read_back(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -472,10 +329,7 @@ class SymmetricHeap:
         Without a phase, and while a CUDA graph is captured, it raises `error` here and does nothing else.
         """
         try:
-            if phase is not None and not capture_id(self.device):
-                with self.one_call():
-                    error = self._launch_fault(error, phase)
-            raise error
+            raise self._faults.fail(error, phase)
         finally:
             # A local name would keep the traceback in a cycle, and with it the leases of the frames it passed.
             del error
@@ -493,17 +347,8 @@ class SymmetricHeap:
 
         Synchronises. Does nothing if the peers cannot be told any more.
         """
-        if self._closed or self._poison is not None:
-            return
-        text = str(error) if isinstance(error, SymmoeError) else f"{type(error).__name__}: {error}"
-        kind = next((kind for kind in TRAVELLING if kind is type(error)), SymmoeError)
-        try:
-            self.fail(kind(text), phase)
-        except SymmoeError:
-            pass  # of this rank or of an earlier one: what it says is for the others
-        except Exception as problem:  # noqa: BLE001 - a GPU that is out of order
-            logger.warning("rank %d cannot tell its peers of an error: %s", self.rank, problem)
-            self.abort(text)
+        if not self._closed:
+            self._faults.tell(error, phase)
 
     @property
     def global_ranks(self) -> list[int]:
@@ -533,166 +378,30 @@ class SymmetricHeap:
         Args:
             reason: for the peers' error text; a few hundred bytes of it travel.
         """
-        if self._closed or self._poison is not None or not self._access.is_given:
-            return
-        self._poison = f"this rank gave up: {reason}"
-        record = SymmoeError(self._poison)
-        self._describe(record, [0] * control.STATUS_WORDS)
-        self._give_up(Report(reason))
-        self._write_down(record)
-
-    def _give_up(self, report: Report) -> None:
-        """Tells the peers; a GPU that is out of order, or a capture, keeps them waiting until their own bound."""
-        self._num_faults += 1
-        if capture_id(self.device):
-            return
-        try:
-            with self._streams.at_once():
-                kept_bits = 0 if self._is_waiting or report.missing >= 0 else control.EPOCH_MASK
-                tell_peers(self.peers, report, turn=self._num_faults & 1, kept_bits=kept_bits)
-        except RuntimeError as problem:
-            logger.warning("rank %d cannot tell its peers that it gives up: %s", self.rank, problem)
-
-    def _describe(self, error: SymmoeError, status: list[int]) -> None:
-        """Gives the error its flight record."""
-        if capture_id(self.device):
-            return
-        facts = {"backend": self.backend, "timeout_s": self.timeout_s}
-        try:
-            with self._streams.at_once():
-                error.flight = self._flight.describe(error, status, self.peers, facts)
-        except RuntimeError as problem:
-            logger.warning("rank %d cannot make a flight record: %s", self.rank, problem)
-
-    def _write_down(self, error: SymmoeError) -> None:
-        """Writes the error's flight record where records go, and says so in its text."""
-        if error.flight is not None and (where := self._flight.write(error.flight)):
-            error.args = (f"{error}{where}",)
-
-    def _launch_fault(self, error: SymmoeError, phase: int) -> SymmoeError:
-        """Tells the peers, and returns what every rank raises."""
-        epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
-        payload = torch.frombuffer(bytearray(epoch.to_bytes(8, "little") + encode(error)), dtype=torch.uint8)
-        # Two slots in turn: a peer may still have to read the last fault, but has read the one before.
-        self._num_faults += 1
-        for rank in range(self.num_ranks):
-            self._inbox(rank, sender=self.rank)[self._num_faults & 1, : payload.numel()].copy_(payload)
-        self._launch_barrier(control.pack_call(phase=phase), (), fault=True)
-        self._synchronize()
-        return self._take_status(error)
-
-    def _launch_barrier(
-        self, call: int, publish: tuple[int, ...], *, fault: bool, spoils: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        received = torch.empty((self.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self.device)
-        words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
-        self._flight.barrier_launched(call)
-        timeout_ns = self._timeout_ns(self._first_times.is_first_barrier(call, epoch=self.epoch, fault=fault))
-        self._is_waiting = True  # stays so if a signal handler raises in a wait of the host
-        self._kernels.barrier(
-            self.peers,
-            words,
-            received,
-            self.status,
-            call=call,
-            fault=fault,
-            timeout_ns=timeout_ns,
-            spoils=spoils,
-        )
-        self._is_waiting = False
-        return received
-
-    def _timeout_ns(self, first: bool) -> int | None:
-        """Bound of a wait, `first` as in FirstTimes; in a graph, where every replay has it, never the longer one."""
-        _, bound_s = self._bound(first and not capture_id(self.device))
-        return None if bound_s == math.inf else int(bound_s * 1e9)
-
-    def _bound(self, first: bool) -> tuple[str, float]:
-        """Name and value of the bound of a wait."""
-        if first and self.start_timeout_s > self.timeout_s:
-            return "start_timeout_s", self.start_timeout_s
-        return "timeout_s", self.timeout_s
-
-    def _take_status(self, own: SymmoeError | None = None) -> SymmoeError:
-        """The error on record. All but those of peers that are gone are over with it: the next barrier counts again.
-
-        Args:
-            own: the error of a fault of this rank.
-        """
-        words = [int(word) for word in self._status_words]
-        kind = words[control.STATUS_KIND]
-        self._unraised = None  # every rank raises this one instead
-        error: SymmoeError
-        if kind in (control.STATUS_TIMEOUT, control.STATUS_ABORT):
-            error = self._peer_failure(words)
-            self._poison = str(error)
-            self._write_down(error)
-            return error
-        if capture_id(self.device):
-            return SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
-        self._synchronize()  # barriers of the failed call that are on their way must still find the flag
-        self._counters[control.FAULTED] = 0
-        self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # not all that were launched have counted
-        self._synchronize()  # the next call may come on another stream
-        self._status_words[control.STATUS_KIND] = control.STATUS_OK
-        if kind == control.STATUS_FAULT and words[control.STATUS_PEER] == self.rank and own is not None:
-            error = own
-        elif kind == control.STATUS_FAULT:
-            error = self._peer_error(words[control.STATUS_PEER], words[control.STATUS_EPOCH])
-        else:
-            error = plan_error(words) if kind == control.STATUS_PLAN else mismatch_error(words)
-        self._describe(error, words)
-        self._write_down(error)
-        return error
+        if not self._closed and self._access.is_given:
+            self._faults.abort(reason)
 
     def plan_failure(self, report: list[int]) -> SymmoeError:
         """The error of a plan whose report (control.SUM_*) the host has read itself. Local."""
-        words = [0] * control.STATUS_WORDS
-        words[control.STATUS_KIND], words[control.STATUS_PHASE] = control.STATUS_PLAN, control.PHASE_PLAN
-        words[control.STATUS_PEER] = report[control.SUM_ERROR_RANK]
-        words[control.STATUS_EXPECTED], words[control.STATUS_SEEN] = (
-            report[control.SUM_LIMIT],
-            report[control.SUM_VALUE],
-        )
-        words[control.STATUS_EPOCH], words[control.STATUS_WHERE] = report[control.SUM_ERROR], report[control.SUM_WHERE]
-        error = plan_error(words)
-        self._describe(error, words)
-        self._write_down(error)
-        return error
-
-    def _peer_failure(self, words: list[int]) -> PeerError:
-        """The error of a peer that did not come or gave up. Of the former, all ranks shall name the same one."""
-        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
-            phase = words[control.STATUS_PHASE]
-            first = self._first_times.was_first(words[control.STATUS_EPOCH], phase, words[control.STATUS_PEER])
-            timeout = timeout_error(words, *self._bound(first))
-            self._describe(timeout, words)  # before this rank writes over what its peers have sent
-            self._give_up(Report(str(timeout), timeout.rank, phase, timeout.expected, timeout.seen, int(first)))
-            return timeout
-        sender, report = words[control.STATUS_PEER], Report("it has not said why")
-        if not capture_id(self.device):  # which may not read
-            with self._streams.at_once():
-                report = read_report(self.peers, sender)
-        error = abort_error(report, sender, self.rank, *self._bound(bool(report.first)))
-        self._describe(error, words)
-        return error
+        return self._faults.of_plan(report)
 
     @property
-    def _counters(self) -> torch.Tensor:
-        """int64 [NUM_COUNTERS], this rank's."""
-        return self.peers.region(self.rank, self._layout.counters, (control.NUM_COUNTERS,), torch.int64)
+    def timeout_s(self) -> float:
+        """Bound of every wait for a peer; may be set at any time."""
+        return self._waits.timeout_s
 
-    def _peer_error(self, rank: int, epoch: int) -> SymmoeError:
-        for slot in self._inbox(self.rank, sender=rank).cpu():
-            payload = slot.numpy().tobytes()
-            if int.from_bytes(payload[:8], "little") == epoch:
-                return decode(payload[8 : 8 + FAULT_BYTES], rank=rank)
-        return SymmoeError(f"rank {rank} failed in epoch {epoch}, and has failed again since")
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._waits.timeout_s = seconds
 
-    def _inbox(self, rank: int, *, sender: int) -> torch.Tensor:
-        """uint8 [2, INBOX_BYTES]: where `sender` puts its faults for `rank`."""
-        shape = (2, self.num_ranks, control.INBOX_BYTES)
-        return self.peers.region(rank, self._layout.fault_inbox, shape, torch.uint8)[:, sender]
+    @property
+    def start_timeout_s(self) -> float:
+        """Bound of waits for a peer that comes from something that ranks do once; may be set at any time."""
+        return self._waits.start_timeout_s
+
+    @start_timeout_s.setter
+    def start_timeout_s(self, seconds: float) -> None:
+        self._waits.start_timeout_s = seconds
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
@@ -711,7 +420,7 @@ class SymmetricHeap:
         if self._closed or not self._access.is_given:
             return
         # Of a heap that nothing works on any more, no call is worth waiting for.
-        with self._access if self._poison is None else nullcontext():
+        with self._access if self._faults.poison is None else nullcontext():
             error, together = None, False
             try:
                 error, together = self._meet_to_close()
@@ -722,22 +431,22 @@ class SymmetricHeap:
 
     def _meet_to_close(self) -> tuple[SymmoeError | None, bool]:
         """What :meth:`close` raises, and whether all ranks have come to close."""
-        error, together = None, False
+        faults, error, together = self._faults, None, False
         try:
-            self._synchronize()
-            if self._poison is None and self._status_words[control.STATUS_KIND] != control.STATUS_OK:
-                error = self._take_status()  # nobody has raised it yet; unless it is a timeout, the peers are there
-            if self._poison is None:
-                self._launch_barrier(control.pack_call(phase=control.PHASE_CLOSE), (), fault=False)
-                self._synchronize()
+            self._streams.synchronize()
+            if faults.poison is None and self._status_words[control.STATUS_KIND] != control.STATUS_OK:
+                error = faults.take()  # nobody has raised it yet; unless it is a timeout, the peers are there
+            if faults.poison is None:
+                self._waits.barrier(control.pack_call(phase=control.PHASE_CLOSE))
+                self._streams.synchronize()
                 together = self._status_words[control.STATUS_KIND] == control.STATUS_OK
                 if not together:
-                    error = self._take_status()
+                    error = faults.take()
         except BaseException as problem:  # a signal handler's, the GPU's: the peers wait, and shall not do so in vain
             self.abort(f"{type(problem).__name__}: {problem}")
             raise
-        if not together and self._poison is None:
-            self._give_up(Report("it has closed its heap"))  # the peers were in another call, and go on
+        if not together and faults.poison is None:
+            faults.give_up(Report("it has closed its heap"))  # the peers were in another call, and go on
         return error, together
 
     def _end(self, together: bool) -> None:
@@ -761,10 +470,10 @@ class SymmetricHeap:
     def __repr__(self) -> str:
         if getattr(self, "_closed", True):  # or not made yet
             return "SymmetricHeap(closed)"
-        state = "open" if self._poison is None else f"poisoned: {self._poison}"
+        state = "open" if self._faults.poison is None else f"poisoned: {self._faults.poison}"
         return (
             f"SymmetricHeap(rank {self.rank} of {self.num_ranks}, {self.backend} backend on {self.device}, "
-            f"{self.leased_bytes} of {self._arena.capacity_bytes} bytes leased, {state})"
+            f"{self.leased_bytes} of {self._memory.arena.capacity_bytes} bytes leased, {state})"
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> SymmetricHeap:
@@ -780,7 +489,7 @@ class SymmetricHeap:
 
     # -- construction ---------------------------------------------------------------------------------------------
 
-    def _check_arguments(self) -> None:
+    def _check_arguments(self, timeout_s: object, start_timeout_s: object) -> None:
         least = self._layout.num_bytes + ALIGNMENT_BYTES
         if self.backend not in _BACKENDS:
             raise ArgumentError(f"backend ({self.backend!r}) must be 'auto', 'host' or 'nvshmem'")
@@ -789,34 +498,23 @@ class SymmetricHeap:
                 f"num_bytes ({self.num_bytes!r}) must be an int of at least {least} for {self.num_ranks} ranks, "
                 "and less than 2**63"
             )
-        raise_for(_timeout_problem("timeout_s", self.timeout_s))
-        raise_for(_timeout_problem("start_timeout_s", self.start_timeout_s))
+        raise_for(_timeout_problem("timeout_s", timeout_s))
+        raise_for(_timeout_problem("start_timeout_s", start_timeout_s))
         missing = host.preflight() if self.backend == "host" else nvshmem.preflight(self.num_bytes)
         if missing:
             raise BackendUnavailable(missing)
         if self.backend == "host" and self.rank == 0:
             warn_if_too_large(self.num_bytes, self.num_ranks)
 
-    def _agree_on_configuration(self) -> None:
+    def _agree_on_configuration(self, timeout_s: float) -> None:
         """Raises on every rank if ranks disagree. Collective."""
-        mine = _FINGERPRINT.pack(_PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), self.timeout_s)
+        mine = _FINGERPRINT.pack(_PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), timeout_s)
         gathered = [_FINGERPRINT.unpack(f) for f in self._bootstrap.all_gather_bytes(mine, num_bytes=_FINGERPRINT.size)]
-        for index, field in enumerate(("protocol version", "num_bytes", "backend", "timeout_s")):
-            values = [fingerprint[index] for fingerprint in gathered]
+        fields = ("protocol version", "num_bytes", "backend", "timeout_s")
+        for field, values in zip(fields, zip(*gathered, strict=True), strict=True):
             if len(set(values)) > 1:
-                shown = [_BACKENDS[v] for v in values] if field == "backend" else values
+                shown = [_BACKENDS[v] for v in values] if field == "backend" else list(values)
                 raise ConfigMismatch(f"{field} differs between ranks: {shown}")
-
-    def _warm_up(self) -> None:
-        """Compiles the barrier, and shows that ranks reach each other."""
-        for _ in range(2):  # both halves of the mailbox
-            self._launch_barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
-        self._synchronize()
-        self.check()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _timeout_problem(name: str, value: object) -> ArgumentError | None:

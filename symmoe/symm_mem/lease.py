@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
-
-if TYPE_CHECKING:
-    from symmoe.symm_mem.arena import Arena
-    from symmoe.symm_mem.heap import SymmetricHeap
-
-
-class _Span:
-    """A lease's part of the arena; lives as long as the lease or any tensor over its memory.
-
-    Every tensor over the memory finds it through its storage, which views share.
-    """
-
-    def __init__(self, heap: SymmetricHeap, name: str, generation: int, place: tuple[Arena, tuple[int, int]]) -> None:
-        self.name = name
-        self.generation = generation
-        self._place = place  # the arena, and (offset, size) as it accounts for them
-        self._heap: SymmetricHeap | None = heap
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the memory has gone back to the arena, so that it may be somebody else's by now."""
-        return self._heap is None
-
-    def release(self) -> None:
-        """Gives the memory back."""
-        heap, self._heap = self._heap, None
-        if heap is not None:
-            heap._give_back(*self._place)
-
-    def __del__(self) -> None:
-        # The garbage collector may run this in any thread and in the middle of the arena's own work: only note it.
-        if self._heap is not None:
-            self._heap._dropped.append(self._place)
+from symmoe.symm_mem.memory import Memory, Span
 
 
 def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
@@ -55,7 +22,7 @@ def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
     return None
 
 
-def released_lease(tensor: torch.Tensor) -> _Span | None:
+def released_lease(tensor: torch.Tensor) -> Span | None:
     """What has name and generation of the lease that `tensor` is memory of, if it has been released; else None."""
     if tensor.layout != torch.strided:  # which has no storage
         return None
@@ -79,25 +46,17 @@ class Lease:
     into it only after a barrier that this rank's stream reaches.
     """
 
-    def __init__(
-        self,
-        heap: SymmetricHeap,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        place: tuple[Arena, tuple[int, int]],
-        generation: int,
-    ) -> None:
-        self.name = name
+    def __init__(self, memory: Memory, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name = span.name
         self.shape = shape
         self.dtype = dtype
-        self.offset = place[1][0]
+        self.offset = span.offset
         self.num_bytes = dtype.itemsize * math.prod(shape)
-        self.generation = generation
-        self._heap: SymmetricHeap | None = heap
-        self._span = _Span(heap, name, generation, place)
-        tensor = self._over(heap, heap.rank)
-        tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our own
+        self.generation = span.generation
+        self._memory: Memory | None = memory
+        self._span = span
+        tensor = self._over(memory, memory.peers.rank)
+        tensor.untyped_storage()._lease_span = span  # type: ignore[attr-defined]  # our own
         self._tensor: torch.Tensor | None = tensor
 
     @property
@@ -115,30 +74,30 @@ class Lease:
         Raises:
             ArgumentError: the group has no such rank; on this rank alone, like every error of a lease.
         """
-        if self._heap is None:
+        if self._memory is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
-        num_ranks = self._heap.num_ranks
+        num_ranks = self._memory.peers.num_ranks
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
-        return self._over(self._heap, rank)
+        return self._over(self._memory, rank)
 
     def release(self) -> None:
         """Gives the memory back. Exactly once: a second call raises StaleLease. Local."""
-        if self._heap is None or self._tensor is None:
+        if self._memory is None or self._tensor is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
         wrote_into(self._tensor)  # what autograd has saved of it is somebody else's memory from now on
-        self._heap, self._tensor = None, None
+        self._memory, self._tensor = None, None
         self._span.release()
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._heap is not None:
+        if self._memory is not None:
             self.release()
 
-    def _over(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
-        arena = heap._backend.arena_tensor(rank)
+    def _over(self, memory: Memory, rank: int) -> torch.Tensor:
+        arena = memory.arena_tensor(rank)
         tensor = arena[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
         # Detached, it is no view to autograd, which would otherwise track a write to it as a write to the arena.
         return tensor.detach()

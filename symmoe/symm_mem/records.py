@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from symmoe.errors import (
     CapacityError,
     ConfigMismatch,
@@ -12,25 +14,20 @@ from symmoe.errors import (
     SymmoeError,
 )
 from symmoe.kernels import control
-from symmoe.symm_mem.abort import Report
+from symmoe.symm_mem.inbox import Report
+
+# What fields of a call (control.CALL_FIELDS) are indices of.
+CHOICES: dict[str, Sequence[object]] = {
+    "dtype": control.DTYPES,
+    "order": control.ORDERS,
+    "gradients": control.GRADIENTS,
+    "layout": control.LAYOUTS,
+    "schedule": control.SCHEDULES,
+}
 
 
-def timeout_error(words: list[int], bound: str, bound_s: float) -> PeerTimeout:
-    """The error of a status record of kind STATUS_TIMEOUT; the bound's name and value."""
-    return PeerTimeout(
-        rank=words[control.STATUS_PEER],
-        phase=control.PHASES[words[control.STATUS_PHASE]],
-        expected=words[control.STATUS_EXPECTED],
-        seen=words[control.STATUS_SEEN],
-        bound=bound,
-        bound_s=bound_s,
-    )
-
-
-def abort_error(report: Report, sender: int, rank: int, bound: str, bound_s: float) -> PeerError:
-    """The error of a report that `sender` has sent, on rank `rank`: who is missing, if it says so."""
-    if report.missing in (-1, rank):  # a rank that was given up learns by whom
-        return PeerAborted(rank=sender, reason=report.reason)
+def timeout_error(report: Report, bound: str, bound_s: float, reported_by: int | None = None) -> PeerTimeout:
+    """The error of a peer that did not come, after the bound of that name and value."""
     return PeerTimeout(
         rank=report.missing,
         phase=control.PHASES[report.phase],
@@ -38,8 +35,25 @@ def abort_error(report: Report, sender: int, rank: int, bound: str, bound_s: flo
         seen=report.seen,
         bound=bound,
         bound_s=bound_s,
-        reported_by=sender,
+        reported_by=reported_by,
     )
+
+
+def abort_error(report: Report, sender: int, rank: int, bound: str, bound_s: float) -> PeerError:
+    """The error of a report that `sender` has sent, on rank `rank`: who is missing, if it says so."""
+    if report.missing in (-1, rank):  # a rank that was given up learns by whom
+        return PeerAborted(rank=sender, reason=report.reason)
+    return timeout_error(report, bound, bound_s, sender)
+
+
+def plan_record(report: list[int]) -> list[int]:
+    """The status record of a plan with this report (control.SUM_*), as its kernel would have written it."""
+    words = [0] * control.STATUS_WORDS
+    words[control.STATUS_KIND], words[control.STATUS_PHASE] = control.STATUS_PLAN, control.PHASE_PLAN
+    words[control.STATUS_PEER] = report[control.SUM_ERROR_RANK]
+    words[control.STATUS_EXPECTED], words[control.STATUS_SEEN] = report[control.SUM_LIMIT], report[control.SUM_VALUE]
+    words[control.STATUS_EPOCH], words[control.STATUS_WHERE] = report[control.SUM_ERROR], report[control.SUM_WHERE]
+    return words
 
 
 def plan_error(words: list[int]) -> SymmoeError:
@@ -71,14 +85,7 @@ def mismatch_error(words: list[int]) -> ConfigMismatch:
         there = control.PHASES[other["phase"]]
         return ConfigMismatch(f"ranks are in different calls: rank 0 at '{here}', rank {peer} at '{there}'")
     field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
-    names = {
-        "dtype": control.DTYPES,
-        "order": control.ORDERS,
-        "probs": ("without", "with"),
-        "gradients": control.GRADIENTS,
-        "layout": control.LAYOUTS,
-        "schedule": control.SCHEDULES,
-    }.get(field)
+    names = {**CHOICES, "probs": ("without", "with")}.get(field)
     shown = [names[call[field]] if names else call[field] for call in (zero, other)]
     return ConfigMismatch(f"{field} differs at '{here}': rank 0 has {shown[0]}, rank {peer} has {shown[1]}")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,75 +24,15 @@ class _Mark:
     event: torch.cuda.Event
 
 
+@dataclass(slots=True)
 class _Order:
-    """The order of calls and of the reuse of memory, outside of graphs or within the capture of one."""
+    """What is known of calls and of the reuse of memory, outside of graphs or within the capture of one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last: int | None = None  # stream of the last call
-        self._last_mark: _Mark | None = None  # its end; kept from the moment that there are two streams
-        self._has_several = False
-        self._streams: set[int] = set()  # that calls have come on
-        self._released: list[tuple[int, int, _Mark]] = []  # (start, end, when its last user was done)
-
-    def begin_call(self) -> None:
-        """The current stream waits for the last call."""
-        self._notice_stream()
-        stream = _raw_stream(self._device)
-        if stream != self._last:
-            self._wait_for(self._last_mark)
-            self._last = stream
-            self._streams.add(stream)
-
-    def end_call(self) -> None:
-        """The next call comes after what is on the current stream by now."""
-        if self._has_several:
-            self._last_mark = self._mark(torch.cuda.current_stream(self._device))
-
-    def released(self, start: int, end: int) -> None:
-        """See StreamOrder."""
-        self._notice_stream()
-        if self._has_several:
-            self._released.append((start, end, self._mark(torch.cuda.current_stream(self._device))))
-
-    def dropped(self, start: int, end: int) -> None:
-        """See StreamOrder."""
-        if self._has_several:
-            for stream in self._streams:
-                mark = self._mark(torch.cuda.ExternalStream(stream, device=self._device))
-                self._released.append((start, end, mark))
-
-    def taken(self, start: int, end: int) -> None:
-        """See StreamOrder."""
-        self._notice_stream()
-        if not self._has_several:
-            return
-        left = []
-        for other_start, other_end, mark in self._released:
-            if start < other_end and other_start < end:
-                self._wait_for(mark)
-                # Only what lies outside still has to be waited for: whole spans would pile up where sizes vary.
-                left += [part for part in ((other_start, start, mark), (end, other_end, mark)) if part[0] < part[1]]
-            else:
-                left.append((other_start, other_end, mark))
-        self._released = left
-
-    def _notice_stream(self) -> None:
-        """From the first time that the current stream is not that of the last call, marks are kept."""
-        if not self._has_several and self._last is not None and _raw_stream(self._device) != self._last:
-            self._has_several = True
-            # Nobody has kept marks yet: everything so far counts as the last call.
-            self._last_mark = self._mark(torch.cuda.ExternalStream(self._last, device=self._device))
-            self._released = [(0, 1 << 62, self._last_mark)]
-
-    def _mark(self, stream: torch.cuda.Stream) -> _Mark:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return _Mark(stream.cuda_stream, event)
-
-    def _wait_for(self, mark: _Mark | None) -> None:
-        if mark is not None and mark.stream != _raw_stream(self._device):
-            torch.cuda.current_stream(self._device).wait_event(mark.event)
+    last: int | None = None  # stream of the last call
+    last_mark: _Mark | None = None  # its end; kept from the moment that there are two streams
+    has_several: bool = False
+    streams: set[int] = field(default_factory=set)  # that calls have come on
+    released: list[tuple[int, int, _Mark]] = field(default_factory=list)  # (start, end, when its last user was done)
 
 
 class Branch:
@@ -145,7 +85,7 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._eager = _Order(device)
+        self._eager = _Order()
         self._captured: tuple[int, _Order] = (0, self._eager)  # the last capture's id and order
 
     @functools.cached_property
@@ -160,11 +100,17 @@ class StreamOrder:
 
     def begin_call(self) -> None:
         """A collective call starts here, after the last one has ended, whatever stream that was on."""
-        self._order().begin_call()
+        order, stream = self._notice_stream(), _raw_stream(self._device)
+        if stream != order.last:
+            self._wait_for(order.last_mark)
+            order.last = stream
+            order.streams.add(stream)
 
     def end_call(self) -> None:
-        """It ends here."""
-        self._order().end_call()
+        """It ends here: the next call comes after what is on the current stream by now."""
+        order = self._order()
+        if order.has_several:
+            order.last_mark = _mark(torch.cuda.current_stream(self._device))
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -174,51 +120,78 @@ class StreamOrder:
             yield
         stream.synchronize()
 
+    def synchronize(self) -> None:
+        """Waits for all work of the device."""
+        torch.cuda.synchronize(self._device)
+
     def released(self, span: tuple[int, int]) -> None:
         """The current stream is done with (offset, size)."""
-        self._order().released(span[0], sum(span))
+        order = self._notice_stream()
+        if order.has_several:
+            order.released.append((span[0], sum(span), _mark(torch.cuda.current_stream(self._device))))
 
     def dropped(self, span: tuple[int, int]) -> None:
         """(offset, size) is free; its last user may be any stream that a call has come on."""
-        self._order().dropped(span[0], sum(span))
+        order = self._order()
+        if order.has_several:
+            for stream in order.streams:
+                mark = _mark(torch.cuda.ExternalStream(stream, device=self._device))
+                order.released.append((span[0], sum(span), mark))
 
     def taken(self, span: tuple[int, int]) -> None:
         """The current stream is about to use (offset, size): waits for other streams that did."""
-        self._order().taken(span[0], sum(span))
+        order, start, end = self._notice_stream(), span[0], sum(span)
+        if not order.has_several:
+            return
+        left = []
+        for other_start, other_end, mark in order.released:
+            if start < other_end and other_start < end:
+                self._wait_for(mark)
+                # Only what lies outside still has to be waited for: whole spans would pile up where sizes vary.
+                left += [part for part in ((other_start, start, mark), (end, other_end, mark)) if part[0] < part[1]]
+            else:
+                left.append((other_start, other_end, mark))
+        order.released = left
 
     def _order(self) -> _Order:
         capture = capture_id(self._device)
         if not capture:
             return self._eager
         if capture != self._captured[0]:
-            self._captured = capture, _Order(self._device)
+            self._captured = capture, _Order()
         return self._captured[1]
+
+    def _notice_stream(self) -> _Order:
+        """From the first time that the current stream is not that of the last call, marks are kept."""
+        order = self._order()
+        if not order.has_several and order.last is not None and _raw_stream(self._device) != order.last:
+            order.has_several = True
+            # Nobody has kept marks yet: everything so far counts as the last call.
+            order.last_mark = _mark(torch.cuda.ExternalStream(order.last, device=self._device))
+            order.released = [(0, 1 << 62, order.last_mark)]
+        return order
+
+    def _wait_for(self, mark: _Mark | None) -> None:
+        if mark is not None and mark.stream != _raw_stream(self._device):
+            torch.cuda.current_stream(self._device).wait_event(mark.event)
 
 
 class NoStreams:
-    """The same for memory that only the host touches."""
+    """The same for memory that only the host touches, in order and at once."""
 
     side_stream = wire_stream = None
+    at_once = nullcontext
 
-    def begin_call(self) -> None:
-        """Nothing to order."""
+    def _nothing(self, span: tuple[int, int] = (0, 0)) -> None:
+        """There is nothing to order, to remember or to wait for."""
 
-    def end_call(self) -> None:
-        """Nothing to order."""
+    begin_call = end_call = synchronize = released = dropped = taken = _nothing
 
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """It is."""
-        yield
 
-    def released(self, span: tuple[int, int]) -> None:
-        """Nothing to remember."""
-
-    def dropped(self, span: tuple[int, int]) -> None:
-        """Nothing to remember."""
-
-    def taken(self, span: tuple[int, int]) -> None:
-        """Nothing to wait for."""
+def _mark(stream: torch.cuda.Stream) -> _Mark:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return _Mark(stream.cuda_stream, event)
 
 
 def stream_order(device: torch.device) -> StreamOrder | NoStreams:

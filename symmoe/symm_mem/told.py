@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.utils.checkpoint import _StopRecomputationError
 
 from symmoe.errors import SymmoeError
-
-if TYPE_CHECKING:
-    from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.heap import SymmetricHeap
 
 
 class told:

@@ -21,7 +21,7 @@ from symmoe.kernels import control, twin
 from symmoe.kernels.control import Peers
 from symmoe.kernels.twin import plan as twin_plan
 from symmoe.kernels.twin import sync
-from symmoe.symm_mem import heap
+from symmoe.symm_mem import faults
 
 Mutant = Callable[[ExitStack], None]
 
@@ -253,7 +253,7 @@ def _kept_bits(kept_bits: int, stack: ExitStack) -> None:
     def make(original: Callable) -> Callable:
         return lambda *args, **kwargs: original(*args, **{**kwargs, "kept_bits": kept_bits})
 
-    _replace(stack, heap, "tell_peers", make)
+    _replace(stack, faults, "end_waits", make)
 
 
 MUTANTS: dict[str, Mutant] = {

@@ -274,7 +274,7 @@ def _peak_memory(run: Run, variant: Variant) -> dict[str, int | None]:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     leased = heap.leased_bytes
-    heap._arena.high_water_bytes = leased
+    heap._memory.arena.high_water_bytes = leased
     variant.call(clock_for(run.ranks.device))
     if on_gpu:
         torch.cuda.synchronize()

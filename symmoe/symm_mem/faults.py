@@ -1,0 +1,240 @@
+"""What has gone wrong on a heap: which error this rank raises, and when, and what its peers are told.
+
+All ranks find the error of a call by themselves, and each raises it once: on GPUs when its host next looks. A rank that
+has left the call before that, by an exception of its own, comes with the next plan, in whose barrier its peers are,
+because they have raised the error already. To raise it alone would leave them there. So this rank keeps the error,
+enters the barrier as well, and publishes that it has an error which it has not raised. If all ranks publish that, all
+raise. Otherwise the error has been raised where somebody waited for the result, and is over.
+
+That the call was left is seen in what has been launched since: a plan comes, and what belongs between has not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from symmoe.errors import TRAVELLING, PeerError, SymmoeError
+from symmoe.kernels import control
+from symmoe.symm_mem.access import OneCall
+from symmoe.symm_mem.inbox import Report, counters, end_waits, read_error, read_report, send_error
+from symmoe.symm_mem.records import abort_error, mismatch_error, plan_error, plan_record, timeout_error
+from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem.waits import Waits
+
+logger = logging.getLogger("symmoe")
+
+UNRAISED = (1,)  # what is published; ranks without an error publish 0
+
+# What follows a barrier of the key before there is another plan.
+_NEXT = {
+    control.PHASE_PLAN: control.PHASE_DISPATCH_READY,
+    control.PHASE_DISPATCH_READY: control.PHASE_COMBINE_READY,
+    control.PHASE_DISPATCH_DONE: control.PHASE_COMBINE_READY,
+}
+
+
+class Faults:
+    """The errors of one rank on one heap. Returns them: a frame that has a name for an error which passes through it
+    is in a cycle with the error's traceback, and would keep the leases of all its frames.
+
+    Attributes:
+        poison: why nothing but `close` works any more; None: the rest works, too. (An error would keep frames alive.)
+        unraised: the error that is kept for the barrier of the next plan, or None.
+    """
+
+    def __init__(self, waits: Waits, streams: StreamOrder | NoStreams, one_call: OneCall, backend: str) -> None:
+        self.poison: str | None = None
+        self.unraised: SymmoeError | None = None
+        self._waits, self._streams, self._one_call, self._backend = waits, streams, one_call, backend
+        self._peers, self._flight = waits.peers, waits.flight
+        self._words = waits.status.numpy()
+        self._counters = counters(waits.peers)
+        self._num_messages = 0  # to the peers
+
+    # -- found ----------------------------------------------------------------------------------------------------
+
+    def find(self, phase: int | None) -> SymmoeError | None:
+        """What this rank raises now: the error on record, unless there is none or it is kept for the next barrier.
+
+        Args:
+            phase: as in SymmetricHeap.check.
+        """
+        if self._words[control.STATUS_KIND] == control.STATUS_OK:
+            return None  # another thread has raised it meanwhile
+        failed_phase = int(self._words[control.STATUS_PHASE])
+        error = self.take()
+        if self.poison is None and not self._is_captured:
+            since = self._flight.phases_since(self._flight.epoch)  # by now that of the error
+            if was_left(failed_phase, [*since, phase]):
+                if control.PHASE_PLAN in since:  # which was no barrier on the device: the peers are still in it
+                    return self.fail(error, control.PHASE_PLAN)
+                self.unraised = error
+                return None
+        return error
+
+    def settle(self, received: torch.Tensor) -> SymmoeError | None:
+        """The error that was kept for this barrier, if this rank raises it.
+
+        Args:
+            received: int64 [R, NUM_PUBLISHED] on the CPU, what ranks have published there.
+        """
+        error, self.unraised = self.unraised, None
+        if (received[:, 0] == UNRAISED[0]).all():  # nobody has raised it
+            return error
+        logger.warning(
+            "rank %d has left a call by an exception of its own, in which its peers have raised: %s",
+            self._peers.rank,
+            error,
+        )
+        return None
+
+    def take(self, own: SymmoeError | None = None) -> SymmoeError:
+        """The error on record. All but those of peers that are gone are over with it: the next barrier counts again.
+
+        Synchronises.
+
+        Args:
+            own: the error by which this rank has failed the call.
+        """
+        words = [int(word) for word in self._words]
+        kind = words[control.STATUS_KIND]
+        self.unraised = None  # every rank raises this one instead
+        error: SymmoeError
+        if kind in (control.STATUS_TIMEOUT, control.STATUS_ABORT):
+            error = self._peer_failure(words)
+            self.poison = str(error)
+            self._write_down(error)
+            return error
+        if self._is_captured:
+            return SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
+        self._streams.synchronize()  # barriers of the failed call that are on their way must still find the flag
+        self._counters[control.FAULTED] = 0
+        self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # not all that were launched have counted
+        self._streams.synchronize()  # the next call may come on another stream
+        self._words[control.STATUS_KIND] = control.STATUS_OK
+        if kind == control.STATUS_FAULT:
+            sender = words[control.STATUS_PEER]
+            if own is not None and sender == self._peers.rank:
+                error = own
+            else:
+                error = read_error(self._peers, sender, epoch=words[control.STATUS_EPOCH])
+        else:
+            error = plan_error(words) if kind == control.STATUS_PLAN else mismatch_error(words)
+        return self._written_down(error, words)
+
+    def of_plan(self, report: list[int]) -> SymmoeError:
+        """The error of a plan whose report (control.SUM_*) the host has read itself."""
+        words = plan_record(report)
+        return self._written_down(plan_error(words), words)
+
+    def _peer_failure(self, words: list[int]) -> PeerError:
+        """The error of a peer that did not come or gave up. Of the former, all ranks shall name the same one."""
+        phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
+        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
+            first = self._waits.first_times.was_first(epoch, phase, peer)
+            report = Report("", peer, phase, expected, seen, int(first))
+            timeout = timeout_error(report, *self._waits.bound(first))
+            self._describe(timeout, words)  # before this rank writes over what its peers have sent
+            self.give_up(replace(report, reason=str(timeout)))
+            return timeout
+        report = Report("it has not said why")
+        if not self._is_captured:  # which may not read
+            with self._streams.at_once():
+                report = read_report(self._peers, peer)
+        error = abort_error(report, peer, self._peers.rank, *self._waits.bound(bool(report.first)))
+        self._describe(error, words)
+        return error
+
+    # -- told -----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: SymmoeError, phase: int | None) -> SymmoeError:
+        """Fails the call whose next barrier is `phase`, as SymmetricHeap.fail does; returns what this rank raises."""
+        if phase is None or self._is_captured:
+            return error
+        with self._one_call:
+            self._num_messages += 1
+            epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
+            send_error(self._peers, error, epoch=epoch, turn=self._num_messages & 1)
+            self._waits.barrier(control.pack_call(phase=phase), fault=True)
+            self._streams.synchronize()
+            return self.take(error)
+
+    def tell(self, error: Exception, phase: int) -> None:
+        """See SymmetricHeap.tell."""
+        if self.poison is not None:
+            return
+        text = str(error) if isinstance(error, SymmoeError) else f"{type(error).__name__}: {error}"
+        kind = next((kind for kind in TRAVELLING if kind is type(error)), SymmoeError)
+        try:
+            self.fail(kind(text), phase)  # what this returns, and may be of an earlier call, is for the others
+        except SymmoeError:
+            pass  # another thread is in a call
+        except Exception as problem:  # noqa: BLE001 - a GPU that is out of order
+            logger.warning("rank %d cannot tell its peers of an error: %s", self._peers.rank, problem)
+            self.abort(text)
+
+    def abort(self, reason: str) -> None:
+        """See SymmetricHeap.abort."""
+        if self.poison is not None:
+            return
+        self.poison = f"this rank gave up: {reason}"
+        record = SymmoeError(self.poison)
+        self._describe(record, [0] * control.STATUS_WORDS)
+        self.give_up(Report(reason))
+        self._write_down(record)
+
+    def give_up(self, report: Report) -> None:
+        """Tells the peers; a GPU that is out of order, or a capture, keeps them waiting until their own bound."""
+        self._num_messages += 1
+        if self._is_captured:
+            return
+        kept_bits = 0 if self._waits.is_inside or report.missing >= 0 else control.EPOCH_MASK
+        try:
+            with self._streams.at_once():
+                end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
+        except RuntimeError as problem:
+            logger.warning("rank %d cannot tell its peers that it gives up: %s", self._peers.rank, problem)
+
+    # -- written down ---------------------------------------------------------------------------------------------
+
+    def _written_down(self, error: SymmoeError, status: list[int]) -> SymmoeError:
+        self._describe(error, status)
+        self._write_down(error)
+        return error
+
+    def _describe(self, error: SymmoeError, status: list[int]) -> None:
+        """Gives the error its flight record."""
+        if self._is_captured:
+            return
+        facts = {"backend": self._backend, "timeout_s": self._waits.timeout_s}
+        try:
+            with self._streams.at_once():
+                error.flight = self._flight.describe(error, status, self._peers, facts)
+        except RuntimeError as problem:
+            logger.warning("rank %d cannot make a flight record: %s", self._peers.rank, problem)
+
+    def _write_down(self, error: SymmoeError) -> None:
+        """Writes the error's flight record where records go, and says so in its text."""
+        if error.flight is not None and (where := self._flight.write(error.flight)):
+            error.args = (f"{error}{where}",)
+
+    @property
+    def _is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured, in which nothing can be read or waited for."""
+        return bool(capture_id(self._counters.device))
+
+
+def was_left(phase: int, since: Sequence[int | None]) -> bool:
+    """Whether this rank has gone on to another plan without the rest of a call.
+
+    Args:
+        phase: of the barrier in which the call failed.
+        since: the phases of the barriers after it.
+    """
+    if phase not in _NEXT or control.PHASE_PLAN not in since:
+        return False
+    return _NEXT[phase] not in since[: since.index(control.PHASE_PLAN)]

@@ -1,0 +1,112 @@
+"""What ranks tell each other when something has gone wrong: messages in the fault inboxes of the control block."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import astuple, dataclass
+
+import torch
+
+from symmoe.errors import SymmoeError, decode, decode_text, encode
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+
+_WORD = struct.Struct("<q")  # the epoch of a failed call, or the word of a rank that gives up
+_DETAILS = struct.Struct("<qqqqq")  # Report: missing, phase, expected, seen, first
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Why a rank gives up.
+
+    Attributes:
+        reason: in words.
+        missing: the peer it has waited for in vain; -1: it has not, the trouble is its own.
+        phase, expected, seen: where, and the epochs, as in a status record.
+        first: 1 if that wait was bounded by start_timeout_s, see FirstTimes.
+    """
+
+    reason: str
+    missing: int = -1
+    phase: int = 0
+    expected: int = 0
+    seen: int = 0
+    first: int = 0
+
+
+def counters(peers: Peers) -> torch.Tensor:
+    """int64 [NUM_COUNTERS], this rank's."""
+    return peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+
+
+def send_error(peers: Peers, error: SymmoeError, *, epoch: int, turn: int) -> None:
+    """Puts the error by which this rank fails the call of `epoch` into every inbox. Local.
+
+    Args:
+        turn: which of the two slots of the inboxes may be written: a peer may still have to read the last message, but
+            has read the one before.
+    """
+    _send(peers, _WORD.pack(epoch) + encode(error), turn)
+
+
+def read_error(peers: Peers, sender: int, *, epoch: int) -> SymmoeError:
+    """The error by which rank `sender` has failed the call of `epoch`. Waits for the current stream."""
+    message = _read(peers, sender, epoch)
+    if message is None:
+        return SymmoeError(f"rank {sender} failed in epoch {epoch}, and has failed again since")
+    return decode(message[_WORD.size :], rank=sender)
+
+
+def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> None:
+    """Ends every wait of the group, this rank's own included: see control.ABORT. Local, waits for nobody.
+
+    Args:
+        turn: as in :func:`send_error`.
+        kept_bits: of the epochs that have been sent. control.EPOCH_MASK: what has come counts. 0: nothing does, as it
+            must be if this rank has sent an epoch whose end it has not seen: a late peer would take it for a success.
+    """
+    word = _word_of(peers.rank)
+    # First of all: barriers that this rank has still on its stream would send epochs over what is written here.
+    counters(peers)[control.ABORTED] = 1
+    reason, *details = astuple(report)
+    _send(peers, _WORD.pack(word) + encode(SymmoeError(reason)) + _DETAILS.pack(*details), turn)
+    for rank in range(peers.num_ranks):  # after the report: whoever sees these finds it
+        mailbox = peers.region(rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS), torch.int64)
+        signals = peers.region(rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS), torch.int64)
+        for words in (mailbox[:, :, 0], signals[:, 0]):
+            # Not atomic: an epoch that its owner sends just now may get lost, and its rank counts as not arrived.
+            words.copy_((words & kept_bits) | word)
+
+
+def read_report(peers: Peers, sender: int) -> Report:
+    """Why rank `sender` has given up. Waits for the current stream."""
+    message = _read(peers, sender, _word_of(sender))
+    if message is None:
+        return Report("it has not said why")
+    return Report(decode_text(message[_WORD.size :]), *_DETAILS.unpack_from(message, control.INBOX_DETAILS))
+
+
+def _word_of(rank: int) -> int:
+    """What a rank that gives up adds to the epochs."""
+    return control.ABORT + (rank << control.ABORT_RANK_SHIFT)
+
+
+def _send(peers: Peers, message: bytes, turn: int) -> None:
+    payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    for rank in range(peers.num_ranks):
+        _inbox(peers, rank, peers.rank)[turn, : payload.numel()].copy_(payload)
+
+
+def _read(peers: Peers, sender: int, word: int) -> bytes | None:
+    """The message of rank `sender` that begins with this word."""
+    for slot in _inbox(peers, peers.rank, sender).cpu():
+        message: bytes = slot.numpy().tobytes()
+        if _WORD.unpack_from(message)[0] == word:
+            return message
+    return None
+
+
+def _inbox(peers: Peers, rank: int, sender: int) -> torch.Tensor:
+    """uint8 [2, INBOX_BYTES]: what `sender` writes for `rank`."""
+    shape = (2, peers.num_ranks, control.INBOX_BYTES)
+    return peers.region(rank, peers.layout.fault_inbox, shape, torch.uint8)[:, sender]

@@ -1,0 +1,206 @@
+"""This rank's memory of a heap: who holds which part of its arena, and when a part may be somebody else's."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from symmoe.kernels.control import Peers
+from symmoe.symm_mem.access import Access
+from symmoe.symm_mem.arena import Arena
+from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
+
+_Place = tuple[Arena, tuple[int, int]]  # the arena that a span goes back to, and (offset, size) as it accounts for it
+
+_SEARCH_WORTH = 10  # a search for garbage that finds nothing may cost as little as a tenth of the time
+
+
+@dataclass
+class HeapStatistics:
+    """Counters of one heap since its construction.
+
+    Attributes:
+        num_leases: leases made.
+        num_staging_copies: times rows were copied to or from the heap because the caller brought no buffer on it (the
+            slow path of dispatch_tokens and combine_tokens; MoELayer never takes it).
+    """
+
+    num_leases: int = 0
+    num_staging_copies: int = 0
+
+
+class Span:
+    """A lease's part of the arena; lives as long as the lease or any tensor over its memory.
+
+    Every tensor over the memory finds it through its storage, which views share.
+
+    Attributes:
+        name: of the lease.
+        generation: how many leases the heap had made before this one.
+        offset: byte offset in the arena.
+    """
+
+    def __init__(self, memory: Memory, name: str, generation: int, place: _Place) -> None:
+        self.name = name
+        self.generation = generation
+        self.offset = place[1][0]
+        self._place = place
+        self._memory: Memory | None = memory
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the memory has gone back to the arena, so that it may be somebody else's by now."""
+        return self._memory is None
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.give_back(*self._place)
+
+    def __del__(self) -> None:
+        # The garbage collector may run this in any thread and in the middle of the arena's own work: only note it.
+        if self._memory is not None:
+            self._memory.dropped.append(self._place)
+
+
+class Memory:
+    """Hands out spans of this rank's arena, and takes them back. Local, in any thread; never synchronises.
+
+    Args:
+        arena_tensor: a new uint8 tensor over the arena of a rank, with a version counter of its own.
+
+    Attributes:
+        peers, arena_tensor: by which leases become tensors.
+        arena: the arithmetic of what lies behind the control block.
+        lock: of the arithmetic, and of what is known of streams.
+        dropped: what was dropped without release. Without the lock, because Python's collector may be in the middle
+            of what holds it.
+        statistics: counters.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        arena_tensor: Callable[[int], torch.Tensor],
+        access: Access,
+        streams: StreamOrder | NoStreams,
+    ) -> None:
+        own = peers.views[peers.rank]
+        self.peers, self.arena_tensor = peers, arena_tensor
+        self.arena = Arena(peers.layout.num_bytes, own.numel())
+        self.lock = threading.RLock()
+        self.dropped: deque[_Place] = deque()
+        self.statistics = HeapStatistics()
+        self._access, self._streams = access, streams
+        self._device, self._base = own.device, own.data_ptr()
+        self._start, self._end = peers.layout.num_bytes, own.numel()
+        self._graph_arenas: dict[int, Arena] = {}  # what captured graphs use: no call outside may get it
+        self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
+        # Of the last search for garbage, if it was in vain: offsets of the live leases, and when to search again.
+        self._fruitless: tuple[int, ...] = ()
+        self._next_search_s = 0.0
+
+    def take(self, num_bytes: int, name: str) -> Span | None:
+        """A span for a lease, or None if no free range is large enough."""
+        span = self._take(num_bytes, name)
+        if span is None and num_bytes <= self.arena.capacity_bytes and self._collect_garbage():
+            span = self._take(num_bytes, name)
+        return span
+
+    def _take(self, num_bytes: int, name: str) -> Span | None:
+        with self.lock:
+            self._take_back_dropped()
+            arena, capture = self.arena, capture_id(self._device)
+            if capture:  # the calls of a captured graph share spans among themselves
+                arena = self._graph_arenas.setdefault(capture, Arena(0, 0))
+                found = arena.take_or_grow(num_bytes, self.arena)
+            else:
+                found = arena.take(num_bytes)
+            if found is None:
+                return None
+            self._streams.taken(found)
+            self.statistics.num_leases += 1
+            self._live[found[0]] = num_bytes
+            return Span(self, name, self.statistics.num_leases, (arena, found))
+
+    def give_back(self, arena: Arena, span: tuple[int, int]) -> None:
+        """Takes back (offset, size), with which the current stream is done."""
+        if self._access.is_given:
+            with self.lock:
+                self._return(arena, span, self._streams.released)
+
+    def release_graphs(self) -> None:
+        """Takes back what graphs have kept for themselves."""
+        with self.lock:
+            graph_arenas = list(self._graph_arenas.values())
+            self._graph_arenas.clear()
+            for arena in graph_arenas:
+                for span in arena.clear():
+                    self.give_back(self.arena, span)
+
+    def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], None]) -> None:
+        self._live.pop(span[0], None)
+        if arena is not self.arena or not capture_id(self._device):  # a capture begins when all before it is done
+            note(span)
+        if arena is not self.arena and arena not in self._graph_arenas.values():
+            arena = self.arena  # the graph has been released meanwhile
+        arena.give_back(*span)
+
+    def _take_back_dropped(self) -> None:
+        while self.dropped:
+            self._return(*self.dropped.popleft(), self._streams.dropped)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the arena, behind the control block."""
+        if tensor.device != self._device:
+            return False
+        if tensor.numel() == 0:  # torch gives an empty tensor no address
+            return True
+        offset = tensor.data_ptr() - self._base
+        return self._start <= offset and offset + tensor.numel() * tensor.element_size() <= self._end
+
+    def offset_of(self, tensor: torch.Tensor) -> tuple[int, bool]:
+        """Byte offset of a tensor in the arena, and whether it lies in one live lease."""
+        if tensor.numel() == 0:
+            return self._start, True
+        offset = tensor.data_ptr() - self._base
+        end = offset + tensor.numel() * tensor.element_size()
+        with self.lock:
+            self._take_back_dropped()
+            return offset, any(start <= offset and end <= start + size for start, size in self._live.items())
+
+    def _collect_garbage(self) -> bool:
+        """Has Python's collector look for leases that only cycles of dead objects hold; whether there may be room now.
+
+        A loop of leases that do not fit would otherwise do little else: a collection takes as long as the process has
+        objects, a tenth of a second and more. So if no lease is live there is none, and after one in vain there is none
+        with the same leases until a multiple of its duration has passed.
+        """
+        with self.lock:
+            leases = tuple(self._live)
+        if not leases or (leases == self._fruitless and time.monotonic() < self._next_search_s):
+            return False
+        start_s = time.monotonic()
+        gc.collect()
+        end_s = time.monotonic()
+        self._fruitless, self._next_search_s = leases, end_s + _SEARCH_WORTH * (end_s - start_s)
+        return True
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes that are leased now, with all that captured graphs hold."""
+        with self.lock:
+            self._take_back_dropped()
+            return self.arena.used_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that captured CUDA graphs hold, leased in them or not."""
+        return sum(arena.capacity_bytes for arena in self._graph_arenas.values())

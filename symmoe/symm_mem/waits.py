@@ -1,0 +1,149 @@
+"""The waits for peers, at barriers and for signals: how they are launched, and how long they may take."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+
+from symmoe import kernels
+from symmoe.kernels import control
+from symmoe.kernels.control import Peers
+from symmoe.symm_mem.flight import FlightRecorder
+from symmoe.symm_mem.streams import capture_id
+
+_ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
+
+_BARRIER = -1  # in the place of a peer
+Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signal is waited for after it
+
+
+class FirstTimes:
+    """Which waits for peers come after work that happens once, and may take `start_timeout_s` for it.
+
+    A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting, and they
+    cannot see why. But all ranks make the same calls in the same order: what one does for the first time between two of
+    its waits, the others do there too. So a wait is a first one if none of its kind has followed one of the last kind
+    yet, or if this process has compiled or imported anything since the last one.
+
+    Args:
+        num_compiled: how many variants of kernels this process has compiled so far, or found in a cache.
+    """
+
+    def __init__(self, num_compiled: Callable[[], int]) -> None:
+        self._num_compiled = num_compiled
+        self._num_ready = 0
+        self._last: Kind = (0, _BARRIER)
+        self._stretches: set[tuple[Kind, Kind]] = set()  # from one wait to the next
+        self._waits: set[tuple[int, int, int]] = set()  # epoch, phase, and peer or _BARRIER
+
+    def is_first_barrier(self, call: int, *, epoch: int, fault: bool) -> bool:
+        """Notes a barrier that is about to be entered, and says whether it is a first wait.
+
+        Args:
+            call: as in control.pack_call.
+            epoch: of the barrier.
+            fault: this rank's arguments are wrong, and `call` has the phase alone.
+        """
+        last, phase, first = self._last, call & 0xFF, self._has_made_ready()
+        if fault:
+            first |= not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
+        elif phase != control.PHASE_CLOSE:  # to which ranks come from anywhere
+            first |= self._goes_on_to((call & _ALL_BUT_PLAN, _BARRIER))
+        if first:
+            self._waits.add((epoch, phase, _BARRIER))
+        return first
+
+    def is_first_signal(self, phase: int, peer: int, *, epoch: int) -> bool:
+        """The same for a wait for a peer's signal, after the barrier of this epoch."""
+        first = self._has_made_ready() | self._goes_on_to((self._last[0], peer))
+        if first:
+            self._waits.add((epoch, phase, peer))
+        return first
+
+    def was_first(self, epoch: int, phase: int, peer: int) -> bool:
+        """Whether the wait of this epoch and phase in which this peer was missing was a first one."""
+        return not self._waits.isdisjoint({(epoch, phase, _BARRIER), (epoch, phase, peer)})
+
+    def _has_made_ready(self) -> bool:
+        """Whether something was compiled or imported since the last wait."""
+        before, self._num_ready = self._num_ready, len(sys.modules) + self._num_compiled()
+        return before != self._num_ready
+
+    def _goes_on_to(self, kind: Kind) -> bool:
+        """Whether this is the first wait of its kind after one of the last kind."""
+        stretch, self._last = (self._last, kind), kind
+        if stretch in self._stretches:
+            return False
+        self._stretches.add(stretch)
+        return True
+
+
+class Waits:
+    """Launches the waits of this rank. Does not synchronise the host; on CPUs the host itself waits.
+
+    Attributes:
+        timeout_s, start_timeout_s: as in SymmetricHeap.
+        kernels: of the heap's device.
+        peers, status: what they are given.
+        flight: notes what is launched.
+        first_times: knows which waits `start_timeout_s` bounds.
+        is_inside: whether this rank waits. It stays so if a signal handler raises in a wait of the host.
+    """
+
+    def __init__(self, peers: Peers, timeout_s: float, start_timeout_s: float) -> None:
+        self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
+        self.peers, self._device = peers, peers.bases.device
+        self.kernels = kernels.for_device(self._device)
+        self.status = torch.zeros(
+            control.STATUS_WORDS, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"
+        )
+        self.flight = FlightRecorder()
+        self.first_times = FirstTimes(kernels.compiled_counter(self._device))
+        self.is_inside = False
+
+    def barrier(
+        self, call: int, publish: tuple[int, ...] = (), *, fault: bool = False, spoils: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Waits for every rank. Collective.
+
+        Args:
+            call: control.pack_call of what the ranks must agree on.
+            fault: this rank fails the call.
+            publish, spoils: as in SymmetricHeap.barrier, whose result this returns.
+        """
+        received = torch.empty((self.peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self._device)
+        words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
+        self.flight.barrier_launched(call)
+        timeout_ns = self._timeout_ns(self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault))
+        self.is_inside = True
+        self.kernels.barrier(
+            self.peers, words, received, self.status, call=call, fault=fault, timeout_ns=timeout_ns, spoils=spoils
+        )
+        self.is_inside = False
+        return received
+
+    def signal(self, rank: int, phase: int, spoils: torch.Tensor | None) -> torch.Tensor:
+        """Waits for a rank's signal; see SymmetricHeap.wait_for_signal."""
+        arrived = torch.empty(1, dtype=torch.int64, device=self._device)
+        self.flight.wait_launched(phase, rank)
+        timeout_ns = self._timeout_ns(self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch))
+        self.is_inside = True
+        self.kernels.wait_for_signal(
+            self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=spoils
+        )
+        self.is_inside = False
+        return arrived
+
+    def bound(self, first: bool) -> tuple[str, float]:
+        """Name and value of the bound of a wait, `first` as in FirstTimes."""
+        if first and self.start_timeout_s > self.timeout_s:
+            return "start_timeout_s", self.start_timeout_s
+        return "timeout_s", self.timeout_s
+
+    def _timeout_ns(self, first: bool) -> int | None:
+        """The bound for the kernel; in a graph, where every replay has it, never the longer one."""
+        _, bound_s = self.bound(first and not capture_id(self._device))
+        return None if bound_s == math.inf else int(bound_s * 1e9)
