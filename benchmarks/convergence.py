@@ -38,16 +38,7 @@ from typing import Any
 import torch
 
 from symmoe.tools.bench.records import machine
-from symmoe.tools.picture import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    picture,
-)
+from symmoe.tools.picture import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, picture
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 SMOOTHED_STEPS = 20

@@ -20,12 +20,7 @@ from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
-from symmoe.dispatch.trip import (
-    send_expert_major,
-    send_expert_major_gradient,
-    send_packed,
-    send_packed_gradient,
-)
+from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, send_packed, send_packed_gradient
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import given

@@ -15,12 +15,7 @@ from simulated_ranks import CASES, differences, run_case
 
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.kernels.triton import (
-    plan,
-    route,
-    sync,
-    tokens,
-)
+from symmoe.kernels.triton import plan, route, sync, tokens
 
 
 class gpu:

@@ -11,26 +11,13 @@ import torch
 pytest.importorskip("ml_dtypes")
 
 import quantize_reference as reference
-from act_quantize_cases import (
-    ACTIVATIONS,
-    NAMES,
-    Problem,
-    backward,
-    backward_apart,
-    forward,
-    forward_apart,
-    named,
-)
+from act_quantize_cases import ACTIVATIONS, NAMES, Problem, backward, backward_apart, forward, forward_apart, named
 from grouped_cases import clamped_swiglu, interleaved_order, srelu, swiglu
 from quantize_cases import FILL, FORMATS, as_bytes, differences
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import twin
-from symmoe.kernels.act_quantized import (
-    dact_quantize_workspace_numel,
-    takes_act_quantize,
-    takes_dact_quantize,
-)
+from symmoe.kernels.act_quantized import dact_quantize_workspace_numel, takes_act_quantize, takes_dact_quantize
 from symmoe.kernels.formats import TILE
 from symmoe.precision import Quantized
 

@@ -16,13 +16,7 @@ import torch
 from symmoe import cli
 from symmoe.errors import WrongResult
 from symmoe.tools.bench import records, regression
-from symmoe.tools.bench.cases import (
-    HOT_EXPERT,
-    PRESETS,
-    Case,
-    Shape,
-    choose_experts,
-)
+from symmoe.tools.bench.cases import HOT_EXPERT, PRESETS, Case, Shape, choose_experts
 from symmoe.tools.bench.layer import stock_step
 from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.ranks import Ranks
@@ -30,16 +24,7 @@ from symmoe.tools.bench.reference import Reference, relative_error, row_error
 from symmoe.tools.bench.routing import Routing
 from symmoe.tools.bench.steps import captured_step
 from symmoe.tools.bench.stock import stock_layer, torch_experts
-from symmoe.tools.bench.timing import (
-    WARM_UP,
-    HostClock,
-    StreamClock,
-    Variant,
-    in_steps,
-    measure,
-    summarize,
-    verify,
-)
+from symmoe.tools.bench.timing import WARM_UP, HostClock, StreamClock, Variant, in_steps, measure, summarize, verify
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 16, 4, 20_000

@@ -14,12 +14,7 @@ import torch.distributed as dist
 from limits import HANG_S
 
 from symmoe.tools.bench.cases import Case, Shape
-from symmoe.tools.bench.peers import (
-    deepep,
-    liger,
-    torch_nvshmem,
-    transformer_engine,
-)
+from symmoe.tools.bench.peers import deepep, liger, torch_nvshmem, transformer_engine
 from symmoe.tools.bench.peers.run import measure_peers
 from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.ranks import Ranks

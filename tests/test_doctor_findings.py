@@ -23,36 +23,11 @@ from symmoe.cli import main
 from symmoe.tools.doctor import checkup, self_test
 from symmoe.tools.doctor.environment import check_environment
 from symmoe.tools.doctor.findings import Finding, render, worst_level
-from symmoe.tools.doctor.gpus import (
-    Gpu,
-    Gpus,
-    Pair,
-    check_gpus,
-    check_links,
-    read_gpus,
-)
-from symmoe.tools.doctor.nvidia_smi import (
-    Device,
-    Links,
-    Report,
-    ask,
-    parse_devices,
-    parse_links,
-    parse_topology,
-)
-from symmoe.tools.doctor.system import (
-    System,
-    check_limits,
-    check_system,
-    read_system,
-)
+from symmoe.tools.doctor.gpus import Gpu, Gpus, Pair, check_gpus, check_links, read_gpus
+from symmoe.tools.doctor.nvidia_smi import Device, Links, Report, ask, parse_devices, parse_links, parse_topology
+from symmoe.tools.doctor.system import System, check_limits, check_system, read_system
 from symmoe.tools.doctor.trial import Trial, check_trial, run_trial
-from symmoe.tools.doctor.versions import (
-    Versions,
-    check_versions,
-    read_versions,
-    release,
-)
+from symmoe.tools.doctor.versions import Versions, check_versions, read_versions, release
 
 GIB = 1 << 30
 

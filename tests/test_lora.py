@@ -11,23 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker import Findings
 
-from symmoe import (
-    GroupedMLP,
-    MoEConfig,
-    MoELayer,
-    ScaledClampedSwiGLU,
-    SymmetricHeap,
-    clip_grad_norm,
-    reduce_gradients,
-)
+from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledClampedSwiGLU, SymmetricHeap, clip_grad_norm, reduce_gradients
 from symmoe.errors import ArgumentError
 from symmoe.moe.ownership import named_parameters
-from symmoe.training.lora import (
-    LoRAGroupedLinear,
-    add_lora,
-    merge_lora,
-    unmerge_lora,
-)
+from symmoe.training.lora import LoRAGroupedLinear, add_lora, merge_lora, unmerge_lora
 
 GROUPS, H, I, RANK, ALPHA = 3, 16, 8, 4, 6.0
 SPLITS = (4, 0, 5)

@@ -32,14 +32,7 @@ from grouped_cases import (
 )
 from low_precision_oracle import relative_error
 
-from symmoe import (
-    GroupedLinear,
-    GroupedMLP,
-    ScaledClampedSwiGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    Sequential,
-)
+from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import StaleRows
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
 from symmoe.precision.operands import gradient_seeds

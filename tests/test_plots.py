@@ -17,13 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from symmoe import (
-    MetricsLogger,
-    MoEConfig,
-    MoELayer,
-    SymmetricHeap,
-    cli,
-)
+from symmoe import MetricsLogger, MoEConfig, MoELayer, SymmetricHeap, cli
 from symmoe.errors import ArgumentError
 from symmoe.tools import picture
 from symmoe.tools.bench.records import load

@@ -22,15 +22,7 @@ from test_heap import round_trip
 from worker import Findings, open_heap, wait_for_arrivals
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.errors import (
-    ConfigMismatch,
-    HeapExhausted,
-    HeapPoisoned,
-    PeerAborted,
-    PeerError,
-    PeerTimeout,
-    SymmoeError,
-)
+from symmoe.errors import ConfigMismatch, HeapExhausted, HeapPoisoned, PeerAborted, PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels.twin import sync
 
 T, K, H = 12, 2, 16

@@ -9,12 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
 from symmoe.errors import ArgumentError
-from symmoe.training.replay import (
-    balanced_choice,
-    balanced_routing,
-    record_routing,
-    replay_routing,
-)
+from symmoe.training.replay import balanced_choice, balanced_routing, record_routing, replay_routing
 
 EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
 

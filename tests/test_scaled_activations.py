@@ -6,15 +6,7 @@ import math
 
 import pytest
 import torch
-from grouped_cases import (
-    DTYPES,
-    assert_near,
-    assert_same_bits,
-    clamped_swiglu,
-    interleaved_order,
-    srelu,
-    swiglu,
-)
+from grouped_cases import DTYPES, assert_near, assert_same_bits, clamped_swiglu, interleaved_order, srelu, swiglu
 
 from symmoe import (
     ScaledActivation,

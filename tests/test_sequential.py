@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grouped_cases import (
-    PATHS,
-    SENTINEL,
-    TINY,
-    Case,
-    assert_same_bits,
-    make_inputs,
-    make_linear,
-    run_experts,
-)
+from grouped_cases import PATHS, SENTINEL, TINY, Case, assert_same_bits, make_inputs, make_linear, run_experts
 from torch import nn
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential, SymmetricHeap

@@ -18,14 +18,7 @@ import torch
 from cluster import Cluster
 from worker import Findings, open_heap
 
-from symmoe import (
-    MoEConfig,
-    MoELayer,
-    SymmetricHeap,
-    cli,
-    kernels,
-    timeline,
-)
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, cli, kernels, timeline
 from symmoe.errors import ArgumentError, PeerAborted
 from symmoe.kernels import twin
 from symmoe.timeline import picture as timeline_picture

@@ -9,13 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from symmoe.autograd import GradientBuffer
-from symmoe.checks.buffers import (
-    Buffer,
-    buffer_problem,
-    memory_problem,
-    overlap_problem,
-    stale_problem,
-)
+from symmoe.checks.buffers import Buffer, buffer_problem, memory_problem, overlap_problem, stale_problem
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels import control
 

@@ -18,13 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from symmoe import kernels
-from symmoe.autograd import (
-    Context,
-    Function,
-    GradientBuffer,
-    Unmodified,
-    wrote_into,
-)
+from symmoe.autograd import Context, Function, GradientBuffer, Unmodified, wrote_into
 from symmoe.checks.arguments import (
     RowsLike,
     check_gradient,

@@ -18,13 +18,7 @@ from typing import TypedDict
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.experts import (
-    ExpertRows,
-    ExpertsBackward,
-    ExpertWeights,
-    Hidden,
-    SecondInput,
-)
+from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.low_rank import LowRank
 from symmoe.kernels.operands import given
 from symmoe.kernels.parts import Part

@@ -16,12 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from symmoe.autograd import (
-    Context,
-    Function,
-    GradientBuffer,
-    wrote_into,
-)
+from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.arguments import (
     RowsLike,
     check_gradient,
@@ -36,12 +31,7 @@ from symmoe.checks.arguments import (
 )
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.grouped.activations import ScaledActivation, ScaledSwiGLU
-from symmoe.grouped.experts import (
-    ExpertRows,
-    ExpertWeights,
-    Hidden,
-    experts_forward,
-)
+from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, experts_forward
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import RANK_MULTIPLE, LowRank

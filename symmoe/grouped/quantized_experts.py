@@ -21,13 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.experts import (
-    ExpertRows,
-    ExpertsBackward,
-    ExpertWeights,
-    Hidden,
-    SecondInput,
-)
+from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.quantized_activation import first_layer, hidden_gradients
 from symmoe.kernels.parts import Part
 from symmoe.kernels.table import TensorTable

@@ -17,12 +17,7 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
-from symmoe.grouped.sequential_stages import (
-    Stage,
-    Three,
-    has_hooks,
-    stages_problem,
-)
+from symmoe.grouped.sequential_stages import Stage, Three, has_hooks, stages_problem
 from symmoe.grouped.splits import same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from symmoe.kernels.operands import (
-    check_column_scale,
-    check_multiple,
-    check_numbers,
-    check_operand,
-)
+from symmoe.kernels.operands import check_column_scale, check_multiple, check_numbers, check_operand
 
 BLOCK = 128
 ALIGNMENT = 16  # bytes: where rows of operands and results begin

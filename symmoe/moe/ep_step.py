@@ -26,12 +26,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.mlp import (
-    GroupedMLP,
-    adapters_of,
-    expert_weights,
-    split_tensors,
-)
+from symmoe.grouped.mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.kernels import control
 from symmoe.kernels.operands import given

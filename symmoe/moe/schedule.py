@@ -16,12 +16,7 @@ import torch
 from symmoe.combine.trip import Collection, collect_rows
 from symmoe.dispatch.overlapped_trip import Arrival, arriving, rows_arriving
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.trip import (
-    send_expert_major,
-    send_expert_major_gradient,
-    send_packed,
-    send_packed_gradient,
-)
+from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, send_packed, send_packed_gradient
 from symmoe.kernels.operands import given
 from symmoe.kernels.parts import Part
 from symmoe.moe.overlap import Overlap, panels

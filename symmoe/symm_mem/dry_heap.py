@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -11,6 +12,7 @@ from symmoe.errors import SymmoeError
 from symmoe.kernels import control, dry
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
+from symmoe.symm_mem.memory import Memory, Span
 from symmoe.symm_mem.streams import NoStreams
 
 _META = torch.device("meta")
@@ -30,7 +32,6 @@ class DryHeap(SymmetricHeap):
     """
 
     rank, device, epoch = 0, _META, 0
-    peers: Any = None
     status: Any = None
     trip_timer = None
     one_call: Any = nullcontext
@@ -40,23 +41,25 @@ class DryHeap(SymmetricHeap):
 
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
         self.num_ranks = num_ranks
+        self.peers: Any = SimpleNamespace(rank=0, num_ranks=num_ranks)
         self._report = torch.zeros(control.SUMMARY_WORDS, dtype=torch.int64, device="cpu")
         self._report[[control.SUM_NUM_ROWS, control.SUM_MAX_ROWS]] = num_rows
         self._report[[control.SUM_NUM_PACKED, control.SUM_MAX_PACKED]] = num_packed_rows
         self.events: list[Event] = []
-        self._dropped: Any = self.events  # a lease that is dropped adds to it what it would give back
+        self.dropped = self.events  # a lease that is dropped adds to it what it would give back
 
     def lease(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease", phase: int | None = None
     ) -> Lease:
         """See SymmetricHeap."""
-        number = len(self.events)
+        number, memory = len(self.events), cast(Memory, self)
         place: Any = None, (0, number)
-        lease = _DryLease(self, name, shape, dtype, place, number)
+        lease = _DryLease(memory, Span(memory, name, number, place), shape, dtype)
         self.events.append((lease.num_bytes, place[1]))
         return lease
 
-    def _give_back(self, arena: Any, span: tuple[int, int]) -> None:
+    def give_back(self, arena: Any, span: tuple[int, int]) -> None:
+        """Notes the end of a lease."""
         self.events.append((arena, span))
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -73,5 +76,5 @@ class DryHeap(SymmetricHeap):
 
 
 class _DryLease(Lease):
-    def _over(self, heap: SymmetricHeap, rank: int) -> torch.Tensor:
+    def _over(self, memory: Memory, rank: int) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=_META)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from symmoe.errors import (
-    CapacityError,
-    ConfigMismatch,
-    ExpertIdError,
-    PeerAborted,
-    PeerError,
-    PeerTimeout,
-    SymmoeError,
-)
+from symmoe.errors import CapacityError, ConfigMismatch, ExpertIdError, PeerAborted, PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels import control
 from symmoe.symm_mem.inbox import Report
 

@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from symmoe.tools.picture import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    YELLOW,
-)
+from symmoe.tools.picture import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,21 +6,10 @@ from collections import defaultdict
 from itertools import groupby
 from typing import Any
 
-from symmoe.timeline.events import (
-    Span,
-    Timeline,
-    length,
-    spans_of,
-)
+from symmoe.timeline.events import Span, Timeline, length, spans_of
 from symmoe.timeline.phases import OTHER, PHASES
 from symmoe.timeline.report import lanes_of
-from symmoe.tools.picture import (
-    BLACK,
-    BLUE,
-    GREEN,
-    VERMILION,
-    picture,
-)
+from symmoe.tools.picture import BLACK, BLUE, GREEN, VERMILION, picture
 
 _LANE_INCHES = 0.34
 _FRAME_INCHES = 1.9  # title, names of passes, axis, legend

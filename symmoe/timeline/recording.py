@@ -21,12 +21,7 @@ from symmoe.timeline.events import Event, Span, Timeline
 from symmoe.timeline.kineto import gpu_events
 from symmoe.timeline.phases import BY_OPERATOR
 from symmoe.timeline.picture import draw
-from symmoe.timeline.ranges import (
-    START,
-    annotate,
-    direction,
-    ranged,
-)
+from symmoe.timeline.ranges import START, annotate, direction, ranged
 from symmoe.timeline.report import chrome_trace, table
 
 logger = logging.getLogger("symmoe")

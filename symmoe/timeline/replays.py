@@ -17,12 +17,7 @@ from typing import TypeVar
 import torch
 
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.timeline.events import (
-    COMMUNICATION,
-    COMPUTE,
-    Event,
-    Timeline,
-)
+from symmoe.timeline.events import COMMUNICATION, COMPUTE, Event, Timeline
 from symmoe.timeline.recording import Recording, record_as
 
 _Outputs = TypeVar("_Outputs")

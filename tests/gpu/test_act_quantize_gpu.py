@@ -8,16 +8,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU that converts to E4M3: Hopper or newer", allow_module_level=True)
 
-from act_quantize_cases import (
-    ACTIVATIONS,
-    NAMES,
-    SPLITS,
-    Problem,
-    backward,
-    backward_apart,
-    forward,
-    forward_apart,
-)
+from act_quantize_cases import ACTIVATIONS, NAMES, SPLITS, Problem, backward, backward_apart, forward, forward_apart
 from quantize_cases import bounds, differences
 
 from symmoe.kernels import gpu, twin

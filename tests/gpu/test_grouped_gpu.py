@@ -37,15 +37,7 @@ from grouped_cases import (
     used,
 )
 
-from symmoe import (
-    GroupedLinear,
-    GroupedMLP,
-    ScaledClampedSwiGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    Sequential,
-    SymmetricHeap,
-)
+from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential, SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease
 
 pytestmark = pytest.mark.gpu

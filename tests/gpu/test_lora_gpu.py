@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_lora_gemms import (
-    FFN,
-    NAMES,
-    ROWS,
-    SPLITS,
-    TAIL,
-    dense_oracle,
-    is_near,
-    make_experts,
-    random_parameters,
-)
+from test_lora_gemms import FFN, NAMES, ROWS, SPLITS, TAIL, dense_oracle, is_near, make_experts, random_parameters
 
 from symmoe import kernels
 

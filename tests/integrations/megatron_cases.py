@@ -229,12 +229,7 @@ def compare(
     Returns:
         the differences of ours to Megatron's, and figures of the run with both.
     """
-    from symmoe.integrations.megatron import (
-        DispatchOptions,
-        use_symmoe,
-        use_symmoe_dispatcher,
-        use_symmoe_experts,
-    )
+    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher, use_symmoe_experts
 
     use_groups(ep=ep)
     config = config_of(**fields)

@@ -35,12 +35,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import symmoe
 from symmoe.errors import ArgumentError
-from symmoe.integrations.parallel import (
-    data_parallel,
-    parallelize,
-    parameter_groups,
-    shard_experts,
-)
+from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 
 STEPS, LEARNING_RATE, MAX_NORM = 50, 0.1, 0.5
 # Sums in another order differ by fp32's rounding: in 50 steps by 2e-7 relative, measured.

@@ -14,31 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.hopper.gemm import (
-    NUM_WARPS,
-    describe,
-    describe_ragged,
-    describe_rows,
-    describe_weight,
-    grid,
-)
-from symmoe.kernels.hopper.pipeline import (
-    BLOCK_K,
-    CHUNK,
-    Pipeline,
-    run,
-    store_chunk,
-    write_dump,
-)
+from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, describe_rows, describe_weight, grid
+from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.activation import (
-    SUM_COLUMNS,
-    SUM_STEPS,
-    act_slopes,
-    act_value,
-    add_neighbours,
-    scale_terms,
-)
+from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.triton.tiles import end_of_rows
 
 # The epilogue by another warpgroup, by two warps of another, or beside the other tile's products.

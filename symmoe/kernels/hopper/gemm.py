@@ -9,16 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from symmoe.kernels.hopper.pipeline import (
-    BLOCK_K,
-    BLOCK_M,
-    CHUNK,
-    RAGGED,
-    Pipeline,
-    run,
-    store_chunk,
-    write_dump,
-)
+from symmoe.kernels.hopper.pipeline import BLOCK_K, BLOCK_M, CHUNK, RAGGED, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.tiles import device_num_sms, end_of_rows, max_row_tiles

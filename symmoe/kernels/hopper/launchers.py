@@ -2,13 +2,7 @@
 
 from symmoe.kernels.hopper.act import launch_act, launch_dact
 from symmoe.kernels.hopper.gemm import launch_gemm
-from symmoe.kernels.hopper.rows import (
-    launch_pre_reduce,
-    launch_pull,
-    launch_push,
-    takes_rows,
-    takes_sums,
-)
+from symmoe.kernels.hopper.rows import launch_pre_reduce, launch_pull, launch_push, takes_rows, takes_sums
 from symmoe.kernels.hopper.wgrad import launch_wgrad
 from symmoe.kernels.low_precision.hopper_columns import (
     launch_quantize_columns,

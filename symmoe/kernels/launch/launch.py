@@ -18,12 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, KernelParam
 
 from symmoe.kernels.launch import driver
-from symmoe.kernels.launch.compiled import (
-    Describe,
-    Launch,
-    compiled_launch,
-    picker,
-)
+from symmoe.kernels.launch.compiled import Describe, Launch, compiled_launch, picker
 
 # What the JIT makes of an argument is decided by its parameter:
 CONSTANT = 0  # compiled in, by its value

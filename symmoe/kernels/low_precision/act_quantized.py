@@ -18,13 +18,7 @@ import triton
 import triton.language as tl
 
 from symmoe.kernels import formats, select
-from symmoe.kernels.act_quantized import (
-    FEATURES,
-    Buffers,
-    check_act_quantize,
-    check_dact_quantize,
-    dact_features,
-)
+from symmoe.kernels.act_quantized import FEATURES, Buffers, check_act_quantize, check_dact_quantize, dact_features
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2

@@ -36,13 +36,7 @@ from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.hopper.pipeline import Groups, place_in_group, row_tile_prefix
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
-from symmoe.kernels.triton.activation import (
-    SUM_STEPS,
-    act_slopes,
-    act_value,
-    add_neighbours,
-    scale_terms,
-)
+from symmoe.kernels.triton.activation import SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.triton.tiles import device_num_sms
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features

@@ -30,13 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from symmoe.kernels.fp8 import BLOCK
-from symmoe.kernels.hopper.gemm import (
-    NUM_WARPS,
-    describe,
-    describe_ragged,
-    grid,
-    zero_tail_rows,
-)
+from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, grid, zero_tail_rows
 from symmoe.kernels.hopper.pipeline import (
     BLOCK_M,
     CHUNK,

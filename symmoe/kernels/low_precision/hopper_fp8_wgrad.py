@@ -39,24 +39,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
-from symmoe.kernels.hopper.pipeline import (
-    BLOCK_M,
-    CHUNK,
-    halves,
-    make_barriers,
-    next_stage,
-)
+from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
 from symmoe.kernels.hopper.tma_add import add_shared_to_global
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.hopper_fp8 import (
-    BLOCK_K,
-    BLOCK_N,
-    E4M3,
-    HALF,
-    SUMS,
-)
+from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
 from symmoe.kernels.triton.tiles import device_num_sms
 
 PART = gl.constexpr(32)  # columns of sums that leave the registers at a time

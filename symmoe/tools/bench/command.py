@@ -7,12 +7,7 @@ import os
 from collections.abc import Collection
 
 from symmoe.errors import ArgumentError
-from symmoe.tools.bench.cases import (
-    PRESETS,
-    SKEWS,
-    Case,
-    Shape,
-)
+from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, Shape
 from symmoe.tools.bench.options import Options
 from symmoe.tools.bench.peers.run import PEERS
 from symmoe.tools.bench.ranks import GROUP_TIMEOUT_S

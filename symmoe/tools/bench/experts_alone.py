@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from symmoe.grouped.experts import (
-    ExpertRows,
-    ExpertsBackward,
-    ExpertWeights,
-    Hidden,
-    experts_forward,
-)
+from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, experts_forward
 from symmoe.kernels.activation import Activation
 from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.reference import MAX_ERROR, Reference

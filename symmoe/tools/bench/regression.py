@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from symmoe.tools.bench.records import (
-    IDENTITY,
-    Identity,
-    Record,
-    identity,
-    ratio,
-)
+from symmoe.tools.bench.records import IDENTITY, Identity, Record, identity, ratio
 
 MAX_DROP = 0.1
 

@@ -14,12 +14,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, new_record
-from symmoe.tools.bench.timing import (
-    Variant,
-    clock_for,
-    measure,
-    verify,
-)
+from symmoe.tools.bench.timing import Variant, clock_for, measure, verify
 
 
 @dataclass(frozen=True)

@@ -16,26 +16,14 @@ from symmoe.tools.bench import regression
 from symmoe.tools.bench.cases import check_case
 from symmoe.tools.bench.gemm import bench_gemm
 from symmoe.tools.bench.heap_size import heap_bytes
-from symmoe.tools.bench.layer import (
-    CEILING,
-    PRECISION,
-    VARIANTS,
-    bench_layer,
-    bench_precision,
-    bench_variants,
-)
+from symmoe.tools.bench.layer import CEILING, PRECISION, VARIANTS, bench_layer, bench_precision, bench_variants
 from symmoe.tools.bench.options import Options
 from symmoe.tools.bench.overhead import bench_overhead
 from symmoe.tools.bench.peers.run import measure_peers
 from symmoe.tools.bench.plot import draw
 from symmoe.tools.bench.problem import Problem, routing_of
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.bench.records import (
-    Record,
-    load,
-    machine,
-    save,
-)
+from symmoe.tools.bench.records import Record, load, machine, save
 from symmoe.tools.bench.run import Run
 from symmoe.tools.bench.stock import STOCK
 from symmoe.tools.bench.table import render

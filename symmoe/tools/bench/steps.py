@@ -8,13 +8,7 @@ import torch
 
 from symmoe.tools.bench.problem import Problem
 from symmoe.tools.bench.reference import MAX_ERROR, Reference
-from symmoe.tools.bench.timing import (
-    DIRECTIONS,
-    Clock,
-    Mark,
-    StreamMark,
-    Variant,
-)
+from symmoe.tools.bench.timing import DIRECTIONS, Clock, Mark, StreamMark, Variant
 
 Forward = Callable[[], torch.Tensor]
 Inputs = Sequence[torch.Tensor]  # x, probs, w1, w2 as the step takes them

@@ -14,12 +14,7 @@ import torch
 
 from symmoe.combine.trip import collect_rows, collect_rows_and_values
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.trip import (
-    send_expert_major,
-    send_expert_major_gradient,
-    send_packed,
-    send_packed_gradient,
-)
+from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, send_packed, send_packed_gradient
 from symmoe.kernels.operands import given
 from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
@@ -28,12 +23,7 @@ from symmoe.tools.bench.records import Record, gbs, median_ms
 from symmoe.tools.bench.run import Run, case_record
 from symmoe.tools.bench.stock import STOCK, all_to_all, plan_exchange
 from symmoe.tools.bench.timing import DIRECTIONS, Variant, in_steps
-from symmoe.tools.bench.traffic import (
-    PeerCopy,
-    combine_bytes,
-    dispatch_bytes,
-    wire_bytes,
-)
+from symmoe.tools.bench.traffic import PeerCopy, combine_bytes, dispatch_bytes, wire_bytes
 
 FP8 = Float8Block()
 Times = dict[str, npt.NDArray[np.float64]]  # by variant, milliseconds [repetitions, directions]

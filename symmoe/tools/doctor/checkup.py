@@ -7,12 +7,7 @@ from collections.abc import Mapping
 from symmoe.tools.doctor import nvidia_smi
 from symmoe.tools.doctor.environment import check_environment
 from symmoe.tools.doctor.findings import Finding
-from symmoe.tools.doctor.gpus import (
-    Gpus,
-    check_gpus,
-    check_links,
-    read_gpus,
-)
+from symmoe.tools.doctor.gpus import Gpus, check_gpus, check_links, read_gpus
 from symmoe.tools.doctor.nvidia_smi import Report
 from symmoe.tools.doctor.system import check_limits, check_system, read_system
 from symmoe.tools.doctor.trial import MAX_GPUS, check_trial, run_trial

@@ -27,12 +27,7 @@ from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 from symmoe.tools.bench import ranks as launch
 from symmoe.tools.bench.ranks import Ranks
-from symmoe.tools.bench.timing import (
-    Variant,
-    clock_for,
-    in_steps,
-    measure,
-)
+from symmoe.tools.bench.timing import Variant, clock_for, in_steps, measure
 from symmoe.tools.bench.traffic import PeerCopy
 
 WAIT_S = 60.0  # of the heap: a rank may compile kernels while the others wait

@@ -14,16 +14,7 @@ from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.records import Record, identity
 from symmoe.tools.bench.stock import STOCK
 from symmoe.tools.bench.timing import DIRECTIONS
-from symmoe.tools.picture import (
-    BLACK,
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    SKY,
-    YELLOW,
-    picture,
-)
+from symmoe.tools.picture import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW, picture
 from symmoe.training.memory_plan import plan_memory
 
 _GIB = 2**30

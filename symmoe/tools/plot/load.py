@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from symmoe.tools.picture import (
-    BLUE,
-    GREY,
-    ORANGE,
-    VERMILION,
-    picture,
-)
+from symmoe.tools.picture import BLUE, GREY, ORANGE, VERMILION, picture
 from symmoe.tools.plot.load_log import LayerLoad
 
 MAX_LAYERS = 4
