@@ -28,7 +28,7 @@ def splits_problem(
     The values of splits on a GPU are not looked at: kernels clamp them instead.
 
     Args:
-        device, num_rows: None if nobody knows: then they may be anywhere, or have any sum.
+        device, num_rows: None if unknown: then splits may be on any device, or have any sum.
     """
     if not isinstance(splits, (torch.Tensor, np.ndarray, Sequence)):
         return ArgumentError(f"splits ({splits!r}) must be a tensor, an array or a list of {num_groups} counts")
@@ -73,7 +73,7 @@ def splits_to_row_start(splits: Splits, *, device: torch.device, num_rows: int) 
 
 
 def same_splits(left: Splits, right: Splits) -> bool:
-    """Whether two splits are certainly equal, as far as can be told without waiting for a device. Of any arguments."""
+    """Whether two splits are certainly equal, as far as can be told without waiting for a device. Takes any objects."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -103,7 +103,7 @@ def _array_problem(splits: Splits, device: torch.device | None) -> ArgumentError
 
 
 def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:
-    # bool is an int to isinstance; a mask is no count all the same.
+    # isinstance takes a bool for an int, but a mask is no count.
     return all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0 for n in counts)
 
 
