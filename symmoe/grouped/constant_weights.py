@@ -26,7 +26,7 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
     Results have the same bits as without the block. Backward passes may run after it: they use what forward has kept.
 
     The operands of both directions are held, a byte each for a parameter (plus scales), until the block is left, also
-    by an exception. Calls that wait for their backward pass share them. Blocks may be nested; only the outer one has an effect.
+    by an exception. Calls that wait for their backward pass share them. Blocks may be nested; the outer one counts.
 
     In CUDA graphs: the block is entered and left inside of one capture. Every replay then quantises the weights as they
     are. Inside torch.compile, and under a TorchDispatchMode, calls quantise as without the block.

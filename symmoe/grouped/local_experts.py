@@ -1,4 +1,4 @@
-"""Experts over tensors that a module cannot hold as its parameters: this rank's parts of DTensors, or inputs of an operator."""
+"""Experts over tensors that cannot be a module's parameters: this rank's parts of DTensors, or an operator's inputs."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def copy_data_ptrs_to_device(
 def load_addresses(
     lists: Mapping[str, Sequence[torch.Tensor]], device: torch.device, *, alignment: int = 1, contiguous: bool = False
 ) -> torch.Tensor:
-    """The addresses of all named lists, one after the other, as int64 [N] on `device`. Does not look for released leases.
+    """The addresses of all named lists, one after the other, as int64 [N] on `device`. Does not look at leases.
 
     Raises:
         ArgumentError: as in :func:`copy_data_ptrs_to_device`.

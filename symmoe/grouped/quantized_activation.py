@@ -113,7 +113,7 @@ def hidden_gradients(
     d_scale: torch.Tensor,
     db1: torch.Tensor | None,
 ) -> HiddenGradients:
-    """The gradients from da [N, I]; fills d_scale fp32[N], 0 in the tail, and db1 [G, W], the sum of dh, if there is one."""
+    """The gradients from da [N, I]. Fills d_scale fp32 [N], 0 in the tail, and db1 [G, W] if given, the sum of dh."""
     ops, row_format = kernels.for_device(h.device), numbers.recipe.row_format
     num_rows, ffn = da.shape
     takes = act_quantized.takes_dact_quantize(ffn, activation, row_format)

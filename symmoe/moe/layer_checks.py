@@ -42,7 +42,7 @@ def arguments_problem(
 def inference_problem(layer: nn.Module, **tensors: torch.Tensor | None) -> ArgumentError | None:
     """The error that torch would raise when it saves an inference tensor for backward, or None.
 
-    Torch would raise it where the peers wait already.
+    Torch would raise it when the peers already wait.
     """
     if not torch.is_grad_enabled():
         return None
@@ -64,7 +64,7 @@ def numbers_problem(routed: Choice) -> ArgumentError | None:
 
 
 def hooks_of(experts: nn.Module) -> list[str]:
-    """Hooks of a module's call on the experts, their layers and activation: of which kind, and where."""
+    """The hooks on calls of the experts, of their layers and of their activation: the kind and the module of each."""
     modules = (experts, *cast(Iterable[nn.Module], experts._modules.values()))
     for m in modules:  # the quick way, for every call
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:

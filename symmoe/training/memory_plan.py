@@ -37,13 +37,13 @@ class MemoryPlan:
         num_rows, num_packed_rows: N and P that the figures are for.
         heap_bytes: what `SymmetricHeap(num_bytes=...)` needs to run the schedule, eagerly or in one CUDA graph:
             the control block and the arena up to the highest byte that is ever leased.
-        lease_bytes_per_call: of that, what one call of one layer holds from its forward to its backward.
-        forward_bytes_per_call, backward_bytes_per_call: leases that live during that pass alone, at their peak.
+        lease_bytes_per_call: the part of it that one call of one layer holds from its forward to its backward.
+        forward_bytes_per_call, backward_bytes_per_call: leases that live only during that pass, at their peak.
         activation_bytes_per_call: ordinary memory that one call of one layer holds from forward to backward: h, the
             plan, the probs of the rows, the tokens if they are sent again, and with a recipe the transposed weights as
-            it has quantised them, which live as long as h. Without the router's own (a few fp32
-            [T, E]) and whatever a shared expert keeps.
-        activation_bytes: the same of all layers and micro-batches in flight.
+            it has quantised them, which live as long as h. What the router keeps (a few fp32 [T, E]) and what a shared
+            expert keeps are not counted.
+        activation_bytes: the same for all layers and micro-batches in flight.
     """
 
     num_rows: int
