@@ -1,4 +1,4 @@
-"""Plain files of a checkpoint. Others who can write to its directory must not make a reader wait, or read other data."""
+"""Plain files of a checkpoint. Others who can write to its folder must not make a reader wait, or read other data."""
 
 from __future__ import annotations
 

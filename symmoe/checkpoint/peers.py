@@ -38,7 +38,7 @@ class Peers:
     ) -> None:
         if kind is None or self._is_over:
             return
-        with contextlib.suppress(CheckpointError):  # its own error, or a lost peer's
+        with contextlib.suppress(CheckpointError):  # this rank's error comes back, or a peer is lost
             self._meet(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
 
     def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:

@@ -4,7 +4,7 @@ Replay makes a policy's training forward use the experts of its rollout (routing
 Scores and probs are computed anew, for the given experts, and so are their gradients.
 
 For one layer: `layer(x, topk_idx=recorded)`. The helpers below do it for all layers of a model. Recording works for the
-layers of integrations too. Giving needs symmoe's router, which computes the probs of what it is given: MoELayers.
+layers of integrations too. Only MoELayers take a given choice: symmoe's router computes its probs.
 """
 
 from __future__ import annotations

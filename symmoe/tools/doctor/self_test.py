@@ -1,7 +1,7 @@
-"""One rank of the self-test, in a process of its own: `python -m symmoe.tools.doctor.self_test`. trial.py starts it.
+"""One rank of the self-test, in a separate process: `python -m symmoe.tools.doctor.self_test`. trial.py starts it.
 
-Builds a heap, compares dispatch and combine with loops over integers, element by element, and times them beside a
-plain copy of as many bytes between peers.
+Builds a heap, compares dispatch and combine with loops over integers, element by element, and times them
+and a plain copy of as many bytes between peers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LOADS = {
     "cpu": Load(num_tokens=512, hidden=1024, dtype=torch.float32),
     "cuda": Load(num_tokens=8192, hidden=7168, dtype=torch.bfloat16),
 }
-_SPARE_BYTES = 32 << 20  # of the heap, besides the rows and the two buffers of the plain copy
+_SPARE_BYTES = 32 << 20  # of the heap, in addition to the rows and the two buffers of the plain copy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -171,7 +171,7 @@ def _refuse(what: str, ranks: Ranks, is_wrong: bool) -> None:
 
 
 def _write(path: str, found: dict[str, Any]) -> None:
-    """All of it or nothing."""
+    """Writes the whole file or nothing."""
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(found, file)
     os.replace(f"{path}.part", path)

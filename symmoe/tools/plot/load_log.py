@@ -43,8 +43,8 @@ def read_loads(path: str | Path) -> list[LayerLoad]:
     """The layers of a log, in its order.
 
     Takes lines of :func:`append_records`, and lines with "step" and "expert_load", [layers][E], as examples/train_lm.py
-    writes them. Of a step that is there twice (a run that went on from a checkpoint), the last line counts. A last line
-    that is cut off is left out, a process may have ended while it wrote.
+    writes them. If a step occurs twice (a run that continued from a checkpoint), the last line counts. A last line that
+    is cut off is left out: a process may have ended while it wrote.
 
     Raises:
         ArgumentError: the file cannot be read, or holds something else.
