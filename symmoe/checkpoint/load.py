@@ -17,7 +17,7 @@ import symmoe.checkpoint.folder as folder
 from symmoe.checkpoint.manifest import MANIFEST, NAMES, Manifest, StoredSlice
 from symmoe.checkpoint.optimizer_state import PREFIX, State, check_record, empty_state, install
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.places import Place, places_of
+from symmoe.checkpoint.tensors import Place, places_of
 from symmoe.errors import CheckpointError
 
 
@@ -27,8 +27,8 @@ class LoadedCheckpoint:
 
     Attributes:
         step: optimizer steps done.
-        extra: as it was saved.
-        rank_extra: as this rank saved it; None if another number of ranks loads than saved.
+        extra: what was saved as `extra`.
+        rank_extra: what this rank saved as `rank_extra`; None if another number of ranks loads than saved.
     """
 
     step: int
@@ -54,7 +54,7 @@ def load_checkpoint(
         directory: as in save_checkpoint; all ranks see the same.
         model: as in save_checkpoint; filled in place. Values are not cast. Weights of experts may be packed where the
             checkpoint was written with discrete ones, and the other way round.
-        optimizer: of the model's parameters; its state and its hyperparameters become those of the checkpoint.
+        optimizer: optimizer of the model's parameters; gets the state and hyperparameters of the checkpoint.
             None: optimizer state in the checkpoint is ignored.
         step: which checkpoint; None: the newest (that of `latest`; if that is missing or torn, the complete one of the
             highest step, with a warning in the log).

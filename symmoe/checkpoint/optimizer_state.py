@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 
 from symmoe.checkpoint.manifest import DTYPES, Manifest
-from symmoe.checkpoint.places import Place
+from symmoe.checkpoint.tensors import Place
 from symmoe.errors import ArgumentError, CheckpointError
 
 PREFIX = "optimizer."

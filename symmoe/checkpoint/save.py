@@ -35,7 +35,7 @@ from symmoe.checkpoint.manifest import (
 )
 from symmoe.checkpoint.optimizer_state import record_of, state_places
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.places import Place, places_of
+from symmoe.checkpoint.tensors import Place, places_of
 from symmoe.errors import ArgumentError, CheckpointError
 
 MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once
@@ -65,7 +65,7 @@ def save_checkpoint(
         directory: the job's directory; all ranks see the same. One job at a time may save to it.
         step: a checkpoint of the same step is replaced.
         model: a module, or a nested dict of tensors, ExpertShards and modules. Tensors of a module's state dict count.
-        optimizer: of the model's parameters.
+        optimizer: optimizer of the model's parameters.
         extra: fit for JSON, and the same on all ranks; loading gives it back as JSON has it (tuples are lists).
         rank_extra: fit for JSON, this rank's own, e.g. get_rng_state().
         group: all ranks that train together. None: the default group, or only this process if there is none.

@@ -243,10 +243,10 @@ class GroupedLinear(nn.Module):
             return add(parameters, compute, overwrite=overwrite_main_grad)
 
         def to_main_grad_later() -> None:
-            # Where autograd would have put the stand-ins: Megatron's DDP looks there before it reduces.
-            for parameter, stand_in in zip(parameters, to_main_grad(), strict=True):
-                if stand_in is not None and parameter.grad is None:
-                    parameter.grad = stand_in
+            # Where autograd would have put the placeholders: Megatron's DDP looks there before it reduces.
+            for parameter, placeholder in zip(parameters, to_main_grad(), strict=True):
+                if placeholder is not None and parameter.grad is None:
+                    parameter.grad = placeholder
 
         def to_grad() -> None:
             weight_gradients.add_to_grad(parameters, weight_gradients.new_gradients(parameters, compute))
@@ -255,9 +255,9 @@ class GroupedLinear(nn.Module):
             self._delayed.append(to_main_grad_later if self.accumulate_into_main_grad else to_grad)
             return [None] * len(weights)
         if self.accumulate_into_main_grad:
-            stand_ins = to_main_grad()
+            placeholders = to_main_grad()
             # A weight that autocast has cast is not the leaf: its gradient goes through the cast.
-            return [None if s is None else s.to(w.dtype) for s, w in zip(stand_ins, weights, strict=True)]
+            return [None if s is None else s.to(w.dtype) for s, w in zip(placeholders, weights, strict=True)]
         return weight_gradients.new_gradients(weights, compute)
 
     def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -350,8 +350,8 @@ def linear_problem(
     error = splits_problem(splits, num_groups=linear.num_groups, device=rows.device, num_rows=rows.num_rows)
     if error is None and bias_scale is not None:
         if linear.bias is None or linear.return_bias:
-            given = list(bias_scale.shape) if isinstance(bias_scale, torch.Tensor) else type(bias_scale).__name__
-            return ArgumentError(f"bias_scale ({given}) needs a bias that is added; {linear} adds none")
+            found = list(bias_scale.shape) if isinstance(bias_scale, torch.Tensor) else type(bias_scale).__name__
+            return ArgumentError(f"bias_scale ({found}) needs a bias that is added; {linear} adds none")
         error = scale_problem("bias_scale", bias_scale, rows)
     return error or result_buffers_problem(rows, linear.in_features, linear.out_features, out, grad_input_out)
 

@@ -69,7 +69,7 @@ def copy_data_ptrs_to_device(
 
     Args:
         tensors: on `device`, not empty.
-        device: of the tensors and of the result.
+        device: the device of the tensors and of the result.
         alignment: a power of two that every address must be a multiple of.
         contiguous: whether the tensors must be contiguous.
 

@@ -1,7 +1,7 @@
 """The stages of a Sequential, and what is wrong with the arguments of any of them before the first has run.
 
-What all modules read and write is looked at together: a module sees only its own arguments, and those of a later one
-would be found wrong when an earlier one has written into its buffers.
+All that the modules read and write is checked together: a module sees only its own arguments, and would find them wrong
+only after earlier modules have written into their buffers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stage:
     """One module of a Sequential, or a GroupedLinear, an activation and a GroupedLinear that run fused.
 
     Attributes:
-        index: of the first module.
+        index: the index of the first module.
         modules, inputs, keywords: one or three of each: what a module takes in addition to the rows.
     """
 
@@ -83,8 +83,8 @@ class Stage:
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the stage reads in addition to the rows."""
         keywords = (k for each in self.keywords for k in each.items())
-        given = (value for name, value in keywords if name not in ("out", "grad_input_out"))
-        values = itertools.chain(given, *self.inputs, *(module.parameters() for module in self.modules))
+        arguments = (value for name, value in keywords if name not in ("out", "grad_input_out"))
+        values = itertools.chain(arguments, *self.inputs, *(module.parameters() for module in self.modules))
         return (value for value in values if isinstance(value, torch.Tensor))
 
 

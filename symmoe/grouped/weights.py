@@ -47,7 +47,7 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
 
 
 def packed_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[G, O, C]: a packed weight as it is, scattered ones too if they lie like one, else a copy of them."""
+    """[G, O, C]: a packed weight itself, or a view of scattered ones that lie like one, else a copy of them."""
     packed = in_one_piece(weights)
     return torch.stack(tuple(weights)) if packed is None else packed.contiguous()
 

@@ -82,11 +82,11 @@ def expert_parallel_mlp(
     Args:
         x: [T, H] on the heap's device; the experts' weights are cast to its dtype.
         probs: fp32 [T, K].
-        experts: of this rank; their `precision` is that of the step.
-        plan: of this call's routing.
-        order: of the sums in combine, "rank" or "slot".
+        experts: the experts of this rank; their `precision` is that of the step.
+        plan: the plan of this call's routing.
+        order: the order of the sums in combine, "rank" or "slot".
         stash: what is kept for backward, see MoEConfig.
-        layout: of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
+        layout: the layout of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
         schedule: "serial", "overlapped" or "always-overlapped", see MoEConfig.
         quantized_wire: what travels quantised: "none", "forward", "backward" or "both", see MoEConfig.
         out_shape: [..., H] of the result; None is [T, H].

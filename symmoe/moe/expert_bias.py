@@ -72,7 +72,7 @@ def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: tor
     if torch.compiler.is_compiling():
         counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)
         return counted
-    loads = [expert_load.long()]  # a copy: the caller's is in the metrics, where anybody may write to it
+    loads = [expert_load.long()]  # a copy: the caller's is in the metrics, where users may write to it
 
     def add(_: torch.Tensor) -> None:
         while loads:  # once, also if the graph is retained

@@ -46,8 +46,8 @@ class MoELayer(ExpertParallelModule):
         shared_expert: a module that every token passes through, [..., H] to [..., H]; its output is added to the
             experts'. On GPUs it runs on a separate stream, while tokens travel and experts compute, forward and
             backward. It is replicated, so its gradients are data-parallel.
-        dtype: of the expert weights. The layer computes in the dtype of its input, or in autocast's.
-        device: of the parameters; None is the heap's.
+        dtype: the dtype of the expert weights. The layer computes in the dtype of its input, or in autocast's.
+        device: the device of the parameters; None is the heap's.
         expert_group: as in reduce_gradients, the ranks that hold this rank's experts in the other EP groups. For
             aux_loss="global", over which each forward then sums the load, and for DDP (see prepare_for_ddp). None: the
             world is one EP group.

@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of MoELayer, looked at before anything is computed."""
+"""Checks of the arguments of MoELayer, before anything is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arguments_problem(
     """What is wrong with the arguments of MoELayer.forward, or None. Looks at no device memory.
 
     Args:
-        device: of the heap.
+        device: the device of the heap.
     """
     shape = ("...", f"hidden ({config.hidden})")
     error: SymmoeError | None = tensor_problem("x", x, shape=shape, dtypes=control.DTYPES, device=device)

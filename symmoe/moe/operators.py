@@ -75,7 +75,7 @@ def run_as_operator(
     """step.run as one operator. Collective, forward and backward.
 
     Returns:
-        y [T, H]; the plan's expert_load and num_dropped, which nobody else holds.
+        y [T, H]; the plan's expert_load and num_dropped, as new tensors.
 
     Raises:
         ArgumentError: weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or the

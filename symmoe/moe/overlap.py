@@ -127,10 +127,10 @@ class Sizes:
         num_rows: N. As long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike.
         hidden, ffn: H, I.
         top_k, num_experts, num_ranks: K, E, R.
-        item_bytes: of an element of a row.
+        item_bytes: bytes of an element of a row.
         is_gated: FC1 has gates and ups.
         pre_reduces: rows of a peer's token are summed before one of them goes home (`order="rank"`).
-        sent_row_bytes, sent_gradient_row_bytes: of a row on its way to an expert; None: hidden * item_bytes.
+        sent_row_bytes, sent_gradient_row_bytes: bytes of a row on its way to an expert; None: hidden * item_bytes.
     """
 
     num_rows: int

@@ -28,10 +28,10 @@ class RoutedExperts:
     Layers of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`.
 
     Attributes:
-        config, heap: of the layers.
+        config, heap: the configuration and heap of the layers.
         meta_experts: of the shape and activation of the layers' experts, without memory.
-        kind: of the layers' experts, see kind_of.
-        number: of this object in this process. Operators take it, as they take tensors and numbers only.
+        kind: the kind of the layers' experts, see kind_of.
+        number: the number of this object in this process. Operators take it, as they take tensors and numbers only.
     """
 
     config: MoEConfig
@@ -72,7 +72,7 @@ class RoutedExperts:
             tokens: [T, H] in the dtype to compute in.
             probs: fp32 [T, K].
             topk_idx: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert.
-            experts: of this rank.
+            experts: the experts of this rank.
             out_shape: [..., H] of y; None is [T, H].
             before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
                 stream that shall fill the waits of the trips. Not called where the step is one operator.

@@ -35,7 +35,7 @@ _COMPILED = "_orig_mod."  # prefix of the names in a compiled model
 
 
 class Replicas:
-    """Where else the experts of one layer are, and which DDP the layer is in. Copies of the layer are in none.
+    """The other ranks that hold the experts of one layer, and the DDP that it is in. Copies of the layer are in none.
 
     Attributes:
         group: as the layer was given it: the ranks that hold this rank's experts in the other EP groups, and this one.
@@ -64,7 +64,7 @@ class ExpertParallelModule(nn.Module):
     """A layer whose experts are spread over the ranks of a heap.
 
     Attributes:
-        heap: of the EP group.
+        heap: the heap of the EP group.
         experts: this rank's.
         replicas: the other ranks that have them.
     """

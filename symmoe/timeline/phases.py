@@ -30,7 +30,7 @@ class Phase:
     is_communication: bool = False
 
 
-OTHER = Phase(name="other", color="#cccccc")  # what is in no table: a router's softmax, a loss, an optimizer
+OTHER = Phase(name="other", color="#cccccc")  # work that is in no table: a router's softmax, a loss, an optimizer
 
 # A kernel that several operators launch is in the least specific phase: the range of its launch is more specific.
 PHASES = (

@@ -19,8 +19,8 @@ _CHARACTER_SHARE = 0.0095  # width of a character of a bar's name, as a share of
 _DARK = (BLACK, BLUE, GREEN, VERMILION)  # phases whose names are white
 _EXPOSED_BAR = 0.5
 _TITLE_POINTS = 16  # above the lanes, with the names of the passes between
-_LISTED_RANKS = 8  # in the title
-_MOST_COLUMNS = 4  # of the legend
+_LISTED_RANKS = 8  # ranks that the title lists
+_MOST_COLUMNS = 4  # columns of the legend
 # Not a colour of any phase.
 _EXPOSED: dict[str, Any] = {"facecolor": "white", "edgecolor": BLACK, "hatch": "//////", "linewidth": 0.5}
 

@@ -51,7 +51,7 @@ class Recording:
     """What :func:`record` yields.
 
     Attributes:
-        timeline: of all ranks, on every rank; None until the context has ended.
+        timeline: the timeline of all ranks, on every rank; None until the context has ended.
     """
 
     def __init__(self, heap: SymmetricHeap, forget: Callable[[], None]) -> None:

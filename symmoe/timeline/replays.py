@@ -22,7 +22,7 @@ from symmoe.timeline.recording import Recording, record_as
 
 _Outputs = TypeVar("_Outputs")
 
-_MARK = "spin_kernel"  # what torch.cuda._sleep launches, and a step does not
+_MARK = "spin_kernel"  # torch.cuda._sleep launches it, and a step does not
 _AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
 _GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts whose activations are in FC1's
 

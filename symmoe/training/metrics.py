@@ -235,7 +235,7 @@ def wire_rows(
 
     Args:
         topk_idx: int [T, K], global expert ids; -1 is no expert.
-        order: of combine, see MoEConfig.
+        order: the order of the sums in combine, see MoEConfig.
     """
     rank_TK = torch.div(topk_idx, experts_per_rank, rounding_mode="floor")
     is_remote = (rank_TK >= 0) & (rank_TK != rank)

@@ -78,7 +78,7 @@ def choose_precision(
     (ConfigMismatch).
 
     Args:
-        config: of a layer, with the precision to choose or not.
+        config: the configuration of a layer, with the precision to choose or not.
         num_ranks: R of the expert-parallel group; 1 for a GroupedMLP without one.
         num_tokens: T that a rank brings to a call on average; the same number on all ranks.
         device: where the layer computes.

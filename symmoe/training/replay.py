@@ -61,7 +61,7 @@ def replay_routing(model: nn.Module, routing: Mapping[str, torch.Tensor]) -> Ite
     If activations are computed again in backward, backward must run in the context too.
 
     Args:
-        routing: of :func:`record_routing`, for the same tokens; -1 is no expert.
+        routing: what :func:`record_routing` has recorded for the same tokens; -1 is no expert.
 
     Raises:
         ArgumentError: `routing` is not for the layers of `model`; or a layer has not taken it: a model that

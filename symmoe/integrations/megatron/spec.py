@@ -50,7 +50,7 @@ def use_symmoe(
 
     Args:
         spec: of a layer, of a block of layers (its dense layers do not change), or only of an MoE layer.
-        heap: of the expert-parallel group (:func:`open_heap`).
+        heap: the heap of the expert-parallel group (:func:`open_heap`).
         options: how rows travel; None: the defaults.
         pg_collection: the model's process groups. Needed with megatron-core 0.16 and 0.17 if they are not those of
             initialize_model_parallel; newer versions hand them to the layer themselves.

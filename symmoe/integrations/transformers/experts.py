@@ -28,7 +28,7 @@ class StepConfig:
         capacity: rows a rank can receive in one call; None is exact.
         overflow: with a static capacity, "raise" or "drop".
         max_tokens: with a static capacity, the most tokens one rank brings to a call.
-        order: of the sums in combine, "rank" or "slot".
+        order: the order of the sums in combine, "rank" or "slot".
         stash: what forward keeps for backward.
 
     Raises:

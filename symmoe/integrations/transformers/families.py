@@ -18,7 +18,7 @@ from symmoe.grouped.activations import ScaledActivation, ScaledClampedSwiGLU, Sc
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-BLOCK = "mlp"  # what every family calls its MoE block in memory
+BLOCK = "mlp"  # every family's name of its MoE block in memory
 
 
 class StockExperts(Protocol):

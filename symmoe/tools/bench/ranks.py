@@ -25,7 +25,7 @@ class Ranks:
 
     Attributes:
         rank, num_ranks: in the group; 0 and 1 without one.
-        device: of this rank.
+        device: the device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -144,7 +144,7 @@ def commit(folder: Path) -> str:
     if not _output_of("git", "-C", str(folder), "ls-files", "__init__.py"):
         return "unknown"  # installed, perhaps below somebody else's repository
     head = _output_of("git", "-C", str(folder), "rev-parse", "HEAD") or "unknown"
-    # Without a lock: whoever commits meanwhile would be refused.
+    # Without a lock: a commit at the same time would fail.
     changed = _output_of("git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain")
     return head + ("-dirty" if changed else "")
 

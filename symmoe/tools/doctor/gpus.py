@@ -114,7 +114,7 @@ def check_links(pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: s
     """The connections between GPUs.
 
     Args:
-        links: by the index of nvidia-smi, of the GPUs that are used.
+        links: links of the GPUs that are used, by the index of nvidia-smi.
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     found = []

@@ -30,7 +30,7 @@ from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.timing import Variant, clock_for, in_steps, measure
 from symmoe.tools.bench.traffic import PeerCopy
 
-WAIT_S = 60.0  # of the heap: a rank may compile kernels while the others wait
+WAIT_S = 60.0  # limit of waits on the heap: a rank may compile kernels while the others wait
 _EXPERTS_PER_RANK, _TOP_K, _HIDDEN = 2, 2, 64
 _REPETITIONS = 10
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("rank", "num-ranks", "deadline-s"):
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args(argv)
-    signal.alarm(args.deadline_s)  # ends this process even if whoever has started it is gone
+    signal.alarm(args.deadline_s)  # ends this process even if the process that has started it is gone
     try:
         with launch.join(f"file://{args.store}", args.rank, args.num_ranks) as ranks:
             found = run(ranks)

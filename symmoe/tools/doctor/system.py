@@ -32,7 +32,7 @@ class System:
         host_problem: what keeps the host backend from working; "" if nothing does.
         num_cores: cores that this process may use.
         free_bytes: memory that this container can still use; None is unknown.
-        shm_bytes, shm_free_bytes: of /dev/shm; None if there is none.
+        shm_bytes, shm_free_bytes: size and free bytes of /dev/shm; None if there is none.
         max_files, max_locked_bytes: soft limits of this process; None is no limit.
         max_processes: how many, threads counted, may still be started; None is no limit that is known.
         compiler: the C compiler that Triton would take; None if there is none.

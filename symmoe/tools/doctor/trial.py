@@ -21,7 +21,7 @@ MAX_GPUS = 4
 _RANK = (sys.executable, "-m", "symmoe.tools.doctor.self_test")
 _POLL_S = 0.05
 _GRACE_S = 5.0  # for the other ranks, once one has failed
-_MODEST_LINK, _MODEST_DISPATCH = 0.6, 0.4  # of the link, of the copy; H200s reach 0.8 and 0.7
+_MODEST_LINK, _MODEST_DISPATCH = 0.6, 0.4  # shares of the link's and of the copy's speed; H200s reach 0.8 and 0.7
 _NOT_FOR_RANKS = ("SYMMOE_FLIGHT_DIR",)
 
 
@@ -93,7 +93,7 @@ def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -
     """Findings from the self-test.
 
     Args:
-        link_gbs: of all NVLinks of a GPU in one direction; None is unknown.
+        link_gbs: GB/s of all NVLinks of a GPU in one direction; None is unknown.
     """
     where = "GPU" if on_gpus else "CPU"
     ranks = f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"

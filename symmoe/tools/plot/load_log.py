@@ -18,11 +18,11 @@ class LayerLoad:
     """One layer over the steps of a log.
 
     Attributes:
-        name: of the layer.
+        name: the name of the layer.
         steps: [S], in order.
         tokens_per_expert: [S][E], slots of each expert.
         num_dropped: [S], slots dropped; None where the log does not say.
-        num_ranks: of the EP group; None where the log does not say.
+        num_ranks: the number of ranks of the EP group; None where the log does not say.
     """
 
     name: str
