@@ -117,7 +117,7 @@ def parallelize(
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> DistributedDataParallel:
-    """Plain DDP for the dense parameters; the experts stay spread over `ep`, and are summed over their replicas.
+    """Plain DDP for the dense parameters. Experts stay spread over `ep`; their gradients are summed over replicas.
 
     Experts become DTensors (for checkpoints) and are left out of DDP's buckets. Their gradients are scaled when they
     are computed, and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective.

@@ -160,7 +160,7 @@ def add_lora(
         model: e.g. a GroupedMLP, a MoELayer, or a whole model.
         rank, alpha: r, and the scaling alpha / r. Any rank is computed as the next multiple of 8.
         rank_dropout: see LoRAGroupedLinear.
-        dtype: the dtype of the adapters; None: the weights'. optimizers want fp32 adapters on bf16 weights.
+        dtype: the dtype of the adapters; None: the weights'. Optimizers want fp32 adapters on bf16 weights.
 
     Returns:
         the adapters: all new parameters to train.
