@@ -134,7 +134,7 @@ def _table(plans: dict[str, MemoryPlan]) -> str:
 
 
 def _reason(layer: MeasuredLayer | None, speed_up: float) -> str:
-    """What the choice of a precision follows from."""
+    """Why a precision was chosen."""
     if layer is None:
         return f"{AUTO} takes bf16: no layer was measured that is nowhere larger than this one"
     taken = "float8-block" if speed_up >= LEAST_SPEED_UP else "bf16"
@@ -146,5 +146,5 @@ def _reason(layer: MeasuredLayer | None, speed_up: float) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Rounded up to tenths of MiB, so that what is shown is enough."""
+    """The number rounded up to tenths of MiB, so that the shown memory is enough."""
     return f"{math.ceil(num_bytes / 2**20 * 10) / 10:.1f} MiB"

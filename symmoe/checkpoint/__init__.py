@@ -5,9 +5,9 @@ Needs safetensors: pip install 'symmoe[checkpoint]'. How they are used, and what
 
 from symmoe.checkpoint.load import LoadedCheckpoint, load_checkpoint, read_manifest
 from symmoe.checkpoint.manifest import Manifest, StoredFile, StoredSlice, StoredTensor
-from symmoe.checkpoint.places import ExpertShard
 from symmoe.checkpoint.rng import get_rng_state, set_rng_state
 from symmoe.checkpoint.save import save_checkpoint
+from symmoe.checkpoint.tensors import ExpertShard
 
 __all__ = [
     "ExpertShard",

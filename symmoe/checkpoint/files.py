@@ -1,4 +1,4 @@
-"""Plain files of a checkpoint. Who can write to its directory must not make a reader wait, or read something else."""
+"""Plain files of a checkpoint. Others who can write to its folder must not make a reader wait, or read other data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reading(path: Path) -> Iterator[io.FileIO]:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CheckpointError(f"{path} is no plain file")
         with open(os.open(path, os.O_RDONLY | _FLAGS), "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # another one by now
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # another file has this name now
                 raise CheckpointError(f"{path} is no plain file")
             yield file
     except OSError as error:
@@ -36,7 +36,7 @@ def read(path: Path, max_bytes: int) -> bytes:
     """All of a file.
 
     Raises:
-        CheckpointError: as in :func:`reading`, or it is larger than that.
+        CheckpointError: as in :func:`reading`, or it is larger than `max_bytes`.
     """
     with reading(path) as file:
         data = bytearray()
@@ -65,10 +65,10 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """What has a name in the folder now keeps it.
+    """Writes the names of the folder's files to disk.
 
     Raises:
-        CheckpointError: the disk says no.
+        CheckpointError: this failed.
     """
     with naming(folder):
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -80,7 +80,7 @@ def sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A full disk does not say what it was full for."""
+    """Adds the path to errors of writing, which do not always name it."""
     try:
         yield
     except OSError as error:

@@ -2,11 +2,11 @@
 
     step-00000020/                  a complete checkpoint; it got this name when all of it was on disk
     latest                          name and manifest's sha256 of the newest one
-    .step-00000040.1f2e3d4c.tmp/    of a save that is running, or was killed, or of a checkpoint being deleted
+    .step-00000040.1f2e3d4c.tmp/    a save that is running or was killed, or a checkpoint that is being deleted
     step-00000020.replaced/         the older checkpoint of a step that was saved twice, until the newer one is in place
-    .lock                           of the job that saves at this moment
+    .lock                           the lock of the job that saves at this moment
 
-Rank 0 alone locks, makes and renames; every rank writes files of its own into the temporary directory.
+Only rank 0 locks, makes and renames; every rank writes its own files into the temporary directory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BUFFER_BYTES = 16 << 20
 
 
 def path_of(directory: Any) -> Path:
-    """A caller's `directory`.
+    """A caller's `directory` as a path.
 
     Raises:
         ArgumentError: it is no path.
@@ -50,7 +50,7 @@ def path_of(directory: Any) -> Path:
 
 
 def new_token() -> str:
-    """What makes the temporary names of one save its own: a rank left over from another cannot write into them."""
+    """A token that makes the temporary names of one save unique: a rank of an older save cannot write into them."""
     return secrets.token_hex(4)
 
 
@@ -60,13 +60,13 @@ def name_of(step: int) -> str:
 
 
 def temporary(directory: Path, step: int, token: str) -> Path:
-    """Where a save writes."""
+    """The directory that a save writes into."""
     return directory / f".{name_of(step)}.{token}.tmp"
 
 
 @contextlib.contextmanager
 def saving(directory: Path, step: int, token: str) -> Iterator[None]:
-    """The directory is this job's until the end; a place to write is there, and is gone at the end if it was not named.
+    """Locks the directory and makes a temporary one to write into. At the end deletes it, unless it was published.
 
     Raises:
         CheckpointError: another job is saving to it.
@@ -85,7 +85,7 @@ def saving(directory: Path, step: int, token: str) -> Iterator[None]:
 
 
 def prepare(directory: Path, step: int, token: str) -> None:
-    """Makes the temporary directory of a save, after what killed saves have left is cleaned away."""
+    """Deletes what killed saves have left, and makes the temporary directory of a save."""
     for path in list(directory.iterdir()):
         if _TEMPORARY.fullmatch(path.name):
             _delete(path)
@@ -93,15 +93,15 @@ def prepare(directory: Path, step: int, token: str) -> None:
             place = path.with_suffix("")
             if place.exists():
                 _remove(path)
-            else:  # the save that was to replace it did not come that far
+            else:  # the save that should replace it did not finish
                 path.rename(place)
     sync(directory)
     temporary(directory, step, token).mkdir(mode=0o700)
 
 
 def publish(directory: Path, step: int, token: str, manifest: bytes) -> None:
-    """Writes the manifest, gives the temporary directory its name, and makes `latest` say it. The ranks' files are on
-    disk, and stay so."""
+    """Writes the manifest, gives the temporary directory its final name, and writes that to `latest`. The ranks' files
+    must be on disk."""
     unfinished, place = temporary(directory, step, token), directory / name_of(step)
     write(unfinished / MANIFEST, manifest)
     write(unfinished / SEAL, seal_of(manifest))
@@ -120,7 +120,7 @@ def publish(directory: Path, step: int, token: str, manifest: bytes) -> None:
 
 
 def prune(directory: Path, step: int, keep_last: int) -> None:
-    """Deletes all but the newest `keep_last` checkpoints up to `step`. Those of later steps are not ours to judge."""
+    """Deletes all but the newest `keep_last` checkpoints up to `step`. Those of later steps stay."""
     older = sorted((path for path, of in _complete(directory) if of < step), reverse=True)
     for path in older[keep_last - 1 :]:
         _remove(path)
@@ -172,17 +172,17 @@ def open_(checkpoint: Path) -> tuple[str, Manifest]:
     """Sha256 and content of a checkpoint's manifest.
 
     Raises:
-        CheckpointError: it is not what was written, or that of another step.
+        CheckpointError: it is not what was written, or is the manifest of another step.
     """
     data = read_sealed(checkpoint)
     return hashlib.sha256(data).hexdigest(), _parse(checkpoint, data)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Every file of a checkpoint is there, is a plain file, and has its size.
+    """Checks that every file of a checkpoint exists, is a plain file, and has its size.
 
     Raises:
-        CheckpointError: one is not. The text names it.
+        CheckpointError: one does not. The text names it.
     """
     for name, file in manifest.files.items():
         try:
@@ -196,10 +196,10 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_content(path: Path, sha256: str) -> None:
-    """A file has the content that was written.
+    """Checks that a file has the content that was written.
 
     Raises:
-        CheckpointError: it has not, or cannot be read.
+        CheckpointError: it has another content, or cannot be read.
     """
     digest, buffer = hashlib.sha256(), bytearray(_BUFFER_BYTES)
     with reading(path) as file:
@@ -228,12 +228,12 @@ def _parse(checkpoint: Path, data: bytes) -> Manifest:
 
 
 def _pointer(directory: Path, token: str) -> Path:
-    """What becomes `latest`."""
+    """The temporary file that is renamed to `latest`."""
     return directory / f".{_LATEST}.{token}.tmp"
 
 
 def _remove(path: Path) -> None:
-    """Deletes a checkpoint so that no half of it is ever taken for a whole one."""
+    """Deletes a checkpoint so that a part of it is never taken for a whole one."""
     unnamed = path.with_name(f".{path.name.removesuffix('.replaced')}.{new_token()}.tmp")
     path.rename(unnamed)
     _delete(unnamed)

@@ -17,18 +17,18 @@ import symmoe.checkpoint.folder as folder
 from symmoe.checkpoint.manifest import MANIFEST, NAMES, Manifest, StoredSlice
 from symmoe.checkpoint.optimizer_state import PREFIX, State, check_record, empty_state, install
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.places import Place, places_of
+from symmoe.checkpoint.tensors import Place, places_of
 from symmoe.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCheckpoint:
-    """What a checkpoint says beside its tensors.
+    """What a checkpoint holds in addition to its tensors.
 
     Attributes:
         step: optimizer steps done.
-        extra: as it was saved.
-        rank_extra: as this rank saved it; None if another number of ranks loads than saved.
+        extra: what was saved as `extra`.
+        rank_extra: what this rank saved as `rank_extra`; None if another number of ranks loads than saved.
     """
 
     step: int
@@ -54,11 +54,11 @@ def load_checkpoint(
         directory: as in save_checkpoint; all ranks see the same.
         model: as in save_checkpoint; filled in place. Values are not cast. Weights of experts may be packed where the
             checkpoint was written with discrete ones, and the other way round.
-        optimizer: of the model's parameters; its state and its hyperparameters become those of the checkpoint.
-            None: optimizer state in the checkpoint is left alone.
+        optimizer: optimizer of the model's parameters; gets the state and hyperparameters of the checkpoint.
+            None: optimizer state in the checkpoint is ignored.
         step: which checkpoint; None: the newest (that of `latest`; if that is missing or torn, the complete one of the
             highest step, with a warning in the log).
-        group: all ranks that load together; None: the default group, or this process alone.
+        group: all ranks that load together; None: the default group, or only this process if there is none.
 
     Raises:
         ArgumentError: on every rank: `directory` is no path, or the model or the optimizer has something that has no
@@ -120,7 +120,7 @@ def read_manifest(directory: str | os.PathLike[str], step: int | None = None) ->
 
 
 def _choose(peers: Peers, directory: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest]:
-    """Rank 0 looks, so that all ranks load the same one."""
+    """The checkpoint that rank 0 finds, so that all ranks load the same one."""
     found: list[Manifest] = []
 
     def look() -> list[str]:
@@ -146,7 +146,7 @@ def _choose(peers: Peers, directory: str | os.PathLike[str], step: int | None) -
 
 
 def _check_places(path: Path, places: Iterable[Place], manifest: Manifest) -> None:
-    """The checkpoint has every tensor of the model, with its shape and dtype."""
+    """Checks that the checkpoint has every tensor of the model, with its shape and dtype."""
     for place in places:
         stored = manifest.tensors.get(place.key)
         if stored is None:
@@ -160,14 +160,14 @@ def _check_places(path: Path, places: Iterable[Place], manifest: Manifest) -> No
 
 
 def _check_wanted(path: Path, manifest: Manifest, wanted: list[bytes]) -> None:
-    """Every tensor of the checkpoint belongs to the model of some rank."""
+    """Checks that every tensor of the checkpoint belongs to the model of some rank."""
     for key, *flags in zip(manifest.tensors, *wanted, strict=True):
         if not any(flags):
             raise CheckpointError(f"{path} has {key}, which the model has not")
 
 
 def _verified_by(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
-    """The files whose content this rank reads for all: shared out by size, the largest first."""
+    """The files that this rank verifies for all ranks: divided by size, the largest first."""
     shares: list[list[str]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
     for name in sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name)):
@@ -178,7 +178,7 @@ def _verified_by(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
 
 
 def _reads(manifest: Manifest, places: Iterable[Place]) -> dict[str, list[tuple[Place, StoredSlice]]]:
-    """By file: the slices that this rank needs rows of."""
+    """For each file, the slices of which this rank needs rows."""
     reads: dict[str, list[tuple[Place, StoredSlice]]] = {}
     for place in places:
         end = place.first + len(place.rows)
@@ -189,7 +189,7 @@ def _reads(manifest: Manifest, places: Iterable[Place]) -> dict[str, list[tuple[
 
 
 def _check_headers(path: Path, manifest: Manifest, places: Iterable[Place]) -> None:
-    """The files hold what the manifest says of them."""
+    """Checks that the files hold what the manifest says."""
     for name, here in _reads(manifest, places).items():
         with safe_open(path / name, framework="pt") as file:
             there = set(file.keys())

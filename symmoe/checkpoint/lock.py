@@ -1,4 +1,4 @@
-"""One job at a time saves to a directory: a lock that ends with the process that has it, however that ends."""
+"""A lock, so that one job at a time saves to a directory. It ends with the process that has it, even if that dies."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MAX_BYTES = 512
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Nobody else has the lock of this directory until the end. Local; does not wait.
+    """Holds the lock of this directory until the end of the context. Local; does not wait.
 
     Where the file system has no locks, a warning is logged, and nothing is locked.
 
     Raises:
-        CheckpointError: somebody else has it. The text says who.
+        CheckpointError: another process has it. The text says which.
     """
     path = directory / LOCK
     with naming(path):
@@ -34,7 +34,7 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # in this order: nobody takes a file that is about to go
+        with contextlib.suppress(OSError):  # in this order: nobody locks a file that is about to be deleted
             path.unlink()
         os.close(file)
 
@@ -55,7 +55,7 @@ def _take(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # whoever had it has deleted it since it was opened
+        os.close(file)  # the process that had it has deleted it since it was opened
 
 
 def _lock(file: int, path: Path) -> None:

@@ -23,7 +23,7 @@ FORMAT, VERSION = "symmoe-checkpoint", 1
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_STEP = 99_999_999
 
-# safetensors' names
+# safetensors' names of dtypes
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -88,10 +88,10 @@ class Manifest:
 
     Attributes:
         step: optimizer steps done.
-        num_ranks: that wrote it.
-        ep_size: into how many slices its experts are cut.
-        files: by name within the checkpoint's directory.
-        tensors: by key.
+        num_ranks: number of ranks that wrote it.
+        ep_size: number of slices of its experts.
+        files: files by name within the checkpoint's directory.
+        tensors: tensors by key.
         optimizer: hyperparameters and the names of the parameters, by group; None: there is no optimizer.
         extra: what the caller gave, the same on all ranks.
         rank_extra: what the caller gave on each rank.
@@ -109,18 +109,18 @@ class Manifest:
     written_by: dict[str, str]
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """The manifest as JSON."""
         head = {"format": FORMAT, "version": VERSION}
         return json.dumps(head | dataclasses.asdict(self), indent=1).encode() + b"\n"
 
 
 def seal_of(manifest: bytes) -> bytes:
-    """What belongs into :data:`SEAL`."""
+    """The content of :data:`SEAL`."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def num_rows(shape: tuple[int, ...]) -> int:
-    """Of a tensor; a scalar is one row."""
+    """The number of rows of a tensor; a scalar is one row."""
     return shape[0] if shape else 1
 
 
@@ -130,7 +130,7 @@ def stored_name(key: str, start: int, length: int, total: int) -> str:
 
 
 def tiling_problem(runs: list[tuple[int, int]], total: int) -> str | None:
-    """What is wrong with (start, length) runs that are to cover rows 0 to `total` - 1 once, or None."""
+    """What is wrong with (start, length) runs that must cover rows 0 to `total` - 1 once, or None."""
     covered = 0
     for start, length in runs:
         if start != covered:
@@ -156,7 +156,7 @@ def parse(data: bytes, where: Path) -> Manifest:
     """The manifest of these bytes.
 
     Raises:
-        CheckpointError: it is none, is of a later version, or contradicts itself. The text names the field.
+        CheckpointError: it is no manifest, is of a later version, or contradicts itself. The text names the field.
     """
     try:
         content = json.loads(data)
@@ -192,7 +192,7 @@ def parse(data: bytes, where: Path) -> Manifest:
 
 
 class _Checker:
-    """Typed fields of JSON that nobody vouches for."""
+    """Reads typed fields of JSON that may be wrong."""
 
     def __init__(self, where: Path) -> None:
         self._where = where
@@ -239,7 +239,7 @@ class _Checker:
         return StoredTensor(stored["dtype"], stored["shape"], slices)
 
     def fits(self, tensors: Mapping[str, StoredTensor], files: Mapping[str, StoredFile]) -> None:
-        """No tensor is larger than the files that hold it: nothing huge is allocated for a small file."""
+        """Checks that no tensor is larger than the files that hold it, so that a small file allocates little memory."""
         needed = dict.fromkeys(files, 0)
         for stored in tensors.values():
             for piece in stored.slices:

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 
 from symmoe.checkpoint.manifest import DTYPES, Manifest
-from symmoe.checkpoint.places import Place
+from symmoe.checkpoint.tensors import Place
 from symmoe.errors import ArgumentError, CheckpointError
 
 PREFIX = "optimizer."
@@ -21,7 +21,7 @@ def state_places(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> li
     """Every tensor in the optimizer's state.
 
     Raises:
-        ArgumentError: it has a parameter that the model has not.
+        ArgumentError: it has a parameter that the model does not have.
     """
     places = []
     for place in _parameters(optimizer, model):
@@ -32,7 +32,7 @@ def state_places(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> li
 
 
 def record_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> dict[str, Any]:
-    """Its class, hyperparameters, parameters' names by group, and what of its state is no tensor; fit for JSON.
+    """Its class, hyperparameters, parameters' names by group, and the state that is not tensors; fit for JSON.
 
     Raises:
         ArgumentError: as in state_places, or a value is not fit for JSON.
@@ -56,10 +56,10 @@ def record_of(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> dict[
 
 
 def check_record(optimizer: torch.optim.Optimizer, model: Iterable[Place], manifest: Manifest) -> None:
-    """The stored optimizer is of this one's class, with the same parameters in the same groups.
+    """Checks that the stored optimizer has the same class as this one, and the same parameters in the same groups.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: it has not.
     """
     stored, model = _stored(manifest), list(model)
     groups = stored.get("groups")
@@ -91,7 +91,7 @@ def check_record(optimizer: torch.optim.Optimizer, model: Iterable[Place], manif
 def empty_state(
     optimizer: torch.optim.Optimizer, model: Iterable[Place], manifest: Manifest
 ) -> tuple[State, list[Place]]:
-    """What to put in place of the optimizer's state, and its tensors, to be filled. They are its own where they fit."""
+    """A new state for the optimizer, and its tensors, to be filled. It uses the optimizer's tensors where they fit."""
     kinds, values = _by_parameter(manifest.tensors), _by_parameter(_stored(manifest)["values"])
     on_device = {
         id(parameter): bool(group.get("capturable") or group.get("fused"))
@@ -108,7 +108,7 @@ def empty_state(
             dtype = DTYPES[stored.dtype]
             value = old.get(kind)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
-                # As torch has it: the count of steps stays with the host unless a kernel reads it.
+                # As in torch: the count of steps stays on the host unless a kernel reads it.
                 device = parameter.device if kind != "step" or on_device[id(parameter)] else "cpu"
                 value = torch.empty(shape, dtype=dtype, device=device)
             new[kind] = value
@@ -138,7 +138,7 @@ def _parameters(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> lis
     """The places of the optimizer's parameters, in its order."""
     places: dict[int, Place] = {}
     for place in model:
-        places.setdefault(id(place.tensor), place)  # of a tied parameter the first
+        places.setdefault(id(place.tensor), place)  # the first place of a tied parameter
     found = []
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -151,7 +151,7 @@ def _parameters(optimizer: torch.optim.Optimizer, model: Iterable[Place]) -> lis
 
 
 def _names(group: dict[str, Any], optimizer: torch.optim.Optimizer, model: list[Place]) -> list[str]:
-    """Of a group's parameters; discrete weights of one layer have one."""
+    """The names of a group's parameters; discrete weights of one layer have one name."""
     own = {id(parameter) for parameter in group["params"]}
     return list(dict.fromkeys(place.key for place in _parameters(optimizer, model) if id(place.tensor) in own))
 
@@ -189,7 +189,7 @@ def _by_parameter(stored: Mapping[str, _Stored]) -> dict[str, dict[str, _Stored]
 
 
 def _local_shape(place: Place, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of this rank's part of a state of this whole shape."""
+    """The shape of this rank's part of a state whose whole shape is `shape`."""
     if not place.shares_rows_with(shape):
         return shape
     return shape[1:] if place.is_row else (len(place.tensor), *shape[1:])

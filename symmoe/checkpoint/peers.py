@@ -19,10 +19,10 @@ _HEAD_BYTES = FAULT_BYTES + 8  # an error, or none, and the length of what follo
 
 
 class Peers:
-    """A process group as JSON and bytes, or this process alone where there is none. Every method is collective.
+    """A process group that exchanges JSON and bytes; only this process if there is none. Every method is collective.
 
     A block `with peers:` is around all of them. If it is left by an exception that the others do not have (an
-    interrupt), they hear of it where they meet next: all meetings begin with the same message.
+    interrupt), they learn it in their next exchange: all exchanges begin with the same message.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -38,17 +38,17 @@ class Peers:
     ) -> None:
         if kind is None or self._is_over:
             return
-        with contextlib.suppress(CheckpointError):  # this one, or that nobody is there to hear of it
+        with contextlib.suppress(CheckpointError):  # this rank's error comes back, or a peer is lost
             self._meet(CheckpointError(f"{kind.__name__} has ended the call"), b"", is_last=True)
 
     def together(self, work: Callable[[], _Result], *, is_last: bool = False) -> _Result:
         """What `work` returns here; if it fails on any rank, that rank's error on every rank.
 
         Args:
-            is_last: no other meeting follows.
+            is_last: no other exchange follows.
 
         Raises:
-            SymmoeError: of a rank; any other exception there becomes a CheckpointError that names it.
+            SymmoeError: the error of a rank; any other exception there becomes a CheckpointError that names it.
             CheckpointError: a rank is gone, or did not come within the process group's timeout. The text names it.
         """
         return self._together(work, lambda result: b"", is_last=is_last)[0]
@@ -58,7 +58,7 @@ class Peers:
         return self._together(work, lambda payload: payload)[1]
 
     def gather_json(self, work: Callable[[], Any]) -> list[Any]:
-        """The same for values that are fit for JSON."""
+        """Same as :meth:`gather`, for values that are fit for JSON."""
         return [json.loads(payload) for payload in self.gather(lambda: json.dumps(work()).encode())]
 
     def _together(
@@ -71,7 +71,7 @@ class Peers:
             payload = payload_of(result)
         except SymmoeError as error:
             problem = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
+        except Exception as error:  # noqa: BLE001 - the others wait to hear of any error
             problem = CheckpointError(f"{type(error).__name__}: {error}")
         try:
             payloads = self._meet(problem, payload, is_last=is_last)
@@ -109,7 +109,7 @@ def _to_the_end(work: Callable[[], _Result]) -> _Result:
     """What `work` returns. An interrupt of this thread is raised when it has been done.
 
     Python raises KeyboardInterrupt, and what handlers of signals raise, between any two instructions of the main
-    thread. Half an exchange could not be taken up again, so it runs in another one.
+    thread. An exchange that is interrupted cannot go on, so it runs in another thread.
     """
     results: list[_Result] = []
     errors: list[BaseException] = []

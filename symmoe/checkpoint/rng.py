@@ -12,7 +12,7 @@ from symmoe.errors import CheckpointError
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Of Python's `random`, torch's CPU generator and, where CUDA is in use, that of the current device. Local."""
+    """States of Python's `random`, of torch's CPU generator and, if CUDA is in use, of its current device. Local."""
     version, words, gauss = random.getstate()
     state = {"python": [version, list(words), gauss], "torch": _to_text(torch.get_rng_state())}
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Saving: every rank writes what it alone has, and its share of what others have too."""
+"""Saving: every rank writes what only it has, and its share of what others have too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from symmoe.checkpoint.manifest import (
 )
 from symmoe.checkpoint.optimizer_state import record_of, state_places
 from symmoe.checkpoint.peers import Peers
-from symmoe.checkpoint.places import Place, places_of
+from symmoe.checkpoint.tensors import Place, places_of
 from symmoe.errors import ArgumentError, CheckpointError
 
 MAX_FILE_BYTES = 512 << 20  # a file is made in host memory, up to three times at once
@@ -58,17 +58,17 @@ def save_checkpoint(
     """Saves the state after `step` steps in `directory`/step-NNNNNNNN. Synchronises the host.
 
     Experts are written by the ranks that have them, everything else once. Where several ranks have the same part, they
-    compare its sha256 first. If anything fails or anybody dies, at any moment, earlier checkpoints are as they were.
+    compare its sha256 first. If anything fails or a rank dies, at any moment, earlier checkpoints do not change.
     Collective over `group`.
 
     Args:
-        directory: of the job; all ranks see the same. One job at a time may save to it.
+        directory: the job's directory; all ranks see the same. One job at a time may save to it.
         step: a checkpoint of the same step is replaced.
         model: a module, or a nested dict of tensors, ExpertShards and modules. Tensors of a module's state dict count.
-        optimizer: of the model's parameters.
+        optimizer: optimizer of the model's parameters.
         extra: fit for JSON, and the same on all ranks; loading gives it back as JSON has it (tuples are lists).
         rank_extra: fit for JSON, this rank's own, e.g. get_rng_state().
-        group: all ranks that train together. None: the default group, or this process alone.
+        group: all ranks that train together. None: the default group, or only this process if there is none.
         keep_last: how many checkpoints of steps up to this one stay, this one included; None: all.
 
     Returns:
@@ -100,7 +100,7 @@ def save_checkpoint(
         peers.together(lambda: _compare(plan, digests))
 
         def prepare() -> None:
-            if peers.rank == 0:  # until all know how it ended
+            if peers.rank == 0:  # rank 0 holds the lock until all ranks know the result
                 held.enter_context(folder.saving(place, step, token))
 
         def write() -> dict[str, Any]:
@@ -127,7 +127,7 @@ def save_checkpoint(
 class _Part:
     """This rank's rows of one tensor: tensors that follow each other along dimension 0."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     start: int
     tensors: tuple[torch.Tensor, ...]
@@ -155,9 +155,9 @@ class _Plan:
     """What is saved, and by whom. The same on every rank.
 
     Attributes:
-        tensors: key to dtype and shape.
-        holders: (key, run) to the ranks that have it, in order.
-        writes: for each rank what it writes.
+        tensors: dtype and shape by key.
+        holders: by (key, run), the ranks that have it, in order.
+        writes: for each rank, what it writes.
     """
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
@@ -165,7 +165,7 @@ class _Plan:
     writes: list[list[tuple[str, Run]]]
 
     def compared_by(self, rank: int) -> list[str]:
-        """Keys of what a rank and others have, in order."""
+        """Keys of the tensors that a rank has in common with others, in order."""
         return [key for (key, _), ranks in self.holders.items() if len(ranks) > 1 and rank in ranks]
 
 
@@ -192,7 +192,7 @@ def _part(key: str, places: list[Place]) -> _Part:
     for place in others:
         if (place.tensor.dtype, place.shape) != (first.tensor.dtype, first.shape):
             raise ArgumentError(f"{key} is {first.tensor.dtype} {first.shape} and {place.tensor.dtype} {place.shape}")
-        if place.start is None and first.start is None:  # e.g. the steps that discrete experts have taken
+        if place.start is None and first.start is None:  # e.g. the optimizer's step counts of discrete experts
             if not torch.equal(place.tensor, first.tensor):
                 raise ArgumentError(
                     f"{key} has different values for experts of one layer: {first.tensor}, {place.tensor}"
@@ -250,10 +250,10 @@ def _plan(tables: list[dict[str, Any]]) -> _Plan:
 def _share(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], holders: Mapping[tuple[str, Run], list[int]], num_ranks: int
 ) -> list[list[tuple[str, Run]]]:
-    """Who writes what: of those who have a part, the rank that has least to write so far."""
+    """Which rank writes what: of the ranks that have a part, the one that has least to write so far."""
     writes: list[list[tuple[str, Run]]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
-    for (key, run), ranks in sorted(holders.items(), key=lambda item: len(item[1])):  # those without a choice first
+    for (key, run), ranks in sorted(holders.items(), key=lambda item: len(item[1])):  # parts that one rank has first
         dtype, shape = tensors[key]
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         writes[writer].append((key, run))
@@ -266,7 +266,7 @@ def _digest(part: _Part) -> bytes:
 
 
 def _compare(plan: _Plan, digests: list[bytes]) -> None:
-    """What several ranks have is the same on all of them."""
+    """Checks that parts that several ranks have are the same on all of them."""
     seen: dict[tuple[str, Run], tuple[int, bytes]] = {}
     positions = [0] * len(digests)
     for (key, run), ranks in plan.holders.items():
@@ -283,8 +283,8 @@ def _compare(plan: _Plan, digests: list[bytes]) -> None:
 
 
 def _write(unfinished: Path, parts: Mapping[str, _Part], rank: int) -> dict[str, Any]:
-    """Writes files of at most MAX_FILE_BYTES (a larger tensor has one for itself); returns what is in them."""
-    shards: list[dict[str, str]] = []  # name to key
+    """Writes files of at most MAX_FILE_BYTES (a larger tensor has its own file); returns what is in them."""
+    shards: list[dict[str, str]] = []  # for each file, key by name
     size = 0
     for key, part in parts.items():
         name = stored_name(key, part.start, part.length, num_rows(part.shape))

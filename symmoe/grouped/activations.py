@@ -2,8 +2,8 @@
 
     out[i] = act(h[i]) * scale[i]
 
-The scale is the router's prob: applied here, before the second GEMM, combining rows is a plain sum. Formulas are in
-symmoe.kernels.activation.
+The scale is the router's prob. It is applied here, before the second GEMM, so that combining rows is a plain sum. The
+formulas are in symmoe.kernels.activation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScaledActivation(nn.Module):
     """out = act(h) * scale for the function that `activation` names. Has no parameters.
 
     Args:
-        activation: which function.
+        activation: the function.
     """
 
     num_extra_inputs = 1  # Sequential passes the scale
@@ -41,7 +41,7 @@ class ScaledActivation(nn.Module):
 
         Args:
             h: [..., W] fp32, fp16 or bf16.
-            scale: [...], a factor for each row; computed with in fp32.
+            scale: [...], a factor for each row; the computation is in fp32.
 
         Returns:
             [..., I] in the dtype of h.
@@ -54,7 +54,7 @@ class ScaledActivation(nn.Module):
         return out
 
     if TYPE_CHECKING:
-        __call__ = forward  # of which nn.Module says nothing
+        __call__ = forward  # nn.Module's has no types
 
     def extra_repr(self) -> str:
         return str(self.activation)
@@ -105,7 +105,7 @@ class ScaledSReLU(ScaledActivation):
 
 
 def interleave_gate_up(tensor: torch.Tensor, block: int, *, dim: int) -> torch.Tensor:
-    """A weight or bias of FC1 whose gate and up features are two halves, as one with blocks that alternate.
+    """Reorders a weight or bias of FC1 from two halves, gate and up features, to blocks that alternate.
 
     Args:
         tensor: [.., 2I, ..], gate features first.

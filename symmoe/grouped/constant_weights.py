@@ -1,4 +1,4 @@
-"""Weights that several calls quantise once: gradient accumulation."""
+"""Weights that are quantised once for several calls, e.g. those of gradient accumulation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
                 loss(model(batch)).backward()
         optimizer.step()
 
-    Concerns layers with a `precision`, also those of GroupedMLP and MoELayer; for others nothing changes. Weights are
-    quantised by the first forward pass in the block, again if that was without gradients and a later one is with them.
-    Results have the same bits as without the block. Backward passes may follow it: they take what forward has kept.
+    The block changes only layers with a `precision`, also those of GroupedMLP and MoELayer. The first forward pass in
+    the block quantises the weights; if it was without gradients, the first one with gradients quantises them again.
+    Results have the same bits as without the block. Backward passes may run after it: they use what forward has kept.
 
     The operands of both directions are held, a byte each for a parameter (plus scales), until the block is left, also
-    by an exception. Calls that wait for their backward pass share them. Blocks may be nested, and the outer one counts.
+    by an exception. Calls that wait for their backward pass share them. Blocks may be nested; the outer one counts.
 
     In CUDA graphs: the block is entered and left inside of one capture. Every replay then quantises the weights as they
     are. Inside torch.compile, and under a TorchDispatchMode, calls quantise as without the block.
@@ -36,9 +36,9 @@ def constant_weights(module: nn.Module) -> Iterator[None]:
 
     Raises:
         ArgumentError: in the block, by a forward pass, before anything is computed: a weight has been written to since
-            the first one, e.g. by an optimizer's step, or one of both is captured in a CUDA graph and the other not.
-            A write that autograd does not see (`weight.data.copy_`) is not found, nor another parameter in place of
-            one: then results are those of the old weight. On entering: `module` has no GroupedLinear.
+            the first one, e.g. by an optimizer's step, or only one of the two is captured in a CUDA graph.
+            A write that autograd does not see (`weight.data.copy_`) is not found, nor is a parameter that replaces
+            another: then results are those of the old weight. On entering: `module` has no GroupedLinear.
     """
     linears = [found for found in module.modules() if isinstance(found, GroupedLinear)]
     if not linears:

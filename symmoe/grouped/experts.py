@@ -42,7 +42,7 @@ class Hidden(NamedTuple):
 
     @classmethod
     def with_weights(cls, h: torch.Tensor, w1: Operand | None, w2: Operand | None) -> Hidden:
-        """Where a recipe has quantised the transposed weights; None for what backward has no use for."""
+        """For weights that a recipe has quantised, transposed; None for those that backward does not use."""
         missing = (None,) * len(Operand._fields)
         return cls(h, None, None, *(w1 or missing), *(w2 or missing))
 
@@ -57,18 +57,18 @@ class Hidden(NamedTuple):
         return Operand(given("w2_data", self.w2_data), given("w2_scale", self.w2_scale), self.w2_global_scale)
 
 
-# What a first layer hands to the second: the activation, or where a recipe multiplies, the operands of the product.
+# What the first layer passes to the second: the activation, or with a recipe the operands of the product.
 SecondInput = torch.Tensor | tuple[Operand, Operand]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """What the kernels need of the experts, and the order in which they run.
+    """The weights of the experts as the kernels take them, and the order in which the kernels run.
 
     Attributes:
         w1, w2: [G, W, H], [G, H, I], packed or as tables.
         b1, b2: [G, W], [G, H], or None.
-        activation: between the two.
+        activation: the function between the two layers.
     """
 
     w1: torch.Tensor | TensorTable
@@ -136,7 +136,7 @@ class ExpertWeights:
         parts: Iterable[Part] | None = None,
         needs_scale: bool = True,
     ) -> ExpertsBackward:
-        """The backward pass, its first step done."""
+        """The backward pass; its first step has run."""
         return ExpertsBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
 
 
@@ -159,7 +159,7 @@ class ExpertRows:
     row_index: torch.Tensor | None = None
 
     def without_tail(self, num_rows: int) -> ExpertRows:
-        """The first `num_rows` rows, which are all that belong to a group, and maybe some more."""
+        """The first `num_rows` rows: all rows that belong to a group, and perhaps some of the tail."""
         bias_scale = None if self.bias_scale is None else self.bias_scale[:num_rows]
         rows, row_index = self.rows, self.row_index
         if row_index is None:
@@ -176,7 +176,7 @@ def experts_forward(
 
     Args:
         out: [N, H], written up to row_start[G], and with zeros past it if `zero_tail`.
-        num_rows: rows the intermediates get, at least row_start[G].
+        num_rows: rows of the intermediate tensors, at least row_start[G].
 
     Returns:
         all that backward needs in addition to the inputs.
@@ -193,11 +193,11 @@ class ExpertsBackward:
     :meth:`input_gradient`, :meth:`w1_gradient` and :meth:`w2_gradient` may come in any order, or not at all.
 
     Args:
-        x, weights: of forward.
+        x, weights: the arguments of forward.
         hidden: what forward returned.
         d_out: [., H]; row i is at `row_index[i]`, or at i without an index.
-        parts: of the first step, as ExpertWeights.first_layer takes them; `d_out` need not be complete before they are.
-        needs_scale: whether anybody will ask for `d_scale`, which is incomplete otherwise.
+        parts: rows for the first step, as in ExpertWeights.first_layer; `d_out` is complete after the last part.
+        needs_scale: whether the caller will read `d_scale`, which is incomplete otherwise.
 
     Attributes:
         d_scale: fp32 [num_rows], gradient of the scale of both the activation and (if it has the same scale) b2.
@@ -273,7 +273,7 @@ class ExpertsBackward:
         self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_start, d_rows, zero_tail=zero_tail)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """[G, W, H]; a weight_grad.Compute."""
+        """Writes dW1 [G, W, H]; a weight_gradients.Compute."""
         self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(
@@ -281,7 +281,7 @@ class ExpertsBackward:
         )
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """[G, H, I]; a weight_grad.Compute."""
+        """Writes dW2 [G, H, I]; a weight_gradients.Compute."""
         self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(
@@ -289,5 +289,5 @@ class ExpertsBackward:
         )
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Of adapters, if there are any, in the order in which an autograd function got them."""
+        """The gradients of the adapters, if any, in the order in which the autograd function got the adapters."""
         return ()

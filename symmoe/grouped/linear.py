@@ -68,10 +68,10 @@ class GroupedLinear(nn.Module):
             its `feature_multiple`.
         init_method: fills one group's [O, C] in place; None: uniform with the bound of nn.Linear.
 
-    `holds_experts = True` tells reduce_gradients, and whoever else asks, that the parameters are not data-parallel.
+    `holds_experts = True` tells reduce_gradients and others that the parameters are not data-parallel.
 
     Raises:
-        ArgumentError: a size is no int or out of range, or the dtype is not one of numbers with a gradient.
+        ArgumentError: a size is no int or out of range, or numbers of the dtype have no gradient.
     """
 
     num_extra_inputs = 1  # Sequential passes the splits
@@ -130,29 +130,29 @@ class GroupedLinear(nn.Module):
         return super().__getattr__(name)
 
     def weight_parameters(self) -> tuple[torch.Tensor, ...]:
-        """The one packed weight, or the G discrete ones; of a DTensor this rank's part, differentiable."""
+        """The one packed weight, or the G discrete ones; for a DTensor this rank's part, differentiable."""
         return (local_part(self.weight),) if self.is_packed else self._discrete_weights()
 
     def mark_weights(self, **marks: object) -> None:
-        """Sets attributes of every weight that a trainer reads there. Parameters that take their place get them too."""
+        """Sets attributes of every weight, for trainers to read. Parameters that replace the weights get them too."""
         self._weight_marks |= marks
         self._restate_marks()
 
     def held_problem(self) -> ArgumentError | None:
-        """What keeps a forward pass from the weights as symmoe.constant_weights has them, or None."""
+        """Why a forward pass cannot use the weights that symmoe.constant_weights holds, or None."""
         return None if self.held_weight is None else self.held_weight.problem()
 
     def adapters(self) -> tuple[torch.Tensor, ...]:
-        """What a subclass adds to W x: A [G, r, C] and B [G, O, r] of B (A x), differentiable; none here."""
+        """A [G, r, C] and B [G, O, r], differentiable, if a subclass adds B (A x) to W x; none here."""
         return ()
 
     def bias_parameter(self) -> torch.Tensor | None:
-        """The bias, if there is one; of a DTensor this rank's part, differentiable."""
+        """The bias, if there is one; for a DTensor this rank's part, differentiable."""
         return None if self.bias is None else local_part(self.bias)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights by `init_method`, biases zero if there is one; else both uniform like nn.Linear."""
+        """With `init_method`, fills the weights by it and the biases with zeros; else both uniformly like nn.Linear."""
         bound, bias = 1 / math.sqrt(self.in_features), self.bias_parameter()
         if self._init_method is None:
             for weight in self.weight_parameters():
@@ -215,7 +215,7 @@ class GroupedLinear(nn.Module):
         return (y, bias) if self.return_bias else y
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """x, the weights and the bias in the dtype to compute in: as they are, or autocast's."""
+        """x, the weights and the bias in the dtype of the computation: their own, or that of autocast."""
         bias = self.bias_parameter()
         if not torch.is_autocast_enabled(x.device.type):
             return x, self.weight_parameters(), bias
@@ -243,10 +243,10 @@ class GroupedLinear(nn.Module):
             return add(parameters, compute, overwrite=overwrite_main_grad)
 
         def to_main_grad_later() -> None:
-            # Where autograd would have put the stand-ins: Megatron's DDP looks there before it reduces.
-            for parameter, stand_in in zip(parameters, to_main_grad(), strict=True):
-                if stand_in is not None and parameter.grad is None:
-                    parameter.grad = stand_in
+            # Where autograd would have put the placeholders: Megatron's DDP looks there before it reduces.
+            for parameter, placeholder in zip(parameters, to_main_grad(), strict=True):
+                if placeholder is not None and parameter.grad is None:
+                    parameter.grad = placeholder
 
         def to_grad() -> None:
             weight_gradients.add_to_grad(parameters, weight_gradients.new_gradients(parameters, compute))
@@ -255,21 +255,21 @@ class GroupedLinear(nn.Module):
             self._delayed.append(to_main_grad_later if self.accumulate_into_main_grad else to_grad)
             return [None] * len(weights)
         if self.accumulate_into_main_grad:
-            stand_ins = to_main_grad()
+            placeholders = to_main_grad()
             # A weight that autocast has cast is not the leaf: its gradient goes through the cast.
-            return [None if s is None else s.to(w.dtype) for s, w in zip(stand_ins, weights, strict=True)]
+            return [None if s is None else s.to(w.dtype) for s, w in zip(placeholders, weights, strict=True)]
         return weight_gradients.new_gradients(weights, compute)
 
     def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """As many tensors as the layer has weights, and those after them."""
+        """The first tensors, as many as the layer has weights, and the tensors after them."""
         num_weights = 1 if self.is_packed else self.num_groups
         return tuple(tensors[:num_weights]), tuple(tensors[num_weights:])
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """Computes the weight gradients of the oldest backward pass that delay_wgrad left out, and adds them.
+        """Computes the weight gradients that delay_wgrad has left out of the oldest backward pass.
 
-        To `.grad` or `main_grad`, as autograd would. Does nothing if there is none. Not collective, no host
+        Adds them to `.grad` or `main_grad`, as autograd would. Does nothing if there are none. Not collective, no host
         synchronisation.
 
         Raises:
@@ -298,13 +298,13 @@ class GroupedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedLinear:
         before = None if self.is_packed else addresses(self._discrete_weights())
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         self._restate_marks()
         if self.is_packed:
             return self
         weights = self._discrete_weights()
         after = addresses(weights)
-        # What has moved has got memory of its own. What has not may lie in a trainer's buffer, and stays there.
+        # A parameter that has moved has new memory. One that has not may lie in a trainer's buffer, and stays there.
         if after is not None and (before is None or all(old != new for old, new in zip(before, after, strict=True))):
             lay_side_by_side(weights)
         return self
@@ -320,11 +320,11 @@ class GroupedLinear(nn.Module):
                 if whole.shape[:1] == (self.num_groups,):
                     state_dict.update(zip(indexed, whole.unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._restate_marks()  # loading may assign
+        self._restate_marks()  # loading may assign new parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
-        self._restate_marks()  # of a copy
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
+        self._restate_marks()  # the parameters of a copy are new
 
     def _restate_marks(self) -> None:
         if self._weight_marks:
@@ -334,7 +334,7 @@ class GroupedLinear(nn.Module):
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, differentiable; any other tensor as it is."""
-    # Not isinstance: torch.distributed.tensor takes long to import, and who has no DTensors need not.
+    # Not isinstance: torch.distributed.tensor takes long to import, and most users have no DTensors.
     return cast("DTensor", parameter).to_local() if hasattr(parameter, "device_mesh") else parameter
 
 
@@ -346,19 +346,19 @@ def linear_problem(
     grad_input_out: torch.Tensor | None,
     bias_scale: torch.Tensor | None,
 ) -> ArgumentError | StaleLease | None:
-    """What is wrong with any one argument of a forward pass but the rows, or None. Looks at no device memory."""
+    """What is wrong with an argument of a forward pass other than the rows, or None. Reads no device memory."""
     error = splits_problem(splits, num_groups=linear.num_groups, device=rows.device, num_rows=rows.num_rows)
     if error is None and bias_scale is not None:
         if linear.bias is None or linear.return_bias:
-            given = list(bias_scale.shape) if isinstance(bias_scale, torch.Tensor) else type(bias_scale).__name__
-            return ArgumentError(f"bias_scale ({given}) needs a bias that is added; {linear} adds none")
+            found = list(bias_scale.shape) if isinstance(bias_scale, torch.Tensor) else type(bias_scale).__name__
+            return ArgumentError(f"bias_scale ({found}) needs a bias that is added; {linear} adds none")
         error = scale_problem("bias_scale", bias_scale, rows)
     return error or result_buffers_problem(rows, linear.in_features, linear.out_features, out, grad_input_out)
 
 
 @dataclass(frozen=True, slots=True)
 class _LinearSettings:
-    """The arguments of one call of a linear layer that are no tensors."""
+    """The arguments of one call of a linear layer that are not tensors."""
 
     linear: GroupedLinear
     overwrite_main_grad: bool

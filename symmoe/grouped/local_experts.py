@@ -1,4 +1,4 @@
-"""Experts over tensors that a module cannot hold as its parameters: this rank's parts of DTensors, or an operator's."""
+"""Experts over tensors that cannot be a module's parameters: this rank's parts of DTensors, or an operator's inputs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def kind_of(experts: GroupedMLP) -> tuple[object, ...]:
     """Everything but the values of parameters in which two GroupedMLPs can differ."""
     fc1, fc2 = experts.fc1, experts.fc2
     sizes = experts.num_groups, experts.hidden, experts.ffn
-    # Its fields, not itself: torch.compile would tell layers apart by whether they share the object.
+    # The fields, not the object: torch.compile would tell layers apart that do not share the object.
     activation = [getattr(experts.activation.activation, name) for name in _ACTIVATION_FIELDS]
     return (*sizes, *activation, fc1.bias is not None, fc1.is_packed, fc1.precision_name, type(fc1), type(fc2))
 
 
 class _LocalLinear(GroupedLinear):
-    """A linear layer of :func:`with_parameters`. Its adapters may be of a module of another class."""
+    """A linear layer of :func:`with_parameters`. Its adapters may come from a module of another class."""
 
     local_adapters: tuple[torch.Tensor, ...]
 
@@ -53,7 +53,7 @@ def with_parameters(
     weights: Sequence[torch.Tensor],
     adapters: Sequence[torch.Tensor],
 ) -> GroupedMLP:
-    """A copy of the experts with other tensors for parameters: of local_parameters, or others like them."""
+    """A copy of the experts with other tensors as parameters: those of local_parameters, or tensors like them."""
     copied = copy.copy(experts)
     copied._modules = dict(experts._modules)
     weights_of_both = split_tensors(experts.fc1, experts.fc2, weights)[:2]
@@ -76,9 +76,9 @@ def local_experts(experts: GroupedMLP) -> GroupedMLP:
 
 
 def local_parameters(experts: GroupedMLP) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """(biases, weights, adapters) of fc1 and fc2; of DTensors this rank's parts, differentiable.
+    """(biases, weights, adapters) of fc1 and fc2; for DTensors this rank's parts, differentiable.
 
-    Both biases or none, and A1, B1, A2, B2 or none (adapters_of).
+    The biases are two or none; the adapters are A1, B1, A2, B2 or none (adapters_of).
     """
     linears = experts.fc1, experts.fc2
     maybe_biases = [linear.bias_parameter() for linear in linears]

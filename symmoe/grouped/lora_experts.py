@@ -6,7 +6,7 @@ H hidden, I ffn, W width of FC1's output, G groups, r rank, N rows.
 
 What adapters add to h comes before the activation, so the kernels that fuse a GEMM with the activation do not fit:
 GEMMs and activation run by themselves, with the same bits where the adapters add zeros. A sum of two GEMMs is rounded
-twice. `a` is computed again in backward, t1 = A1 x and t2 = A2 a [N, r] are kept with h.
+twice. Backward computes `a` again; t1 = A1 x and t2 = A2 a [N, r] are kept with h.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AdaptedWeights(ExpertWeights):
     """Weights of experts, frozen or not, and the adapters of both layers.
 
     Attributes:
-        low1, low2: of FC1 and FC2.
+        low1, low2: the adapters of FC1 and FC2.
     """
 
     low1: LowRank
@@ -43,7 +43,7 @@ class AdaptedWeights(ExpertWeights):
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
     ) -> tuple[Hidden, torch.Tensor]:
-        """As ExpertWeights.first_layer; the activation runs when all parts are there."""
+        """Same as ExpertWeights.first_layer, but the activation runs after all parts."""
         ops = kernels.for_device(x.rows.device)
         h = x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
@@ -68,7 +68,7 @@ class AdaptedWeights(ExpertWeights):
         columns: tuple[int, int] | None = None,
         num_sms: int | None = None,
     ) -> None:
-        """As ExpertWeights.second_layer; `out` is where the sum is made."""
+        """Same as ExpertWeights.second_layer; the sum is made in `out`."""
         ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
         self.low2.add_up(given("t2", hidden.t2), x.row_start, out, columns=columns, num_sms=num_sms)
 
@@ -81,12 +81,12 @@ class AdaptedWeights(ExpertWeights):
         parts: Iterable[Part] | None = None,
         needs_scale: bool = True,
     ) -> AdaptedBackward:
-        """The backward pass, its first step done."""
+        """The backward pass; its first step has run."""
         return AdaptedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
 
 
 class AdaptedBackward(ExpertsBackward):
-    """Backward of AdaptedWeights; weight gradients, of weights that are not frozen, are those of ExpertsBackward."""
+    """Backward of AdaptedWeights. Gradients of weights that are not frozen are computed as in ExpertsBackward."""
 
     _weights: AdaptedWeights
 
@@ -112,7 +112,7 @@ class AdaptedBackward(ExpertsBackward):
         weights.low1.down_gradient(self._dh, x.row_start, self._dt1)
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
-        """As in ExpertsBackward; `d_rows` is where the sum is made."""
+        """Same as in ExpertsBackward; the sum is made in `d_rows`."""
         super().input_gradient(d_rows, zero_tail=zero_tail)
         self._weights.low1.add_up_gradient(self._dt1, self._x.row_start, d_rows)
 

@@ -4,8 +4,8 @@ G groups, C input features, O output features, r rank, N rows sorted by group. N
 ever made: forward is t = x A^T and y += t B^T, backward dt = dy B, dx += dt A, dA = dt^T x and dB = dy^T t. That is
 2 r (C + O) FLOPs a row forward and twice as many backward, in addition to 2 C O of the frozen weight in each direction.
 
-What is added to lies where the frozen weight's GEMM has put it, e.g. in the heap: the sum is made there, in fp32, and
-rounded a second time.
+The sum is made where the frozen weight's GEMM has put its result, e.g. in the heap. It is computed in fp32, and rounded
+a second time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LowRank:
 
 
 def low_rank(adapters: Sequence[torch.Tensor]) -> LowRank | None:
-    """The adapters of a layer (GroupedLinear.adapters); None for a layer without."""
+    """The adapters of a layer (GroupedLinear.adapters); None for a layer without adapters."""
     return LowRank(*adapters) if adapters else None
 
 

@@ -47,8 +47,8 @@ class GroupedMLP(nn.Module):
     Args:
         num_groups: G, experts on this rank.
         hidden, ffn: H, I. On GPUs both must be multiples of 8.
-        activation: between the two layers; None is ScaledSwiGLU().
-        bias: whether both layers have one.
+        activation: the function between the two layers; None is ScaledSwiGLU().
+        bias: whether both layers have a bias.
         weights, accumulate_into_main_grad, delay_wgrad, precision: as in GroupedLinear, for both layers.
 
     Attributes:
@@ -56,7 +56,7 @@ class GroupedMLP(nn.Module):
         fc2: GroupedLinear I -> H.
 
     Raises:
-        ArgumentError: as in GroupedLinear; or `activation` is something else.
+        ArgumentError: as in GroupedLinear; or `activation` is not a ScaledActivation.
     """
 
     num_extra_inputs = 2  # Sequential passes the splits and the scale
@@ -121,7 +121,7 @@ class GroupedMLP(nn.Module):
         Args:
             rows: [..., H] sorted by group; rows past sum(splits) are a tail that is never read.
             splits: as in GroupedLinear.
-            row_probs: [...], scale of each row; computed with in fp32.
+            row_probs: [...], scale of each row; the computation is in fp32.
             out: [..., H] buffer for the result, e.g. of a heap lease. Its tail stays as it is.
             grad_input_out: [..., H] buffer for the gradient of `rows`. Its tail stays as it is, too.
             is_first_microbatch: the weight gradients overwrite `main_grad`.
@@ -146,10 +146,10 @@ class GroupedMLP(nn.Module):
         )
 
     if TYPE_CHECKING:
-        __call__ = forward  # of which nn.Module says nothing
+        __call__ = forward  # nn.Module's has no types
 
     def backward_dw(self) -> None:
-        """GroupedLinear.backward_dw of both layers."""
+        """Runs GroupedLinear.backward_dw of both layers."""
         self.fc2.backward_dw()
         self.fc1.backward_dw()
 
@@ -171,8 +171,8 @@ def fused_mlp(
 
     Args:
         scale_bias: whether `scale` multiplies fc2's bias too.
-        is_first_microbatch: of fc1 and of fc2.
-        The rest: as in GroupedMLP.forward.
+        is_first_microbatch: for fc1 and for fc2.
+        The other arguments: as in GroupedMLP.forward.
     """
     raise_for(rows_problem("rows", x, fc1) or width_problem(fc2, x) or fc1.held_problem() or fc2.held_problem())
     raise_for(
@@ -212,7 +212,7 @@ def split_tensors(fc1: GroupedLinear, fc2: GroupedLinear, tensors: Sequence[torc
 def adapters_of(fc1: GroupedLinear, fc2: GroupedLinear) -> Tensors:
     """GroupedLinear.adapters of both layers, A1, B1, A2, B2; none if neither has any.
 
-    Where one layer has some, the other, e.g. because its own are merged, gets zeros.
+    If only one layer has adapters, e.g. because those of the other are merged, the other gets zeros.
     """
     pairs = fc1.adapters(), fc2.adapters()
     if not any(pairs):
@@ -236,11 +236,11 @@ def expert_weights(
     trains: tuple[bool, bool],
     wire: Wire = FULL,
 ) -> ExpertWeights:
-    """What a step computes with, of the biases, and of weights and adapters in one row.
+    """The experts' weights as the kernels take them. `tensors` are the weights and the adapters in one sequence.
 
     Args:
         trains: whether backward will ask for the gradient of the rows, and whether there will be one.
-        wire: what the rows have travelled as.
+        wire: the formats in which rows and gradients have travelled.
     """
     weights1, weights2, adapters = split_tensors(fc1, fc2, tensors)
     if fc1.precision is not None:
@@ -265,7 +265,7 @@ def mlp_problem(
     out: torch.Tensor | None,
     grad_input_out: torch.Tensor | None,
 ) -> ArgumentError | StaleLease | None:
-    """What is wrong with any one argument of :func:`fused_mlp` but the rows, or None. Looks at no device memory."""
+    """What is wrong with an argument of :func:`fused_mlp` other than the rows, or None. Reads no device memory."""
     return (
         splits_problem(splits, num_groups=fc1.num_groups, device=rows.device, num_rows=rows.num_rows)
         or scale_problem("row_probs", scale, rows)
@@ -275,7 +275,7 @@ def mlp_problem(
 
 @dataclass(frozen=True, slots=True)
 class _MLPSettings:
-    """The arguments of one call that are no tensors."""
+    """The arguments of one call that are not tensors."""
 
     fc1: GroupedLinear
     fc2: GroupedLinear

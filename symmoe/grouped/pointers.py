@@ -69,9 +69,9 @@ def copy_data_ptrs_to_device(
 
     Args:
         tensors: on `device`, not empty.
-        device: where they are and the result will be.
+        device: the device of the tensors and of the result.
         alignment: a power of two that every address must be a multiple of.
-        contiguous: whether the tensors must be.
+        contiguous: whether the tensors must be contiguous.
 
     Returns:
         int64 [N].
@@ -87,7 +87,7 @@ def copy_data_ptrs_to_device(
 def load_addresses(
     lists: Mapping[str, Sequence[torch.Tensor]], device: torch.device, *, alignment: int = 1, contiguous: bool = False
 ) -> torch.Tensor:
-    """The addresses of all named lists, one after the other, as int64 [N] on `device`; for tensors that live.
+    """The addresses of all named lists, one after the other, as int64 [N] on `device`. Does not look at leases.
 
     Raises:
         ArgumentError: as in :func:`copy_data_ptrs_to_device`.
@@ -258,7 +258,7 @@ def _stale_problem(lists: Mapping[str, Sequence[object]]) -> StaleLease | None:
 def _address_problem(
     lists: Mapping[str, Sequence[object]], tensors: Sequence[object], device: torch.device, alignment: int
 ) -> ArgumentError:
-    """What read_addresses did not like."""
+    """Why read_addresses has refused the tensors."""
     for i, tensor in enumerate(tensors):
         label = _label(lists, i)
         if not isinstance(tensor, torch.Tensor):
@@ -269,14 +269,14 @@ def _address_problem(
             return ArgumentError(f"{label} has a null data pointer (0); its shape is {list(tensor.shape)}")
         if tensor.data_ptr() % alignment:
             return ArgumentError(f"{label} starts at address {tensor.data_ptr()}; it must be aligned to {alignment}")
-    # Nothing else is asked for, but contiguity where it is.
+    # Only contiguity is left.
     strides = ((i, t.stride()) for i, t in enumerate(tensors) if isinstance(t, torch.Tensor) and not t.is_contiguous())
     i, stride = next(strides)
     return ArgumentError(f"{_label(lists, i)} has strides {list(stride)}; it must be contiguous")
 
 
 def _label(lists: Mapping[str, Sequence[object]], position: int) -> str:
-    """What to call the tensor at a position in the lists, one after the other."""
+    """The name of the tensor at a position in the concatenated lists."""
     for name, tensors in lists.items():
         if position < len(tensors):
             return f"{name}[{position}]"

@@ -25,7 +25,7 @@ NOTHING: Kept = (None, None, None)
 
 
 class Products(Protocol):
-    """Those with the weights of one layer."""
+    """The products with the weights of one layer."""
 
     def forward(
         self,
@@ -56,7 +56,7 @@ def products_of(
     trains_rows: bool = False,
     held: HeldWeight | None = None,
 ) -> Products:
-    """Of weights in the working dtype, packed [G, O, C] or G single ones.
+    """The products with weights in the working dtype, packed [G, O, C] or G single ones.
 
     kept: in backward, what forward has kept. trains_rows: in forward, whether backward will ask for their gradient.
     held: in forward, the weight as a recipe has quantised it.
@@ -65,7 +65,7 @@ def products_of(
 
 
 class WorkingPrecision:
-    """Products of the numbers as they are."""
+    """Products of numbers in the working dtype."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights, self._ops = weights, kernels.for_device(weights[0].device)
@@ -149,8 +149,8 @@ def weight_gradient(
     *,
     accumulate: bool,
 ) -> None:
-    """out [G, O, C] (+)= d_out_g^T rows_g; `out` is packed where there is a recipe. Needs no weights: what is left for
-    later keeps none of them."""
+    """out [G, O, C] (+)= d_out_g^T rows_g; `out` is packed if there is a recipe. Needs no weights, so a
+    delayed gradient keeps none of them alive."""
     if recipe is None:
         kernels.for_device(rows.device).grouped_gemm_wgrad(d_out, rows, row_start, out, accumulate=accumulate)
         return

@@ -1,7 +1,7 @@
-"""The activation of experts and its gradient, with results as operands of a recipe: one kernel, or one after the other.
+"""The activation of experts and its gradient, with results as operands of a recipe: in one kernel, or in two.
 
 N rows in G groups, I columns of the activation's result, W of h. The kernels that do both (kernels/act_quantized.py)
-give the bits of those that do one thing; for what they do not take, these run.
+give the same bits as the separate kernels, which run for arguments that the former do not take.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def first_layer(
 ) -> Operand:
     """Fills h [N, W] = rows @ weight^T + bias, and returns the rows of act(h) * scale, rounded to the dtype of h.
 
-    arriving: the rows, and a part of them that can be multiplied, one part after the other. Where a kernel makes the
-    quantised activation, it has that of a part when the part has been multiplied.
+    arriving: one part after the other, the rows and the part of them that can be multiplied. A kernel that makes the
+    quantised activation runs for each part when the part has been multiplied.
     """
     recipe, ops = numbers.recipe, kernels.for_device(h.device)
     num_rows, ffn = h.shape[0], h.shape[1] // activation.hidden_width(1)
@@ -52,7 +52,7 @@ def first_layer(
 
 
 class HiddenGradients(Protocol):
-    """dh [N, W], and the activation a [N, I] again, as operands. Nothing is computed before it is asked for, or all."""
+    """dh [N, W], and the activation a [N, I] again, as operands: computed all at once, or each when it is needed."""
 
     def rows(self) -> Operand:
         """dh, for dgrad."""
@@ -113,11 +113,11 @@ def hidden_gradients(
     d_scale: torch.Tensor,
     db1: torch.Tensor | None,
 ) -> HiddenGradients:
-    """From da [N, I]; fills d_scale fp32[N], 0 in the tail, and db1 [G, W], the sum of dh, if there is one."""
+    """The gradients from da [N, I]. Fills d_scale fp32 [N], 0 in the tail, and db1 [G, W] if given, the sum of dh."""
     ops, row_format = kernels.for_device(h.device), numbers.recipe.row_format
     num_rows, ffn = da.shape
     takes = act_quantized.takes_dact_quantize(ffn, activation, row_format)
-    if takes and h.dtype in act_quantized.H and db1 is None:  # which needs dh itself
+    if takes and h.dtype in act_quantized.H and db1 is None:  # db1 needs dh itself
         numel = act_quantized.dact_quantize_workspace_numel(num_rows, ffn)
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         recipe = numbers.recipe

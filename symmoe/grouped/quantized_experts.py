@@ -7,9 +7,8 @@ H hidden, I ffn, W width of FC1's output, G groups, N rows; q() quantises (preci
     dW2 = q(d_out)^T q(a)             dW1 = q(dh)^T q(x)            along tokens
 
 h, a, da and dh are rounded to the working dtype, as between separate modules, so GroupedLinear, activation and
-GroupedLinear give the same bits. Rows that are still on their way are quantised, or taken off the wire, multiplied, and
-activated, part by part where takes_parts says so; a recipe that needs all rows of a group to quantise one waits for
-them.
+GroupedLinear give the same bits. If takes_parts says so, rows that are still arriving are quantised (or taken off the
+wire), multiplied and activated part by part. A recipe that needs all rows of a group to quantise one waits for all.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Quantize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Operand]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What rows and gradients have travelled as; None: as themselves."""
+    """The formats in which rows and gradients have travelled; None: not quantised."""
 
     rows: WireFormat | None = None
     gradients: WireFormat | None = None
@@ -47,8 +46,8 @@ FULL = Wire()
 
 
 def takes_parts(recipe: Recipe | None) -> bool:
-    """Whether experts compute some rows while others are on their way: an operand's row is made of one row, and lies
-    where that row does. Not so with scales in tiles, and there is no kernel for scales of whole rows."""
+    """Whether experts compute some rows while others are on their way. For that, row i of an operand must be made of
+    row i only: not so with scales in tiles. For scales of whole rows there is no kernel."""
     if recipe is None:
         return True
     return recipe.row_format.block is not None and recipe.row_format.scale_dtype == torch.float32
@@ -59,9 +58,9 @@ class QuantizedWeights(ExpertWeights):
     """Weights of experts in the working dtype, packed, and how they are multiplied.
 
     Attributes:
-        recipe: of all products.
+        recipe: for all products.
         needs_transposed: whether backward will need W1 for dgrad, and whether it will need W2.
-        wire: what rows and gradients arrive as.
+        wire: the formats in which rows and gradients arrive.
         held: W1 and W2 as operands that several calls share; None: this call makes its own.
     """
 
@@ -75,7 +74,7 @@ class QuantizedWeights(ExpertWeights):
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
     ) -> tuple[Hidden, SecondInput]:
-        """As ExpertWeights.first_layer, with operands of the second layer, made once for all panels, in place of a."""
+        """Same as ExpertWeights.first_layer, but returns operands of the second layer, once for all panels, not `a`."""
         numbers = LowPrecision(self.recipe)
         h = self.w1.new_empty((num_rows, self.w1.shape[1]))
         x = x.without_tail(num_rows)
@@ -98,7 +97,7 @@ class QuantizedWeights(ExpertWeights):
         columns: tuple[int, int] | None = None,
         num_sms: int | None = None,
     ) -> None:
-        """As ExpertWeights.second_layer."""
+        """Same as ExpertWeights.second_layer."""
         num_rows = hidden.h.shape[0]
         x = x.without_tail(num_rows)
         assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
@@ -122,7 +121,7 @@ class QuantizedWeights(ExpertWeights):
         parts: Iterable[Part] | None = None,
         needs_scale: bool = True,
     ) -> QuantizedBackward:
-        """The backward pass, its first step done."""
+        """The backward pass; its first step has run."""
         x = x.without_tail(hidden.h.shape[0])
         return QuantizedBackward(x, self, hidden, d_out, parts=parts, needs_scale=needs_scale)
 
@@ -150,15 +149,15 @@ class QuantizedBackward(ExpertsBackward):
         return received if wire is None else wire.decode(received, self._dtype)
 
     def _received_gradients(self) -> torch.Tensor:
-        """Without a tail that h does not have, where row i is at i."""
+        """The received gradients; where row i is at i, only as many rows as h has."""
         return self._d_out if self._x.row_index is not None else self._d_out[: self._x.scale.shape[0]]
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
         """See ExpertsBackward."""
-        assert self._transposed1 is not None  # forward has known of this
+        assert self._transposed1 is not None  # forward has kept it for this
         dh, d_rows = self._gradients.rows(), d_rows[: self._x.scale.shape[0]]
         multiply(dh, self._transposed1, self._x.row_start, d_rows, zero_tail=zero_tail)
-        self._transposed1 = None  # weight gradients have no use for it, and may be left for much later
+        self._transposed1 = None  # weight gradients do not use it, and may run much later
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """See ExpertsBackward; `out` is packed."""
@@ -190,9 +189,9 @@ def _arriving(
     x: ExpertRows,
     parts: Iterable[Part] | None,
 ) -> Iterable[tuple[Operand, Part]]:
-    """The operand of received rows or gradients, and a part of it that is there, one part after the other.
+    """The operand of received rows or gradients and a part of it that has arrived, one part after the other.
 
-    Without parts, or where the recipe does not take them, all rows are one, for which `quantize` is called.
+    Without parts, or if the recipe does not take them, all rows are one part, which `quantize` makes.
     """
     if parts is not None and takes_parts(weights.recipe):
         return _part_by_part(weights, wire, received, x, parts)

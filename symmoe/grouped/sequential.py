@@ -56,8 +56,8 @@ class Sequential(nn.Module):
         """Runs the modules in order.
 
         Args:
-            x: for the first module.
-            extra_inputs: for the modules that take some, from left to right.
+            x: the input of the first module.
+            extra_inputs: those of all modules that take some, from left to right.
             op_kwargs: keyword arguments for single modules, keyed by the module or by its index (from the end if
                 negative): `{-1: {"out": buffer}}`.
 
@@ -68,8 +68,8 @@ class Sequential(nn.Module):
             ArgumentError: the number of extra inputs is wrong; or a key of op_kwargs names no module, names one twice,
                 or names one that does not take the keyword. Nothing has been computed.
             ArgumentError, StaleLease: what a grouped layer or activation is given is wrong, or its buffers share memory
-                with what another of the modules uses. Nothing has been computed, as far as that can be told from the
-                modules before it: not if one is of another kind.
+                with what another of the modules uses. Nothing has been computed, unless a
+                module of another kind comes before it.
         """
         modules = list(self)
         if op_kwargs is not None and not isinstance(op_kwargs, Mapping):
@@ -77,7 +77,7 @@ class Sequential(nn.Module):
         keywords = _route(modules, op_kwargs or {})
         inputs = _deal(modules, extra_inputs)
         stages = _stages(modules, inputs, keywords)
-        if len(stages) > 1:  # a single one looks at everything itself
+        if len(stages) > 1:  # a single stage checks its own arguments
             raise_for(stages_problem(stages, x))
         outputs: list[Any] = []
         for stage in stages:
@@ -89,7 +89,7 @@ class Sequential(nn.Module):
 
 
 def _stages(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> list[Stage]:
-    """The modules with what they take, three as one where they can be fused."""
+    """The modules with their arguments; three modules that can be fused are one stage."""
     stages: list[Stage] = []
     i = 0
     while i < len(modules):
@@ -158,7 +158,7 @@ def _keywords(module: nn.Module) -> set[str] | None:
 
 
 def _are_fusible(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> bool:
-    """Whether these are three modules, the fused kernels give what they would, and nobody looks in between."""
+    """Whether these are three modules without hooks, and the fused kernels give the same result."""
     if len(modules) < 3:
         return False
     fc1, activation, fc2 = modules

@@ -1,7 +1,7 @@
 """The stages of a Sequential, and what is wrong with the arguments of any of them before the first has run.
 
-What all modules read and write is looked at together: a module sees only its own arguments, and those of a later one
-would be found wrong when an earlier one has written into its buffers.
+All that the modules read and write is checked together: a module sees only its own arguments, and would find them wrong
+only after earlier modules have written into their buffers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stage:
     """One module of a Sequential, or a GroupedLinear, an activation and a GroupedLinear that run fused.
 
     Attributes:
-        index: of the first module.
+        index: the index of the first module.
         modules, inputs, keywords: one or three of each: what a module takes in addition to the rows.
     """
 
@@ -48,16 +48,16 @@ class Stage:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is all known what becomes of the arguments, and that the result is memory of its own."""
+        """Whether it is known how the modules use all arguments, and that the result has new memory."""
         return self.is_fused or type(self.modules[0]).forward in _FORWARDS
 
     @property
     def delays_gradients(self) -> bool:
-        """Whether something of forward or backward is still read when the backward pass is over."""
+        """Whether tensors of forward or backward are still read after the backward pass."""
         return any(getattr(part, "delay_wgrad", False) for module in self.modules for part in module.modules())
 
     def problem(self, rows: RowsLike) -> Exception | None:
-        """What is wrong with any one argument of a known stage but the rows, or None."""
+        """What is wrong with an argument of a known stage other than the rows, or None."""
         module, (first, *_) = self.modules[0], self.inputs
         out, grad_input_out = self.keywords[-1].get("out"), self.keywords[0].get("grad_input_out")
         if isinstance(module, ScaledActivation):
@@ -71,7 +71,7 @@ class Stage:
         return linear_problem(linear, rows, first[0], out, grad_input_out, bias_scale)
 
     def buffer(self, name: str) -> Buffer | None:
-        """`out` or `grad_input_out`, if it was given, to a module of which it is known what that means."""
+        """`out` or `grad_input_out`, if it was given to a module of a known kind."""
         place = 0 if name == "grad_input_out" else len(self.modules) - 1
         module, tensor = self.modules[place], self.keywords[place].get(name)
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
@@ -83,13 +83,13 @@ class Stage:
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the stage reads in addition to the rows."""
         keywords = (k for each in self.keywords for k in each.items())
-        given = (value for name, value in keywords if name not in ("out", "grad_input_out"))
-        values = itertools.chain(given, *self.inputs, *(module.parameters() for module in self.modules))
+        arguments = (value for name, value in keywords if name not in ("out", "grad_input_out"))
+        values = itertools.chain(arguments, *self.inputs, *(module.parameters() for module in self.modules))
         return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what goes into the module, or comes out of it."""
+    """Whether the module has hooks, which see what goes into it or comes out of it."""
     return _has_any_global_hook() or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -113,7 +113,7 @@ def stages_problem(stages: list[Stage], x: object) -> Exception | None:
 def _shared_memory_problem(stages: list[Stage], x: object) -> Exception | None:
     """The error if a buffer shares memory with what any stage reads, or with another one while both matter, or None.
 
-    A result matters to the stages after it, up to the first that is known to make memory of its own, or to the caller.
+    A result matters to the stages after it, up to the first that is known to allocate its result, or to the caller.
     A graph may read it at any later time. In the same way a gradient matters to the stages before it. A result and a
     gradient never share memory.
     """

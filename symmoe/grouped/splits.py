@@ -1,4 +1,4 @@
-"""From the rows each group has to where each group starts, on the device of the rows."""
+"""Converts the number of rows of each group into the row where each group starts, on the device of the rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def splits_problem(
 ) -> ArgumentError | StaleLease | None:
     """What is wrong with `splits` for `num_rows` rows on `device`, or None. Never waits for the device.
 
-    The values of splits on a GPU are not looked at: kernels clamp them instead.
+    The values of splits on a GPU are not checked: kernels clamp them instead.
 
     Args:
-        device, num_rows: None if nobody knows: then they may be anywhere, or have any sum.
+        device, num_rows: None if unknown: then splits may be on any device, or have any sum.
     """
     if not isinstance(splits, (torch.Tensor, np.ndarray, Sequence)):
         return ArgumentError(f"splits ({splits!r}) must be a tensor, an array or a list of {num_groups} counts")
@@ -59,9 +59,9 @@ def splits_to_row_start(splits: Splits, *, device: torch.device, num_rows: int) 
     """
     ops = kernels.for_device(device)
     if isinstance(splits, torch.Tensor) and splits.device == device:
-        given = splits if splits.dtype in _KERNEL_DTYPES else splits.long()
+        counts = splits if splits.dtype in _KERNEL_DTYPES else splits.long()
         row_start = torch.empty(splits.shape[0] + 1, dtype=torch.int32, device=device)
-        ops.splits_to_row_start(given.contiguous(), row_start, num_rows)
+        ops.splits_to_row_start(counts.contiguous(), row_start, num_rows)
         return row_start
     ends = itertools.accumulate(_host_counts(splits), initial=0)
     bounds = torch.tensor([*ends], dtype=torch.int32, device="cpu")
@@ -73,7 +73,7 @@ def splits_to_row_start(splits: Splits, *, device: torch.device, num_rows: int) 
 
 
 def same_splits(left: Splits, right: Splits) -> bool:
-    """Whether two splits are certainly equal, as far as can be told without waiting for a device. Of any arguments."""
+    """Whether two splits are certainly equal, as far as can be told without waiting for a device. Takes any objects."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -87,7 +87,7 @@ def same_splits(left: Splits, right: Splits) -> bool:
 
 
 def _array_problem(splits: Splits, device: torch.device | None) -> ArgumentError | StaleLease | None:
-    """What is wrong with splits that have a dtype, before their values are looked at, or None."""
+    """What is wrong with splits that have a dtype, apart from their values, or None."""
     if isinstance(splits, Sequence):
         return None
     is_integer = splits.dtype.kind in "iu" if isinstance(splits, np.ndarray) else splits.dtype in _DTYPES
@@ -103,7 +103,7 @@ def _array_problem(splits: Splits, device: torch.device | None) -> ArgumentError
 
 
 def _are_counts(counts: Sequence[object]) -> TypeGuard[Sequence[int | np.integer[Any]]]:
-    # bool is an int to isinstance; a mask is no count all the same.
+    # isinstance takes a bool for an int, but a mask is no count.
     return all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 0 for n in counts)
 
 

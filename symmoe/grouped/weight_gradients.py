@@ -45,8 +45,8 @@ def add_to_main_grad(
 def add_packed_to_main_grad(
     parameters: Sequence[torch.Tensor], compute: Compute, *, overwrite: bool
 ) -> list[torch.Tensor | None]:
-    """As :func:`add_to_main_grad`, for kernels that write only into packed tensors: gradients of parameters whose
-    `main_grad`s lie anywhere are computed elsewhere, and added in fp32, as the kernel would."""
+    """Same as :func:`add_to_main_grad`, for kernels that write only into packed tensors: if the `main_grad`s do not lie
+    like one, gradients are computed in a new tensor and added in fp32, as the kernel would."""
     targets, overwrite = _main_grads(parameters, overwrite)
     packed = in_one_piece(targets)
     if packed is not None:
@@ -73,7 +73,7 @@ def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
 
 def _main_grads(parameters: Sequence[torch.Tensor], overwrite: bool) -> tuple[list[torch.Tensor], bool]:
     """Where gradients of all groups go, and whether they overwrite what is there."""
-    # The kernel computes a gradient for every group; that of a frozen parameter goes nowhere.
+    # The kernel computes a gradient for every group; that of a frozen parameter is thrown away.
     targets = [_main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters]
     return targets, overwrite or getattr(parameters[0], "overwrite_main_grad", False)
 
@@ -109,5 +109,5 @@ def _stand_in(parameter: torch.Tensor) -> torch.Tensor | None:
 
 @functools.lru_cache(maxsize=16)
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # Shared by all parameters of a shape: trainers drop these gradients at once, and layers come by the dozen.
+    # Shared by all parameters of a shape: trainers drop these gradients at once, and a model has dozens of layers.
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
 """Weights of a layer, packed in one tensor or scattered in G, as kernels take them.
 
 G groups, O output features, C input features. Kernels read a packed tensor by TMA. Of matrices that may lie anywhere
-they have only the addresses (TensorTable), and only the general kernels take those. So a list is looked at in every
-call, in forward and in backward, and handed on as a packed tensor where it is one in fact. Nothing is remembered of a
-list: trainers move parameters with `.data =`.
+they have only the addresses (TensorTable), and only the general kernels take those. So every call looks
+at the list, in forward and in backward, and passes it on as a packed tensor if it lies like one. Nothing is cached,
+because trainers move parameters with `.data =`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
 
 
 def packed_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[G, O, C]: a packed weight as it is, scattered ones too if they lie like one, else a copy of them."""
+    """[G, O, C]: a packed weight itself, or a view of scattered ones that lie like one, else a copy of them."""
     packed = in_one_piece(weights)
     return torch.stack(tuple(weights)) if packed is None else packed.contiguous()
 
@@ -98,7 +98,7 @@ def in_one_piece(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def check_uniform(weights: Sequence[torch.Tensor]) -> None:
     """
     Raises:
-        ArgumentError: discrete weights differ in shape or dtype; a table has one of each.
+        ArgumentError: discrete weights differ in shape or dtype; a table has one shape and one dtype.
     """
     for name in ("shape", "dtype"):
         found = list(map(operator.attrgetter(name), weights))
@@ -122,7 +122,7 @@ def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def addresses(matrices: Sequence[torch.Tensor]) -> list[int] | None:
-    """Where G tensors begin; None if they have no memory that can be asked for, or not on one device."""
+    """The addresses of G tensors; None if they have no memory with an address, or are not on one device."""
     payload = _read(matrices, alignment=1, contiguous=False)
     return None if payload is None else memoryview(payload).cast("q").tolist()
 

@@ -1,7 +1,7 @@
 """A model with MoE layers on a device mesh: experts as DTensors, FSDP2 or DDP around them, gradients scaled right.
 
-W ranks train together. The mesh cuts them into EP groups of `ep` ranks; what it has besides `ep` are the D = W / ep
-replicas of every expert:
+W ranks train together. The mesh cuts them into EP groups of `ep` ranks; other dimensions are the D = W / ep replicas of
+every expert:
 
     init_device_mesh(device, (D, ep), mesh_dim_names=("efsdp", "ep"))
     init_device_mesh(device, (r, D / r, ep), mesh_dim_names=("replicate", "efsdp", "ep"))     hybrid sharding
@@ -52,8 +52,8 @@ def parallelize(
 ) -> nn.Module:
     """Puts a model that was built on this rank under FSDP2, in place: experts over `mesh`, the rest over all its ranks.
 
-    Every MoELayer becomes an FSDP unit of its experts alone; its router (always fp32) and its shared expert are units
-    of their own. Experts are sharded over the replicas on dimension 0, or on the next dimension that divides evenly
+    In every MoELayer the experts become one FSDP unit, the router (always fp32) another, and the shared expert another.
+    Experts are sharded over the replicas on dimension 0, or on the next dimension that divides evenly
     where a rank has too few of them. Collective over the mesh; build the optimizer afterwards.
 
     Args:
@@ -62,10 +62,10 @@ def parallelize(
         dense_mesh: where dense parameters are sharded: 1 dimension, or 2 for hybrid sharding. None: all ranks.
         units: modules to shard one by one, the rest of the model being the last unit. None: the elements of its
             outermost ModuleLists.
-        mp_policy: of all units; the router keeps its fp32 weights.
+        mp_policy: for all units; the router keeps its fp32 weights.
         reshard_after_forward: free the gathered parameters of all but the last unit between forward and backward.
-        gradient_divide_factor: by what the sum over all tokens' gradients is divided; None: W, for losses that are a
-            mean over each rank's tokens. 1.0 for losses that are already divided by the tokens of all ranks.
+        gradient_divide_factor: the divisor of the sum over all tokens' gradients; None: W, for losses that are a mean
+            over each rank's tokens. 1.0 for losses that are already divided by the tokens of all ranks.
 
     Returns:
         the model.
@@ -90,7 +90,7 @@ def parallelize(
     expert_policy = dataclasses.replace(mp_policy, output_dtype=None)
     expert_mesh = mesh[replicas]
     for layer in layers:
-        # The router computes in fp32 from the tokens as they come.
+        # The router computes in fp32 and takes tokens of any dtype.
         keep_fp32 = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
         if layer.router is not None:
             fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=free, mp_policy=keep_fp32)
@@ -117,10 +117,10 @@ def parallelize(
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **ddp_options: Any) -> DistributedDataParallel:
-    """Plain DDP for the dense parameters, and the experts as they are: spread over `ep`, summed over their replicas.
+    """Plain DDP for the dense parameters. Experts stay spread over `ep`; their gradients are summed over replicas.
 
-    Experts become DTensors (for checkpoints) and are left out of DDP's buckets. Their gradients are scaled as they
-    come, and averaged over the replicas when they are complete; DDP's `no_sync` holds for both kinds. Collective.
+    Experts become DTensors (for checkpoints) and are left out of DDP's buckets. Their gradients are scaled when they
+    are computed, and averaged over the replicas when they are complete. DDP's `no_sync` works for both. Collective.
 
     Args:
         model: expert weights are broadcast over the replicas, as DDP does with dense parameters.
@@ -209,7 +209,7 @@ def _expert_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard:
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The local part of an expert's parameter or gradient: DTensors, which torch's annotations do not say."""
+    """The local part of an expert's parameter or gradient. They are DTensors; torch's annotations do not say so."""
     return cast(DTensor, tensor).to_local()
 
 
@@ -230,7 +230,7 @@ def _outermost_units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _make_outputs_known() -> None:
-    """FSDP looks for the tensors of a module's output, to be told when their backward begins."""
+    """Makes the layer's outputs known to FSDP, which looks for their tensors to learn when their backward begins."""
     for output in (RouterOutput, MoEMetrics):
         if output not in pytree.SUPPORTED_NODES:
             pytree.register_dataclass(output)

@@ -8,7 +8,7 @@ T tokens on this rank, D hidden size, K experts per token, R rows received by th
 rows are copied between the heap and ordinary memory, and scores are applied after the experts, in fp32, as torchtitan's
 other dispatchers do. A rank's tokens may differ in number from its peers'; a rank may receive none.
 
-torch.compile does not look into the two trips: plans, leases and signals are nothing that it can trace.
+torch.compile does not look into the two trips: it cannot trace plans, leases and signals.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from symmoe.errors import ArgumentError
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 
-_ROW_ITEM_BYTES = 4  # fp32, the widest that rows can be
+_ROW_ITEM_BYTES = 4  # fp32, the widest dtype of rows
 _SPARE_BYTES = 4 << 20  # what the heap itself needs, and gaps between leases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmoeDispatchMetadata:
-    """What combine needs of dispatch: the plan, and the score of every row, fp32 [R], differentiable."""
+    """What combine needs from dispatch: the plan, and the score of every row, fp32 [R], differentiable."""
 
     plan: Plan
     row_scores: torch.Tensor

@@ -24,7 +24,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def normalised(scores: torch.Tensor) -> torch.Tensor:
-    """Scores [T, E] as fp32 shares that sum to 1 over the experts, 0 where all are 0. Those of a softmax do already."""
+    """Scores [T, E] as fp32 shares that sum to 1 over the experts; shares are 0 where all scores are 0."""
     scores = scores.float()
     return scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
 
@@ -101,7 +101,7 @@ def z_loss(logits: torch.Tensor, token_mask: torch.Tensor | None = None) -> torc
 
 def routing_map(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """bool [T, E]: whether a token goes to an expert. topk_idx is int [T, K]; -1 and ids out of range are no expert."""
-    # A column of its own for them: writes of different values to one place have no order.
+    # They get a separate column: writes of different values to one place have no order.
     places = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts).long()
     chosen = torch.zeros((topk_idx.shape[0], num_experts + 1), dtype=torch.bool, device=topk_idx.device)
     return chosen.scatter_(1, places, True)[:, :num_experts]

@@ -52,17 +52,17 @@ class MoEConfig:
             per (token, expert), which GEMMs read faster, and which take up to K times the heap. "auto": the one that
             takes less time, expert-major for an ffn of about 500 and more, packed with a `precision`. Same bits.
         schedule: "overlapped": rows travel while GEMMs run, where that pays (moe/overlap.py). "serial": dispatch,
-            experts, combine one after the other. "always-overlapped": they do so in every trip, whether it
-            pays or not, for tests. Same bits. Ranks must agree on what travels while what runs.
+            experts, combine one after the other. "always-overlapped": rows travel while GEMMs run in every
+            trip, whether it pays or not, for tests. Same bits. Ranks must agree on what travels while what runs.
         precision: which numbers the products of the experts multiply, a recipe of symmoe.precision (docs/precision.md);
             None: those of the working dtype. Parameters, their gradients and checkpoints are the same with all of them.
             symmoe.choose_precision takes it only where it was measured to be faster.
         quantized_wire: what travels to the experts as the E4M3 numbers of `precision`, in about half the bytes: tokens
             ("forward"), the gradients of their results ("backward"), "both" or "none". What the experts compute from
             them has the same bits, but for the gradients of weights and biases, which come from dequantised rows.
-        router: "linear": the layer has one (symmoe.moe.router). "none": it has none, nor parameters of one, and each
-            call brings topk_idx and probs. What follows is about the router, but for capacity_factor and drop_policy,
-            and has to stay as it is then.
+        router: "linear": the layer has a router (symmoe.moe.router). "none": it has no router and no parameters of
+            one, and each call brings topk_idx and probs. Then all fields below, except capacity_factor and
+            drop_policy, must keep their defaults.
         score: how logits become scores, by "softmax" or "sigmoid".
         renormalize: make the K probs of a token sum to one (before `route_scale`).
         num_groups: the experts form this many groups of neighbours; 1 turns group-limited routing off.
@@ -113,11 +113,11 @@ class MoEConfig:
 
     @property
     def received_layout(self) -> str:
-        """The layout, chosen."""
+        """The layout; "auto" is resolved."""
         return received_layout(self.layout, self.ffn, self.precision)
 
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
-        """Of a token, or of the gradient of its result, on its way to an expert; item_bytes: of the tokens' dtype."""
+        """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number."""
         if self.precision is None or self.quantized_wire not in (direction, "both"):
             return self.hidden * item_bytes
         return WireFormat(self.precision, self.hidden).row_bytes
@@ -170,7 +170,7 @@ class MoEConfig:
         _check_factor("capacity_factor", self.capacity_factor)
         if not self.capacity_factor:
             raise ArgumentError(f"capacity_factor ({self.capacity_factor}) must be more than 0")
-        # The load of all ranks is what the plan counts, and that is after the drops: an overloaded expert looks busy.
+        # The plan counts the load of all ranks, after the drops: it does not show how overloaded an expert is.
         if self.expert_bias:
             raise ArgumentError(
                 f"expert_bias (True) must be False with capacity_factor ({self.capacity_factor}): it would follow the "

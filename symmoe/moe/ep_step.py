@@ -82,11 +82,11 @@ def expert_parallel_mlp(
     Args:
         x: [T, H] on the heap's device; the experts' weights are cast to its dtype.
         probs: fp32 [T, K].
-        experts: this rank's; their `precision` is that of the step.
-        plan: of this call's routing.
-        order: of the sums in combine, "rank" or "slot".
+        experts: the experts of this rank; their `precision` is that of the step.
+        plan: the plan of this call's routing.
+        order: the order of the sums in combine, "rank" or "slot".
         stash: what is kept for backward, see MoEConfig.
-        layout: of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
+        layout: the layout of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
         schedule: "serial", "overlapped" or "always-overlapped", see MoEConfig.
         quantized_wire: what travels quantised: "none", "forward", "backward" or "both", see MoEConfig.
         out_shape: [..., H] of the result; None is [T, H].
@@ -139,7 +139,7 @@ def _wire(experts: GroupedMLP, plan: Plan, quantized_wire: str) -> Wire:
 def _schedule(
     word: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str, wire: Wire
 ) -> Schedule:
-    """How the schedule cuts a call depends on nothing but what all ranks agree on."""
+    """The schedule of a call. How it cuts the call depends only on what all ranks agree on."""
     num_ranks = plan.heap.num_ranks
     if num_ranks == 1 or word == "serial":
         return Serial(layout)
@@ -167,14 +167,14 @@ def _schedule(
 
 
 def _rounded_up(number: int) -> int:
-    """To four significant bits: with exact capacity it changes from step to step, and what is made of it shall not."""
+    """Rounded up to four significant bits: with exact capacity the number changes every step, the schedule rarely."""
     step = 1 << max(0, number.bit_length() - 4)
     return -(-number // step) * step
 
 
 @dataclass(frozen=True, slots=True)
 class _EPStep:
-    """One step: everything that forward and backward share, but for the tensors that are differentiated."""
+    """One step: everything that forward and backward share, except the tensors that are differentiated."""
 
     experts: GroupedMLP
     plan: Plan
@@ -187,7 +187,7 @@ class _EPStep:
     out_shape: torch.Size | None
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
-        """A lease for the like of these rows to arrive in from all ranks."""
+        """A lease in which rows with the width and dtype of these arrive from all ranks."""
         num_rows = self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
         return self.plan.heap.lease((num_rows, rows.shape[1]), rows.dtype, name=name, phase=SEND)
 
@@ -204,7 +204,7 @@ class _EPStep:
         *,
         is_beside: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """Those of one linear layer, while combine runs or not. A delayed gradient is not computed while it runs."""
+        """The weight gradients of one linear layer. is_beside: they are computed while combine runs, unless delayed."""
         num_sms = self.schedule.gradient_combine_sms if is_beside and not linear.delay_wgrad else None
         return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
 
@@ -219,7 +219,7 @@ class _EPStep:
         *,
         trains: tuple[bool, bool],
     ) -> tuple[ExpertRows, ExpertWeights]:
-        """Inputs as the kernels take them. trains: as in expert_weights, of what this call's first layer leaves."""
+        """Inputs as the kernels take them. trains: as in expert_weights, for this call."""
         experts = self.experts
         bias_scale = None if b2 is None else row_probs
         weights = expert_weights(
@@ -236,7 +236,7 @@ class _EPStep:
 
 
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
-    """Rows as they travel."""
+    """The rows in the format in which they travel."""
     return rows if wire is None else wire.encode(rows)
 
 
@@ -267,7 +267,7 @@ class _ExpertParallelMLP(Function):
             rows, experts = step.operands(received.tensor, index, row_probs, b1, b2, tensors, trains=trains)
             computed, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
         if keeps:
-            # The tensor holds its lease: that goes back when autograd frees, or checkpointing drops, what is saved.
+            # The tensor holds its lease: it ends when autograd frees the saved tensor, or checkpointing drops it.
             kept: tuple[torch.Tensor | None, ...] = (None, received.tensor) if stash.keeps_rows else (x, None)
             kept += computed if stash.keeps_h else (None,) * len(computed)
             ctx.save_for_backward(*kept, row_probs, b1, b2, *tensors)
@@ -280,8 +280,8 @@ class _ExpertParallelMLP(Function):
                 experts.second_layer(a, computed, rows, out.tensor, columns=columns, num_sms=num_sms)
 
             y = schedule.combine(out.tensor, plan, step.order, compute)
-        # No view, of which autograd would allow less than of a tensor, and which would lose FSDP's hooks when somebody
-        # writes into it. Here, so that no function stands between the caller's gradient and the check of it.
+        # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
+        # Made here, so that no function stands between the caller's gradient and the check of it.
         return y if step.out_shape is None else torch.ops.aten._unsafe_view(y, step.out_shape)
 
     @staticmethod

@@ -51,10 +51,10 @@ def balance_step(model: nn.Module, *, expert_group: dist.ProcessGroup | None = N
 def balance_after(
     optimizer: torch.optim.Optimizer, model: nn.Module, *, expert_group: dist.ProcessGroup | None = None
 ) -> RemovableHandle:
-    """Makes every `optimizer.step()` end with :func:`balance_step`. A step that a gradient scaler skips has none.
+    """Makes every `optimizer.step()` end with :func:`balance_step`. Not if a gradient scaler skips the step.
 
     Returns:
-        a handle whose `remove()` ends that.
+        a handle; its `remove()` ends this.
     """
 
     def hook(*_: Any) -> None:
@@ -72,7 +72,7 @@ def count_in_backward(y: torch.Tensor, expert_load: torch.Tensor, step_load: tor
     if torch.compiler.is_compiling():
         counted: torch.Tensor = _CountInBackward.apply(y, expert_load, step_load)
         return counted
-    loads = [expert_load.long()]  # a copy: the caller's is in the metrics, where anybody may write to it
+    loads = [expert_load.long()]  # a copy: the caller's is in the metrics, where users may write to it
 
     def add(_: torch.Tensor) -> None:
         while loads:  # once, also if the graph is retained
@@ -89,7 +89,7 @@ class _CountInBackwardContext(Context, Protocol):
 
 
 class _CountInBackward(Function):
-    """What a hook does, for torch.compile."""
+    """Does what the hook does, for torch.compile."""
 
     @staticmethod
     def forward(
@@ -104,12 +104,12 @@ class _CountInBackward(Function):
         return dy, None, None
 
 
-# Operators, because a compiler takes one sum for the other, or makes the first again in backward, when it has changed.
+# Operators: a compiler would merge the two sums, or compute the first again in backward, when its input has changed.
 
 
 @torch.library.custom_op("symmoe::load_so_far", mutates_args=())
 def load_so_far(step_load: torch.Tensor, expert_load: torch.Tensor) -> torch.Tensor:
-    """int64 [E]: the load that the step has counted, and that of a call."""
+    """int64 [E]: the load that the step has counted, plus that of a call."""
     return step_load + expert_load
 
 

@@ -18,7 +18,7 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float
 def drop_over_capacity(
     topk_idx: torch.Tensor, probs: torch.Tensor, *, num_experts: int, capacity: int, policy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Takes the slots from the experts that have more than `capacity`. Local; does not synchronise the host.
+    """Drops slots of the experts that have more than `capacity`. Local; does not synchronise the host.
 
     The remaining probs stay as they are: what a token loses is not given to its other experts (as in Megatron-Core).
 
@@ -26,13 +26,13 @@ def drop_over_capacity(
         topk_idx: int [T, K]; -1 is no expert.
         probs: fp32 [T, K], differentiable.
         capacity: slots an expert keeps.
-        policy: it keeps those of the largest probs ("probs", equal ones in the order of tokens), or the first tokens'
-            ("position").
+        policy: an expert keeps the slots of the largest probs ("probs"; equal ones in the order of tokens) or those of
+            the first tokens ("position").
 
     Returns:
         topk_idx with -1 and probs with 0 where a slot was dropped; and int32 [1], how many were.
     """
-    # An id out of range is for the plan to report, on all ranks; here it is no expert.
+    # The plan reports ids out of range, on all ranks; here they are no experts.
     is_none = (topk_idx < 0) | (topk_idx >= num_experts)
     expert_N = topk_idx.masked_fill(is_none, num_experts).flatten().long()
     order_N = torch.arange(expert_N.numel(), device=expert_N.device)

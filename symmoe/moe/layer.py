@@ -44,10 +44,10 @@ class MoELayer(ExpertParallelModule):
         experts: this rank's E / R experts, e.g. with another activation or with biases; None makes a GroupedMLP with
             SwiGLU.
         shared_expert: a module that every token passes through, [..., H] to [..., H]; its output is added to the
-            experts'. On GPUs it runs on a stream of its own, while tokens travel and experts compute, forward and
+            experts'. On GPUs it runs on a separate stream, while tokens travel and experts compute, forward and
             backward. It is replicated, so its gradients are data-parallel.
-        dtype: of the expert weights. The layer computes in the dtype of its input, or in autocast's.
-        device: of the parameters; None is the heap's.
+        dtype: the dtype of the expert weights. The layer computes in the dtype of its input, or in autocast's.
+        device: the device of the parameters; None is the heap's.
         expert_group: as in reduce_gradients, the ranks that hold this rank's experts in the other EP groups. For
             aux_loss="global", over which each forward then sums the load, and for DDP (see prepare_for_ddp). None: the
             world is one EP group.
@@ -90,7 +90,7 @@ class MoELayer(ExpertParallelModule):
         self._has_warned = False
 
     def set_experts(self, experts: GroupedMLP) -> None:
-        """Makes `experts` this rank's, instead of those that the layer has. Local.
+        """Replaces this rank's experts by `experts`. Local.
 
         Raises:
             ArgumentError: they do not fit the configuration.
@@ -124,7 +124,7 @@ class MoELayer(ExpertParallelModule):
             token_mask: bool [...]; tokens of False (padding) go to no expert and count in no load and no loss. Their y
                 is 0, plus the shared expert, which sees all tokens as it does in Megatron-Core.
             topk_idx: int [T, K], experts to take instead of the router's choice (symmoe.training.replay); -1 is none.
-            probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of a router of one's own.
+            probs: fp32, fp16 or bf16 [T, K], with topk_idx: weights of these experts, e.g. of your own router.
                 They are taken as they are, and get their gradient. The layer's router, if it has one, does not run:
                 its losses are 0, and the call does not count for balance_step.
 
@@ -150,7 +150,7 @@ class MoELayer(ExpertParallelModule):
             dtype = working_dtype(x)
             tokens = x.reshape(-1, self.config.hidden).to(dtype)
             routed = self._route(x, token_mask, topk_idx, probs)  # not `tokens`: autocast would round what it sees
-            if x.device.type == "cpu" and not is_traced(self.experts):  # elsewhere the host would have to wait for them
+            if x.device.type == "cpu" and not is_traced(self.experts):  # on GPUs the host would have to wait
                 self.heap.fail_for(numbers_problem(routed), control.PHASE_PLAN)
             y, expert_load, num_dropped = self._routed_experts(
                 tokens,
@@ -175,10 +175,10 @@ class MoELayer(ExpertParallelModule):
         return y, metrics
 
     if TYPE_CHECKING:
-        __call__ = forward  # of which nn.Module says nothing
+        __call__ = forward  # nn.Module's has no types
 
     def _problem(self, x: torch.Tensor, **arguments: torch.Tensor | None) -> SymmoeError | None:
-        """What is wrong around the layer, or with what forward is given, or None."""
+        """What is wrong with the wrappers of the layer or with the arguments of forward, or None."""
         return (
             self.wrapper_problem()
             or arguments_problem(self.config, self.heap.device, x, **arguments)
@@ -188,14 +188,14 @@ class MoELayer(ExpertParallelModule):
         )
 
     def _warn_of_hooks(self) -> None:
-        """Once, of hooks of the experts' modules: kernels take the place of their calls, and nothing runs hooks."""
+        """Warns once of hooks on the experts' modules: kernels replace the calls of these modules, so no hook runs."""
         if self._has_warned or not (hooks := hooks_of(cast(nn.Module, self._modules["experts"]))):
             return
         self._has_warned = True
         warnings.warn(
             f"MoELayer never runs the {', '.join(hooks)}: its kernels take the place of these modules' calls. Register "
             "hooks on the layer, its router or shared expert, or on parameters",
-            stacklevel=5,  # of whoever called the layer
+            stacklevel=5,  # the caller of the layer
         )
 
     def _route(
@@ -221,7 +221,7 @@ class MoELayer(ExpertParallelModule):
     def _aux_loss(
         self, x: torch.Tensor, token_mask: torch.Tensor | None, routed: Choice, expert_load: torch.Tensor
     ) -> torch.Tensor:
-        """Scalar; 0 if both coefficients are, or if the router has not run."""
+        """The scalar aux_loss; 0 if both coefficients are 0, or if the router has not run."""
         losses = []
         if self.config.aux_loss_coef and isinstance(routed, RouterOutput):
             length = x.shape[-2] if x.dim() > 1 else 1
@@ -243,12 +243,12 @@ class MoELayer(ExpertParallelModule):
             if self.replicas.group is not None:
                 dist.all_reduce(expert_load, group=self.replicas.group)
         elif config.capacity_factor is not None:
-            # What an expert is chosen for, not what it is left with: that says little about an overloaded one.
+            # The load before the drops: what an overloaded expert has after them says little.
             expert_load = balance.routing_map(routed.chosen_idx, config.num_experts).sum(0)
         return balance.load_balance_loss(shares, expert_load, token_mask)
 
     def _tell(self, routed: Choice, metrics: MoEMetrics, dtype: torch.dtype) -> None:
-        """The listeners, of one call."""
+        """Tells the listeners about one call."""
         report = RoutingReport(
             topk_idx=routed.topk_idx,
             chosen_idx=routed.chosen_idx,

@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of MoELayer, looked at before anything is computed."""
+"""Checks of the arguments of MoELayer, before anything is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arguments_problem(
     """What is wrong with the arguments of MoELayer.forward, or None. Looks at no device memory.
 
     Args:
-        device: of the heap.
+        device: the device of the heap.
     """
     shape = ("...", f"hidden ({config.hidden})")
     error: SymmoeError | None = tensor_problem("x", x, shape=shape, dtypes=control.DTYPES, device=device)
@@ -42,7 +42,7 @@ def arguments_problem(
 def inference_problem(layer: nn.Module, **tensors: torch.Tensor | None) -> ArgumentError | None:
     """The error that torch would raise when it saves an inference tensor for backward, or None.
 
-    Torch would raise it where the peers wait already.
+    Torch would raise it when the peers already wait.
     """
     if not torch.is_grad_enabled():
         return None
@@ -64,7 +64,7 @@ def numbers_problem(routed: Choice) -> ArgumentError | None:
 
 
 def hooks_of(experts: nn.Module) -> list[str]:
-    """Hooks of a module's call on the experts, their layers and activation: of which kind, and where."""
+    """The hooks on calls of the experts, of their layers and of their activation: the kind and the module of each."""
     modules = (experts, *cast(Iterable[nn.Module], experts._modules.values()))
     for m in modules:  # the quick way, for every call
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:

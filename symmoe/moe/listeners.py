@@ -26,8 +26,8 @@ class RoutingReport:
         chosen_idx: the same before a capacity factor has dropped any, where that is known.
         expert_load: int32 [E], slots of each expert over the EP group, before a static capacity drops any.
         num_dropped: int32 [1], slots of the whole group dropped by a static capacity.
-        row_bytes: of a token.
-        sent_row_bytes: of a token on its way to an expert.
+        row_bytes: bytes of a token.
+        sent_row_bytes: bytes of a token on its way to an expert.
         is_training: whether the layer is in training mode.
         num_over_capacity: int32 [1], slots of this rank dropped by symmoe's capacity factor; None without one.
         aux_loss: scalar; None where losses are the trainer's own.
@@ -45,14 +45,14 @@ class RoutingReport:
 
 
 class Listeners:
-    """Those who listen to one layer, which has this as its attribute `listeners`.
+    """The listeners of one layer, which has this object as its attribute `listeners`.
 
     The layer makes a :class:`RoutingReport` only if there are `callbacks`: without them it costs nothing.
 
     Args:
-        heap: of the layer.
-        num_experts: E, of all ranks.
-        order: of the sums in combine.
+        heap: the layer's heap.
+        num_experts: E, experts of all ranks.
+        order: the order of the sums in combine.
     """
 
     def __init__(self, heap: SymmetricHeap, *, num_experts: int, order: str) -> None:
@@ -62,10 +62,10 @@ class Listeners:
     def add(self, callback: Callable[[RoutingReport], object]) -> Callable[[], None]:
         """Calls `callback(report)` in every forward from now on, recomputed ones too. Local.
 
-        A compiled model is compiled again then.
+        This makes torch.compile compile a compiled model again.
 
         Returns:
-            a function that ends it.
+            a function that ends the calls.
         """
         # A new tuple, whose length torch.compile asks for; it does not see that a dict is no longer empty.
         self.callbacks = (*self.callbacks, callback)
@@ -98,4 +98,4 @@ def layers_with_listeners(model: nn.Module) -> dict[str, nn.Module]:
 
 def listeners_of(layer: nn.Module) -> Listeners:
     """The listeners of one of :func:`layers_with_listeners`."""
-    return cast(Listeners, layer.listeners)  # torch types every attribute of a module alike
+    return cast(Listeners, layer.listeners)  # torch gives every attribute of a module the same type

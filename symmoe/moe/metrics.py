@@ -1,4 +1,4 @@
-"""What MoELayer returns besides its output."""
+"""What MoELayer returns in addition to its output."""
 
 from __future__ import annotations
 

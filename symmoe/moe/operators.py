@@ -1,12 +1,12 @@
 """The expert-parallel step as operators of torch, for those who trace a call: torch.compile, selective checkpointing.
 
-A compiler cannot trace a plan, leases and signals. So the whole step is one operator, with a rule for shapes and a
-backward operator of its own:
+A compiler cannot trace a plan, leases and signals. So the whole step is one operator, with a rule for shapes, and its
+backward is another:
 
     symmoe::moe_forward    plan, dispatch, experts, combine
     symmoe::moe_backward   dispatch, experts, combine
 
-RoutedExperts takes them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same code without an
+RoutedExperts calls them inside torch.compile and under a TorchDispatchMode. Elsewhere it runs the same code without an
 operator around it. Results have the same bits.
 
 Operators take tensors and numbers only. The heap and the configuration go in as the number of a RoutedExperts, found in
@@ -62,7 +62,7 @@ BY_NUMBER: weakref.WeakValueDictionary[int, EagerStep] = weakref.WeakValueDictio
 def is_traced(experts: GroupedMLP) -> bool:
     """Whether a compiler or a dispatch mode traces the call, which both see operators only.
 
-    A dispatch mode can do without: experts whose weight gradients an operator cannot return are not traced by it.
+    A dispatch mode need not trace every call: not those of experts whose weight gradients an operator cannot return.
     """
     if torch.compiler.is_compiling():
         return True
@@ -75,7 +75,7 @@ def run_as_operator(
     """step.run as one operator. Collective, forward and backward.
 
     Returns:
-        y [T, H]; the plan's expert_load and num_dropped, which nobody else holds.
+        y [T, H]; the plan's expert_load and num_dropped, as new tensors.
 
     Raises:
         ArgumentError: weight gradients are to be delayed, or to go to main_grad: the operator returns them. Or the
@@ -107,14 +107,14 @@ def _gradients_option(experts: GroupedMLP) -> str | None:
 
 
 def _trained_inputs(gradients: int) -> tuple[bool, bool]:
-    """Whether x and whether probs is to get a gradient; of control.GRADIENTS."""
+    """Whether x gets a gradient, and whether probs gets one. `gradients` is one of control.GRADIENTS."""
     return bool(gradients & 1), bool(gradients & 2)
 
 
 class _Arguments:
-    """The operator's tensors, which autograd is not to keep: a compiled graph may reuse their memory after forward.
+    """The operator's tensors. Autograd must not keep them: a compiled graph may reuse their memory after forward.
 
-    Backward gets them anew, from whoever kept them properly.
+    Backward gets them again, as arguments of the backward operator.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -152,7 +152,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
 
 
-_TAGS = (torch.Tag.cudagraph_unsafe,)  # what backward needs is no memory of a graph
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # what backward needs does not lie in a CUDA graph's memory
 
 
 @torch.library.custom_op("symmoe::moe_forward", mutates_args=(), tags=_TAGS)
@@ -180,7 +180,7 @@ def _moe_forward(
         y, expert_load, num_dropped = eager.run(x, probs, topk_idx, experts)
         return y, expert_load.clone(), num_dropped.clone(), state
     arguments = _Arguments(tensors)
-    # Leaves of a graph of this call's own.
+    # Leaves of an autograd graph that only this call has.
     first_weight, first_adapter = 2 + len(biases), 2 + len(biases) + len(weights)
     trained = [*_trained_inputs(gradients)] + [trains_weights] * (first_adapter - 2) + [True] * len(adapters)
     leaves = [tensor.detach().requires_grad_(is_trained) for tensor, is_trained in zip(tensors, trained, strict=True)]
@@ -192,8 +192,8 @@ def _moe_forward(
     arguments.tensors = ()
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
     kept = _State(arguments, inputs, _end_of(y))
-    state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # our own
-    # The plan is kept for backward. Whoever writes into the results must not change it.
+    state.untyped_storage()._symmoe_state = kept  # type: ignore[attr-defined]  # symmoe's own attribute
+    # Clones: the plan is kept for backward, and writes into the results must not change it.
     return y.detach(), expert_load.clone(), num_dropped.clone(), state
 
 

@@ -1,6 +1,6 @@
-"""Which parts of a step run beside each other, and how they divide a GPU's SMs: formulas.
+"""Which parts of a step run at the same time, and how they divide a GPU's SMs: formulas.
 
-Rows that travel beside GEMMs cost: the SMs that move them, one more launch and one more wave of tiles for every part
+Rows that travel while GEMMs run cost: the SMs that move them, one more launch and one more wave of tiles for every part
 that the GEMMs are cut into. So a trip is overlapped only where that costs less than it takes by itself. All times come
 from bytes and FLOPs and from what one program, a link and a GPU were measured to do.
 """
@@ -25,17 +25,17 @@ class Rates:
 
     Attributes:
         link_bytes: over NVLink to all peers together, one direction, by our push and pull.
-        program_push_bytes: by one program, which fills an SM, of those that push beside a GEMM.
-        program_slot_s, program_pull_slot_s: what one of those that sum rows takes for one piece of a row
-            (kernels/parts.py) beside a GEMM, whether the sum has that row or not; and if it may be a peer's.
-        program_sum_bytes: that such a program sums.
-        memory_bytes: by all SMs.
-        flops, wgrad_flops: of the grouped GEMMs on all SMs: forward and dgrad, and wgrad.
+        program_push_bytes: bytes that one program (it fills an SM) pushes while a GEMM runs.
+        program_slot_s, program_pull_slot_s: time that a program takes to sum one piece of a row (kernels/parts.py)
+            while a GEMM runs, whether the sum has that row or not; and the same if the row may be a peer's.
+        program_sum_bytes: bytes that such a program sums.
+        memory_bytes: memory traffic of all SMs.
+        flops, wgrad_flops: FLOPs of the grouped GEMMs on all SMs: forward and dgrad, and wgrad.
         launch_s: what one more launch of a GEMM and one more barrier cost: the last wave of tiles, and both starts.
         part_s: what one more part of a dispatch costs: that launch, a signal and a wait, two kernels that index and
             copy what has come, and the branch; with a recipe one more that makes operands of it.
         least_gain: share of a time that must be gained: less than that is within what these formulas leave out.
-        gathered_share: of a step's GEMMs, what they take longer if they gather their rows.
+        gathered_share: share of the time of a step's GEMMs that gathering their rows adds.
     """
 
     link_bytes: float = 340e9
@@ -59,7 +59,7 @@ MAX_PANELS = 8  # kernels are compiled anew for every panel's columns
 
 
 def rates_of(precision: Recipe | None) -> Rates:
-    """Those of the numbers that are multiplied. Other recipes than Float8Block have not been measured."""
+    """The rates for the numbers that are multiplied. Other recipes than Float8Block have not been measured."""
     return H200_FLOAT8 if isinstance(precision, Float8Block) else H200
 
 
@@ -80,7 +80,7 @@ def layout_for(ffn: int, item_bytes: int = 2, rates: Rates = H200) -> str:
 
 
 def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
-    """The layout that a choice of one stands for. What is quantised is gathered in doing so: rows are not copied."""
+    """The layout that `layout` stands for. Quantising gathers rows by itself, so "auto" does not copy them."""
     if layout != "auto":
         return layout
     return layout_for(ffn) if precision is None else "packed"
@@ -88,14 +88,14 @@ def received_layout(layout: str, ffn: int, precision: Recipe | None) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """What travels, one after the other.
+    """What travels: first what is pushed, then what is pulled.
 
     Attributes:
-        push_bytes, pull_bytes: to peers, from peers.
-        memory_bytes: that are read from this GPU's memory for sums.
-        meanwhile_bytes: that are read from there while others are pulled.
-        num_slots, num_pull_slots: for pieces of rows to be summed, see kernels/parts.py: here, and while others are
-            pulled.
+        push_bytes, pull_bytes: bytes to peers, and bytes from peers.
+        memory_bytes: bytes that are read from this GPU's memory for sums.
+        meanwhile_bytes: bytes that are read from there while others are pulled.
+        num_slots, num_pull_slots: slots for pieces of rows that are summed (kernels/parts.py): from this GPU, and while
+            others are pulled.
     """
 
     push_bytes: float = 0.0
@@ -111,7 +111,7 @@ class Move:
         return self.push_bytes / rates.link_bytes + pull + self.memory_bytes / rates.memory_bytes
 
     def beside_s(self, num_programs: int, rates: Rates) -> float:
-        """How long it takes that many programs beside a GEMM."""
+        """How long it takes with that many programs while a GEMM runs."""
         push = self.push_bytes / min(num_programs * rates.program_push_bytes, rates.link_bytes)
         sum_bytes = self.pull_bytes + self.memory_bytes + self.meanwhile_bytes
         slots_s = self.num_slots * rates.program_slot_s + self.num_pull_slots * rates.program_pull_slot_s
@@ -127,10 +127,10 @@ class Sizes:
         num_rows: N. As long as all ranks give the same, which `plan.expected_rows` is, they cut a call alike.
         hidden, ffn: H, I.
         top_k, num_experts, num_ranks: K, E, R.
-        item_bytes: of an element of a row.
+        item_bytes: bytes of an element of a row.
         is_gated: FC1 has gates and ups.
         pre_reduces: rows of a peer's token are summed before one of them goes home (`order="rank"`).
-        sent_row_bytes, sent_gradient_row_bytes: of a row on its way to an expert; None: hidden * item_bytes.
+        sent_row_bytes, sent_gradient_row_bytes: bytes of a row on its way to an expert; None: hidden * item_bytes.
     """
 
     num_rows: int
@@ -171,24 +171,24 @@ class Sizes:
 
     @property
     def wire_bytes(self) -> float:
-        """Of rows that go to peers in a dispatch, one per (token, rank), if they travel as they are."""
+        """Bytes of the rows that go to peers in a dispatch, one per (token, rank), if they are not quantised."""
         experts, top_k = self.num_experts, self.top_k
         stays_away = math.comb(experts - experts // self.num_ranks, top_k) / max(1, math.comb(experts, top_k))
         return self.row_bytes / top_k * (self.num_ranks - 1) * (1 - stays_away)
 
     @property
     def row_bytes(self) -> int:
-        """Of all rows that the experts compute."""
+        """Bytes of all rows that the experts compute."""
         return self.num_rows * self.hidden * self.item_bytes
 
     @property
     def product_flops(self) -> int:
-        """Of one product of all rows with a matrix [I, H] of their expert."""
+        """FLOPs of one product of all rows with a matrix [I, H] of their expert."""
         return 2 * self.num_rows * self.hidden * self.ffn
 
     @property
     def fc1_flops(self) -> int:
-        """Of FC1, forward, dgrad or wgrad."""
+        """FLOPs of FC1: of forward, of dgrad or of wgrad."""
         return self.product_flops * (2 if self.is_gated else 1)
 
 
@@ -200,13 +200,13 @@ def _slots(row_bytes: int, num_sources: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """What of one layer's call is overlapped, by which division of the SMs, and how forward cuts FC2. None: it is not.
+    """Which trips of a layer's call are overlapped, how they divide the SMs, and how forward cuts FC2. None: serial.
 
     Attributes:
-        dispatch: while FC1 computes the rows that have arrived.
-        gradient_dispatch: while FC2's dgrad does.
-        combine: while FC2 computes the next panel.
-        gradient_combine: while both weight gradients are computed.
+        dispatch: runs while FC1 computes the rows that have arrived.
+        gradient_dispatch: runs while FC2's dgrad does so.
+        combine: runs while FC2 computes the next panel.
+        gradient_combine: runs while both weight gradients are computed.
         num_panels: panels of columns of FC2's output; the same on all ranks, since each has a barrier.
     """
 
@@ -283,7 +283,7 @@ def overlap(sizes: Sizes, num_sms: int, rates: Rates = H200) -> Overlap:
 
 
 def overlap_everything(sizes: Sizes, num_sms: int) -> Overlap:
-    """Every trip beside a GEMM, and FC2 in as many panels as there may be, whether it pays or not: for tests."""
+    """Every trip runs during a GEMM, and FC2 has as many panels as possible, whether it pays or not: for tests."""
     division = Division(4, num_sms - 4)
     return Overlap(
         dispatch=division,

@@ -1,7 +1,7 @@
-"""Whose a parameter is: all ranks', or an expert's, which lives on one rank of each EP group.
+"""Which parameters belong to all ranks, and which to an expert, which lives on one rank of each EP group.
 
-That follows from the module that owns it. Parameters come and go (copies of layers, loading by assignment, the meta
-device, FSDP, parametrizations), and what is written on a Parameter goes with it.
+The module that owns a parameter decides this. Parameters are replaced (copies of layers, loading by assignment, the
+meta device, FSDP, parametrizations), and the attributes of a Parameter are lost with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From routed tokens to the weighted sums of their experts' outputs: plan, dispatch, experts, combine.
 
-MoELayer and the experts of symmoe.integrations.transformers go this way. The step runs as it is where nobody traces the
-call, and as one operator of torch where somebody does (moe/operators.py). The bits are the same.
+MoELayer and the experts of symmoe.integrations.transformers use it. If a compiler or a dispatch mode traces the call,
+the step is one operator of torch (moe/operators.py); otherwise it is not. The bits are the same.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RoutedExperts:
     Layers of the same configuration, heap and kind of experts share one, and so one compiled graph: see :meth:`of`.
 
     Attributes:
-        config, heap: of the layers.
+        config, heap: the configuration and heap of the layers.
         meta_experts: of the shape and activation of the layers' experts, without memory.
-        kind: of the layers' experts, see kind_of.
-        number: of this object in this process. Operators take it, as they take tensors and numbers only.
+        kind: the kind of the layers' experts, see kind_of.
+        number: the number of this object in this process. Operators take it, as they take tensors and numbers only.
     """
 
     config: MoEConfig
@@ -42,7 +42,7 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> RoutedExperts:
-        """The one for a layer with these experts. Only the layers keep it alive. Local."""
+        """The RoutedExperts for a layer with these experts. Only the layers keep it alive. Local."""
         kind = kind_of(experts)
         for other in operators.BY_NUMBER.values():
             if isinstance(other, cls) and other.heap is heap and other.config == config and other.kind == kind:
@@ -72,7 +72,7 @@ class RoutedExperts:
             tokens: [T, H] in the dtype to compute in.
             probs: fp32 [T, K].
             topk_idx: int32 or int64 [T, K], expert ids in [0, E), or -1 for no expert.
-            experts: this rank's.
+            experts: the experts of this rank.
             out_shape: [..., H] of y; None is [T, H].
             before_trips: called when the plan is made and before any row travels, e.g. to enqueue work on another
                 stream that shall fill the waits of the trips. Not called where the step is one operator.
@@ -99,7 +99,7 @@ class RoutedExperts:
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As a call, without an operator around it."""
+        """Same as a call, without an operator around it."""
         plan = self.plan(topk_idx, tokens.dtype)
         if before_trips is not None:
             before_trips()

@@ -69,8 +69,8 @@ class Router(nn.Module):
     Attributes:
         weight: [E, H] fp32 parameter.
         expert_bias: [E] fp32 buffer, or None; changed by :func:`symmoe.moe.expert_bias.balance_step`, not by gradients.
-        step_load: [E] int64, slots of each expert since the last balance_step, or None where nobody asks for it. No
-            buffer: DDP would overwrite it with that of another rank.
+        step_load: [E] int64, slots of each expert since the last balance_step, or None if nothing uses it. Not
+            a buffer: DDP would overwrite it with that of another rank.
     """
 
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
@@ -101,7 +101,7 @@ class Router(nn.Module):
             x: [T, H] float of any precision. T may be 0.
             token_mask: bool [T]; tokens of False (padding) go to no expert.
             topk_idx: int [T, K], the experts to take instead of the best ones, e.g. `chosen_idx` of another forward;
-                -1 is no expert. Scores and probs are computed as ever, of these experts.
+                -1 is no expert. The router computes scores, and the probs of these experts.
 
         Raises:
             ArgumentError: `x` is not [T, H] or not floating point; token_mask or topk_idx does not fit it.
@@ -122,7 +122,7 @@ class Router(nn.Module):
                 topk_idx = self._select(scores.detach())
                 probs = scores.gather(1, topk_idx) if torch.compiler.is_compiling() else _Gather.apply(scores, topk_idx)
             else:
-                # An id out of range is for the plan to report, on all ranks; here it must do no harm.
+                # The plan reports ids out of range, on all ranks; here they must do no harm.
                 probs = scores.gather(1, topk_idx.long().clamp(0, config.num_experts - 1))
                 probs = probs.masked_fill(topk_idx < 0, 0.0)
             if config.renormalize:
@@ -140,7 +140,7 @@ class Router(nn.Module):
         )
 
     if TYPE_CHECKING:
-        __call__ = forward  # of which nn.Module says nothing
+        __call__ = forward  # nn.Module's has no types
 
     def _check_choice(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> None:
         if (error := mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)) is not None:
@@ -174,7 +174,7 @@ class Router(nn.Module):
 
         if self.step_load is not None:
             self.step_load = keep_dtype(self.step_load)
-        moved: nn.Module = super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]  # torch's
+        moved: nn.Module = super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         return moved
 
     def extra_repr(self) -> str:
@@ -200,14 +200,14 @@ def choice_of(
 
 
 def mask_problem(token_mask: torch.Tensor | None, x: torch.Tensor) -> SymmoeError | None:
-    """What keeps `token_mask` from saying which tokens of x [..., H] count, or None."""
+    """Why `token_mask` cannot be a mask of the tokens of x [..., H], or None."""
     if token_mask is None:
         return None
     return tensor_problem("token_mask", token_mask, shape=x.shape[:-1], dtypes=(torch.bool,), device=x.device)
 
 
 def choice_problem(topk_idx: torch.Tensor | None, x: torch.Tensor, top_k: int) -> SymmoeError | None:
-    """What keeps `topk_idx` from being the choice of x [..., H], or None."""
+    """Why `topk_idx` cannot be the choice of experts for x [..., H], or None."""
     if topk_idx is None:
         return None
     shape, dtypes = (math.prod(x.shape[:-1]), top_k), (torch.int32, torch.int64)
@@ -217,7 +217,7 @@ def choice_problem(topk_idx: torch.Tensor | None, x: torch.Tensor, top_k: int) -
 def probs_problem(
     probs: torch.Tensor | None, topk_idx: torch.Tensor | None, x: torch.Tensor, config: MoEConfig
 ) -> SymmoeError | None:
-    """What keeps `probs` from being the weights of the choice `topk_idx` for x [..., H], or None."""
+    """Why `probs` cannot be the weights of the choice `topk_idx` for x [..., H], or None."""
     if probs is None and config.router == "none":
         return ArgumentError("probs (None) must be given, and topk_idx with it: the configuration has router='none'")
     if probs is None:
@@ -233,7 +233,7 @@ class _GatherContext(Context, Protocol):
 
 
 class _Gather(Function):
-    """scores.gather(1, topk_idx), of which torch's own backward copies a [T, E] tensor of zeros."""
+    """scores.gather(1, topk_idx). Torch's own backward of it would copy a [T, E] tensor of zeros."""
 
     @staticmethod
     def forward(ctx: _GatherContext, scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
@@ -265,5 +265,5 @@ def _(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _topk(values: torch.Tensor, k: int) -> torch.Tensor:
-    """As _stable_topk; to torch.compile, an operator."""
+    """Same as _stable_topk; for torch.compile an operator."""
     return _select_experts(values, k) if torch.compiler.is_compiling() else _stable_topk(values, k)

@@ -13,9 +13,9 @@ from symmoe.autograd import Context, Function
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight^T, fp32 [T, E], of tokens [T, H] in any precision and weights [E, H]. Not collective, no host sync.
 
-    Of bf16 tokens and fp32 weights by kernels whose sums are as good as those of fp32 products (never tf32), and, on
-    GPUs, give a token the same logits whatever other tokens there are; else by torch, of an fp32 copy of the tokens.
-    Differentiable, once.
+    For bf16 tokens and fp32 weights, kernels compute it with sums as good as those of fp32 products (never tf32); on
+    GPUs a token's logits do not depend on the other tokens. Otherwise torch computes it from an fp32 copy of the
+    tokens. Differentiable, once.
     """
     if x.dtype != torch.bfloat16 or weight.dtype != torch.float32:
         return nn.functional.linear(x.float(), weight)
@@ -40,7 +40,7 @@ def _compute_gradients(
     dx: torch.Tensor | None,
     d_weight: torch.Tensor | None,
 ) -> None:
-    with torch.autocast(x.device.type, enabled=False):  # backward may be called in a context of it
+    with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
         kernels.for_device(x.device).router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
 
 
@@ -61,7 +61,7 @@ class _RouterLogits(Function):
         return dx, d_weight
 
 
-# To torch.compile, operators.
+# For torch.compile, operators.
 
 
 def _both_gradients(d_logits: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

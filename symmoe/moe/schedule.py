@@ -45,11 +45,11 @@ class Schedule(Protocol):
     ) -> AbstractContextManager[Iterator[Part] | None]:
         """Context of the parts of an :class:`Arrival`: only rows of x go to every buffer, along a plan in use.
 
-        gradients: of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
+        gradients: one of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
         """
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
-        """Has `rows` computed, and sums them at home: [T, H]."""
+        """Calls `compute` to fill `rows`, and sums them on the ranks of their tokens: [T, H]."""
 
     def combine_beside(
         self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int

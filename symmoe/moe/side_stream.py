@@ -1,4 +1,4 @@
-"""A call of a module on a CUDA stream of its own, at the same time as what the current stream does."""
+"""A call of a module on a second CUDA stream, at the same time as the work of the current stream."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""DDP and FSDP around a layer, put there by somebody who knows nothing of experts: accelerate, transformers' Trainer,
-Lightning Fabric, or a user.
+"""DDP and FSDP around a layer, put there by code that knows nothing of experts: accelerate, transformers' Trainer,
+Lightning Fabric, or a user's.
 
 DDP gives all ranks the parameters of rank 0 and averages their gradients, FSDP takes the parameters of all ranks for
 copies of one. Both would mix experts, which differ from rank to rank. So
 
-* a layer names its experts where DDP looks for what to leave alone, and `prepare_for_ddp` makes a whole model do so.
+* a layer names its experts where DDP looks for parameters to ignore, and `prepare_for_ddp` makes a whole model do so.
   (DDP asks the module that it wraps, and no other.)
 * the first forward pass inside a DDP sees to it that the experts' gradients get the scale of DDP's own: with D replicas
   of every expert, the sum over all tokens divided by W = R * D, as reduce_gradients has it.
@@ -31,11 +31,11 @@ from symmoe.symm_mem.heap import SymmetricHeap
 _MET = "_symmoe_layers"  # on a DDP: ids of the layers in it that have met it, and of their experts' parameters
 _NUM_CALLS = "_symmoe_calls"  # on a DDP: of layers that are spread over ranks, in its forward
 _NUM_COMPARED = 8  # dense parameters, the smallest
-_COMPILED = "_orig_mod."  # before names, in what torch.compile makes of a model
+_COMPILED = "_orig_mod."  # prefix of the names in a compiled model
 
 
 class Replicas:
-    """Where else the experts of one layer are, and which DDP the layer is in. Copies of the layer are in none.
+    """The other ranks that hold the experts of one layer, and the DDP that it is in. Copies of the layer are in none.
 
     Attributes:
         group: as the layer was given it: the ranks that hold this rank's experts in the other EP groups, and this one.
@@ -64,9 +64,9 @@ class ExpertParallelModule(nn.Module):
     """A layer whose experts are spread over the ranks of a heap.
 
     Attributes:
-        heap: of the EP group.
+        heap: the heap of the EP group.
         experts: this rank's.
-        replicas: where else they are.
+        replicas: the other ranks that have them.
     """
 
     heap: SymmetricHeap
@@ -80,7 +80,7 @@ class ExpertParallelModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """DDP asks for it, of a layer that it wraps."""
+        """The names that DDP ignores in a layer that it wraps."""
         return [*vars(self).get("_ignored_besides", ()), *_expert_names(self)]
 
     @_ddp_params_and_buffers_to_ignore.setter
@@ -95,7 +95,7 @@ class ExpertParallelModule(nn.Module):
 def prepare_for_ddp(model: nn.Module, *, expert_group: dist.ProcessGroup | None = None) -> None:
     """Keeps the experts of `model` out of any DistributedDataParallel that wraps the model afterwards. Local.
 
-    For whoever leaves the wrapping to accelerate, transformers' Trainer or Lightning Fabric: DDP would overwrite
+    For users who leave the wrapping to accelerate, transformers' Trainer or Lightning Fabric: DDP would overwrite
     experts with those of rank 0. Their gradients come out of backward as `reduce_gradients` would make them: do not
     call that. Nothing to do for a MoELayer that is wrapped itself, and for models of `swap_moe`.
 
@@ -127,7 +127,7 @@ def ddp_problem(layer: ExpertParallelModule | None = None) -> ArgumentError | No
     are made equal (collective over them).
 
     Args:
-        layer: that is being called; None: one that is in the DDP.
+        layer: the layer that is being called; None: one that is in the DDP.
     """
     ddp: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
     if ddp is None:
@@ -177,7 +177,7 @@ def fsdp_problem(experts: GroupedMLP, num_ranks: int) -> ArgumentError | None:
 
 
 def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:
-    """What keeps weight gradients of these experts from `.grad`, where DDP and FSDP look for them, or None."""
+    """Why weight gradients of these experts do not go to `.grad`, where DDP and FSDP look for them, or None."""
     for name in ("accumulate_into_main_grad", "delay_wgrad"):
         if getattr(experts.fc1, name) or getattr(experts.fc2, name):
             return ArgumentError(
@@ -187,7 +187,7 @@ def gradients_elsewhere(experts: GroupedMLP) -> ArgumentError | None:
 
 
 class _ExpertNames:
-    """Names of a model's experts as they are when somebody iterates over them, and others."""
+    """Names of a model's experts, as they are at each iteration, and other names."""
 
     def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
         self._model = weakref.ref(model)
@@ -223,7 +223,7 @@ def _parameters(layer: ExpertParallelModule) -> list[nn.Parameter]:
 
 def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) -> ArgumentError | None:
     if not layer.is_spread:
-        return None  # to DDP, experts of which every rank has all are like any parameter
+        return None  # if every rank has all experts, they are like any parameter for DDP
     reduced = {id(parameter) for parameter in ddp._module_parameters}
     if any(id(parameter) in reduced for parameter in _parameters(layer)):
         return ArgumentError(
@@ -247,8 +247,8 @@ def _group_problem(ddp: DistributedDataParallel, layer: ExpertParallelModule) ->
 def _drift_problem(ddp: DistributedDataParallel) -> ArgumentError | None:
     """Whether dense parameters, of which DDP makes equal copies, have come to differ. Collective, and synchronises.
 
-    Whoever clips by a norm over `model.parameters()` counts this rank's experts, and no others: another factor on each
-    rank. Nothing else would show it.
+    A user who clips by a norm over `model.parameters()` counts only this rank's experts, and so scales by another
+    factor on each rank. Nothing else would show it.
     """
     trained = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
     if not trained or (trained[0].is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -270,7 +270,7 @@ def _average_gradients(ddp: DistributedDataParallel, layer: ExpertParallelModule
     """Makes what backward leaves in the experts' `.grad` the gradient of the mean loss. Collective over replicas.
 
     Args:
-        done: ids of parameters that have it already, e.g. of experts that layers share; added to.
+        done: ids of parameters that have it already, e.g. of experts that layers share; updated here.
     """
     num_ranks, group = layer.heap.num_ranks, layer.replicas.gradient_group
     num_replicas = 1 if group is None else dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Rank clocks made one, by barriers.
+"""Aligns the clocks of ranks, by barriers.
 
 Nobody leaves a barrier before everybody has entered it. So a rank's clock is ahead of rank 0's by no less than its own
 entry minus rank 0's exit, and by no more than its own exit minus rank 0's entry. The middle of what all barriers allow
@@ -13,7 +13,7 @@ from symmoe.timeline.events import Span
 
 
 def align(barriers: Sequence[Sequence[Span]]) -> tuple[list[float], list[float]]:
-    """(by how much each rank's clock is ahead of rank 0's, by how much that may be wrong), in the unit given.
+    """(how far each rank's clock is ahead of rank 0's, the largest error of that), in the unit of the barriers.
 
     Args:
         barriers: per rank: (entered, left) of the same barriers in the same order, at least one.

@@ -19,8 +19,8 @@ class Event:
     Attributes:
         lane: where it ran: "host" or "stream 7"; of a replay, "compute" or "communication".
         phase: its phase's name.
-        direction: "forward", "backward", or "" where nobody knows (kernels of others).
-        name: of the operator or the kernel.
+        direction: "forward", "backward", or "" if unknown (kernels of other libraries).
+        name: the name of the operator or the kernel.
         begin_us, end_us: microseconds on the rank's clock, or, in a :class:`Timeline`, from its start.
     """
 
@@ -33,7 +33,7 @@ class Event:
 
     @property
     def kind(self) -> Phase:
-        """Its phase."""
+        """The event's phase."""
         return BY_NAME[self.phase]
 
 
@@ -42,10 +42,10 @@ class PhaseTimes:
     """One phase in one direction.
 
     Attributes:
-        phase, direction: names.
-        num_events: of all ranks.
-        busy_us: per rank: time during which it runs, on whichever lanes.
-        exposed_us: per rank: of that, while no GEMM of an expert runs on this rank.
+        phase, direction: their names.
+        num_events: number of events on all ranks.
+        busy_us: per rank: time during which it runs, on any lane.
+        exposed_us: per rank: the part of it during which no GEMM of an expert runs on this rank.
     """
 
     phase: str
@@ -61,7 +61,7 @@ class Timeline:
 
     Attributes:
         ranks: events of each rank, in the order of their begins.
-        clock_error_us: per rank: its events may be off by at most so much against those of rank 0.
+        clock_error_us: per rank: the largest error of its times compared with those of rank 0.
         device: "cpu", or the name of the GPU.
     """
 
@@ -75,7 +75,7 @@ class Timeline:
         return max((event.end_us for events in self.ranks for event in events), default=0.0)
 
     def phases(self) -> list[PhaseTimes]:
-        """Times of every phase that there is, by direction."""
+        """The times of every phase that occurs, by direction."""
         found, gemms = [], [gemms_of(events) for events in self.ranks]
         for direction in DIRECTIONS:
             for phase in PHASES:
@@ -120,7 +120,7 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The parts of `spans` in none of `others`; both as :func:`spans_of` gives them."""
+    """The parts of `spans` that are in none of `others`; both as :func:`spans_of` gives them."""
     left: list[Span] = []
     for begin, end in spans:
         for other_begin, other_end in others:
@@ -135,5 +135,5 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Sequence[Span]) -> float:
-    """Of all spans together, in microseconds."""
+    """The length of all spans together, in microseconds."""
     return sum(end - begin for begin, end in spans)

@@ -22,11 +22,11 @@ Thread = tuple[Any, Any]
 def gpu_events(trace: Trace) -> list[Event]:
     """What ran on the GPU, by begin, on the clock of the trace; of a recording, what was launched after its start.
 
-    A kernel has the phase and the direction of the range that it was launched in (ranges.py). Without one, as in a CUDA
-    graph, its name alone says the phase.
+    A kernel has the phase and the direction of the range that it was launched in (ranges.py). Without a range, as in a
+    CUDA graph, only its name says the phase.
     """
     on_gpu: list[Trace] = []
-    launches: dict[Any, tuple[Thread, float]] = {}  # by correlation: the thread, and when
+    launches: dict[Any, tuple[Thread, float]] = {}  # by correlation: the thread, and the time
     ranges: dict[Thread, list[tuple[float, float, str, str]]] = defaultdict(list)
     started = -math.inf
     for item in trace["traceEvents"]:

@@ -15,10 +15,10 @@ class Phase:
     """One kind of work.
 
     Attributes:
-        name: as tables and pictures show it.
-        color: in pictures.
-        operators, kernels: that do it.
-        is_gemm: products of the experts. What runs beside one is not exposed.
+        name: the name in tables and pictures.
+        color: the color in pictures.
+        operators, kernels: those that do it.
+        is_gemm: whether it is a product of the experts. What runs at the same time is not exposed.
         is_communication: what a layer does because its experts are on several ranks.
     """
 
@@ -30,9 +30,9 @@ class Phase:
     is_communication: bool = False
 
 
-OTHER = Phase(name="other", color="#cccccc")  # what is in no table: a router's softmax, a loss, an optimizer
+OTHER = Phase(name="other", color="#cccccc")  # work that is in no table: a router's softmax, a loss, an optimizer
 
-# A kernel that several operators launch stands where it says the least: the range of its launch says more.
+# A kernel that several operators launch is in the least specific phase: the range of its launch is more specific.
 PHASES = (
     Phase(
         name="route",

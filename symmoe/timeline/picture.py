@@ -12,16 +12,16 @@ from symmoe.timeline.report import lanes_of
 from symmoe.tools.picture import BLACK, BLUE, GREEN, VERMILION, picture
 
 _LANE_INCHES = 0.34
-_FRAME_INCHES = 1.9  # title, names of passes, axis, legend
-_BAR = 0.8  # of a lane
+_FRAME_INCHES = 1.9  # height of title, names of passes, axis and legend
+_BAR = 0.8  # height of a bar, as a part of its lane
 _EDGE_POINTS = 0.5
-_CHARACTER_SHARE = 0.0095  # of the whole, that a character of a bar's name takes
+_CHARACTER_SHARE = 0.0095  # width of a character of a bar's name, as a share of the picture
 _DARK = (BLACK, BLUE, GREEN, VERMILION)  # phases whose names are white
 _EXPOSED_BAR = 0.5
 _TITLE_POINTS = 16  # above the lanes, with the names of the passes between
-_LISTED_RANKS = 8  # in the title
-_MOST_COLUMNS = 4  # of the legend
-# No colour of a phase.
+_LISTED_RANKS = 8  # ranks that the title lists
+_MOST_COLUMNS = 4  # columns of the legend
+# Not a colour of any phase.
 _EXPOSED: dict[str, Any] = {"facecolor": "white", "edgecolor": BLACK, "hatch": "//////", "linewidth": 0.5}
 
 
@@ -91,7 +91,7 @@ def _bars(axis: Any, place: int, spans: list[Span], unit_us: float, height: floa
 
 
 def _legend(figure: Any, timeline: Timeline) -> None:
-    """One entry for each colour that there is, and one for the lanes that have none."""
+    """One entry for each colour in the picture, and one for the lanes that have none."""
     from matplotlib.patches import Patch
 
     seen = {event.phase for events in timeline.ranks for event in events}

@@ -1,7 +1,7 @@
-"""Ranges around the operators of `symmoe.kernels`, put there for as long as somebody looks.
+"""Ranges around the operators of `symmoe.kernels` while a step is recorded.
 
 The step looks its operators up in a module when it calls them. So they can be replaced while a step is recorded, and
-nothing is left in the way when none is.
+cost nothing otherwise.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Ranged:
 
 @contextmanager
 def ranged(device: torch.device, around: Around) -> Iterator[None]:
-    """`around(name of the operator)` goes around every call of one for `device`, in this process, in this context.
+    """Calls every operator for `device` inside `around(its name)`, in this process, in this context.
 
     Raises:
-        ArgumentError: it does so already.
+        ArgumentError: such a context is active already.
     """
     operators = kernels.for_device(device)
     originals = {name: getattr(operators, name) for name in BY_OPERATOR}
@@ -59,7 +59,7 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
     """Ranges for profilers around what this process launches: `symmoe/<forward or backward>/<operator>`. Local.
 
     For a profiler of your own: torch.profiler sees them as user annotations, Nsight Systems as NVTX ranges. Does not
-    synchronise. Costs nothing outside of the context. :func:`symmoe.timeline.record` has them on.
+    synchronise. Costs nothing outside of the context. :func:`symmoe.timeline.record` turns them on.
 
     Raises:
         ArgumentError: they are on already.
@@ -80,12 +80,12 @@ def annotate(heap: SymmetricHeap) -> Iterator[None]:
 
 
 def direction() -> str:
-    """Of the pass that calls: autograd's, or the one before it."""
+    """The direction of the calling pass: "backward" inside autograd's, else "forward"."""
     return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
 
 
 def range_name(operator: str) -> str:
-    """Of a call of an operator, now."""
+    """The name of the range around a call of an operator at this moment."""
     return f"{_PREFIX}/{direction()}/{operator}"
 
 

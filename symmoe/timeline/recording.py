@@ -36,11 +36,11 @@ _HEAD_START_CYCLES = 60_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Watch:
-    """Somebody who sees this rank's events.
+    """An observer of this rank's events.
 
     Attributes:
-        forget: what has been seen so far.
-        collect: the events since then, by begin; after the watch has ended.
+        forget: drops the events that it has seen so far.
+        collect: returns the events since then, by begin; call it after the watch has ended.
     """
 
     forget: Callable[[], None]
@@ -51,7 +51,7 @@ class Recording:
     """What :func:`record` yields.
 
     Attributes:
-        timeline: of all ranks, on every rank; None until the context has ended.
+        timeline: the timeline of all ranks, on every rank; None until the context has ended.
     """
 
     def __init__(self, heap: SymmetricHeap, forget: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Recording:
         self._started = False
 
     def start(self) -> None:
-        """Begins what is recorded: what came before is forgotten. Collective; synchronises the host.
+        """Begins the recording: earlier events are dropped. Collective; synchronises the host.
 
         The hosts of all ranks leave together, and on GPUs 30 ms before the streams do: whatever they launch meanwhile
         begins on all ranks at the same time, and shows no time of a host.
@@ -82,8 +82,8 @@ def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
     Run a step or two before :meth:`Recording.start`: the first step under a profiler is not like others (CUPTI starts,
     kernels are seen for the first time), and is milliseconds late on one rank or another.
 
-    Rank 0 of the heap's group writes the trace to `path` (for ui.perfetto.dev and chrome://tracing), a picture
-    beside it (.png, if matplotlib is installed) and a table of exposed times (.txt). On GPUs the events are the kernels
+    Rank 0 of the heap's group writes the trace to `path` (for ui.perfetto.dev and chrome://tracing), and next to it a
+    picture (.png, if matplotlib is installed) and a table of exposed times (.txt). On GPUs the events are the kernels
     that torch.profiler saw, on CPUs the calls of operators.
 
     An exception in the context goes through, and nothing is written.
@@ -102,7 +102,7 @@ def record(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
 
 @contextmanager
 def record_as(path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline], Timeline]) -> Iterator[Recording]:
-    """As :func:`record`; what it writes and returns is `finish`, a pure function, of what was recorded."""
+    """Same as :func:`record`, but applies `finish`, a pure function, to what was recorded before it is written."""
     path = Path(path)
     heap.agree(None if path.suffix == ".json" else ArgumentError(f"path ({path}) must end with .json"))
     heap.synchronize()
@@ -111,14 +111,14 @@ def record_as(path: str | Path, heap: SymmetricHeap, finish: Callable[[Timeline]
         recording = Recording(heap, watch.forget)
         yield recording
         heap.synchronize()
-    _meet(heap)  # bounded, unlike what follows: a rank that has failed does not come
+    _meet(heap)  # it has a time limit, unlike what follows: a rank that has failed does not come
     heap.agree(None if recording._started else ArgumentError(_NOT_STARTED))
     recording.timeline = finish(_together(heap.gather_bytes(_pack(watch.collect())), _device_name(heap.device)))
     heap.agree(_write(recording.timeline, path) if heap.rank == 0 else None)
 
 
 def _meet(heap: SymmetricHeap) -> None:
-    """Hosts go on when all have come."""
+    """A barrier of the hosts."""
     _enter_barriers(heap, 1)
     heap.synchronize()
 
@@ -131,7 +131,7 @@ def _enter_barriers(heap: SymmetricHeap, number: int) -> None:
 
 @contextmanager
 def _watch_host(heap: SymmetricHeap) -> Iterator[_Watch]:
-    """The operators are what takes time: a CPU computes them where they are called."""
+    """Watches the calls of operators: a CPU computes them when they are called."""
     events: list[Event] = []
 
     @contextmanager
@@ -157,7 +157,7 @@ def _watch_gpu(heap: SymmetricHeap) -> Iterator[_Watch]:
 def _mark_start() -> None:
     with torch.profiler.record_function(START):
         pass
-    torch.cuda._sleep(_HEAD_START_CYCLES)  # or the first kernels would wait for their launches, not for peers
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # otherwise the first kernels would wait for their launches, not for peers
 
 
 def _exported(profiler: torch.profiler.profile) -> list[Event]:
@@ -199,7 +199,7 @@ def _moved(event: Event, by_us: float) -> Event:
 
 
 def _write(timeline: Timeline, path: Path) -> ArgumentError | None:
-    """Writes the three files; what went wrong, or None."""
+    """Writes the three files; returns the error, or None."""
     try:
         path.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
         path.with_suffix(".txt").write_text(table(timeline) + "\n", encoding="utf-8")

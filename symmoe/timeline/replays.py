@@ -22,7 +22,7 @@ from symmoe.timeline.recording import Recording, record_as
 
 _Outputs = TypeVar("_Outputs")
 
-_MARK = "spin_kernel"  # what torch.cuda._sleep launches, and a step does not
+_MARK = "spin_kernel"  # torch.cuda._sleep launches it, and a step does not
 _AFTER_MARKS = ("backward", "forward")  # after an even number of marks, after an odd one
 _GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts whose activations are in FC1's
 
@@ -30,7 +30,7 @@ _GEMMS = {"forward": "FC2", "backward": "FC1 dgrad"}  # one kernel, of experts w
 def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs], object]) -> torch.cuda.CUDAGraph:
     """`backward(forward())` as a CUDA graph, which marks where each begins. Collective if they are; synchronises.
 
-    They have run on this device before. Gradients that accumulate do so in every replay.
+    Both must have run on this device before. Gradients that accumulate do so in every replay.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -44,13 +44,13 @@ def capture_step(forward: Callable[[], _Outputs], backward: Callable[[_Outputs],
 
 @contextmanager
 def record_replays(path: str | Path, heap: SymmetricHeap) -> Iterator[Recording]:
-    """As :func:`symmoe.timeline.record`, of replays of what :func:`capture_step` returns, and of nothing else."""
+    """Same as :func:`symmoe.timeline.record`, but only for replays of what :func:`capture_step` returns."""
     with record_as(path, heap, directed) as recording:
         yield recording
 
 
 def directed(timeline: Timeline) -> Timeline:
-    """The events of replays with directions by their marks, which go, and lanes by their phases.
+    """The events of replays with directions from the marks, which are removed, and with lanes from their phases.
 
     Events before the first mark keep their direction. FC2 and FC1 dgrad are told apart as a bf16 layer has them.
     """
@@ -70,7 +70,7 @@ def _directed(events: Sequence[Event]) -> list[Event]:
 
 
 def _in_lanes(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Communication and the rest in lanes of their own; another one where two of a kind run at a time."""
+    """Puts communication and the rest into separate lanes; two of a kind that run at the same time get two lanes."""
     ends: dict[str, list[float]] = {COMPUTE: [], COMMUNICATION: []}
     found = []
     for event in events:

@@ -36,7 +36,7 @@ def lanes_of(timeline: Timeline, rank: int) -> list[str]:
 
 
 def table(timeline: Timeline) -> str:
-    """Busy and exposed microseconds by direction and phase, and what is exposed of communication in all."""
+    """Busy and exposed microseconds by direction and phase, and the exposed communication in total."""
     num_ranks = len(timeline.ranks)
     ranks = range(num_ranks)
     error_us = max(timeline.clock_error_us)

@@ -27,7 +27,7 @@ _REPLAYED_HEAP = 3  # times an eager step's: a graph's leases do not take over w
 
 @dataclass(frozen=True, slots=True)
 class _LayerStep:
-    """Router to gradients, which do not accumulate: that would take time that a step does not need."""
+    """A step from the router to the gradients. They do not accumulate, which would take additional time."""
 
     layer: MoELayer
     x: torch.Tensor
@@ -51,9 +51,9 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str
     """Records steps of a layer with random weights, tokens and routing, bf16. Collective.
 
     Args:
-        config: of the layer. Steps that are captured need a static capacity.
-        num_tokens: T, of a rank.
-        path: of the trace, see :func:`symmoe.timeline.record`.
+        config: the layer's configuration. Steps that are captured need a static capacity.
+        num_tokens: T, tokens of a rank.
+        path: path of the trace, see :func:`symmoe.timeline.record`.
         launch: "graph" records replays of a captured step, on GPUs; on CPUs both are eager.
 
     Returns:

@@ -49,8 +49,8 @@ def reduce_gradients(
 
     Args:
         model: the same modules on every rank of `group`.
-        group: all ranks that train together (W of them). None is the default group, or this process alone
-            where there is none.
+        group: all ranks that train together (W of them). None is the default group, or only this process
+            if there is none.
         expert_group: the ranks that hold this rank's experts in the other EP groups, and this one. None: the
             world is one EP group.
 
@@ -112,7 +112,7 @@ def clip_grad_norm(
         if num_copies == num_ranks:
             everywhere += square
         else:
-            here += square / num_copies  # the sum over ranks meets it that often
+            here += square / num_copies  # the sum over ranks adds it that often
     if group is not None:
         dist.all_reduce(here, group=group)
     total_norm: torch.Tensor = (everywhere + here).sqrt()
@@ -144,7 +144,7 @@ def _local_gradients(model: nn.Module, *, num_ranks: int, num_replicas: int) -> 
 
 
 def _dtensor(tensor: torch.Tensor) -> DTensor:
-    """What has a mesh is one. (Asked for like that, since nothing else here needs torch's module of them.)"""
+    """A tensor that has a mesh, typed as the DTensor that it is. Does not import torch's module of DTensors."""
     return cast("DTensor", tensor)
 
 

@@ -5,8 +5,8 @@ expert-parallel step with all its schedules, in torch.compile. Neither W + B A n
 only merging makes B A.
 
 FLOPs of a linear layer per row, where full training has 2 C O forward and 4 C O backward: 2 C O + 2 r (C + O) forward,
-and backward 2 C O for the input gradient, 4 r (C + O) for the adapters' part of it and their gradients. Beside what a
-step without adapters keeps for backward: r numbers per row and linear layer.
+and backward 2 C O for the input gradient, 4 r (C + O) for the adapters' part of it and their gradients. In addition to
+what a step without adapters keeps for backward, it keeps r numbers per row and linear layer.
 
 G groups, C input features, O output features, r rank.
 """
@@ -67,16 +67,16 @@ class LoRAGroupedLinear(GroupedLinear):
         return adapted
 
     def reset_parameters(self) -> None:
-        """Weights and biases as in GroupedLinear, adapters as at first."""
+        """Resets weights and biases as in GroupedLinear, and adapters as in `reset_adapters`."""
         super().reset_parameters()
         self.reset_adapters()
-        if self.is_merged:  # into weights that are gone
+        if self.is_merged:  # into weights that are now replaced
             self.is_merged = False
             self._let_adapters_train(True)
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
-        """A as at the beginning of training, B zero."""
+        """Sets A to new random values, and B to zero, as before training."""
         bound = 1 / math.sqrt(self.in_features)
         local_part(self.lora_a).uniform_(-bound, bound)
         local_part(self.lora_b).zero_()
@@ -84,7 +84,7 @@ class LoRAGroupedLinear(GroupedLinear):
     def adapters(self) -> tuple[torch.Tensor, ...]:
         """A [G, r, C] and B [G, O, r] times the scaling, with zeros up to a rank that kernels take; differentiable.
 
-        In their own dtype. Nothing if they are merged: the weights hold them.
+        They keep their own dtype. If they are merged there are none: the weights hold them.
         """
         if self.is_merged:
             return ()
@@ -107,7 +107,7 @@ class LoRAGroupedLinear(GroupedLinear):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Takes them out again, up to the rounding of the weights."""
+        """Subtracts the adapters from the weights again, up to the rounding of the weights."""
         if self.is_merged:
             self._add_to_weights(-1.0)
             self.is_merged = False
@@ -160,10 +160,10 @@ def add_lora(
         model: e.g. a GroupedMLP, a MoELayer, or a whole model.
         rank, alpha: r, and the scaling alpha / r. Any rank is computed as the next multiple of 8.
         rank_dropout: see LoRAGroupedLinear.
-        dtype: of the adapters; None: the weights'. fp32 adapters on bf16 weights are what optimizers want.
+        dtype: the dtype of the adapters; None: the weights'. Optimizers want fp32 adapters on bf16 weights.
 
     Returns:
-        the adapters, all that is new to train.
+        the adapters: all new parameters to train.
 
     Raises:
         ArgumentError: a number is out of range, or the model has no GroupedMLP, or one whose gradients go elsewhere, or
@@ -190,13 +190,13 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> None:
-    """LoRAGroupedLinear.merge of all adapters: for inference, and for state dicts of layers without adapters."""
+    """Runs LoRAGroupedLinear.merge on all adapters: for inference, and for state dicts of layers without adapters."""
     for linear in _adapted(model):
         linear.merge()
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """LoRAGroupedLinear.unmerge of all adapters: to go on with training."""
+    """Runs LoRAGroupedLinear.unmerge on all adapters, to go on with training."""
     for linear in _adapted(model):
         linear.unmerge()
 

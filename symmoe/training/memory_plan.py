@@ -26,7 +26,7 @@ from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.dry_heap import DryHeap, Event
 
 _ENDLESS_BYTES = 1 << 62
-_MOST_BYTES = 8  # of two fp32 numbers, a gate and its feature
+_MOST_BYTES = 8  # bytes of two fp32 numbers, a gate and its feature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +37,13 @@ class MemoryPlan:
         num_rows, num_packed_rows: N and P that the figures are for.
         heap_bytes: what `SymmetricHeap(num_bytes=...)` needs to run the schedule, eagerly or in one CUDA graph:
             the control block and the arena up to the highest byte that is ever leased.
-        lease_bytes_per_call: of that, what one call of one layer holds from its forward to its backward.
-        forward_bytes_per_call, backward_bytes_per_call: leases that live during that pass alone, at their peak.
+        lease_bytes_per_call: the part of it that one call of one layer holds from its forward to its backward.
+        forward_bytes_per_call, backward_bytes_per_call: leases that live only during that pass, at their peak.
         activation_bytes_per_call: ordinary memory that one call of one layer holds from forward to backward: h, the
             plan, the probs of the rows, the tokens if they are sent again, and with a recipe the transposed weights as
-            it has quantised them, which live as long as h. Without the router's own (a few fp32
-            [T, E]) and whatever a shared expert keeps.
-        activation_bytes: the same of all layers and micro-batches in flight.
+            it has quantised them, which live as long as h. What the router keeps (a few fp32 [T, E]) and what a shared
+            expert keeps are not counted.
+        activation_bytes: the same for all layers and micro-batches in flight.
     """
 
     num_rows: int
@@ -73,11 +73,11 @@ def plan_memory(
     high-water mark of plain training (1 in flight), gradient accumulation (1) and pipeline stages (their depth).
 
     Args:
-        config: of every layer.
+        config: the configuration of every layer.
         num_ranks: R.
         num_tokens: T of a call, the largest of any rank.
-        dtype: of the rows.
-        activation: of the experts; None is SwiGLU.
+        dtype: the dtype of the rows.
+        activation: the activation of the experts; None is SwiGLU.
         routing: with exact capacity, the rows to count with. "uniform": K distinct experts for every token, all
             equally likely; the mean, real routing needs more. "worst": every token of every rank chooses this rank.
             A static capacity is what it is.
@@ -100,7 +100,7 @@ def plan_memory(
         raise ArgumentError(f"routing ({routing!r}) must be 'uniform' or 'worst'")
     rows, packed_rows = _row_counts(config, num_ranks, num_tokens, routing)
     lines = max(config.capacity or rows, num_ranks * num_tokens * config.top_k, config.num_experts * config.ffn)
-    if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # of which torch makes no tensors
+    if lines * max(config.hidden, config.ffn) * _MOST_BYTES > _ENDLESS_BYTES:  # torch makes no tensors of this size
         raise _too_large()
     heap = DryHeap(num_ranks, num_rows=rows, num_packed_rows=packed_rows)
     call = _dry_call(config, heap, num_tokens, dtype, activation or Activation())
@@ -143,7 +143,7 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
     def of_tokens(width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_tokens, width, dtype=dtype, device=heap.device, requires_grad=dtype.is_floating_point)
 
-    with torch.inference_mode(False):  # which switches gradients on
+    with torch.inference_mode(False):  # this turns gradients on
         experts = GroupedMLP(
             config.num_experts // heap.num_ranks,
             config.hidden,

@@ -19,7 +19,7 @@ from symmoe.moe.listeners import Listeners, RoutingReport, layers_with_listeners
 
 Sink = Callable[[dict[str, float], int], object]
 
-# What a layer adds up besides the load of its experts.
+# What a layer adds up in addition to the load of its experts.
 _NUM_CALLS, _AUX_LOSS, _DROPPED, _OVER_CAPACITY, _DISPATCH, _COMBINE = range(6)
 _NUM_TOTALS = 6
 
@@ -29,21 +29,21 @@ class LayerRecord:
     """One layer over one step: the calls in training mode since the last record.
 
     Attributes:
-        name: of the layer in the model.
+        name: the layer's name in the model.
         num_calls: micro-batches, usually. Recomputed forwards are not counted.
         aux_loss: mean over the calls; None where the losses are the trainer's own (transformers, Megatron).
         tokens_per_expert: slots of each of the E experts over the EP group, before a static capacity drops any.
-        tokens_per_rank: of each rank of the EP group: what its experts have got together.
+        tokens_per_rank: slots of each rank of the EP group: the sum over its experts.
         coefficient_of_variation, max_violation, num_dead_experts: of tokens_per_expert; see symmoe.moe.balance.
         num_dropped: slots of the EP group dropped by a static capacity.
         num_over_capacity: slots of this rank dropped by symmoe's capacity factor.
-        dispatch_bytes, combine_bytes: of token rows that this rank sends to, and reads from, other ranks in forward.
+        dispatch_bytes, combine_bytes: bytes of token rows that this rank sends to, and reads from, others in forward.
             Backward moves as many rows again. Slots that a static capacity drops are counted in.
         heap_high_water_bytes: the most bytes ever leased of the heap.
         forward_s: seconds in the layer's forward; None if not asked for. In a swapped transformers model that is from
             dispatch to combine, else the router is counted too (and in Megatron shared experts).
-        dispatch_s, combine_s: of that, in these trips, their waits for other ranks included, on whichever stream they
-            are. Where GEMMs run meanwhile, more than they cost.
+        dispatch_s, combine_s: seconds of forward_s in these trips, on any stream, including waits for other ranks. If
+            GEMMs run at the same time, this is more than the trips cost.
     """
 
     name: str
@@ -68,14 +68,13 @@ class MetricsLogger:
     """Watches the MoE layers of a model, until :meth:`close`.
 
     Watching costs a few small kernels per call, no host synchronisation, and can be captured in a CUDA graph, whose
-    replays then count. What torch.compile compiles counts too, and a compiled model is compiled again when watching
-    begins or ends.
+    replays then count. Compiled calls count too; torch.compile compiles the model again when watching begins or ends.
 
     Args:
         model: its MoELayers are watched, and the layers of symmoe's integrations in transformers and Megatron models.
             Layers in eval mode are not counted.
         sink: `sink(numbers, step)` is called by :meth:`step`, e.g. `wandb.log`, or a function that calls
-            SummaryWriter.add_scalar. None: the records are all there is.
+            SummaryWriter.add_scalar. None: there are only the records.
         times_forward: take the time of every forward, and of its trips, with CUDA events, or perf_counter on CPUs. Not
             in CUDA graphs, nor of what is compiled.
 
@@ -125,11 +124,11 @@ class MetricsLogger:
         return records
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Ends watching."""
         for undo in self._undo:
             undo()
         self._undo.clear()
-        if self._timers:  # a forward that raised has left its own
+        if self._timers:  # a forward that raised has left its timer
             for counter in self._counters.values():
                 counter.listeners.heap.trip_timer = None
 
@@ -167,7 +166,7 @@ class _Counter:
 
 
 class _TimerHooks:
-    """Around the forward of one layer."""
+    """Hooks around the forward of one layer, which time it."""
 
     def __init__(self, timer: _Timer) -> None:
         self._timer = timer
@@ -200,7 +199,7 @@ class _Timer:
 
     @contextmanager
     def trip(self, name: str) -> Iterator[None]:
-        """Of the current stream."""
+        """Times a trip on the current stream."""
         begin = self._now()
         yield
         self._add(name, begin)
@@ -236,7 +235,7 @@ def wire_rows(
 
     Args:
         topk_idx: int [T, K], global expert ids; -1 is no expert.
-        order: of combine, see MoEConfig.
+        order: the order of the sums in combine, see MoEConfig.
     """
     rank_TK = torch.div(topk_idx, experts_per_rank, rounding_mode="floor")
     is_remote = (rank_TK >= 0) & (rank_TK != rank)
@@ -245,7 +244,7 @@ def wire_rows(
 
 
 def _counts(is_training: bool) -> bool:
-    """Whether this call is one to count: in training mode, and not a checkpoint's second time, in backward."""
+    """Whether this call counts: it is in training mode, and no checkpoint repeats it in backward."""
     if not is_training:
         return False
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1

@@ -1,4 +1,4 @@
-"""Whether a layer's steps take less time in FP8 than in bf16: by what was measured (`choose_precision`, "float8-auto").
+"""Whether a layer's steps take less time in FP8 than in bf16, from measurements (`choose_precision`, "float8-auto").
 
 GEMMs of E4M3 numbers take two thirds of the time of those of bf16. In return everything that they read is quantised
 first: rows, weights, activations and their gradients. That takes bytes instead of FLOPs, so FP8 gains the more, the
@@ -26,12 +26,12 @@ class MeasuredLayer:
     """Median milliseconds of a step, forward and backward, of one layer, with `stash="all"` and uniform routing.
 
     Attributes:
-        name: of the model.
+        name: the model's name.
         hidden, ffn: H, I.
-        rows_per_expert: mean of a call.
-        full_ms: in bf16.
-        quantized_ms: in FP8, with rows that travel in bf16.
-        wire_ms: in FP8, also of what travels, `quantized_wire="both"`.
+        rows_per_expert: mean number in a call.
+        full_ms: time in bf16.
+        quantized_ms: time in FP8, with rows that travel in bf16.
+        wire_ms: time in FP8, with rows that travel in FP8 too (`quantized_wire="both"`).
         constant_weights_ms: the same, without quantising the weights.
     """
 
@@ -68,9 +68,9 @@ def choose_precision(
     device: torch.device | str,
     num_micro_batches: int = 1,
 ) -> MoEConfig:
-    """`config` as it is where its precision was faster on this GPU, else the one that computes in full.
+    """`config` itself if its precision was faster on this GPU, else a copy that computes in the working dtype.
 
-    That one has `precision=None` and `quantized_wire="none"`. Float8Block on an H200 is all that is known to be faster
+    The copy has `precision=None` and `quantized_wire="none"`. Only Float8Block on an H200 is known to be faster
     anywhere: with other recipes, on other GPUs and on CPUs the layer computes in full. There, FP8 is taken if a layer
     was measured to be at least 1.05 times as fast in it, and this one is nowhere smaller: in `hidden`, `ffn` and rows
     per expert. Local; does not synchronise the host. The choice follows from the arguments and the kind of GPU, so it
@@ -78,7 +78,7 @@ def choose_precision(
     (ConfigMismatch).
 
     Args:
-        config: of a layer, with the precision to choose or not.
+        config: the configuration of a layer, with the precision to choose or not.
         num_ranks: R of the expert-parallel group; 1 for a GroupedMLP without one.
         num_tokens: T that a rank brings to a call on average; the same number on all ranks.
         device: where the layer computes.
@@ -104,8 +104,8 @@ def in_full(config: MoEConfig) -> MoEConfig:
 def best_measured(
     config: MoEConfig, *, num_ranks: int, num_tokens: int, num_micro_batches: int = 1
 ) -> tuple[MeasuredLayer | None, float]:
-    """Of the measured layers that are nowhere larger than this one, that with the largest speed-up in FP8, and the
-    speed-up; (None, 0) without any. Arguments as above.
+    """The layer with the largest speed-up in FP8 among the measured layers that are nowhere larger than this one, and
+    the speed-up; (None, 0) if there is none. Arguments as in :func:`choose_precision`.
 
     Raises:
         ArgumentError: a number is out of range.

@@ -4,7 +4,7 @@ Replay makes a policy's training forward use the experts of its rollout (routing
 Scores and probs are computed anew, for the given experts, and so are their gradients.
 
 For one layer: `layer(x, topk_idx=recorded)`. The helpers below do it for all layers of a model. Recording works for the
-layers of integrations too. Giving needs symmoe's router, which computes the probs of what it is given: MoELayers.
+layers of integrations too. Only MoELayers take a given choice: symmoe's router computes its probs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Routing = dict[str, torch.Tensor]
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[Routing]:
-    """Within it, one forward of `model` leaves the choice of every layer in the dict that it yields. Local.
+    """In this context, one forward of `model` leaves the choice of every layer in the dict that it yields. Local.
 
     The ids are the router's choice before the capacity factor's drops, which a replay makes again, with its own probs.
 
@@ -56,12 +56,12 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
 @contextmanager
 def replay_routing(model: nn.Module, routing: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Within it, every layer of `model` takes the experts of `routing`. Local.
+    """In this context, every layer of `model` takes the experts of `routing`. Local.
 
-    Where activations are computed again in backward, that belongs into the context as well.
+    If activations are computed again in backward, backward must run in the context too.
 
     Args:
-        routing: of :func:`record_routing`, for the same tokens; -1 is no expert.
+        routing: what :func:`record_routing` has recorded for the same tokens; -1 is no expert.
 
     Raises:
         ArgumentError: `routing` is not for the layers of `model`; or a layer has not taken it: a model that
@@ -76,7 +76,7 @@ def replay_routing(model: nn.Module, routing: Mapping[str, torch.Tensor]) -> Ite
 
 @contextmanager
 def balanced_routing(model: nn.Module) -> Iterator[None]:
-    """Within it, every layer of `model` gives all its experts the same number of slots, for benchmarks. Local."""
+    """In this context, every layer of `model` gives all its experts the same number of slots. For benchmarks. Local."""
 
     def choice(_name: str, layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
         num_tokens = math.prod(x.shape[:-1])

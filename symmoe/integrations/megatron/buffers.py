@@ -1,7 +1,7 @@
 """Memory on the heap that the layers of a model use one after the other.
 
-What an MoE layer keeps for backward are the dispatched rows, which have a lease of their own. Three more row buffers
-are needed only while a layer is at work: the experts' output until combine has read it, and in backward the gradient
+An MoE layer keeps the dispatched rows for backward, in a lease that only they use. Three more row buffers are needed
+only while a layer is at work: the experts' output until combine has read it, and in backward the gradient
 of that output and the gradient of the rows. All layers share one buffer for each of them.
 """
 
@@ -19,7 +19,7 @@ class SharedBuffers:
     """Row buffers by name, as large as the largest that was asked for. One object per heap.
 
     Args:
-        heap: where they lie.
+        heap: the heap that holds them.
     """
 
     def __init__(self, heap: SymmetricHeap) -> None:
@@ -32,7 +32,7 @@ class SharedBuffers:
         A buffer that grows leaves its old memory to the graphs that still refer to it.
 
         Args:
-            row_capacity: rows the buffer has at least: the largest num_rows of any rank, so that all ranks grow alike.
+            row_capacity: least rows of the buffer: the largest num_rows of any rank, so that all ranks grow equally.
 
         Raises:
             HeapExhausted: on every rank, in the combine that would follow.

@@ -68,7 +68,7 @@ def layer_problem(config: TransformerConfig) -> ArgumentError | None:
 
 
 def experts_problem(config: TransformerConfig) -> ArgumentError | None:
-    """What in the configuration SymmExperts do not support, or None. The activation is looked at by the experts."""
+    """What in the configuration SymmExperts do not support, or None. The experts check the activation."""
     offloaded = {"expert_fc1", "moe_act"} & set(getattr(config, "offload_modules", None) or ())
     if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
         return ArgumentError(f"offload_modules ({sorted(offloaded)}) must not name parts of the experts")
@@ -76,7 +76,7 @@ def experts_problem(config: TransformerConfig) -> ArgumentError | None:
 
 
 def groups_problem(pg_collection: ProcessGroupCollection, heap: SymmetricHeap) -> ArgumentError | None:
-    """What keeps a layer with these process groups from using `heap`, or None."""
+    """Why a layer with these process groups cannot use `heap`, or None."""
     if pg_collection.expt_tp.size() != 1:
         return ArgumentError(
             f"expert_tensor_parallel_size ({pg_collection.expt_tp.size()}) must be 1: "

@@ -2,7 +2,7 @@
 
 T tokens on this rank, E experts, K = moe_router_topk, N rows received, H hidden.
 
-torch.compile does not look into the two trips: plans, leases and signals are nothing that it can trace.
+torch.compile does not look into the two trips: it cannot trace plans, leases and signals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DispatchOptions:
     """How rows travel; the same on all ranks.
 
     Attributes:
-        order: of the sums in combine, forward and backward. "rank": least traffic. "slot": a token's experts in
+        order: order of the sums in combine, forward and backward. "rank": least traffic. "slot": a token's experts in
             ascending order, as Megatron's alltoall sums them, the same bits for any number of ranks.
         capacity: rows a rank can take, without a host synchronisation per layer; None: exact, one small read.
         overflow: with a capacity, "raise" or "drop", see make_plan.
@@ -43,16 +43,16 @@ class DispatchOptions:
 class SymmTokenDispatcher(MoETokenDispatcher):
     """Megatron's six calls through make_plan, dispatch_tokens and combine_tokens.
 
-    Probs travel through arguments and results. What else one call leaves to the next is on self, as in Megatron's own
-    dispatchers, and gone after :meth:`combine_postprocess`.
+    Probs travel through arguments and results. Everything else that one call leaves to the next is on self, as in
+    Megatron's own dispatchers, until :meth:`combine_postprocess`.
 
     Args:
         config: a configuration that `compat.layer_problem` accepts.
         pg_collection: process groups; `ep` is the heap's group.
         buffers: shared by all layers on the heap.
         options: the same on all ranks.
-        own_experts: the experts are SymmExperts: they write into buffers of the heap, and nothing is copied. Others'
-            results and gradients are copied to the heap by combine.
+        own_experts: the experts are SymmExperts: they write into buffers of the heap, and nothing is copied. For other
+            experts, combine copies results and gradients to the heap.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         self.hidden_shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.config.moe_pad_expert_input_to_capacity:
-            # Padding has probs of 0 and moves no bit of the result: it fills buffers of a fixed size, which these are
-            # not. A chosen expert whose prob has come to 0 is one with them: its gradient is 0 too.
+            # Padding has probs of 0 and changes no bit of the result: it fills buffers of a fixed size, which these are
+            # not. A chosen expert whose prob has become 0 is treated the same: its gradient is 0 too.
             routing_map = routing_map & (probs != 0)
         self.topk_idx, topk_probs = select_slots(routing_map, probs, top_k=self.config.moe_router_topk)
         if self.shared_experts is not None:
@@ -104,7 +104,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
             dtype=hidden_states.dtype,
         )
         shape = (self.plan.row_capacity, hidden_states.shape[1])
-        # Autograd saves the rows: the lease goes back when it, or recomputation, drops them.
+        # Autograd saves the rows: the lease ends when autograd, or recomputation, drops them.
         lease = heap.lease(shape, hidden_states.dtype, name="dispatched rows", phase=SEND)
         return dispatch_tokens(hidden_states, self.plan, probs=probs, out=lease.tensor, order=options.order)
 
@@ -127,7 +127,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         return self._shared("expert output"), self._gradient_buffer("input gradients")
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As it is. Local."""
+        """Returns its argument. Local."""
         return hidden_states
 
     @torch.compiler.disable
@@ -157,10 +157,10 @@ class SymmTokenDispatcher(MoETokenDispatcher):
 
 
 def begun(value: _Value | None) -> _Value:
-    """What an earlier of the six calls has left.
+    """A value that an earlier of the six calls has left.
 
     Raises:
-        StalePlan: nothing.
+        StalePlan: there is none.
     """
     if value is None:
         raise StalePlan("the token dispatcher's calls must come in Megatron's order: dispatch_preprocess is the first")

@@ -36,8 +36,8 @@ class SymmExperts(MegatronModule):
 
     Parameters are `linear_fc1.weight` [e, 2F, H] (gates, then ups) and `linear_fc2.weight` [e, H, F]: two in all, since
     Megatron's DDP and optimizers work parameter by parameter. Checkpoints hold them expert by expert, as those of
-    Megatron's own experts. FC1's output is kept for backward, the activation is computed again: recomputing "moe_act"
-    is what the experts always do.
+    Megatron's own experts. FC1's output is kept for backward, the activation is computed again: the experts always
+    recompute "moe_act".
 
     Args:
         num_local_experts: e.
@@ -46,7 +46,7 @@ class SymmExperts(MegatronModule):
         name: ignored; newer versions pass it.
 
     Raises:
-        ArgumentError: the configuration asks for what the experts cannot do; the text names the field.
+        ArgumentError: the experts do not support the configuration; the text names the field.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SymmExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Under the keys of SequentialMLP and TEGroupedMLP, so that checkpoints move both ways. Not collective."""
+        """Uses the keys of SequentialMLP and TEGroupedMLP, so that checkpoints move both ways. Not collective."""
         num_local = self.num_local_experts
         first, num_global = self._ep_group.rank() * num_local, num_local * self._ep_group.size()
         replica_id = (0, 0, self._expt_dp_group.rank())
@@ -211,7 +211,7 @@ def _split(
 
 @torch.no_grad()
 def _join(shards: list[torch.Tensor], *, num_halves: int) -> torch.Tensor:
-    """The weight of what :func:`_split` made of it."""
+    """The inverse of :func:`_split`: the weight."""
     matrices = [torch.cat(shards[i : i + num_halves]) for i in range(0, len(shards), num_halves)]
     return torch.stack(matrices)
 

@@ -25,11 +25,11 @@ class SymmMoELayer(MoELayer):
         pg_collection: process groups; None: Megatron's default ones.
         buffers: on the EP group's heap; one object for all layers.
         options: how rows travel.
-        others: what else the version of Megatron passes to an MoELayer.
+        others: further arguments that the version of Megatron passes to an MoELayer.
 
     Raises:
-        ArgumentError: the configuration asks for what is not supported, or the heap is not the EP group's; the text
-            names the field.
+        ArgumentError: the layer does not support the configuration, or the heap is not the EP group's; the text names
+            the field.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SymmMoELayer(MoELayer):
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As in MoELayer; gives the experts the heap's buffers also where the version of Megatron does not."""
+        """Same as in MoELayer, but always gives the experts the heap's buffers; some versions of Megatron do not."""
         dispatcher = self.token_dispatcher
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         output_buffer, grad_input_buffer = dispatcher.get_expert_zero_copy_buffers()

@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from symmoe.kernels.control import ControlLayout
 
 _SHARED_BUFFERS = 3  # expert output, output gradients, input gradients
-_GROWTH = 2.25  # a shared buffer and the smaller one that it took the place of, which a graph may still hold
+_GROWTH = 2.25  # a shared buffer and the smaller one that it has replaced, which a graph may still hold
 _LEASE_BYTES = 512  # what rounding adds to a lease, at most
 
 

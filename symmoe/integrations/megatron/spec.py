@@ -29,7 +29,7 @@ def open_heap(
     """A symmetric heap over this rank's expert-parallel group. Collective over that group.
 
     Args:
-        num_bytes: of each rank's arena; docs/megatron.md says how many are needed.
+        num_bytes: size of each rank's arena; docs/megatron.md says how much is needed.
         pg_collection: process groups; None: those of initialize_model_parallel.
         timeout_s: bound of every wait for a peer.
 
@@ -49,8 +49,8 @@ def use_symmoe(
     """A copy of `spec` in which every MoE layer is a SymmMoELayer with SymmExperts. Local.
 
     Args:
-        spec: of a layer, of a block of layers (the dense ones among them stay as they are), or of an MoE layer alone.
-        heap: of the expert-parallel group (:func:`open_heap`).
+        spec: of a layer, of a block of layers (its dense layers do not change), or only of an MoE layer.
+        heap: the heap of the expert-parallel group (:func:`open_heap`).
         options: how rows travel; None: the defaults.
         pg_collection: the model's process groups. Needed with megatron-core 0.16 and 0.17 if they are not those of
             initialize_model_parallel; newer versions hand them to the layer themselves.
@@ -69,7 +69,7 @@ def use_symmoe_dispatcher(
     options: DispatchOptions | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> Spec:
-    """As :func:`use_symmoe`, but the experts stay those of the spec: TEGroupedMLP, SequentialMLP or your own.
+    """Same as :func:`use_symmoe`, but keeps the experts of the spec: TEGroupedMLP, SequentialMLP or your own.
 
     Their results and gradients are copied to the heap, and they read their row counts on the host.
     """
@@ -100,7 +100,7 @@ class _LayerSpec:
 
     @property
     def submodules(self) -> MoESubmodules:
-        """Of the layer."""
+        """The submodules of the layer."""
         return self.spec.submodules if isinstance(self.spec, ModuleSpec) else self.spec.keywords["submodules"]
 
     def replaced(self, module: type, *, experts: Any, params: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 @torch.no_grad()
 def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fills a swapped model from a checkpoint of transformers, of this rank's experts nothing but those.
+    """Fills a swapped model from a checkpoint of transformers. Of the experts, reads only those of this rank.
 
     Experts may be one by one, as on the hub, or fused; names of blocks may be those on disk or in memory; values are
     cast to the model's dtypes. Reads one expert at a time. Collective over the heap's process group.
@@ -76,9 +76,9 @@ def save_checkpoint(
         model: swapped; every rank the same, after the same number of steps.
         folder: must not exist, or be empty.
         like: a checkpoint of the same model, e.g. the one it was loaded from. The new one has its files, keys, dtypes
-            and index, byte for byte except for the weights' values; keys that are not in the model, and files beside
-            the weights (config, tokenizer), are copied. None: the keys of the hub, the model's dtypes, and its config.
-        max_shard_bytes: of one file, without `like`.
+            and index, byte for byte except for the weights' values; keys that are not in the model, and files other
+            than weights (config, tokenizer), are copied. None: the keys of the hub, the model's dtypes, and its config.
+        max_shard_bytes: largest size of one file, without `like`.
 
     Raises:
         ArgumentError: the model has not been swapped.
@@ -141,7 +141,7 @@ def _together(agree: Callable[[SymmoeError | None], None], work: Callable[[], _R
 
 
 def _ignored_keys(model: nn.Module) -> set[str]:
-    """Patterns of keys that checkpoints of this model may have beside its own, as transformers has it."""
+    """Patterns of keys that checkpoints of this model may have in addition to its own, as in transformers."""
     return {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
 
 
@@ -165,7 +165,7 @@ def _by_file(layout: Layout, pieces: Iterable[Piece]) -> dict[str, list[tuple[Pi
 
 
 def _lay_out(partial: Path, layout: Layout) -> None:
-    """The files, with their headers and no values yet."""
+    """Makes the files, with their headers and without values."""
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
     for name, header in layout.headers.items():
@@ -179,7 +179,7 @@ def _lay_out(partial: Path, layout: Layout) -> None:
 def _copy_rest(
     partial: Path, layout: Layout, pieces: Iterable[Piece], model: PreTrainedModel, like: Path | None
 ) -> None:
-    """What no piece of the model is: config and tokenizer, and tensors that the model leaves alone."""
+    """Copies what is no piece of the model: config and tokenizer, and tensors that the model does not use."""
     if like is None:
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The module that stands where a transformers MoE block has its `experts`."""
+"""The module that replaces the `experts` of a transformers MoE block."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class StepConfig:
         capacity: rows a rank can receive in one call; None is exact.
         overflow: with a static capacity, "raise" or "drop".
         max_tokens: with a static capacity, the most tokens one rank brings to a call.
-        order: of the sums in combine, "rank" or "slot".
+        order: the order of the sums in combine, "rank" or "slot".
         stash: what forward keeps for backward.
 
     Raises:
-        ArgumentError: a word that is no choice.
+        ArgumentError: a field has a value that is not allowed.
     """
 
     capacity: int | None = None
@@ -50,8 +50,8 @@ class StepConfig:
 class ExpertParallelExperts(ExpertParallelModule):
     """Experts of one MoE block, spread over the ranks of a heap; called like transformers' own.
 
-    Rank r holds experts r * e to (r + 1) * e - 1. The block's router stays what it is: its choice and its weights come
-    in as arguments.
+    Rank r holds experts r * e to (r + 1) * e - 1. The block's router does not change: its choice and its weights are
+    arguments.
 
     Args:
         mlp: this rank's e experts.
@@ -62,7 +62,7 @@ class ExpertParallelExperts(ExpertParallelModule):
     def __init__(self, mlp: GroupedMLP, heap: SymmetricHeap, *, step: StepConfig) -> None:
         super().__init__()
         self.heap, self.replicas = heap, Replicas(None)
-        self.num_experts = mlp.num_groups * heap.num_ranks  # E, of all ranks
+        self.num_experts = mlp.num_groups * heap.num_ranks  # E, experts of all ranks
         # Every call brings its own K, and none of what this is for asks the configuration for it.
         self.config = MoEConfig(hidden=mlp.hidden, ffn=mlp.ffn, num_experts=self.num_experts, top_k=1, **asdict(step))
         self.listeners = Listeners(heap, num_experts=self.num_experts, order=step.order)
@@ -74,7 +74,7 @@ class ExpertParallelExperts(ExpertParallelModule):
         return self.mlp
 
     def set_experts(self, experts: GroupedMLP) -> None:
-        """Makes `experts`, of the same shape, this rank's: e.g. `mlp` again, when it has got adapters. Local."""
+        """Replaces this rank's experts by `experts` of the same shape, e.g. by `mlp` after it got adapters. Local."""
         self.mlp = experts
         self._routed_experts = RoutedExperts.of(self.config, self.heap, experts)
 

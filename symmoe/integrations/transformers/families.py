@@ -18,7 +18,7 @@ from symmoe.grouped.activations import ScaledActivation, ScaledClampedSwiGLU, Sc
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-BLOCK = "mlp"  # what every family calls its MoE block in memory
+BLOCK = "mlp"  # every family's name of its MoE block in memory
 
 
 class StockExperts(Protocol):
@@ -51,7 +51,7 @@ class Family:
     clamped: bool = False
 
     def activation(self, experts: StockExperts) -> ScaledActivation:
-        """What stands between the GEMMs of a transformers experts module.
+        """The activation between the GEMMs of a transformers experts module.
 
         Raises:
             ArgumentError: an activation that symmoe does not have.
@@ -90,4 +90,4 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, StockExperts]]:
     """(path, module) of every experts module of transformers' own in a model."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] == "experts" and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
-            yield path, cast(StockExperts, module)  # torch types every attribute of a module alike
+            yield path, cast(StockExperts, module)  # torch gives all attributes of a module one type

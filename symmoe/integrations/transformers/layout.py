@@ -1,8 +1,8 @@
 """Which bytes of which safetensors file hold which tensor: reading it, and laying out new files.
 
 The format: 8 bytes, the length of the header, little endian; the header, JSON padded with spaces to a multiple of 8;
-the tensors. https://huggingface.co/docs/safetensors. Headers are kept as the bytes they are, so that files can be
-written again as they were, whoever wrote them.
+the tensors. https://huggingface.co/docs/safetensors. Headers are kept as bytes, so that files can be written again
+without a change, whichever program wrote them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoredTensor:
         file: name within the folder.
         dtype: None if torch or this module has no such dtype.
         shape: as stored.
-        start: of its first byte, from the beginning of the file.
+        start: position of its first byte in the file.
         num_bytes: contiguous, row-major.
     """
 

@@ -24,9 +24,9 @@ class Piece:
 
     Attributes:
         key: in the checkpoint.
-        shape: of the whole tensor on disk.
-        dtype: in the model.
-        index: the place in the first dimension that this piece is; None: it is all of it.
+        shape: shape of the whole tensor on disk.
+        dtype: dtype in the model.
+        index: the piece's index in the first dimension; None: the piece is the whole tensor.
         tensor: the model's memory, viewed in the layout on disk; None on ranks that do not hold this expert.
         writer: the rank that saves it.
     """
@@ -75,10 +75,10 @@ def pieces_of(model: nn.Module, stored: Collection[str] | None) -> list[Piece]:
 
 
 def layout_problem(pieces: Iterable[Piece], layout: Layout, ignored: Iterable[str]) -> CheckpointError | None:
-    """What keeps a checkpoint from being that of a model, or None.
+    """Why a checkpoint cannot be that of a model, or None.
 
     Args:
-        ignored: patterns of keys that the checkpoint may have beside the model's.
+        ignored: patterns of keys that the checkpoint may have in addition to the model's.
     """
     problems = {}  # by key: pieces of one key have one problem
     wanted = {piece.key: piece for piece in pieces}
@@ -106,7 +106,7 @@ def beside(wanted: Container[str], layout: Layout) -> list[str]:
 
 
 def _name_on_disk(family: Family, path: str, stored: Collection[str] | None) -> str:
-    """`path` of an experts module as checkpoints have it."""
+    """The name that an experts module at `path` has in checkpoints."""
     parent, _, experts = path.rpartition(f".{BLOCK}.")
     block = f"{parent}.{family.block_on_disk}."
     return f"{block}{experts}" if stored is None or any(key.startswith(block) for key in stored) else path

@@ -44,7 +44,7 @@ class SymmoeEP(EPImplementation):
     swap_moe does that once.
 
     Attributes:
-        heap, step: of `register`.
+        heap, step: the arguments of `register`.
 
     Raises:
         ArgumentError: the mesh is not the heap's group, tp_size is not 1, or the model type is not known.
@@ -63,7 +63,7 @@ class SymmoeEP(EPImplementation):
                 f"this is rank {ep_mesh.get_local_rank()} of {ep_mesh.size()} in the expert-parallel mesh, and rank "
                 f"{heap.rank} of {heap.num_ranks} in the heap; they must be the same"
             )
-        # Casts: torch types every attribute of a module alike.
+        # Casts: torch gives all attributes of a module one type.
         self._experts, num_local = cast(StockExperts, experts), cast(int, self.num_local_experts)
         self._family = family_of(self._experts.config)
         self._step_module = empty_experts(self._family, self._experts, num_local, heap, step=self.step)
@@ -71,7 +71,7 @@ class SymmoeEP(EPImplementation):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As ExpertParallelExperts.forward; transformers has made the experts' parameters local tensors."""
+        """Same as ExpertParallelExperts.forward; transformers has made the experts' parameters local tensors."""
         weights = local_weights(self._family, self._experts)
         weights = {f"mlp.{name}": weight.contiguous() for name, weight in weights.items()}
         y: torch.Tensor = functional_call(self._step_module, weights, (hidden_states, top_k_index, top_k_weights))

@@ -1,1 +1,1 @@
-"""`symmoe bench`: the layer and its parts, timed beside yardsticks of the same run. See docs/benchmarking.md."""
+"""`symmoe bench`: the layer and its parts, timed together with yardsticks in one run. See docs/benchmarking.md."""

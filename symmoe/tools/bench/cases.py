@@ -52,7 +52,7 @@ class Case:
 
     @property
     def forward_flops(self) -> int:
-        """6 T H I K, of the mean rank; a backward pass has twice as many."""
+        """6 T H I K, FLOPs of the mean rank; a backward pass has twice as many."""
         return 6 * self.num_slots * self.shape.hidden * self.shape.ffn
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from symmoe.tools.bench.ranks import GROUP_TIMEOUT_S
 
 SUITES = ("layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead")
 DEFAULT_SUITES = ("layer", "dispatch", "combine", "gemm", "overhead")
-MIN_REPETITIONS = 30  # for figures that are to be shown; fewer are for a look
+MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
 _DESCRIPTION = """\
 Times the layer and its parts beside yardsticks of the same run, on the ranks that torchrun has started or on one alone:
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_options(args: argparse.Namespace) -> Options:
-    """Raises ArgumentError for what argparse cannot find out."""
+    """The options of these arguments. Raises ArgumentError for errors that argparse cannot find."""
     shapes = shapes_of(args)
     tokens = [_number("tokens", text) for text in args.tokens.split(",")]
     skews = _names("skew", args.skew, SKEWS)
@@ -86,7 +86,7 @@ def parse_options(args: argparse.Namespace) -> Options:
         raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30")
     if args.plot and not args.plot.endswith(".png"):
         raise ArgumentError(f"plot ({args.plot}) must end with .png")
-    for name, path in (("json", args.json), ("plot", args.plot)):  # before an hour of measuring
+    for name, path in (("json", args.json), ("plot", args.plot)):  # checked before an hour of measuring
         if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
             raise ArgumentError(f"{name} ({path}) cannot be written: no folder of yours")
     return Options(

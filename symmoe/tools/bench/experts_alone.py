@@ -1,6 +1,6 @@
 """The ceiling: the layer's own GEMMs on the same rows, splits and weights, with no communication at all.
 
-Rows lie in the order of the experts, also where the layer has them gathered: what the GEMMs could do at best.
+Rows lie in the order of the experts, also if the layer gathers them: this is the best that the GEMMs could do.
 """
 
 from __future__ import annotations

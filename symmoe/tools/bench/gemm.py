@@ -1,8 +1,8 @@
-"""The suite "gemm": every product of a step by itself, beside torch._grouped_mm and eager activations. Local.
+"""The suite "gemm": every product of a step by itself, compared with torch._grouped_mm and eager activations. Local.
 
-fc1, dfc2, wgrad2 and wgrad1 are the layer's calls, which gather and fuse; names that end in -plain are contiguous
-products alone. The stock way has its rows gathered beforehand. Ours writes into tensors that exist, which torch's
-cannot. TFLOP/s count the products of the mean rank.
+fc1, dfc2, wgrad2 and wgrad1 are the layer's calls, which gather and fuse; names that end in -plain are only products of
+contiguous rows. The stock variant has its rows gathered beforehand. Our kernels write into existing tensors, which
+torch's cannot. TFLOP/s count the products of the mean rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Product:
     """One call of a step.
 
     Attributes:
-        direction: of the step.
+        direction: direction of the step.
         products: matrix products of N rows, H and I that it counts for: fc1 has two.
         run: writes the outputs.
         outputs: what has been written, with all groups in one tensor.

@@ -10,11 +10,11 @@ from symmoe.tools.bench.problem import DTYPE
 from symmoe.training.memory_plan import plan_memory
 
 _SPARE_BYTES = 64 << 20  # alignment and fragments
-_ROW_BUFFERS = 5  # of the public parts' step (four), and of combine beside four buffers of its two copies
+_ROW_BUFFERS = 5  # combine has one, and its two copies have four; the public parts' step has only four
 
 
 def heap_bytes(case: Case, num_ranks: int, num_rows: int, suites: Sequence[Mapping[str, Choice]] = (VARIANTS,)) -> int:
-    """What the suites lease at one time on the busiest rank: every captured step keeps its own, beside one eager step.
+    """Bytes that the suites lease at one time on the busiest rank, by all captured steps and one eager step.
 
     Args:
         num_rows: the most that any rank receives. Capacities are up to 1.2 times that, or the mean, if that is more.

@@ -45,10 +45,10 @@ class Choice:
         static: a static capacity instead of an exact one.
         captured: forward and backward in a CUDA graph that is replayed.
         options: keyword arguments of expert_parallel_mlp, which are fields of MoEConfig too.
-        precision: of the experts.
-        max_error: relative, of its results.
-        picks_precision: it computes in full where choose_precision does.
-        constant_weights: they are quantised once, before what is timed.
+        precision: precision of the experts.
+        max_error: largest relative error of its results.
+        picks_precision: whether choose_precision decides on the precision.
+        constant_weights: whether weights are quantised once, before the timed calls.
     """
 
     static: bool = True
@@ -60,7 +60,7 @@ class Choice:
     constant_weights: bool = False
 
     def picked(self, problem: Problem) -> Choice:
-        """With its precision chosen, if it picks one."""
+        """This choice, after choose_precision if it picks its precision."""
         if not self.picks_precision:
             return self
         case = problem.case
@@ -71,7 +71,7 @@ class Choice:
         return replace(self, precision=config.precision, options=options, max_error=max_error)
 
     def config(self, shape: Shape, capacity: int | None = None) -> MoEConfig:
-        """Of the layer that does the same."""
+        """The configuration of the layer that does the same."""
         return MoEConfig(
             hidden=shape.hidden,
             ffn=shape.ffn,
@@ -123,17 +123,17 @@ PRECISION = {
 
 
 def bench_layer(problem: Problem, run: Run) -> list[Record]:
-    """Eager and replayed steps beside the GEMMs alone and the stock layer."""
+    """Eager and replayed steps, only the GEMMs, and the stock layer."""
     return _bench("layer", problem, run, LAYER, {})
 
 
 def bench_variants(problem: Problem, run: Run) -> list[Record]:
-    """The layer's choices beside each other, and the public parts with buffers of the caller."""
+    """The layer's choices, and the public parts with buffers of the caller."""
     return _bench("variants", problem, run, VARIANTS, {"public parts": _public_parts})
 
 
 def bench_precision(problem: Problem, run: Run) -> list[Record]:
-    """FP8 steps beside bf16 ones."""
+    """FP8 steps and bf16 steps."""
     return _bench("precision", problem, run, PRECISION, {})
 
 
@@ -187,7 +187,7 @@ def _bench_choices(
                     **memory.get(name, {}),
                 }
             records.append(case_record(problem, suite, name, direction, taken[:, column], **figures))
-    del ours  # the graphs, before their memory goes
+    del ours  # ends the graphs before their memory is freed
     run.heap.release_graphs()
     return records
 
@@ -242,7 +242,7 @@ def _public_parts(problem: Problem, run: Run, experts: GroupedMLP) -> Forward:
 
 
 def _wire_bytes(problem: Problem, run: Run, choice: Choice, direction: Direction) -> int:
-    """Of one pass: rows that leave a rank in dispatch and come in combine. Collective."""
+    """Bytes of one pass: rows that leave a rank in dispatch and arrive in combine. Collective."""
     plan, row_bytes = run.plan(problem), problem.case.shape.hidden * DTYPE.itemsize
     config = choice.config(problem.case.shape)
     sent_bytes = config.sent_row_bytes(direction, DTYPE.itemsize)

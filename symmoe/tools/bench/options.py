@@ -12,13 +12,13 @@ class Options:
     """What one call of `symmoe bench` is to do.
 
     Attributes:
-        suites: to run, in this order.
-        cases: that the suites run on.
-        repetitions: of every variant.
-        peers: name to module of those to measure.
-        peer_timeout_s: of each.
+        suites: suites to run, in this order.
+        cases: cases that the suites run on.
+        repetitions: repetitions of every variant.
+        peers: peers to measure, module by name.
+        peer_timeout_s: time limit of each peer.
         heap_gib: size of the heap; None is what the cases need.
-        load: files with records to take instead of measuring.
+        load: files with records to use instead of measuring.
         json, plot: files to write.
         check: file with the baseline.
     """

@@ -2,8 +2,8 @@
 
 64 experts, hidden 128, ffn 128, 16 rows each, SwiGLU times a scale per row, splits on the device. Compared with a loop
 over pairs of nn.Linear, whose splits are a list on the host, and with torch._grouped_mm, each with the same activation
-made of torch's operations. Calls are timed on the host without waiting for the GPU, which is waited for between short
-blocks, so that its queue never fills up. On CPUs the work itself is inside of the calls.
+made of torch's operations. Calls are timed on the host without waiting for the GPU. Between short blocks the host waits
+for it, so that its queue never fills up. On CPUs the work itself is inside of the calls.
 """
 
 from __future__ import annotations

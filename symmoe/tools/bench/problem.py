@@ -52,7 +52,7 @@ class Problem:
     Attributes:
         tokens: this rank's; x and probs require gradients.
         topk_idx: int32 [T, K] on the device.
-        routing: of all ranks.
+        routing: the routing of all ranks.
         w1, w2: bf16 [e, 2I, H] and [e, H, I], which require gradients.
     """
 

@@ -1,4 +1,4 @@
-"""The ranks of a run: started by torchrun, or one process alone."""
+"""The ranks of a run: started by torchrun, or only one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from symmoe.symm_mem.bootstrap import Bootstrap
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-GROUP_TIMEOUT_S = 600  # of the process group: a rank may compile for minutes
+GROUP_TIMEOUT_S = 600  # limit of the process group: a rank may compile for minutes
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
 
 
@@ -25,7 +25,7 @@ class Ranks:
 
     Attributes:
         rank, num_ranks: in the group; 0 and 1 without one.
-        device: of this rank.
+        device: the device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,13 +34,13 @@ class Ranks:
         self._token = torch.zeros(1, device=device)
 
     def barrier(self) -> None:
-        """Every rank's device is idle and its host is here."""
+        """Waits until every rank's host is here and its device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._messages.barrier()
 
     def align(self) -> None:
-        """What is launched from here on starts at about the same time on all ranks.
+        """Makes later launches start at about the same time on all ranks.
 
         On GPUs the stream waits, not the host: steps can follow each other without a pause.
         """
@@ -79,7 +79,7 @@ class Ranks:
 
 @contextmanager
 def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) -> Iterator[Ranks]:
-    """The ranks that torchrun has started, or those that `init_method` names; else this process alone.
+    """The ranks that torchrun has started, or those that `init_method` names; else only this process.
 
     Uses the default process group if there is one, and otherwise makes it and ends it.
     """

@@ -53,7 +53,7 @@ KEYS = (
 )
 # What makes two records the same measurement.
 IDENTITY = ("suite", "variant", "preset", "ep", "tokens", "skew", "direction")
-_DIGITS = 6  # that count; more would be noise
+_DIGITS = 6  # significant digits; more would be noise
 
 
 def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
@@ -65,12 +65,12 @@ def new_record(times_ms: npt.NDArray[np.float64], **known: Any) -> Record:
 
 
 def rounded(value: float) -> float:
-    """As records hold it."""
+    """The value with as many digits as records hold."""
     return float(f"{value:.{_DIGITS}g}")
 
 
 def tflops(flops: float, times_ms: npt.NDArray[np.float64]) -> float:
-    """Of the median time."""
+    """TFLOP/s in the median time."""
     return rounded(flops / float(np.median(times_ms)) / 1e9)
 
 
@@ -80,7 +80,7 @@ def gbs(num_bytes: float | None, times_ms: npt.NDArray[np.float64]) -> float | N
 
 
 def median_ms(times_ms: npt.NDArray[np.float64]) -> float:
-    """Of all repetitions."""
+    """The median of all repetitions."""
     return rounded(float(np.median(times_ms)))
 
 
@@ -90,7 +90,7 @@ def ratio(record: Record) -> float | None:
         "ceiling_tflops": ("tflops", "ceiling_tflops"),
         "stock_tflops": ("tflops", "stock_tflops"),
         "copy_gbs": ("wire_gbs", "copy_gbs"),
-        "stock_ms": ("stock_ms", "ms_median"),  # times: the other way round
+        "stock_ms": ("stock_ms", "ms_median"),  # times: less is better
     }
     if record.get("yardstick") not in pairs:
         return None
@@ -144,7 +144,7 @@ def commit(folder: Path) -> str:
     if not _output_of("git", "-C", str(folder), "ls-files", "__init__.py"):
         return "unknown"  # installed, perhaps below somebody else's repository
     head = _output_of("git", "-C", str(folder), "rev-parse", "HEAD") or "unknown"
-    # Without a lock: whoever commits meanwhile would be refused.
+    # Without a lock: a commit at the same time would fail.
     changed = _output_of("git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain")
     return head + ("-dirty" if changed else "")
 

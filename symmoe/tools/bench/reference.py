@@ -31,7 +31,7 @@ class Reference:
     """Results of a few tokens of this rank, spread over the batch, and of two of its experts: the busiest and the last.
 
     Args:
-        problem: whose step it is.
+        problem: the case.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -55,7 +55,7 @@ class Reference:
         return largest([*errors, self._weight_error(dw1, dw2)])
 
     def experts_error(self, out: torch.Tensor, d_rows: torch.Tensor, dw1: torch.Tensor, dw2: torch.Tensor) -> float:
-        """Likewise of the GEMMs alone: of rows before they are summed."""
+        """The largest relative error of the experts' results: of rows before they are summed, and of any dw."""
         errors = [row_error(out[e.rows], e.out) for e in self.experts]
         errors += [row_error(d_rows[e.rows], e.d_rows) for e in self.experts]
         return largest([*errors, self._weight_error(dw1, dw2)])
@@ -80,7 +80,7 @@ def row_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def largest(errors: list[float]) -> float:
-    """NaN if any is."""
+    """The largest error; NaN if any is NaN."""
     return float(np.max(errors)) if errors else 0.0
 
 

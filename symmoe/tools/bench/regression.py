@@ -1,6 +1,6 @@
-"""`--check`: has a figure become worse in relation to the yardstick of its own run?
+"""`--check`: has a figure become worse in relation to the yardstick of the same run?
 
-Ratios are compared, not times: another machine, or a warmer one, moves a figure and its yardstick alike.
+Ratios are compared, not times: another machine, or a warmer one, changes a figure and its yardstick by the same factor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_DROP = 0.1
 
 @dataclass(frozen=True)
 class Comparison:
-    """New records beside those of a baseline.
+    """New records compared with those of a baseline.
 
     Attributes:
         dropped: (identity, ratio of the baseline, ratio now) where more than MAX_DROP of the ratio is gone.
@@ -31,11 +31,11 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Nothing has dropped, and there was something to compare."""
+        """Whether no ratio has dropped, and there was something to compare."""
         return not self.dropped and self.num_compared > 0
 
     def report(self) -> str:
-        """What there is to say, as text."""
+        """The comparison as text."""
         lines = [f"check: {self.num_compared} ratios compared, {len(self.dropped)} dropped by more than {MAX_DROP:.0%}"]
         for where, before, now in self.dropped:
             lines.append(f"  dropped  {_named(where)}: {before:.3f} -> {now:.3f} ({now / before - 1:+.1%})")

@@ -1,4 +1,4 @@
-"""Where every slot of every rank must go, from the routing alone and without the package's plan: the checks need it.
+"""Where every slot of every rank must go, from the routing only, without the package's plan. The checks need it.
 
 R ranks, T tokens per rank, K slots per token, E experts, e = E / R. Rows are ordered expert, source rank, token, k;
 packed rows source rank, token.
@@ -13,7 +13,7 @@ class Routing:
     """The routing of all ranks. Tensors are on the CPU.
 
     Args:
-        topk_idx: of every rank, int64 [T, K].
+        topk_idx: the choice of every rank, int64 [T, K].
 
     Attributes:
         slot_to_rank, slot_to_row: int64 [R, T, K], the rank of a slot's expert, and its row there.

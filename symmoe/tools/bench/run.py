@@ -32,7 +32,7 @@ class Run:
     def measure_kernels(
         self, variants: Sequence[Variant]
     ) -> tuple[dict[str, npt.NDArray[np.float64]], dict[str, float]]:
-        """As :meth:`measure`, for what is too short to show without the time of its launches."""
+        """Same as :meth:`measure`, for calls that are so short that launches would hide their time."""
         return self._measure(variants, self.ranks.align_ahead)
 
     def _measure(

@@ -43,7 +43,7 @@ PEER_SUITES = ("layer", "dispatch", "combine")
 
 def run_session(options: Options) -> int:
     """Collective over the ranks. Returns the exit status: 1 on rank 0 if a check failed."""
-    baseline = load(options.check) if options.check else None  # before an hour of measuring
+    baseline = load(options.check) if options.check else None  # read before an hour of measuring
     if options.load:
         records = [record for path in options.load for record in load(path)]
         print(render(records), flush=True)

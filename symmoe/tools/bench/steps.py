@@ -47,13 +47,13 @@ def captured_step(
     inputs: Inputs,
     max_error: float = MAX_ERROR,
 ) -> Variant:
-    """As :func:`eager_step`, captured once and replayed. Runs the step before it captures it."""
+    """Same as :func:`eager_step`, but captured once and replayed. Runs the step before it captures it."""
     dy = problem.tokens.dy
 
     def backward(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(y, inputs, dy)
 
-    # On the current stream: a second one would make the heap keep events in the eager steps beside this one.
+    # On the current stream: a second stream would make the heap keep events in the eager steps of the same run.
     backward(forward())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function
 
-STOCK = "stock torch"  # as variants are called that are made of these parts
+STOCK = "stock torch"  # name of variants that are made of these parts
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _AllToAll(Function):
 
 
 def differentiable_all_to_all(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-    """As :func:`all_to_all`; its backward is the way back."""
+    """Same as :func:`all_to_all`; backward sends the gradients back."""
     arrived: torch.Tensor = _AllToAll.apply(rows, received, sent)
     return arrived
 
@@ -147,7 +147,7 @@ class Exchange:
 
 
 def plan_exchange(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> Exchange:
-    """From topk_idx [T, K]. Collective; synchronises, because all_to_all_single takes its splits from the host."""
+    """An exchange for topk_idx [T, K]. Collective; synchronises: all_to_all_single takes its splits from the host."""
     slots, local = topk_idx.reshape(-1).long(), num_experts // num_ranks
     order = slots.argsort(stable=True)
     counts = torch.bincount(slots, minlength=num_experts)

@@ -4,8 +4,8 @@
 2. Every variant runs `WARM_UP` times.
 3. Blocks of up to `BLOCK` repetitions: a barrier of hosts and devices, then one call of each variant in turn, again
    and again, in an order that is shuffled for every repetition, the same in every run: a GPU runs faster after a call
-   that left it cool, and no variant shall always follow such a one. Before each call the ranks are aligned; on GPUs the
-   streams are, not the hosts. Steps follow each other without a pause, as in training, so they show the host's time
+   that left it cool, and no variant shall always follow such a call. Before each call the ranks are aligned; on GPUs
+   the streams, not the hosts. Steps follow each other without a pause, as in training, so they show the host's time
    where the host is slower than the GPU. For kernels and trips by themselves the host gets a head start, and its time
    does not show.
 4. A repetition takes as long as on its slowest rank. Median, 10th and 90th percentile are over the repetitions.
@@ -60,9 +60,9 @@ class StreamMark:
     """A point in time on a stream.
 
     Attributes:
-        event: whose time it is.
-        reached: an event that comes no earlier, to be waited for. What a graph records cannot be: until the replay
-            gets there, the event is that of the replay before.
+        event: the event at this time.
+        reached: a later event, or the same, for the host to wait for. It cannot wait for an event that a graph records:
+            until the replay gets there, that is the event of the replay before.
     """
 
     event: torch.cuda.Event
@@ -92,11 +92,11 @@ class Variant:
     """One way to do what is measured.
 
     Attributes:
-        name: of the records.
+        name: the name in records.
         directions: what lies between neighbouring marks of a call.
         call: does it once and returns its marks, one more than there are directions.
         verify: does it once and returns the largest relative error of its results (0 where they must be exact).
-        max_error: what is right.
+        max_error: the largest error that is allowed.
         reuses_marks: the marks of a call are those of the call before (a captured graph records the same events).
     """
 
@@ -110,7 +110,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the milliseconds of all repetitions."""
+    """Median and percentiles of the milliseconds of all repetitions."""
 
     ms_median: float
     ms_p10: float
@@ -154,7 +154,7 @@ def measure(
     """Milliseconds [repetitions, directions] of every variant, by name, the largest of all ranks. Collective.
 
     Args:
-        variants: they have been verified.
+        variants: verified variants.
         align: runs before every call; None is `ranks.align`.
     """
     align = align or ranks.align

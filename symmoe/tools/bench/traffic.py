@@ -31,7 +31,7 @@ def combine_bytes(plan: Plan, order: str, row_bytes: int) -> npt.NDArray[np.int6
 
 
 def wire_bytes(moved: npt.NDArray[np.int64], ranks: Ranks) -> int:
-    """Of what moves to or from each rank, the bytes that leave the rank: the most of any rank. Collective."""
+    """The bytes that leave a rank, from the bytes that move to or from each: the largest of all ranks. Collective."""
     return int(ranks.largest(float(moved.sum() - moved[ranks.rank])))
 
 
@@ -39,8 +39,8 @@ class PeerCopy:
     """A plain copy of as many bytes to each peer, all ranks at once: what the links give. Collective.
 
     Args:
-        name: of the variant.
-        sent: int64 [R], bytes to each rank; what would go to this one stays out.
+        name: the variant's name.
+        sent: int64 [R], bytes to each rank; bytes to this rank are left out.
 
     Raises:
         SymmoeError: on every rank, if the ranks' leases do not lie at the same place.
@@ -77,7 +77,7 @@ class PeerCopy:
             destination.copy_(source)
 
     def _verify(self) -> float:
-        """Exact: every rank sends its number plus one."""
+        """The error, which must be 0: every rank sends its number plus one."""
         self._target.tensor.zero_()
         self._source.tensor.fill_(self._ranks.rank + 1)
         self._ranks.barrier()
@@ -89,7 +89,7 @@ class PeerCopy:
         return float(wrong)
 
     def close(self) -> None:
-        """Gives the leases back."""
+        """Releases the leases."""
         self._pairs = []
         self._target.release()
         self._source.release()

@@ -1,4 +1,4 @@
-"""The suites "plan", "dispatch" and "combine": each trip by itself, beside a plain copy and a stock all-to-all.
+"""The suites "plan", "dispatch" and "combine": each trip by itself, a plain copy, and a stock all-to-all.
 
 A trip is timed with both of its barriers and all that belongs to it: slots and probs, fan-out, pre-reduce.
 """
@@ -41,7 +41,7 @@ def bench_plan(problem: Problem, run: Run) -> list[Record]:
 
 
 def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
-    """Both layouts; forward with slots and probs, backward rows alone. In bf16, and quantised by the sender."""
+    """Both layouts; forward with slots and probs, backward only rows. In bf16, and quantised by the sender."""
     hidden, plan = problem.case.shape.hidden, run.plan(problem)
     sent = {"copy": dispatch_bytes(plan, hidden * DTYPE.itemsize)}
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ def bench_dispatch(problem: Problem, run: Run) -> list[Record]:
 
 
 def bench_combine(problem: Problem, run: Run) -> list[Record]:
-    """Both orders; forward rows alone, backward with a value per row."""
+    """Both orders; forward only rows, backward with a value per row."""
     hidden, plan = problem.case.shape.hidden, run.plan(problem)
     received = {order: combine_bytes(plan, order, hidden * DTYPE.itemsize) for order in ("rank", "slot")}
     with ExitStack() as stack:
@@ -130,7 +130,7 @@ def _plan_variant(name: str, problem: Problem, run: Run, capacity: int | None) -
 
 
 def _words(buffer: torch.Tensor, wire: WireFormat) -> torch.Tensor:
-    """As many rows on the wire, in the memory of bf16 rows, which are no shorter."""
+    """The memory of bf16 rows as the same number of rows in the wire format, which are not longer."""
     return buffer.view(-1)[: buffer.shape[0] * wire.row_words].view(-1, wire.row_words)
 
 
@@ -202,7 +202,7 @@ def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor,
         wrong = 0.0
         calls: list[Callable[[], tuple[torch.Tensor, torch.Tensor]]] = [lambda: (forward(), expected_values), backward]
         for call in calls:
-            rows[: problem.num_rows] = _rows_of(problem, problem.rank)  # order "rank" uses them up
+            rows[: problem.num_rows] = _rows_of(problem, problem.rank)  # order "rank" overwrites them
             y, got_values = call()
             wrong += _differing(y, expected) + _differing(got_values, expected_values)
         rows.zero_()
@@ -212,7 +212,7 @@ def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor,
 
 
 def stock_all_to_all(problem: Problem, run: Run) -> Variant:
-    """One row per slot, already sorted, by all_to_all_single: the transport of the stock layer alone."""
+    """One row per slot, already sorted, by all_to_all_single: only the transport of the stock layer."""
     ranks = run.ranks
     exchange = plan_exchange(problem.topk_idx, problem.case.shape.num_experts, ranks.num_ranks)
     rows = problem.tokens.x.detach()[exchange.order // problem.case.shape.top_k]
@@ -228,7 +228,7 @@ def stock_all_to_all(problem: Problem, run: Run) -> Variant:
 
 
 def _rows_of(problem: Problem, rank: int) -> torch.Tensor:
-    """bf16 [N, H] of small integers, of any rank."""
+    """The rows bf16 [N, H] of any rank, small integers."""
     generator = torch.Generator(problem.device).manual_seed(rank)
     shape = (problem.routing.num_rows[rank], problem.case.shape.hidden)
     limits = (-_INTEGERS, _INTEGERS + 1)
@@ -236,7 +236,7 @@ def _rows_of(problem: Problem, rank: int) -> torch.Tensor:
 
 
 def _values_of(problem: Problem, rank: int) -> torch.Tensor:
-    """fp32 [N], of any rank."""
+    """The values fp32 [N] of any rank."""
     generator = torch.Generator(problem.device).manual_seed(1000 + rank)
     return torch.rand(problem.routing.num_rows[rank], generator=generator, device=problem.device)
 
@@ -264,5 +264,5 @@ def _differing(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _differing_bits(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Likewise, of 16-bit words that need not be numbers."""
+    """Same as _differing, for 16-bit words that need not be numbers."""
     return _differing(got.view(torch.int16), expected.view(torch.int16))

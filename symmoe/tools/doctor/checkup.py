@@ -1,4 +1,4 @@
-"""All of `symmoe doctor`: reads the machine, and lets every check look at its part of it."""
+"""All of `symmoe doctor`: reads the facts of the machine, and runs every check on its part of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _examine(environment: Mapping[str, str]) -> tuple[list[Finding], Gpus, Repor
 
 
 def _link_gbs(gpus: Gpus, smi: Report) -> float | None:
-    """What the slowest of the GPUs' NVLinks give together; None if there are none, or it is not known."""
+    """GB/s of all NVLinks of the GPU with the slowest ones; None if there are none, or it is not known."""
     indices = [gpu.smi_index for gpu in gpus.gpus if gpu.smi_index is not None]
     rates = [smi.links[index].gbs for index in indices if index in smi.links]
     return min(rates) if len(rates) > 1 and min(rates) > 0 else None

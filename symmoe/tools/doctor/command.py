@@ -39,7 +39,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(args: argparse.Namespace) -> int:
-    # torchrun has started one per rank. They would only be in each other's way.
+    # torchrun has started one per rank. They would only disturb each other.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return 0
     return _read(args) if args.read else _examine(args)

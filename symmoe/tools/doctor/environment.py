@@ -31,7 +31,7 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_cores: int) -> list[Finding]:
-    """One line with the values of all that matter, after what is wrong with them.
+    """Problems of the variables that matter, then one line with their values.
 
     symmoe sets what NVSHMEM needs unless the environment has it already: such values win.
     """
@@ -47,7 +47,7 @@ def check_environment(environment: Mapping[str, str], *, has_gpu: bool, num_core
 
 
 def _check_problems(environment: Mapping[str, str]) -> list[Finding]:
-    """What keeps ranks on GPUs from working."""
+    """Values with which ranks on GPUs do not work."""
     found = []
     if _is_on(environment, "TRITON_INTERPRET"):
         text = "TRITON_INTERPRET=1: kernels run in Triton's interpreter on the CPU, not on the GPUs"
@@ -59,7 +59,7 @@ def _check_problems(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def _check_costs(environment: Mapping[str, str]) -> list[Finding]:
-    """What works, and costs something."""
+    """Values that work, and cost something."""
     interface = environment.get("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo").lstrip("=")
     transport = environment.get("NVSHMEM_REMOTE_TRANSPORT", "none")
     costs = {
@@ -106,7 +106,7 @@ def _check_own(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def _check_folders(environment: Mapping[str, str], has_gpu: bool) -> list[Finding]:
-    """Folders that are made and written to."""
+    """Checks the folders that are made and written to."""
     needs = {"SYMMOE_FLIGHT_DIR": ("note", "ranks leave no flight records")}
     if has_gpu:
         needs["TRITON_CACHE_DIR"] = ("problem", "Triton cannot compile kernels")
@@ -130,7 +130,7 @@ def _is_on(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _is_off(environment: Mapping[str, str], name: str) -> bool:
-    """Whether it is set to something that does not mean yes."""
+    """Whether a variable is set to a value that does not mean yes."""
     return name in environment and not _is_on(environment, name)
 
 

@@ -1,4 +1,4 @@
-"""What a look at one subject says, and how findings are shown."""
+"""The result of a check of one subject, and how such findings are shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Finding:
 
     Attributes:
         level: "ok"; "note": it works, but not as well as it could, or is worth knowing; "problem": it does not work.
-        subject: what was looked at.
+        subject: what was checked.
         text: what was found.
         fix: the command or setting that helps; every problem has one.
     """
@@ -39,7 +39,7 @@ def worst_level(findings: Sequence[Finding]) -> str:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """One screen of text. Fixes are not wrapped: they are to be copied."""
+    """One screen of text. Fixes are not wrapped, so that users can copy them."""
     lines = []
     for finding in findings:
         head = f"{finding.level:<{_INDENT}}{finding.subject:<{_SUBJECT}}"

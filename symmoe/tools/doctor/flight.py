@@ -13,7 +13,7 @@ from symmoe.errors import ArgumentError
 from symmoe.symm_mem.flight import FORMAT
 
 MAX_BYTES = 16 << 20  # a record has some 30 KB
-_END_OF_TIME_S = 253_402_300_800  # of what a date can say: the year 10000
+_END_OF_TIME_S = 253_402_300_800  # the end of what a date can say: the year 10000
 
 Record = dict[str, Any]
 
@@ -24,13 +24,13 @@ class Diagnosis:
 
     Attributes:
         kind: "timeout" (ranks waited for others), "abort" (a rank gave up), or "error" (all ranks raised one).
-        culprits: the ranks it began with; the missing ones, or the one that gave up or was wrong.
+        culprits: the ranks with which it began: the missing ones, or the one that gave up or was wrong.
         witnesses: ranks that waited for the culprits, or were told.
         phase, epoch: where they waited; None if no record says so.
-        since_unix_s: when the first of them began to wait; None likewise.
+        since_unix_s: when the first of them began to wait; None if no record says so.
         last_call: the last call that is known of the first culprit: phase, epoch, and whether its own record says so.
         without_record: ranks of the group that have left no record here.
-        sentence: all that in words.
+        sentence: all of this in words.
     """
 
     kind: str
@@ -48,7 +48,7 @@ def read_record(path: str) -> Record:
     """A flight record from a file.
 
     Raises:
-        ArgumentError: it cannot be read, or is none. The text names the field.
+        ArgumentError: it cannot be read, or is no record. The text names the field.
     """
     try:
         with Path(path).open("rb") as file:
@@ -68,7 +68,7 @@ def read_record(path: str) -> Record:
 
 
 def diagnose(records: Iterable[Record]) -> Diagnosis:
-    """What happened, from one record or more of the ranks of one group; of a rank's, the latest counts.
+    """What happened, from one or more records of the ranks of one group; for each rank, its latest record counts.
 
     Raises:
         ArgumentError: the records are of groups of different sizes.
@@ -140,7 +140,7 @@ _CALL: _Fields = {"phase": _is_text, "epoch": _is_count, "launched_unix_s": _is_
 
 
 def _check_record(path: str, record: Record) -> None:
-    """Every field that is used below is there and of its type: files may come from anywhere."""
+    """Checks that every field that is used below exists and has its type: files may come from anywhere."""
     _check(path, record, _RECORD)
     error, num_ranks = record["error"], record["num_ranks"]
     _check(f"{path}: error", error, _ERROR)
@@ -167,10 +167,10 @@ def _check(where: str, value: object, fields: _Fields) -> None:
 
 
 def _timeout(by_rank: dict[int, Record], waits: dict[int, int], num_ranks: int) -> Diagnosis:
-    # A rank that itself waited in vain is not where it began, unless ranks waited for each other in a circle.
+    # It did not begin with a rank that itself waited in vain, unless ranks waited for each other in a circle.
     culprits = sorted(set(waits.values()) - set(waits)) or sorted(set(waits.values()))
     witnesses = sorted(rank for rank, missing in waits.items() if missing in culprits)
-    # Of those whose own wait has ended, if any has left its record: others have been told.
+    # Only ranks whose own wait has ended, if any of them has left its record: others have been told.
     own = [rank for rank in witnesses if by_rank[rank]["error"]["reported_by"] is None] or witnesses
     first = by_rank[own[0]]["error"]
     phase, epoch = first["phase"], first["expected"]
@@ -228,7 +228,7 @@ def _error(by_rank: dict[int, Record], num_ranks: int) -> Diagnosis:
     rank, record = max(by_rank.items(), key=lambda item: item[1]["written_unix_s"])
     status, error = record["status"], record["error"]
     culprits = [status["peer"]] if status["peer"] >= 0 else []
-    # Of a plan, the epoch stands elsewhere: its status has other words there.
+    # The epoch of a plan is in another place: its status has other words there.
     epoch = status["epoch"] if status["kind"] in ("fault", "mismatch") else record.get("barrier_epoch")
     text = error["text"].partition(" (flight record")[0].rstrip(". ")
     without = _without(by_rank, num_ranks)
@@ -268,7 +268,7 @@ def _call(record: Record, phase: str | None, epoch: int | None) -> dict[str, Any
 def _last_call(
     by_rank: dict[int, Record], rank: int, before: int | None, seen: int, witnesses: list[int]
 ) -> dict[str, Any] | None:
-    """What is known of a rank's last call (before that epoch): by its own record, or by what others had from it."""
+    """What is known of a rank's last call (before that epoch), from its own record or from the records of others."""
     if rank in by_rank:
         calls = [call for call in by_rank[rank]["calls"] if before is None or call["epoch"] < before]
         if not calls:

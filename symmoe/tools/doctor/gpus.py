@@ -1,4 +1,4 @@
-"""The GPUs, and what is between each pair of them."""
+"""The GPUs, and the connection of each pair of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pair:
     """Two GPUs of torch, `first` < `second`.
 
     Attributes:
-        connection: as `nvidia-smi topo -m` has it (NV18: 18 NVLinks; PIX to SYS: PCIe, ever farther); None is unknown.
+        connection: the word of `nvidia-smi topo -m` (NV18: 18 NVLinks; PIX to SYS: PCIe, ever farther); None: unknown.
         can_access: whether each can address the other's memory.
     """
 
@@ -52,11 +52,11 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """What torch sees.
+    """The GPUs that torch sees.
 
     Attributes:
         gpus: all of them.
-        pairs: each two of them.
+        pairs: all pairs of them.
         error: why torch sees none although it was built for CUDA; "" if it does not say.
     """
 
@@ -66,7 +66,7 @@ class Gpus:
 
 
 def read_gpus(smi: Report) -> Gpus:
-    """What torch sees. Puts nothing onto a GPU: it may allow one process alone, and that is the self-test's."""
+    """The GPUs that torch sees. Uses no GPU: it may allow only one process, which the self-test needs."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -111,10 +111,10 @@ def check_gpus(gpus: Gpus, smi: Report, *, torch_cuda: str | None, visible: str 
 
 
 def check_links(pairs: Sequence[Pair], links: Mapping[int, Links], *, visible: str | None) -> list[Finding]:
-    """What is between GPUs.
+    """The connections between GPUs.
 
     Args:
-        links: by the index of nvidia-smi, of the GPUs that are used.
+        links: links of the GPUs that are used, by the index of nvidia-smi.
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     found = []

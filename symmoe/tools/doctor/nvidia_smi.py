@@ -18,7 +18,7 @@ class Device:
     """A GPU as nvidia-smi numbers it, which is not always how torch does.
 
     Attributes:
-        memory_bytes, used_bytes: in all, and used by whatever runs there; None where it does not say.
+        memory_bytes, used_bytes: all memory, and the used part of it; None if nvidia-smi does not say.
         compute_mode: "Default", "Exclusive_Process" or "Prohibited".
         has_mig: whether the GPU is divided into instances.
     """
@@ -39,7 +39,7 @@ class Links:
 
     Attributes:
         gbs: gigabytes (1e9) per second and direction of all that are up.
-        num_up, num_down: how many are, and are not.
+        num_up, num_down: how many links are up, and how many are not.
     """
 
     gbs: float
@@ -49,12 +49,12 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is asked of nvidia-smi.
+    """All answers of nvidia-smi.
 
     Attributes:
         devices: the GPUs of the machine, whether torch sees them or not.
         topology: by pair of indices, smaller first, how two GPUs are connected: NV18, PIX, PHB...
-        links: by index.
+        links: NVLinks by index.
     """
 
     devices: tuple[Device, ...] = ()

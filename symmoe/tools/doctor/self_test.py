@@ -1,7 +1,7 @@
-"""One rank of the self-test, in a process of its own: `python -m symmoe.tools.doctor.self_test`. trial.py starts it.
+"""One rank of the self-test, in a separate process: `python -m symmoe.tools.doctor.self_test`. trial.py starts it.
 
-Builds a heap, compares dispatch and combine with loops over integers, element by element, and times them beside a
-plain copy of as many bytes between peers.
+Builds a heap, compares dispatch and combine with loops over integers, element by element, and times them
+and a plain copy of as many bytes between peers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.timing import Variant, clock_for, in_steps, measure
 from symmoe.tools.bench.traffic import PeerCopy
 
-WAIT_S = 60.0  # of the heap: a rank may compile kernels while the others wait
+WAIT_S = 60.0  # limit of waits on the heap: a rank may compile kernels while the others wait
 _EXPERTS_PER_RANK, _TOP_K, _HIDDEN = 2, 2, 64
 _REPETITIONS = 10
 
@@ -52,7 +52,7 @@ _LOADS = {
     "cpu": Load(num_tokens=512, hidden=1024, dtype=torch.float32),
     "cuda": Load(num_tokens=8192, hidden=7168, dtype=torch.bfloat16),
 }
-_SPARE_BYTES = 32 << 20  # of the heap, besides the rows and the two buffers of the plain copy
+_SPARE_BYTES = 32 << 20  # of the heap, in addition to the rows and the two buffers of the plain copy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("rank", "num-ranks", "deadline-s"):
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args(argv)
-    signal.alarm(args.deadline_s)  # ends this process even if whoever has started it is gone
+    signal.alarm(args.deadline_s)  # ends this process even if the process that has started it is gone
     try:
         with launch.join(f"file://{args.store}", args.rank, args.num_ranks) as ranks:
             found = run(ranks)
@@ -171,7 +171,7 @@ def _refuse(what: str, ranks: Ranks, is_wrong: bool) -> None:
 
 
 def _write(path: str, found: dict[str, Any]) -> None:
-    """All of it or nothing."""
+    """Writes the whole file or nothing."""
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(found, file)
     os.replace(f"{path}.part", path)

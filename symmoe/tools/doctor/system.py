@@ -28,11 +28,11 @@ class System:
     """Facts of the host.
 
     Attributes:
-        os_name, os_release, machine, python: of `platform`.
+        os_name, os_release, machine, python: values from `platform`.
         host_problem: what keeps the host backend from working; "" if nothing does.
-        num_cores: that this process may use.
+        num_cores: cores that this process may use.
         free_bytes: memory that this container can still use; None is unknown.
-        shm_bytes, shm_free_bytes: of /dev/shm; None if there is none.
+        shm_bytes, shm_free_bytes: size and free bytes of /dev/shm; None if there is none.
         max_files, max_locked_bytes: soft limits of this process; None is no limit.
         max_processes: how many, threads counted, may still be started; None is no limit that is known.
         compiler: the C compiler that Triton would take; None if there is none.
@@ -80,7 +80,7 @@ def read_system(environment: Mapping[str, str]) -> System:
 
 
 def check_system(system: System, *, has_gpu: bool) -> list[Finding]:
-    """What it is, and whether the kernels' launchers can be compiled."""
+    """Findings about the host, and whether the kernels' launchers can be compiled."""
     found = []
     if system.host_problem and system.os_name != "Linux":
         fix = "run it on Linux: a container or a virtual machine will do"
@@ -130,7 +130,7 @@ def check_limits(system: System, *, has_gpu: bool) -> list[Finding]:
 
 
 def _check_shared_memory(system: System, has_gpu: bool) -> list[Finding]:
-    """The host heap does not lie in /dev/shm; what stands beside it does."""
+    """Checks /dev/shm. The host heap does not lie there; NCCL's buffers and DataLoader's batches do."""
     free, total = system.shm_free_bytes, system.shm_bytes
     fix = "docker run --shm-size=8g or --ipc=host; as root: mount -o remount,size=8g /dev/shm"
     if free is None or total is None:
@@ -163,7 +163,7 @@ def _control_group() -> Path | None:
 
 
 def _left(group: Path | None, controller: str) -> int | None:
-    """What a limit of the control group leaves; None if it has none."""
+    """How much a limit of the control group leaves; None if it has no limit."""
     if group is None:
         return None
     limit, used = (_text(group / f"{controller}.{name}") for name in ("max", "current"))

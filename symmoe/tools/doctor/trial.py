@@ -21,19 +21,19 @@ MAX_GPUS = 4
 _RANK = (sys.executable, "-m", "symmoe.tools.doctor.self_test")
 _POLL_S = 0.05
 _GRACE_S = 5.0  # for the other ranks, once one has failed
-_MODEST_LINK, _MODEST_DISPATCH = 0.6, 0.4  # of the link, of the copy; H200s reach 0.8 and 0.7
+_MODEST_LINK, _MODEST_DISPATCH = 0.6, 0.4  # shares of the link's and of the copy's speed; H200s reach 0.8 and 0.7
 _NOT_FOR_RANKS = ("SYMMOE_FLIGHT_DIR",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of it: figures, or an error.
+    """The result of the self-test: figures, or an error.
 
     Attributes:
-        num_ranks: that were started.
+        num_ranks: number of ranks that were started.
         figures: as self_test.run returns them.
         error: type of the exception, or how a process ended.
-        text: of the exception, or the last line that it has printed.
+        text: text of the exception, or the last line that the process has printed.
         took_s: from the start of the processes to the end of the last.
     """
 
@@ -54,9 +54,9 @@ def run_trial(
     """Runs the self-test on this machine; all its processes have ended when this returns.
 
     Args:
-        environment: of the processes; what concerns threads and interfaces is set here.
-        deadline_s: then they are killed.
-        command: of one rank; gets arguments as self_test.main takes them.
+        environment: environment of the processes; variables for threads and interfaces are set here.
+        deadline_s: time after which they are killed.
+        command: command of one rank; gets the arguments of self_test.main.
     """
     variables = {name: value for name, value in environment.items() if name not in _NOT_FOR_RANKS}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -90,10 +90,10 @@ def run_trial(
 
 
 def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> list[Finding]:
-    """What the self-test says.
+    """Findings from the self-test.
 
     Args:
-        link_gbs: of all NVLinks of a GPU in one direction; None is unknown.
+        link_gbs: GB/s of all NVLinks of a GPU in one direction; None is unknown.
     """
     where = "GPU" if on_gpus else "CPU"
     ranks = f"1 rank on a {where}" if trial.num_ranks == 1 else f"{trial.num_ranks} ranks on {where}s"
@@ -139,7 +139,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _first_error(folder: Path, statuses: Sequence[int | None]) -> tuple[str, str]:
-    """What it began with: a rank's own error, else a process's sudden end, and only then a rank that missed another."""
+    """The first cause: a rank's own error, else a process's sudden end, else the error of a rank that waited."""
     own: list[tuple[str, str]] = []
     missed: list[tuple[str, str]] = []
     ended, late = [], []

@@ -54,7 +54,7 @@ def read_versions() -> Versions:
 
 
 def check_versions(versions: Versions, *, has_gpu: bool) -> list[Finding]:
-    """One line of versions, after what is wrong with them."""
+    """Problems of the versions, then one line that lists them."""
     found = [
         *_check_torch(versions),
         *_check_triton(versions, has_gpu),

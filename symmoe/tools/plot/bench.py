@@ -38,7 +38,7 @@ Panel = tuple[str, int]  # preset, ranks
 def draw_benchmarks(records: Sequence[Record], folder: str) -> list[str]:
     """Writes the pictures that the records have figures for, `<picture>-<gpu>.png`, one set for each kind of GPU.
 
-    layer: TFLOP/s of whole steps beside their ceiling, stock torch and peers. tokens: time over tokens per rank. skew:
+    layer: TFLOP/s of whole steps, their ceiling, stock torch and peers. tokens: time over tokens per rank. skew:
     time by routing. stash: memory kept for backward, and the time of a step. Of what was measured twice, the later
     figure counts.
 
@@ -77,7 +77,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 def _layer_steps(records: list[Record]) -> list[Record]:
-    """Of runs with one number of tokens, if there are any: what such a run compares was measured closer together."""
+    """Steps, if possible from runs with one number of tokens: such a run measures what it compares closer together."""
     layer = [record for record in records if record["suite"] == "layer"]
     sweeps = {_run_of(run[0]) for run in _sweeps(layer)}
     return [record for record in layer if _run_of(record) not in sweeps] or layer
@@ -258,7 +258,7 @@ def _grouped_bars(
     of: dict[tuple[str, str], float],
     fmt: str | Callable[[float], str],
 ) -> None:
-    """A group of bars for each of `groups`; the GEMMs alone come first, as an outline."""
+    """A group of bars for each of `groups`; the bar of "the GEMMs alone" comes first, as an outline."""
     looks = {CEILING: _CEILING} | shown
     width = 0.86 / len(looks)
     for place, (variant, (label, color)) in enumerate(looks.items()):
@@ -296,7 +296,7 @@ def _is(record: Record, ep: int, direction: str) -> bool:
 
 
 def _ordered(values: Iterable[Any]) -> list[Any]:
-    """Without repetitions, as they come."""
+    """The values without repetitions, in their order."""
     return list(dict.fromkeys(values))
 
 
@@ -311,6 +311,6 @@ def _ms(time: float) -> str:
 
 
 def _slug(gpu: str) -> str:
-    """Of a file's name: "h200" of "NVIDIA H200"."""
+    """The GPU's part of a file name: "h200" for "NVIDIA H200"."""
     words = "".join(char if char.isalnum() else " " for char in gpu.lower()).split()
     return "-".join(word for word in words if word != "nvidia")[:40] or "unknown"

@@ -12,10 +12,10 @@ from symmoe.tools.picture import BLUE, GREY, ORANGE, VERMILION, picture
 from symmoe.tools.plot.load_log import LayerLoad
 
 MAX_LAYERS = 4
-_MAX_COLUMNS = 400  # of a heat map: more than its pixels show
+_MAX_COLUMNS = 400  # columns of a heat map: more than its pixels show
 _HEAT_INCHES, _LINES_INCHES = 1.9, 1.5
 _BRIGHTEST = (2.0, 4.0)  # times the mean: a balanced model shall not look uneven, nor one hot expert hide the others
-_ROOM = 1.4  # of the highest point, for legends
+_ROOM = 1.4  # height of the axis over the highest point, for legends
 
 
 def draw_load(loads: Sequence[LayerLoad], path: str) -> None:

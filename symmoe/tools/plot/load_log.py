@@ -18,11 +18,11 @@ class LayerLoad:
     """One layer over the steps of a log.
 
     Attributes:
-        name: of the layer.
+        name: the name of the layer.
         steps: [S], in order.
         tokens_per_expert: [S][E], slots of each expert.
         num_dropped: [S], slots dropped; None where the log does not say.
-        num_ranks: of the EP group; None where the log does not say.
+        num_ranks: the number of ranks of the EP group; None where the log does not say.
     """
 
     name: str
@@ -43,8 +43,8 @@ def read_loads(path: str | Path) -> list[LayerLoad]:
     """The layers of a log, in its order.
 
     Takes lines of :func:`append_records`, and lines with "step" and "expert_load", [layers][E], as examples/train_lm.py
-    writes them. Of a step that is there twice (a run that went on from a checkpoint), the last line counts. A last line
-    that is cut off is left out, a process may have ended while it wrote.
+    writes them. If a step occurs twice (a run that continued from a checkpoint), the last line counts. A last line that
+    is cut off is left out: a process may have ended while it wrote.
 
     Raises:
         ArgumentError: the file cannot be read, or holds something else.

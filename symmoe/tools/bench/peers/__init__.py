@@ -6,6 +6,6 @@ Each is a module with the same three functions:
 * `open_peer(cases, ranks)`: collective; what it sets up once, for all cases; None if nothing;
 * `make_variants(problem, ranks, opened)`: a list of `common.Measured` for one case.
 
-They run in processes of their own (run.py), after everything else: some want NVSHMEM for themselves, and a crash or a
+They run in separate processes (run.py), after everything else: some want NVSHMEM for themselves, and a crash or a
 hang costs that peer and nothing else.
 """

@@ -1,6 +1,6 @@
-"""One peer on one rank, in a process of its own: `python -m symmoe.tools.bench.peers.child`. run.py starts it.
+"""One peer on one rank, in a separate process: `python -m symmoe.tools.bench.peers.child`. run.py starts it.
 
-Writes records, or why there are none, to a file of JSON lines, so that what was measured before a crash is kept.
+Writes records, or why there are none, to a file of JSON lines, so that measurements before a crash are kept.
 """
 
 from __future__ import annotations

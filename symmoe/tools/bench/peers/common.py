@@ -15,8 +15,8 @@ class Measured:
     """A variant of a peer.
 
     Attributes:
-        suite: that it belongs to.
-        leaving_bytes: of rows that leave this rank in a call; 0 is not counted.
+        suite: the suite that it belongs to.
+        leaving_bytes: bytes of rows that leave this rank in a call; 0: not counted.
     """
 
     suite: str

@@ -109,7 +109,7 @@ class _Trip:
         return rows, row_probs
 
     def dispatch_again(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows alone, by the handle."""
+        """Sends only rows, by the handle."""
         rows: torch.Tensor = self._buffer.dispatch(x, handle=self._handle)[0]
         return rows
 

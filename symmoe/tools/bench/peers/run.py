@@ -41,11 +41,11 @@ def measure_peers(
 ) -> tuple[list[Record], dict[str, str]]:
     """Records of every peer that can be measured, and by name why the others, or some of their cases, were not.
 
-    Collective. Records are complete on rank 0 alone. The caller's GPU memory should be free by now.
+    Collective. Records are complete only on rank 0. The caller should have freed its GPU memory.
 
     Args:
-        suites: those that are wanted.
-        timeout_s: of one peer, all cases together; then its processes are killed.
+        suites: suites to measure.
+        timeout_s: limit for all cases of one peer; then its processes are killed.
     """
     records, reasons = [], {}
     for name, module in peers.items():
@@ -82,14 +82,14 @@ def _measure(
         if (folder / "records").exists():
             written = (folder / "records").read_text(encoding="utf-8").splitlines(keepends=True)
             lines = [line for line in written if line.endswith("\n")]  # the last may have been cut off
-        ranks.barrier()  # nobody's folder goes before all have read
+        ranks.barrier()  # no folder is deleted before all ranks have read
     return [json.loads(line) for line in lines], problem
 
 
 def _run(command: list[str], output: Path, failed: Path, timeout_s: float) -> str:
     """Why the process did not succeed, or "". `failed` is a file that tells the other ranks that there is a reason."""
     with output.open("w+", encoding="utf-8", errors="replace") as file:
-        # A session of its own, so that whatever the peer starts ends with it.
+        # A new session, so that all processes that the peer starts end with it.
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = _wait(process, failed, timeout_s)
@@ -98,7 +98,7 @@ def _run(command: list[str], output: Path, failed: Path, timeout_s: float) -> st
         if status == 0:
             return ""
         if status is None and failed.exists():
-            return ""  # it waited for a rank that has a reason of its own to tell
+            return ""  # it waited for another rank, which tells the reason
         failed.touch()
         if status is None:
             return f"did not end within {timeout_s:g} s"

@@ -1,6 +1,6 @@
 """torch's NVSHMEM all-to-all (`torch.ops.symm_mem.all_to_all_vdev`): one row per slot, splits on the device.
 
-The op has no barrier at its end. Calls are apart here by the protocol's alignment of the ranks.
+The op has no barrier at its end. Here the alignment of the ranks before each call keeps calls apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which tensors a checkpoint holds, and which part of each this rank has.
 
-A tensor of a checkpoint is cut along dimension 0 or not at all. Every part of it is a run of rows of the whole one: of
-the weights of experts, those of the rank's experts; of anything else, all. Ranks with the same rows have the same bits.
+A tensor of a checkpoint is cut along dimension 0 or not at all. A rank has a run of its rows: for weights of experts,
+the rows of the rank's experts; for anything else, all rows. Ranks with the same rows have the same bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Place:
         key: name in the checkpoint; several places may have the same.
         tensor: the live tensor, whose memory is read or filled.
         start: its first row in the whole tensor; None: it is the whole tensor.
-        num_rows: of the whole tensor, if it is cut.
+        num_rows: rows of the whole tensor, if it is cut.
         is_row: it is one row of the whole tensor and has no dimension for that (a discrete weight).
     """
 
@@ -51,7 +51,7 @@ class Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         own = tuple(self.tensor.shape)
         if self.start is None:
             return own
@@ -65,11 +65,11 @@ class Place:
 
     @property
     def first(self) -> int:
-        """The first row."""
+        """The number of its first row in the whole tensor."""
         return self.start or 0
 
     def shares_rows_with(self, shape: tuple[int, ...]) -> bool:
-        """Whether a state of an optimizer, whole of this shape, is cut like this parameter."""
+        """Whether a state of an optimizer, whose whole shape is `shape`, is cut like this parameter."""
         return self.start is not None and len(shape) > 0 and shape[0] == self.num_rows
 
     def like(self, key: str, state: torch.Tensor) -> Place:
@@ -88,7 +88,7 @@ def places_of(model: nn.Module | Mapping[str, Any], *, rank: int, num_ranks: int
 
     Args:
         model: experts belong to the EP group of the heap that their module, or the nearest around it, has as `heap`.
-        rank, num_ranks: of the EP group of experts without a heap.
+        rank, num_ranks: rank and size in the EP group of experts without a heap.
 
     Raises:
         ArgumentError: something in it has no place in a checkpoint.
