@@ -68,7 +68,7 @@ def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
         given = _parameters(item)
-        kernel = next((str(given[name]) for name in ("kernel", "function", "name") if name in given), "")
+        kernel = next((str(given[name]) for name in ("kernel", "function") if name in given), "")
         if item.path.stem.endswith("_compile") and item.path.stem != "test_compile":
             groups.setdefault((item.path, item.originalname, kernel), []).append(item)
         elif given.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:

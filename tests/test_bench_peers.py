@@ -308,6 +308,7 @@ def _one_rank_fails(rank: int, num_ranks: int, folder: str) -> tuple[int, dict[s
         return len(records), reasons
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_ends_all_and_is_told_by_all(cluster, tmp_path: Path):
     action = "if ranks.rank == 1:\n        raise RuntimeError('no such kernel')\n    time.sleep(3600)"
     write_peer(tmp_path, "peer_that_fails_on_rank_1", action)

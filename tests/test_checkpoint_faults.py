@@ -182,6 +182,8 @@ def interrupted(rank: int, num_ranks: int, directory: str, case: str) -> tuple[s
     """Saves; rank 1 is interrupted in the middle, and lives on. How it ended, and how long it took."""
     began = time.monotonic()
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
     def interrupt(path: Path, data: bytes) -> None:
         if case == "exit":
             sys.exit(3)

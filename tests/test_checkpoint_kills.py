@@ -44,6 +44,7 @@ def run(prelude: str, *arguments: str, record: Path) -> tuple[int, dict]:
     return done.returncode, json.loads(record.read_text())
 
 
+@pytest.mark.slow
 def test_kills_and_flips(tmp_path: Path):
     code, record = run("", "--kills", "5", "--flips", "20", record=tmp_path / "record.json")
     assert (code, record["failures"]) == (0, [])

@@ -22,6 +22,7 @@ def ends(num_pairs: int, way: str, folder: Path) -> tuple[list[int], str]:
     return ast.literal_eval(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["a heap", "a layer"])
 def test_a_program_that_forgets_everything_ends_well(tmp_path: Path, way: str):
     codes, errors = ends(4, way, tmp_path)

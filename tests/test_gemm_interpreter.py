@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from interpreter import interpreted, interpreter
 
 CHECKS = Path(__file__).with_name("gemm_interpreter_checks.py")
 
 
+@pytest.mark.slow
 @interpreter
 def test_kernels_match_twins():
     assert interpreted(CHECKS).endswith("all is well\n")

@@ -6,11 +6,13 @@ test_quantize_compile.py looks at the generated code; tests/gpu runs it.
 
 from pathlib import Path
 
+import pytest
 from interpreter import interpreted, interpreter
 
 CHECKS = Path(__file__).with_name("quantize_interpreter_checks.py")
 
 
+@pytest.mark.slow
 @interpreter
 def test_kernels_match_twins():
     assert interpreted(CHECKS).count(": ok") == 11 + 5 + 4 + 10 + 3 + 1

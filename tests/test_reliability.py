@@ -81,11 +81,13 @@ def test_a_mutant_of_the_model_is_found(mutant: str):
     assert mutations.found_in_the_model(mutant, 2) or mutations.found_in_the_model(mutant, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", TWIN_MUTANTS)
 def test_a_mutant_of_the_twins_is_found(launcher: Launcher, mutant: str):
     assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, mutant, mutations.FOUND_BY[mutant])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", sorted({mutations.FOUND_BY[mutant] for mutant in TWIN_MUTANTS}))
 def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
     assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, None, part) == ""
@@ -193,6 +195,7 @@ def yield_pid(rank: int, num_ranks: int) -> Iterator[int]:
     yield os.getpid()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failure_that_says_where(launcher: Launcher):
     with pytest.raises(JobFailure, match="rank 1 gave no answer") as caught, launcher.start(2, "cpu") as job:
         list(job.stream(sleep_on_the_last_rank, deadline_s=10.0))

@@ -56,6 +56,7 @@ def test_leaves_metrics_pictures_sample_and_checkpoint(finished: Path):
     assert read_manifest(finished / "checkpoints").step == STEPS
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
     out = tmp_path / "run"
     shutil.copytree(finished, out)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
-import symmoe.checkpoint.folder as folder
+from symmoe.checkpoint import folder
 from symmoe.checkpoint.manifest import MANIFEST, NAMES, Manifest, StoredSlice
 from symmoe.checkpoint.optimizer_state import PREFIX, State, check_record, empty_state, install
 from symmoe.checkpoint.peers import Peers

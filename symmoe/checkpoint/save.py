@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import symmoe
-import symmoe.checkpoint.files as files
-import symmoe.checkpoint.folder as folder
+from symmoe.checkpoint import files, folder
 from symmoe.checkpoint.manifest import (
     DTYPES,
     MAX_STEP,

@@ -117,6 +117,7 @@ def test_equals_alltoall_on_other_layouts(ranks: Callable[[int], Cluster], num_r
     assert_equal(ranks(num_ranks).run(compare, ep=ep, fields=FIELDS[name]))
 
 
+@pytest.mark.slow
 def test_tensor_and_sequence_parallel(ranks: Callable[[int], Cluster]):
     results = ranks(4).run(compare_layers, ep=4, tp=2)
     assert_equal(results)
@@ -251,6 +252,7 @@ def test_metrics_and_recorded_routing_are_those_of_megatrons_routers(
             assert "moe_router_force_load_balancing" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["experts", "dispatcher"])
 def test_torch_compile_leaves_the_trips_alone(ranks: Callable[[int], Cluster], form: str):
     for result in ranks(2).run(megatron_training.compiled, form=form):
@@ -296,6 +298,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks: Callable[[int], Cluster]
         assert text in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_by", "per_expert_keys"),
     [
@@ -320,6 +323,7 @@ def test_checkpoint(ranks: Callable[[int], Cluster], tmp_path: Path, saved_by: s
             assert sum(len(result["experts"]) for result in results) == 2 * 2 * 8 * num_ranks // ep
 
 
+@pytest.mark.slow
 def test_wrong_checkpoint_is_found(ranks: Callable[[int], Cluster], tmp_path: Path):
     how = {"path": str(tmp_path), "per_expert_keys": False}
     ranks(2).run(megatron_checkpoints.save, ep=2, form="symmoe", fault=True, **how)

@@ -459,5 +459,6 @@ def looked_on(rank: int, num_ranks: int) -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_with_compile_and_checkpointing(cluster: Callable[..., Cluster]):
     cluster(2).run(looked_on)
