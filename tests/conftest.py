@@ -64,12 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _repetitive(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases that `make test` leaves to `make test-all`: those of three and more ranks where there is one of fewer, and
-    of the kernels that are compiled, all but a usual and an odd one, the first and the last of each test and kernel."""
+    in trainers and of kernels that are compiled, all but a usual and an odd one, the first and the last of a test."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
         given = _parameters(item)
         kernel = next((str(given[name]) for name in ("kernel", "function") if name in given), "")
-        if item.path.stem.endswith("_compile") and item.path.stem != "test_compile":
+        if item.path.parent.name == "integrations" or item.path.stem.endswith("_compile"):
             groups.setdefault((item.path, item.originalname, kernel), []).append(item)
         elif given.get("num_ranks", 0) > 2 and item.path.stem not in _OF_MANY_RANKS:
             fewer = (other for other in items if other.path == item.path and other.originalname == item.originalname)

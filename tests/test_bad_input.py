@@ -1092,7 +1092,7 @@ def test_ranks_that_disagree(cluster, num_ranks: int):
     assert flat(cluster(num_ranks).run(check_mismatches)) == []
 
 
-@pytest.mark.parametrize("capacity", [None, 4 * T * K])
+@pytest.mark.parametrize("capacity", [None, pytest.param(4 * T * K, marks=pytest.mark.slow)])
 def test_ranks_that_multiply_or_send_other_numbers(cluster, capacity: int | None):
     assert flat(cluster(2).run(check_numbers, capacity)) == []
 

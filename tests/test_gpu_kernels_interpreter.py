@@ -7,12 +7,14 @@ test_gpu_kernels_compile.py looks at the generated code; tests/gpu runs it.
 
 from pathlib import Path
 
+import pytest
 from interpreter import interpreted, interpreter
 from simulated_ranks import CASES
 
 CHECKS = Path(__file__).with_name("gpu_kernels_interpreter_checks.py")
 
 
+@pytest.mark.slow
 @interpreter
 def test_kernels_match_twins():
     printed = interpreted(CHECKS)

@@ -25,6 +25,7 @@ SLICES = {
     "litmus": ((*range(12), 400), 2),  # three of each kind, and the control
     "model": ((3, 4, 12), 3),  # a step, signals, a rank that is late; the others below
 }
+LONG = ("lifecycle", "soak")
 # One of each kind, at other phases and with other victims.
 FAULTS = (13, 69, 104)
 PATIENCE = 10.0  # nothing here measures speed
@@ -49,7 +50,9 @@ def failures(suite: str, run: Run, launcher: Launcher) -> list[str]:
     return [text for failure in record["failures"] for text in failure["problems"]]
 
 
-@pytest.mark.parametrize("suite", SLICES)
+@pytest.mark.parametrize(
+    "suite", [pytest.param(suite, marks=pytest.mark.slow if suite in LONG else ()) for suite in SLICES]
+)
 def test_suite(launcher: Launcher, suite: str):
     numbers, num_ranks = SLICES[suite]
     assert failures(suite, Run(tuple(numbers), num_ranks, patience=PATIENCE), launcher) == []
