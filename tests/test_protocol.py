@@ -433,7 +433,9 @@ def check_job(folder: Path, num_ranks: int, device: str, how: str, timeout_s: fl
     assert all(wanted in texts[rank] for rank in range(num_ranks) if rank != 1), texts
 
 
-@pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raises", "stays away"))])
+@pytest.mark.parametrize(
+    "how", ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raises", "stays away"))]
+)
 def test_a_job_ends_by_itself(tmp_path: Path, shared_memory_before, how: str):
     """Nobody catches anything, nobody closes: every process ends, and none with 0."""
     check_job(tmp_path, 3, "cpu", how, 10 * PROMPT_S if how == "raises" else 3.0)
@@ -441,7 +443,9 @@ def test_a_job_ends_by_itself(tmp_path: Path, shared_memory_before, how: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raises", "stays away"))])
+@pytest.mark.parametrize(
+    "how", ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raises", "stays away"))]
+)
 def test_a_job_ends_by_itself_on_gpus(tmp_path: Path, how: str):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA GPUs")
