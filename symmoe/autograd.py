@@ -12,7 +12,7 @@ from symmoe.errors import ArgumentError, StaleRows
 if TYPE_CHECKING:
 
     class Function(torch.autograd.Function):
-        """torch's, whose `apply` has no annotations."""
+        """torch's Function, whose `apply` has no annotations."""
 
         @classmethod
         def apply(cls, *args: Any) -> Any:
@@ -29,18 +29,18 @@ class Context(Protocol):
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        """Keeps them for backward, which finds them in `saved_tensors`."""
+        """Keeps tensors for backward, which finds them in `saved_tensors`."""
 
 
 def wrote_into(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells autograd that a kernel has written into `tensor`, so that it refuses what was saved of it before."""
+    """Tells autograd that a kernel has written into `tensor`, so that backward refuses its earlier saved contents."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     return tensor
 
 
 class Unmodified:
-    """Tensors that a backward pass will read later than autograd checks what it has saved."""
+    """Tensors that backward reads after autograd has checked its saved tensors."""
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         self._versions = [(name, tensor, tensor._version) for name, tensor in tensors.items()]
@@ -61,15 +61,15 @@ class Unmodified:
 class GradientBuffer:
     """A caller's buffer for the gradient of one input, in the context of a graph node, until the graph is spent.
 
-    Autograd does not save it: what it holds until backward is nobody's business, and hooks on what is saved may give
-    back a copy. It is let go of when autograd frees what it has saved: no lease lives as long as a loss that is kept.
+    Autograd does not save the buffer: its contents do not matter until backward, and hooks on saved tensors may return
+    a copy. It is released when autograd frees its saved tensors: no lease lives as long as a loss that is kept.
 
     Args:
-        name: of the argument, for texts.
-        tensor: None if the caller gave none.
+        name: name of the argument, for texts.
+        tensor: the buffer; None if the caller gave none.
 
     Attributes:
-        tensor: the buffer; None if there was none, or if it has been let go.
+        tensor: the buffer; None if there was none, or if it has been released.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
@@ -88,11 +88,11 @@ class GradientBuffer:
         )
 
     def hand_on(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What backward returns for `gradient`, which is the buffer if there is one, and has been written."""
+        """What backward returns for `gradient`, which is the buffer if there is one and it has been written."""
         return gradient if self.tensor is None else _hand_on(gradient)
 
     def end_backward(self) -> None:
-        """Lets the buffer go unless the graph is retained. For the end of a backward that has gone well."""
+        """Releases the buffer unless the graph is retained. Called at the end of a successful backward."""
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.tensor = None
 
@@ -101,16 +101,16 @@ def _hand_on(buffer: torch.Tensor) -> torch.Tensor:
     """What a backward pass returns for a gradient that it has written into a caller's buffer.
 
     A second reference to it lives until the pass ends: it keeps autograd from making the buffer's memory the `.grad`
-    of a leaf, and :func:`in_flight_problem` finds out by it whether autograd still needs it.
+    of a leaf, and it tells :func:`in_flight_problem` whether autograd still needs it.
     """
     gradient = wrote_into(buffer).detach()
     held = [gradient]
-    # Cleared, and not just dropped: a thread of autograd's may keep the callback a little longer than the pass.
+    # The list is cleared, not only dropped: a thread of autograd may keep the callback a little longer than the pass.
     torch.autograd.Variable._execution_engine.queue_callback(held.clear)
     start = gradient.data_ptr()
     storage = buffer.untyped_storage()
     pending = [entry for entry in getattr(storage, "_gradients", ()) if _is_in_flight(entry[2])]
-    storage._gradients = [  # type: ignore[attr-defined]  # our own, for as long as the memory lives
+    storage._gradients = [  # type: ignore[attr-defined]  # our attribute; lives as long as the memory
         *pending,
         (start, start + gradient.nbytes, weakref.ref(gradient)),
     ]
@@ -132,4 +132,4 @@ def in_flight_problem(name: str, buffer: torch.Tensor) -> ArgumentError | None:
 def _is_in_flight(reference: weakref.ref[torch.Tensor]) -> bool:
     gradient = reference()
     # All of Python's references count as one; autograd holds one more until the gradient has been used or added up.
-    return gradient is not None and gradient._use_count() > 1  # type: ignore[attr-defined]  # torch's stubs leave it out
+    return gradient is not None and gradient._use_count() > 1  # type: ignore[attr-defined]  # not in torch's stubs

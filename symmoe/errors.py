@@ -76,7 +76,7 @@ class BackendUnavailable(SymmoeError):
 
 
 class PeerError(SymmoeError):
-    """A peer is not there any more, or not in time. The heap cannot be used again; `close()` is local from here on.
+    """A peer has ended, gave up or came too late. The heap cannot be used again; `close()` is local from here on.
 
     Attributes:
         rank: the peer (rank in the EP group).
@@ -93,7 +93,7 @@ class PeerTimeout(PeerError):
         phase: the barrier's name, e.g. "dispatch: arrived".
         expected: the epoch that was waited for.
         seen: the last epoch the peer had reached.
-        bound, bound_s: which of the heap's bounds it was, timeout_s or start_timeout_s.
+        bound, bound_s: name and value of the heap's bound, timeout_s or start_timeout_s.
         reported_by: the rank whose wait ended first and that told the others; None: this one.
     """
 
@@ -160,7 +160,7 @@ def raise_for(problem: Exception | None) -> None:
         del problem
 
 
-# The index is what crosses the wire; append only.
+# The index travels to peers; only append.
 TRAVELLING: tuple[type[SymmoeError], ...] = (
     SymmoeError,
     ArgumentError,

@@ -1,6 +1,6 @@
 """`dispatch_tokens` and `combine_tokens`: tokens to the ranks of their experts, and rows home, with autograd.
 
-The backward of each is the other's trip. For experts of any kind that take rows sorted by expert; MoELayer uses the
+The backward of each is the other's trip. They serve any experts that take rows sorted by expert; MoELayer uses the
 packed layout and fuses the trips with its GEMMs (symmoe/moe/ep_step.py).
 """
 
@@ -52,16 +52,16 @@ def dispatch_tokens(
     Rows are ordered expert, source rank, token, k; `plan.splits` says how many each local expert has. One copy of a
     token goes over the wire per rank, however many experts it has there.
 
-    Backward is collective too and computes what is asked for: each of `x` and `probs` requires a gradient on all ranks
+    Backward is collective too and computes only required gradients: each of `x` and `probs` requires one on all ranks
     or on none.
 
     Args:
         x: [T, H] fp32, fp16 or bf16, T as in the plan; H * itemsize must be a multiple of 16 on GPUs.
-        plan: from make_plan.
+        plan: the plan of make_plan.
         probs: fp32 [T, K], the weight of each slot; travels along and gets its gradient back.
-        out: [plan.row_capacity, H] on the heap for the rows, which land there. None: the rows are copied out of a
-            transient lease into memory of their own (counted in `heap.statistics`). Given by all ranks or by none.
-        order: in which the backward pass sums a token's gradients (see combine_tokens). With "rank", backward
+        out: buffer [plan.row_capacity, H] on the heap where the rows land. None: the rows are copied out of a
+            transient lease into new memory (counted in `heap.statistics`). Given by all ranks or by none.
+        order: order in which backward sums a token's gradients (see combine_tokens). With "rank", backward
             overwrites a gradient of the rows that lies on the heap: a buffer given as `grad_input_out` or `grad_out`
             further up is consumed.
 
@@ -73,7 +73,7 @@ def dispatch_tokens(
         ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
             heap, or in heap.synchronize).
         ConfigMismatch: ranks disagree on H, dtype, or whether there are probs or an `out` (then their layouts differ);
-            likewise.
+            raised as ArgumentError is.
         PeerTimeout: a rank did not come.
     """
     if not isinstance(plan, Plan):
@@ -174,12 +174,12 @@ def combine_tokens(
             place, and with order "rank" the primary rows of peers' tokens are overwritten (its version counter tells
             autograd, whether or not there are any). Anywhere else it is copied to the heap first: the slow path,
             counted in `heap.statistics`.
-        plan: of the dispatch.
-        order: "rank": a token's rows on one rank are summed first, then ranks are summed; least traffic. "slot": the
-            K rows are summed in k order; bitwise independent of the number of ranks.
+        plan: the plan of the dispatch.
+        order: "rank": a token's rows on one rank are summed first, then the sums of the ranks; least traffic. "slot":
+            the K rows are summed in k order; bitwise independent of the number of ranks.
         grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what
-            they held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into memory
-            of its own (counted).
+            they held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into new
+            memory (counted).
 
     Returns:
         [T, H].
@@ -187,7 +187,7 @@ def combine_tokens(
     Raises:
         ArgumentError: on every rank if an argument is wrong on any (on GPUs the peers raise at their next call on the
             heap, or in heap.synchronize).
-        ConfigMismatch: ranks disagree on H, dtype or order; likewise.
+        ConfigMismatch: ranks disagree on H, dtype or order; raised as ArgumentError is.
         StalePlan: nothing has been dispatched with the plan.
         PeerTimeout: a rank did not come.
     """
@@ -259,7 +259,7 @@ def _combine_problem(
 
 
 def _receive_gradient(dy: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """The gradient of the rows [N_cap, H] in memory of their own, from the gradient of the tokens. Collective."""
+    """The gradient of the rows [N_cap, H] in new memory, from the gradient of the tokens. Collective."""
     with _packed_lease(dy, plan) as packed:
         send_packed_gradient(dy, plan, packed)
         return _unpack_rows(packed, plan)
@@ -275,7 +275,7 @@ def _packed_lease(x: torch.Tensor, plan: Plan) -> Iterator[torch.Tensor]:
 
 
 def _unpack_rows(packed: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Each row's packed row: [P_cap, H] to [N, H] with exact capacity, [N_cap, H] with static capacity."""
+    """Copies each row's packed row: [P_cap, H] to [N, H] with exact capacity, [N_cap, H] with static capacity."""
     _, row_to_packed_row = plan.received_index()
     return packed.index_select(0, plan.rows_of(row_to_packed_row))
 

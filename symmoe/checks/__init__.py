@@ -1,4 +1,4 @@
-"""What callers bring, looked at before anything is computed: tensors, buffers for results, sizes, words.
+"""Checks of arguments before anything is computed: tensors, buffers for results, sizes, words.
 
 May use the heap and the kernels' constants. Begin with `buffers`; `arguments` is for grouped layers, `words` for
 arguments that take one of a few words.

@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of grouped layers; looked at before anything is computed."""
+"""Checks of the arguments of grouped layers, before anything is computed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels import control
 
 _GPU_MULTIPLE = 8  # TMA needs rows of a multiple of 16 bytes, also when fp32 weights are used in 16 bits
-_PARAMETER_DTYPES = (*control.DTYPES, torch.float64)  # the last: models are made in a default dtype, and cast later
+_PARAMETER_DTYPES = (*control.DTYPES, torch.float64)  # float64: models are made in a default dtype, and cast later
 
 
 class Linear(Protocol):
-    """What is asked of a linear layer here."""
+    """The attributes of a linear layer that these checks read."""
 
     in_features: int
     out_features: int
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Its weights first."""
+        """Parameters, the weights first."""
 
 
 def size_problem(**sizes: object) -> ArgumentError | None:
     """What keeps one of the named values from being a size, an int of at least 1, or None."""
     for name, value in sizes.items():
-        # bool is an int to isinstance; top_k=True is a mistake all the same.
+        # isinstance takes a bool for an int, but top_k=True is a mistake.
         if not isinstance(value, int) or isinstance(value, bool):
             return ArgumentError(f"{name} ({value!r}) must be an int, not {type(value).__name__}")
         if value < 1:
@@ -79,12 +79,12 @@ def working_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class RowsLike(NamedTuple):
-    """Rows of which not all may be known, as those that another module will make; None is what is not.
+    """What is known of rows, which another module may still have to make; None for what is unknown.
 
     Attributes:
-        shape: of the rows without their features.
-        dtype: to compute in.
-        device: where they are.
+        shape: shape of the rows without their features.
+        dtype: dtype to compute in.
+        device: device of the rows.
     """
 
     shape: tuple[int, ...] | None
@@ -93,16 +93,16 @@ class RowsLike(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> RowsLike:
-        """Rows that are there."""
+        """The properties of existing rows."""
         return cls(x.shape[:-1], working_dtype(x), x.device)
 
     @property
     def num_rows(self) -> int | None:
-        """How many there are."""
+        """Number of rows."""
         return None if self.shape is None else math.prod(self.shape)
 
     def with_features(self, num_features: int) -> tuple[int, ...] | None:
-        """The shape of a tensor with so many for each row."""
+        """The shape of a tensor with so many features for each row."""
         return None if self.shape is None else (*self.shape, num_features)
 
 
@@ -111,7 +111,7 @@ def result_buffers_problem(
 ) -> ArgumentError | StaleLease | None:
     """What keeps the two buffers of a caller from taking the result [..., O] and the gradient of x, or None.
 
-    With what they may share memory is another question, see :func:`shared_memory_problem`.
+    :func:`shared_memory_problem` checks with what they share memory.
     """
     for name, buffer, features in (("out", out, out_features), ("grad_input_out", grad_input_out, in_features)):
         if buffer is None:
@@ -152,10 +152,10 @@ def kernel_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_gradient(d_y: torch.Tensor) -> None:
-    """Looks at the gradient that autograd brings to a backward pass.
+    """Checks the gradient that autograd brings to a backward pass.
 
     Raises:
-        ArgumentError, StaleLease: whoever began the pass gave something else than rows.
+        ArgumentError, StaleLease: the gradient given to the pass cannot be read as rows.
     """
     raise_for(memory_problem("d_y", d_y))
 
@@ -164,7 +164,7 @@ def gradient_rows(given: GradientBuffer, x: torch.Tensor, d_y: torch.Tensor) -> 
     """The caller's buffer for the gradient of x, or a new tensor. The kernel reads d_y while it writes.
 
     Raises:
-        ArgumentError, StaleLease: the buffer cannot take the gradient, or not now.
+        ArgumentError, StaleLease: the buffer cannot take the gradient, or is in use.
     """
     raise_for(given.problem())
     if given.tensor is None:

@@ -1,4 +1,4 @@
-"""What can be wrong with memory that a caller gives: tensors to read, and buffers for results to be written into."""
+"""Checks of memory that a caller gives: tensors to read, and buffers for results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import released_lease
 
-_PLAIN = torch.Tensor.__torch_dispatch__  # of a class of tensors that keeps its own memory
+_PLAIN = torch.Tensor.__torch_dispatch__  # the attribute of tensor classes that keep their own memory
 
 
 def dtype_problem(
     name: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...] = control.DTYPES
 ) -> ArgumentError | None:
-    """What is wrong with `dtype`, by default for rows that travel, or None."""
+    """What is wrong with `dtype`, or None; by default `dtype` is that of rows that travel."""
     if dtype in dtypes:
         return None
     return ArgumentError(f"{name} has dtype {dtype}; it must be {' or '.join(map(str, dtypes))}")
@@ -36,9 +36,9 @@ def tensor_problem(
     """What keeps `tensor` from being an argument that kernels read, or None. Looks at no device memory.
 
     Args:
-        name: of the argument, for the text.
-        shape: that it must have; a word stands for any size, and "..." in front for any dimensions.
-        dtypes, device: what it may have, and where it must be.
+        name: name of the argument, for the text.
+        shape: required shape; a word stands for any size, and "..." in front for any dimensions.
+        dtypes, device: allowed dtypes, and required device.
     """
     if not isinstance(tensor, torch.Tensor):
         return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor of shape {_shown(shape)}")
@@ -55,7 +55,7 @@ def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | No
     """What keeps kernels from reading or writing the memory of `tensor` as its strides say, or None; wherever it is."""
     if not isinstance(tensor, torch.Tensor):
         return ArgumentError(f"{name} ({type(tensor).__name__}) must be a tensor")
-    if torch.compiler.is_compiling():  # which brings tensors without memory, and does not get as far as kernels
+    if torch.compiler.is_compiling():  # it passes tensors without memory, and runs no kernels
         return None
     kind = None
     if tensor.is_nested:
@@ -74,7 +74,7 @@ def memory_problem(name: str, tensor: object) -> ArgumentError | StaleLease | No
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
-    """Whether it is one of FakeTensorMode's, under a mode: then operators take it that need no memory."""
+    """Whether FakeTensorMode made the tensor, under a mode: then operators that need no memory take it."""
     return hasattr(tensor, "fake_mode") and torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -95,7 +95,7 @@ def _shown(shape: tuple[int | str, ...]) -> str:
 
 
 def stale_problem(name: str, tensor: object) -> StaleLease | None:
-    """The error if `tensor` is memory of a lease that has been released, or None; also for what is no dense tensor."""
+    """The error if `tensor` is memory of a released lease, or None; also takes tensors that are not dense."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
     lease = released_lease(tensor)
@@ -106,11 +106,11 @@ def stale_problem(name: str, tensor: object) -> StaleLease | None:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that a call writes, and from when to when what it holds matters.
+    """Memory that a call writes, and the time for which its contents matter.
 
     Attributes:
-        name: of the argument, for texts.
-        tensor: contiguous.
+        name: name of the argument, for texts.
+        tensor: the memory, contiguous.
         first, last: points in time in any unit, both included; a call that is one step needs none.
     """
 
@@ -124,8 +124,8 @@ def overlap_problem(buffers: Sequence[Buffer], inputs: Iterable[torch.Tensor]) -
     """The error if a buffer shares memory with an input, or with another buffer while both matter, or None.
 
     Args:
-        buffers: what is written.
-        inputs: what is read or saved for backward, at any time; what is not dense has no memory to compare.
+        buffers: memory that is written.
+        inputs: tensors that are read or saved for backward, at any time; those that are not dense are skipped.
     """
     if not buffers:
         return None
@@ -164,10 +164,10 @@ def buffer_problem(
     """What keeps `buffer` from taking a result, or None. Looks at no device memory.
 
     Args:
-        name: of the argument, for the text.
-        shape, dtype, device: what it must have; None: nobody knows.
-        inputs: tensors it must not overlap: what is read or saved for backward, and other buffers.
-        heap: given if peers will reach into the buffer, which then must lie on this heap.
+        name: name of the argument, for the text.
+        shape, dtype, device: required ones; None: unknown.
+        inputs: tensors it must not overlap: those read or saved for backward, and other buffers.
+        heap: the heap on which the buffer must lie, because peers reach into it; None: anywhere.
     """
     if (error := memory_problem(name, buffer)) is not None:
         return error
@@ -191,7 +191,7 @@ def buffer_problem(
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses from the first to past the last element."""
+    """Addresses of the first element and of the end of the last one."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.numel() * tensor.element_size()

@@ -17,7 +17,7 @@ QuantizedWire = Literal["none", "forward", "backward", "both"]
 AuxLoss = Literal["micro_batch", "sequence", "global"]
 DropPolicy = Literal["probs", "position"]
 
-# The words that an argument takes, by its name. The name means the same everywhere.
+# Words by the name of the argument that takes them. A name means the same everywhere.
 CHOICES: dict[str, tuple[str, ...]] = {
     "overflow": get_args(Overflow),
     "order": get_args(Order),
@@ -34,12 +34,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 def is_choice(name: str, word: object) -> bool:
     """Whether `word` is one of the words that argument `name` takes."""
-    # Anything else is not compared: an array would compare with each element.
+    # Only strings are compared: an array would compare with each element.
     return isinstance(word, str) and word in CHOICES[name]
 
 
 def words_problem(**words: object) -> ArgumentError | None:
-    """The error for the first argument whose word is none that it takes, or None."""
+    """The error for the first argument whose word it does not take, or None."""
     for name, word in words.items():
         if not is_choice(name, word):
             return ArgumentError(f"{name} ({word!r}) must be one of {CHOICES[name]}")

@@ -18,7 +18,7 @@ from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
 
-READY_ROWS, READY_VALUES = range(2)  # what a rank publishes: where its rows are, and its per-row values
+READY_ROWS, READY_VALUES = range(2)  # what a rank publishes: where its rows and its per-row values are
 PHASE = control.PHASE_COMBINE_READY  # the trip's first barrier
 
 
@@ -52,7 +52,7 @@ def collect_rows(rows: torch.Tensor, plan: Plan, *, order: str) -> torch.Tensor:
 def collect_rows_and_values(
     rows: torch.Tensor, row_values: torch.Tensor, plan: Plan, *, order: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`collect_rows`, and brings one fp32 value per row home: [N_cap] to [T, K], 0 for slots without a row."""
+    """Same as :func:`collect_rows`; also brings home one fp32 value per row, [N_cap] to [T, K]; 0 for no row."""
     with Collection(rows, plan, order=order, row_values=row_values) as collection:
         collection.collect()
     return given("rows", collection.out), given("row_values", collection.values)
@@ -66,13 +66,13 @@ class Collection:
     Args:
         rows: [N_cap, H] on the heap; with order "rank" the primary rows of peers' tokens are overwritten. None: only
             values come home.
-        row_values: fp32 [N_cap] that shall come home, complete before the first :meth:`collect`.
-        num_panels: calls of :meth:`collect` that there will be, the same on all ranks.
-        gradients: of control.GRADIENTS, what this is, in backward; the same on all ranks.
+        row_values: fp32 [N_cap], values that come home, complete before the first :meth:`collect`.
+        num_panels: number of calls of :meth:`collect`, the same on all ranks.
+        gradients: in backward, index of control.GRADIENTS; the same on all ranks.
 
     Attributes:
-        out: [T, H], complete after the context; None without rows.
-        values: fp32 [T, K], likewise.
+        out: [T, H], the sums, complete after the context; None without rows.
+        values: fp32 [T, K], complete after the context; None without row_values.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Collection:
                 packed_values = self._exit.enter_context(lease)
                 self._ops.gather_values(self._row_values, self._packed_to_row, plan.num_packed, packed_values.tensor)
                 values_offset = packed_values.offset
-            # Looked up before anything is written there.
+            # The offset is looked up before anything is written there.
             rows_offset = 0 if self._rows is None else heap.offset_of(self._rows, phase=PHASE)
             self._publish = (rows_offset, values_offset)
             self._exit.enter_context(heap.one_call())
@@ -126,7 +126,7 @@ class Collection:
         """Sums columns (the first, one past the last) of each token's rows, which are complete; None: all.
 
         Args:
-            num_ctas: programs of the kernels that move rows; None: as many as they like.
+            num_ctas: programs of the kernels that move rows; None: no limit.
         """
         with self._plan.heap.timed("combine"):
             self._collect(columns, num_ctas)
@@ -142,8 +142,8 @@ class Collection:
                 columns=columns,
                 num_ctas=num_ctas,
             )
-            # Autograd must refuse a later use of what stood in the primary rows: also where there are no peers, so
-            # that what works on one rank works on several.
+            # Autograd must refuse a later use of the old primary rows, even without peers: code that works on one rank
+            # works on several.
             wrote_into(self._rows)
         received = heap.barrier(PHASE, publish=self._publish, **self._agreed)
         if self.out is not None:

@@ -2,7 +2,7 @@
 
 Every rank sends to the next rank first, then to the one after it, and signals each as soon as its rows are there. So a
 rank can begin with its own rows, go on with those of the rank before it, and so on (`plan.arrivals`), and
-`plan.source_to_rows` says which rows each of these parts has. Same bytes as in send.py.
+`plan.source_to_rows` says which rows each of these parts has. The bytes are those of trip.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Arrival:
     """Rows that are on their way.
 
     Attributes:
-        parts: per source rank, in the order of arrival: rows of the local experts that the current stream may read once
-            the iterator has handed them out, and SMs for what reads them. Together they are all rows. None: all rows
-            are there.
+        parts: an iterator with a part per source rank, in the order of arrival: rows of the local experts that the
+            current stream may read from then on, and SMs for their GEMMs. Together the parts are all rows. None: all
+            rows have arrived.
         row_probs: fp32 [N_cap], complete for the parts that have been handed out; None without probs.
-        row_to_packed_row: int32 [N_cap], likewise.
+        row_to_packed_row: int32 [N_cap], complete for the same parts.
     """
 
     parts: Iterator[Part] | None
@@ -50,13 +50,13 @@ def arriving(
     layout: str,
     division: Division,
 ) -> Iterator[Arrival]:
-    """Rows, slots and probs of x [T, H] to every rank's `buffer` (on the heap), in forward. Collective.
+    """Sends rows, slots and probs of x [T, H] to every rank's `buffer` (on the heap), in forward. Collective.
 
     Does not synchronise the host. Sets the plan's `packed_to_row` and `row_to_packed_row`.
 
     Args:
-        layout: of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
-        division: of the SMs, until all rows have been sent.
+        layout: layout of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
+        division: the division of the SMs until all rows have been sent.
     """
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "overlapped")
     with Slots(plan, probs) as slots, heap.one_call():
@@ -83,9 +83,9 @@ def arriving(
 def rows_arriving(
     x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, division: Division, gradients: int
 ) -> Iterator[Iterator[Part]]:
-    """As :func:`arriving`, rows alone, over a plan that has dispatched: what backward does. Yields the parts.
+    """Same as :func:`arriving`, but sends only rows, over a plan that has dispatched: for backward. Yields the parts.
 
-    gradients: of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
+    gradients: index of control.GRADIENTS, what the backward pass will collect; the same on all ranks.
     """
     ops, heap = kernels.for_device(x.device), plan.heap
     agreed = agreed_fields(x, plan, None, layout, "overlapped", gradients=gradients)
@@ -102,11 +102,11 @@ def rows_arriving(
 
 
 def _give_up(heap: SymmetricHeap, error: Exception) -> None:
-    """Of a trip whose signals cannot be sent: peers wait for them, and not for a barrier, where they could be told."""
+    """Ends a trip whose signals cannot be sent. Peers wait for signals; only at a barrier could they be told."""
     heap.abort(f"{type(error).__name__}: {error}")
 
 
-# What a rank does with rows that have come: (their source rank, what the wait for them returned).
+# Called for rows that have come, with their source rank and the result of the wait for them.
 Receive = Callable[[int, torch.Tensor], None]
 
 
@@ -120,19 +120,19 @@ def _travelling(
     division: Division,
     receive: Receive,
 ) -> Iterator[Iterator[Part]]:
-    """Yields the parts. By the end of the context all rows have been sent and received, also after an exception:
-    peers wait for them, and what they send must not come to memory that is somebody else's by then."""
+    """Yields the parts. By the end of the context all rows have been sent and received, even after an exception:
+    peers wait for this rank's rows, and what they send must not land in memory that has been leased again."""
     trip = _Trip(x, plan, buffer, ready, layout, division)
     parts = trip.parts(receive)
     try:
         yield parts
-        for _ in parts:  # those that nobody asked for
+        for _ in parts:  # the caller may have left parts
             pass
     except BaseException:
         try:
             with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
                 trip.finish()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the one that led here goes on
+        except Exception as error:  # noqa: BLE001 - the exception that led here is raised
             _give_up(plan.heap, error)
         raise
     finally:
@@ -156,7 +156,7 @@ class _Trip:
         self.branch = plan.heap.branch()
         self._start = self.branch.point()
         self._others = iter(plan.arrivals[1:])
-        self._sent: dict[int, torch.cuda.Event | None] = {}  # by the source that is waited for after it
+        self._sent: dict[int, torch.cuda.Event | None] = {}  # key: the source that is waited for after the event
 
     def parts(self, receive: Receive) -> Iterator[Part]:
         """Rows of each source rank, once the current stream has waited for them and `receive` has been called."""
@@ -166,7 +166,7 @@ class _Trip:
             self._push(own, None)
             receive(own, self._ready)
         yield Part(plan.source_to_rows[own], num_sms)
-        # Not before the own part has been launched: where streams share a hardware queue
+        # Only after the own part has been launched: where streams share a hardware queue
         # (CUDA_DEVICE_MAX_CONNECTIONS=1) it would start after the last push.
         self._send_all()
         for source in self._others:
@@ -176,7 +176,7 @@ class _Trip:
             yield Part(plan.source_to_rows[source], None if source == last else num_sms)
 
     def finish(self) -> None:
-        """Sends and waits for what is left, and does nothing with it."""
+        """Sends and receives the remaining rows, which nobody reads."""
         self._send_all()
         for source in self._others:
             self._wait(source)
@@ -193,7 +193,7 @@ class _Trip:
                 self._sent[(heap.rank - step) % heap.num_ranks] = self.branch.point()
 
     def _wait(self, source: int) -> torch.Tensor:
-        # A graph may run branches one after the other, in any order that its edges allow: without this edge, every
+        # A graph may run branches one after the other, in any order that its edges allow. Without this edge, every
         # rank could wait for pushes that come after the peer's own wait.
         self.branch.wait_for(self._sent[source])
         return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)

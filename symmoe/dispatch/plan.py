@@ -28,7 +28,7 @@ _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP}
 
 @dataclass(eq=False)
 class PlanIntegers:
-    """What the kernels of a plan fill: int32, views of one allocation, each aligned to 16 bytes. See Plan."""
+    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. See Plan."""
 
     splits: torch.Tensor
     row_start: torch.Tensor
@@ -48,7 +48,7 @@ class PlanIntegers:
 
     @staticmethod
     def shapes(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> dict[str, tuple[int, ...]]:
-        """Of each, by its name."""
+        """The shape of each tensor, by its name."""
         num_local = num_experts // num_ranks
         return {
             "splits": (num_local,),
@@ -74,12 +74,12 @@ class Plan(PlanIntegers):
     """What :func:`make_plan` returns. Tensors are on the heap's device; -1 in a map means "none".
 
     Attributes:
-        heap: the symmetric heap it was made on.
+        heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E.
         row_capacity: rows that a buffer for this plan needs on every rank: the largest N of the group (exact
             capacity) or the capacity given (static).
-        packed_row_capacity: likewise for packed rows.
-        expected_rows: about as many rows as a rank gets, the same on all ranks: row_capacity, or all slots of a rank's
+        packed_row_capacity: packed rows that a buffer for this plan needs on every rank.
+        expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
             tokens if these are fewer.
         num_rows: N as a host integer; None with static capacity, where only the device knows it.
         splits: int32 [e], rows of each local expert.
@@ -91,10 +91,10 @@ class Plan(PlanIntegers):
             row is where the experts' rows end.
         generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
         expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
-        slot_start, slot_limit: int32 [E], the row of this rank's first slot for each expert, and where rows end there.
-        packed_start, packed_limit: int32 [R], likewise of packed rows on each rank.
+        slot_start, slot_limit: int32 [E], the row of this rank's first slot for each expert, and how many are kept.
+        packed_start, packed_limit: int32 [R], this rank's first packed row on each rank, and the rows of its region.
         block_tokens: int32 [blocks, R], tokens of each block of this rank's that go to each rank.
-        report: int32 [control.SUMMARY_WORDS], what the host may read.
+        report: int32 [control.SUMMARY_WORDS], sizes and errors for the host.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
     """
@@ -183,7 +183,7 @@ def make_plan(
 
     Args:
         topk_idx: int32 or int64 [T, K] on the heap's device; expert ids in [0, num_experts), or -1 for no expert. An
-            id that stands in a token twice counts twice. T may differ from rank to rank.
+            id that a token has twice counts twice. T may differ from rank to rank.
         num_experts: E, a multiple of the number of ranks; expert g lives on rank g // (E / R).
         heap: the EP group's heap.
         capacity: None (exact), or the rows each rank can take.
@@ -193,10 +193,10 @@ def make_plan(
         max_tokens: static capacity only: the largest T of any rank, which bounds the packed rows. None: this
             rank's T, which then must be the same on all ranks.
         hidden, dtype: of the rows the plan will carry. Given here, ranks that disagree raise in this call.
-        precision, quantized_wire: likewise, of the experts and of what travels as their numbers (MoEConfig).
+        precision, quantized_wire: numbers of the experts, and what travels in them (MoEConfig); checked as hidden is.
 
     Returns:
-        the plan.
+        The plan.
 
     Raises:
         ArgumentError: an argument is wrong on some rank; raised on every rank.
@@ -227,7 +227,7 @@ def make_plan(
 
 
 def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]) -> Plan:
-    """As make_plan; `header` has its other arguments."""
+    """Same as make_plan; `header` has its other arguments."""
     num_tokens, top_k = topk_idx.shape
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     ops = kernels.for_device(heap.device)
@@ -266,7 +266,7 @@ def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, .
             experts_per_rank=num_experts // heap.num_ranks,
         )
         if heap.device.type == "cpu":
-            heap.check()  # before another thread has its turn, which would raise it instead
+            heap.check()  # before another thread gets its turn and raises the error instead
     ops.assign_packed_rows(
         integers.slot_to_row,
         integers.slot_to_rank,
@@ -323,7 +323,7 @@ def _exchange_counts(
 
 
 class _RowSizes(TypedDict):
-    """Fields of Plan."""
+    """Fields of Plan that are numbers of rows."""
 
     num_rows: int | None
     row_capacity: int
@@ -332,7 +332,7 @@ class _RowSizes(TypedDict):
 
 
 def _sizes_read(report: torch.Tensor, heap: SymmetricHeap) -> _RowSizes:
-    """With exact capacity. Waits for the device, and raises what is wrong with the routing of any rank."""
+    """Sizes with exact capacity. Waits for the device; raises the error of the routing of any rank."""
     words = heap.read_back(report).tolist()
     if words[control.SUM_ERROR] != control.PLAN_OK:
         heap.check()  # a fault of a peer is on record
@@ -348,7 +348,7 @@ def _sizes_read(report: torch.Tensor, heap: SymmetricHeap) -> _RowSizes:
 
 
 def _sizes_given(header: tuple[int, ...], num_ranks: int) -> _RowSizes:
-    """With static capacity."""
+    """Sizes with static capacity."""
     limit, most_tokens = header[control.HEAD_CAPACITY], header[control.HEAD_MAX_TOKENS]
     return {
         "num_rows": None,
@@ -408,7 +408,7 @@ def _find_problem(
 
 
 def _find_number_problem(precision: Recipe | None, quantized_wire: str) -> ArgumentError | None:
-    """Likewise, in what rows are multiplied and travel as."""
+    """What is wrong with the numbers in which rows are multiplied and travel, or None."""
     if precision is not None and not isinstance(precision, Recipe):
         return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
     return words_problem(quantized_wire=quantized_wire)

@@ -1,4 +1,4 @@
-"""What travels beside the rows of a forward dispatch: which rows each token has on a rank, and their probs."""
+"""What travels in addition to the rows of a forward dispatch: which rows each token has on a rank, and their probs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ READY_ROWS, READY_SLOTS, READY_PROBS = range(3)  # what a rank publishes there: 
 
 
 class Slots:
-    """The slots of one dispatch: a context that leases what they arrive in, and turns it into index tensors.
+    """The slots of one dispatch: a context that leases their receive buffers, and makes index tensors of them.
 
-    P_cap and N_cap are the plan's capacities. Without an exception the plan has `packed_to_row` and
+    P_cap and N_cap are the plan's capacities. If no exception is raised, the plan has `packed_to_row` and
     `row_to_packed_row` after the context.
 
     Args:
-        probs: fp32 [T, K] or None, as on all ranks.
+        probs: fp32 [T, K], or None on all ranks.
 
     Attributes:
         packed_to_row: int32 [P_cap, K].
@@ -34,7 +34,7 @@ class Slots:
         self._plan, self._probs, self._ops = plan, probs, kernels.for_device(device)
         self._shape, self._leases = (plan.packed_row_capacity, plan.top_k), ExitStack()
         self.packed_to_row = torch.empty(self._shape, dtype=torch.int32, device=device)
-        # Zeros, not garbage, in the tail: whoever gathers by it stays inside the buffer.
+        # Zeros in the tail: a kernel that gathers by it stays inside the buffer.
         self.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32, device=device)
         self.row_probs = None
         if probs is not None:
@@ -61,7 +61,7 @@ class Slots:
         return self._slots.offset, self._received_probs.offset
 
     def push(self, ready: torch.Tensor) -> None:
-        """To all ranks. `ready`: what the ready barrier returned."""
+        """Writes slots and probs to all ranks. `ready`: the result of the ready barrier."""
         plan = self._plan
         self._ops.push_slots(
             plan.slot_to_row,
@@ -80,7 +80,7 @@ class Slots:
     def index(
         self, packed_begin: torch.Tensor, packed_end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor
     ) -> None:
-        """Takes in the slots of packed rows that have arrived: see the kernel `index_rows`."""
+        """Reads the slots of packed rows that have arrived: see the kernel `index_rows`."""
         self._ops.index_rows(
             self._slots.tensor,
             None if self._probs is None else self._received_probs.tensor,

@@ -1,10 +1,10 @@
 """The dispatch trip without autograd: rows of tokens travel to the ranks of their experts.
 
-Two layouts of the receive buffer, H hidden:
+The receive buffer has one of two layouts; H is the number of features:
 * packed [P, H]: one row per (token, rank); readers gather from it through `plan.row_to_packed_row`.
 * expert-major [N, H]: the token lands in its primary row and the receiver copies it to the secondary rows.
 
-Forward sends rows and slots (which rows a token has here, and their probs); backward sends rows alone.
+Forward sends rows and slots (which rows a token has here, and their probs); backward sends only rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from symmoe.kernels import control
 
 
 def send_packed(x: torch.Tensor, plan: Plan, packed: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor | None:
-    """Rows and slots of x [T, H] to every rank's `packed` [P_cap, H] (on the heap), in forward.
+    """Sends rows and slots of x [T, H] to every rank's `packed` [P_cap, H] (on the heap), in forward.
 
     Collective; does not synchronise the host. Sets the plan's `packed_to_row` and `row_to_packed_row`.
 
@@ -31,23 +31,23 @@ def send_packed(x: torch.Tensor, plan: Plan, packed: torch.Tensor, probs: torch.
 def send_expert_major(
     x: torch.Tensor, plan: Plan, rows: torch.Tensor, probs: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """As :func:`send_packed`, to every rank's `rows` [N_cap, H] in expert-major order."""
+    """Same as :func:`send_packed`, to every rank's `rows` [N_cap, H] in expert-major order."""
     row_probs = _send_with_slots(x, plan, rows, probs, "expert-major")
     _fan_out(rows, plan)
     return row_probs
 
 
 def send_packed_gradient(dy: torch.Tensor, plan: Plan, packed: torch.Tensor, *, gradients: int = 0) -> None:
-    """dy [T, H] to every rank's `packed` [P_cap, H], in backward. Collective; does not synchronise the host.
+    """Sends dy [T, H] to every rank's `packed` [P_cap, H], in backward. Collective; does not synchronise the host.
 
     Args:
-        gradients: of control.GRADIENTS, what the backward pass will collect, the same on all ranks.
+        gradients: index of control.GRADIENTS, what the backward pass will collect; the same on all ranks.
     """
     _send_rows(dy, plan, packed, "packed", gradients)
 
 
 def send_expert_major_gradient(dy: torch.Tensor, plan: Plan, rows: torch.Tensor, *, gradients: int = 0) -> None:
-    """As :func:`send_packed_gradient`, to every rank's `rows` [N_cap, H] in expert-major order."""
+    """Same as :func:`send_packed_gradient`, to every rank's `rows` [N_cap, H] in expert-major order."""
     _send_rows(dy, plan, rows, "expert-major", gradients)
     _fan_out(rows, plan)
 
@@ -62,7 +62,7 @@ def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
 def agreed_fields(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None, layout: str, schedule: str, *, gradients: int = 0
 ) -> control.CallFields:
-    """What all ranks must bring alike to a dispatch, or their rows would not fit each other's buffers."""
+    """Fields of a dispatch on which all ranks must agree, so that rows fit the peers' buffers."""
     return {
         "hidden": x.shape[1],
         "dtype": control.DTYPES.index(x.dtype),

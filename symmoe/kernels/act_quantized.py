@@ -1,6 +1,6 @@
-"""What the activations that quantise their result have in common on all devices: what they take, and what fits.
+"""Rules of the activations with quantised results on all devices: formats that they take, and checks of arguments.
 
-Buffers are a pair (data, scale), as quantize_rows or quantize_columns fill it (contract/quantize.py).
+Buffers are a pair (data, scale), which quantize_rows or quantize_columns would fill (contract/quantize.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from symmoe.kernels.parts import are_ranges, num_groups_of, refuse_ranges
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
 
-FEATURES = 128  # of the activation's result in a tile
-ALTERNATING_FEATURES = 64  # of its gradient's, where gate and up features alternate: that makes a whole block of dh
+FEATURES = 128  # features of the activation's result in a tile
+ALTERNATING_FEATURES = 64  # the same for its gradient, if gate and up features alternate: a whole block of dh
 H, SCALE, BOUNDS = (torch.bfloat16, torch.float16), (torch.float32,), (torch.int32,)
 
 
 def takes_act_quantize(block_format: BlockFormat) -> bool:
-    """Whether act_quantize makes this format: E4M3 in blocks that tiles hold whole, without a scale of the group."""
+    """Whether act_quantize makes this format: E4M3 in blocks that divide tiles, without a scale of the group."""
     return block_format.element == "e4m3" and block_format.block in (32, 128) and not block_format.has_global_scale
 
 
@@ -39,13 +39,13 @@ def dact_features(activation: Activation) -> int:
 
 
 def dact_quantize_workspace_numel(num_rows: int, ffn: int) -> int:
-    """Elements of dact_quantize's fp32 workspace: sums of every row and block of features."""
+    """Elements of dact_quantize's fp32 workspace: a sum for every row and block of features."""
     return num_rows * num_scale_sums(ffn)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """N rows and G groups, I columns of the activation's result, W of h."""
+    """N rows, G groups, I columns of the activation's result, W columns of h."""
 
     num_rows: int
     num_groups: int

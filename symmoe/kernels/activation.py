@@ -22,7 +22,7 @@ SUM_COLUMNS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """Which function stands between the GEMMs.
+    """The activation function between the two GEMMs.
 
     kind "swiglu": with h = [x1, x2], g = min(x1, limit), u = clamp(x2, -limit, limit): (u + offset) * g *
     sigmoid(alpha * g). The defaults are plain SwiGLU (Shazeer 2020); gpt-oss has alpha 1.702, limit 7, offset 1.

@@ -3,10 +3,10 @@
 Twins and device code share these numbers; nothing here touches memory.
 
     counters      int64[8]                       local: barrier epoch, aborted, faulted
-    mailbox       int64[2][R][MAIL_WORDS]        slot [epoch & 1][s] is written by rank s alone
-    signals       int64[R][SIGNAL_WORDS]         slot s is written by rank s alone: the epoch of its last signal
-    fault inbox   uint8[2][R][INBOX_BYTES]       slot [.][s] is written by rank s alone, in turn
-    count table   int32[2][R][row_words]         half [epoch of the plan's barrier & 1], row s written by rank s alone
+    mailbox       int64[2][R][MAIL_WORDS]        only rank s writes slot [epoch & 1][s]
+    signals       int64[R][SIGNAL_WORDS]         only rank s writes slot s: the epoch of its last signal
+    fault inbox   uint8[2][R][INBOX_BYTES]       only rank s writes slot [.][s], in turn
+    count table   int32[2][R][row_words]         half [epoch of the plan's barrier & 1]; only rank s writes row s
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ MAIL_CALL = 1 + NUM_PUBLISHED
 SIGNAL_WORDS = 8
 
 # A rank that gives up adds ABORT and its rank (in the bits from ABORT_RANK_SHIFT) to the first word of every slot of
-# every mailbox and of the signals, of its own and of the peers'. That is more than any epoch: every wait ends, and none
-# has to look at a flag besides. What was in the word may stay in its low bits, so that a wait for what has come already
-# does not fail (see symm_mem/inbox.py). Others may write their epochs over it, but not in the slots of this rank, where
-# later waits find it.
+# every mailbox and of the signals, on itself and on its peers. That is more than any epoch: every wait ends, and needs
+# no other flag. The old word may stay in the low bits, so that a wait for an epoch that has come does not fail (see
+# symm_mem/inbox.py). Peers may overwrite it with their epochs, but not in the slots of this rank, where later waits
+# find it.
 ABORT = 1 << 62
 ABORT_RANK_SHIFT = 48
 EPOCH_MASK = (1 << ABORT_RANK_SHIFT) - 1
 
 # a slot of the fault inbox: the epoch of the faulted barrier or the word of a rank that gave up (8 bytes), the error,
-# five integers of the latter (see symm_mem/inbox.py), padding to 64 bytes
+# five integers of a rank that gave up (see symm_mem/inbox.py), padding to 64 bytes
 INBOX_BYTES = 64 + FAULT_BYTES
 INBOX_DETAILS = 8 + FAULT_BYTES  # where the integers start
 
@@ -69,7 +69,7 @@ HEADER_WORDS = 16
     HEAD_PRECISION,
     HEAD_QUANTIZED_WIRE,
 ) = range(13)
-# Header fields on which all ranks must agree, by the name a user knows them by.
+# Header fields on which all ranks must agree, with their names for users.
 AGREED_FIELDS = {
     HEAD_TOP_K: "top_k",
     HEAD_NUM_EXPERTS: "num_experts",
@@ -89,24 +89,24 @@ ACCESS_BYTES = 16
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # The recipes of experts; the header holds the index in its low bits and above them a number for the recipe's options, 0
-# for none (precision/names.py). The last one is whatever has no name here.
+# for none (precision/names.py). The last one stands for every other recipe.
 PRECISIONS = ("float8-block", "float8-rowwise", "mxfp8", "nvfp4", "another recipe")
 PRECISION_BITS = 8
 
-# what travels as a recipe's numbers; the header holds the index
+# what travels quantised; the header holds the index
 QUANTIZED_WIRES = ("none", "forward", "backward", "both")
 
 # the orders of combine's sums; a call holds the index
 ORDERS = ("rank", "slot")
 
-# what the backward pass of a trip computes beside the gradients of weights; a call holds the index, x + 2 * probs
+# what backward of a trip computes in addition to the gradients of weights; a call holds the index, x + 2 * probs
 GRADIENTS = ("none", "x", "probs", "x and probs")
 
 # the layouts of received rows and the schedules of a step; a call holds the indices
 LAYOUTS = ("packed", "expert-major")
 SCHEDULES = ("serial", "overlapped")
 
-# overflow policy, as it stands in the header
+# overflow policy in the header
 OVERFLOW_RAISE, OVERFLOW_DROP = 0, 1
 
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
@@ -150,7 +150,7 @@ PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBIN
 PHASE_CLOSE = 6
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
-# The plan is known by its generation, of which the last bits have to do.
+# The last bits of its generation stand for the plan.
 CALL_FIELDS = {
     "phase": 8,
     "order": 1,
@@ -167,7 +167,7 @@ MAX_HIDDEN = (1 << CALL_FIELDS["hidden"]) - 1
 
 
 class CallFields(TypedDict, total=False):
-    """Values of CALL_FIELDS, beside the phase; those that are not given are 0."""
+    """Values of CALL_FIELDS, except the phase; those that are not given are 0."""
 
     order: int
     gradients: int
@@ -181,12 +181,12 @@ class CallFields(TypedDict, total=False):
 
 
 def gradients_index(*, x: bool, probs: bool) -> int:
-    """Of GRADIENTS."""
+    """The index of GRADIENTS."""
     return int(x) + 2 * int(probs)
 
 
 def pack_call(**fields: int) -> int:
-    """The call a barrier belongs to as one integer; fields that are not given are 0."""
+    """The call of a barrier as one integer; fields that are not given are 0."""
     call, shift = 0, 0
     for name, width in CALL_FIELDS.items():
         call |= (fields.get(name, 0) & (1 << width) - 1) << shift
@@ -262,7 +262,7 @@ class Peers:
 
     @functools.cached_property
     def arrays(self) -> tuple[npt.NDArray[np.uint8], ...]:
-        """The views for numpy, on CPUs. A part of one costs a tenth of what it costs with torch."""
+        """The views for numpy, on CPUs. Slicing one costs a tenth of slicing with torch."""
         return tuple(view.numpy() for view in self.views)
 
     def region(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

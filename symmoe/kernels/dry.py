@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def nothing(*args: object, **options: object) -> int:
-    """Takes the place of any kernel; those that return something return a number."""
+    """Takes the place of every kernel; a kernel with a result returns a number."""
     return 0
 
 

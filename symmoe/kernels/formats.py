@@ -1,12 +1,12 @@
 """Low-precision formats, and where their groups lie, as data that kernels and recipes share.
 
-A line is what is contracted in a GEMM: a row of rows, a feature's column of a group's rows, a row of a weight. A block
-is what shares one scale: `block` elements of each of `block_lines` lines, or a whole line. x is about data * scale, in
-NVFP4 about data * scale * global scale.
+A line is contracted in a GEMM: a row of rows, a feature's column of a group's rows, or a row of a weight. A block
+shares one scale: `block` elements of each of `block_lines` lines, or a whole line. x is about data * scale, in NVFP4
+about data * scale * global scale.
 
     amax       the largest |x| of a block; NaN or Inf anywhere in it makes the block not finite
     fp32       scale = max(amax / 448, 2^-126)
-    power_of_two, e8m0  that, rounded up to a power of two
+    power_of_two, e8m0  scale of fp32, rounded up to a power of two
     e4m3       scale = amax / 6 / global scale, within [2^-9, 448], to the nearest E4M3 number, where
                global scale = max(the largest finite |x| of the group / (6 * 448), 2^-110)
     data       x * (1 / scale) to the nearest number of the format, ties to even, saturating; -0 stays -0
@@ -23,12 +23,12 @@ from typing import Literal
 
 import torch
 
-TILE = 128  # where groups are padded (tokens for wgrad, rows of swizzled scales), they begin at multiples of it
+TILE = 128  # padded groups (tokens for wgrad, rows of swizzled scales) begin at multiples of it
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 GLOBAL_MAX = E2M1_MAX * E4M3_MAX  # the largest number of a group in units of its global scale
 E4M3_NAN, E8M0_NAN = 0x7F, 0xFF
-MIN_SCALE = 2.0**-126  # its reciprocal is a normal number, as those of all scales are
+MIN_SCALE = 2.0**-126  # its reciprocal is a normal number, same as those of all scales
 MIN_BLOCK_SCALE = 2.0**-9  # the smallest E4M3 number above 0
 MIN_GLOBAL_SCALE = 2.0**-110
 HADAMARD_SIZE = 16
@@ -50,7 +50,7 @@ class BlockFormat:
 
     Attributes:
         element: "e4m3", or "e2m1": two in a byte, the first in the low half.
-        scale: "fp32"; "power_of_two" in fp32; "e8m0", a power of two in a byte; "e4m3", beside a global scale.
+        scale: "fp32"; "power_of_two" in fp32; "e8m0", a power of two in a byte; "e4m3", with a global scale.
         block: elements of a line that share a scale; None: all.
         block_lines: lines that share a scale; more than 1 in weights only.
     """
@@ -67,7 +67,7 @@ class BlockFormat:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """What scales are stored as."""
+        """The dtype in which scales are stored."""
         return _SCALE_DTYPES[self.scale]
 
     @property
@@ -85,12 +85,12 @@ class BlockFormat:
         return width // self.elements_per_byte
 
     def num_blocks(self, width: int) -> int:
-        """Scales for `width` elements of a line; the last block may be a part of one."""
+        """Scales for `width` elements of a line; the last block may be shorter."""
         return 1 if self.block is None else -(-width // self.block)
 
 
 def max_tiles(num_rows: int, num_groups: int) -> int:
-    """Most tiles of TILE rows that num_rows rows in num_groups groups need if every group begins at a tile of its own.
+    """Most tiles of TILE rows that num_rows rows in num_groups groups need if every group begins at a new tile.
 
     The first tile of a group is the one after the last tile of the group before; tiles past the last one stay unused.
     """

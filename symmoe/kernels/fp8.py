@@ -1,4 +1,4 @@
-"""What the grouped GEMMs of E4M3 numbers have in common on all devices: how long a block is, and what operands fit."""
+"""Rules of the grouped GEMMs of E4M3 numbers on all devices: the length of a block, and checks of operands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from symmoe.kernels.operands import check_column_scale, check_multiple, check_numbers, check_operand
 
 BLOCK = 128
-ALIGNMENT = 16  # bytes: where rows of operands and results begin
+ALIGNMENT = 16  # bytes: rows of operands and results begin at multiples
 DATA, SCALE, OUT = (torch.float8_e4m3fn,), (torch.float32,), (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -19,7 +19,7 @@ def check_fp8_gemm(
     num_groups, out_width, _ = weight.shape
     check_operand("rows", rows, (num_rows, in_width), DATA)
     check_operand("weight", weight, (num_groups, out_width, in_width), DATA)
-    # Not ambiguous: a block has several lines, and there is more than one line.
+    # This is not ambiguous: a block has several lines, and there is more than one line.
     of_lines = weight_scale.shape == (num_groups, out_width, 1)
     blocks = 1 if of_lines else num_blocks(in_width)
     check_operand("row_scale", row_scale, (num_rows, blocks), SCALE)
@@ -50,5 +50,5 @@ def check_fp8_wgrad(
 
 
 def num_blocks(length: int) -> int:
-    """Scales of `length` numbers."""
+    """Number of scales of `length` numbers."""
     return -(-length // BLOCK)

@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs, in Triton and Gluon: what kernels/contract says, as the twins."""
+"""Kernels for NVIDIA GPUs, in Triton and Gluon: they compute what kernels/contract says, same as the twins."""
 
 from symmoe.kernels.low_precision.act_quantized import act_quantize, dact_quantize
 from symmoe.kernels.low_precision.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8

@@ -1,4 +1,4 @@
-"""What operands of kernels have to be."""
+"""Checks of operands of kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_operand(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype
 
 
 def check_numbers(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    """ArgumentError unless the tensor is of this shape and of one of these dtypes, however it lies in memory."""
+    """ArgumentError unless the tensor is of this shape and of one of these dtypes, with any strides."""
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
@@ -28,8 +28,8 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_column_scale(name: str, scale: torch.Tensor) -> None:
-    """ArgumentError unless scales of columns [C features, blocks] lie as kernels have them: bytes contiguous; fp32
-    block-major, with strides (1, C), so that those of neighbouring features and the same tokens are neighbours."""
+    """ArgumentError unless scales of columns [C features, blocks] lie as kernels read them: bytes contiguous; fp32
+    block-major, with strides (1, C), so that neighbouring features of the same tokens are neighbours."""
     num_features, num_blocks = scale.shape
     wanted = (1, num_features) if scale.dtype == torch.float32 else (num_blocks, 1)
     strides = zip(scale.shape, scale.stride(), wanted, strict=True)

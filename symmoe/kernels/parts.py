@@ -1,6 +1,6 @@
 """Parts of the grouped GEMMs, for overlap with communication: some rows of every group, some columns of the result.
 
-Ranges of rows: int32[2, G] in the place of row_start, the begin and the end of what is wanted of every group's rows.
+Ranges of rows: int32[2, G] in the place of row_start, the begin and the end of the rows to compute in every group.
 Panels of columns: (first, end) of the output's features, at multiples of PANEL_COLUMNS.
 """
 
@@ -10,15 +10,15 @@ import torch
 
 from symmoe.errors import ArgumentError
 
-# Where a group's rows are cut so that no tile is: at multiples of this, counted from the group's first row. Ranges may
-# begin and end anywhere, but tiles that are cut cost time.
+# Ranges cut no tile if they begin and end at multiples of this, counted from the group's first row. They may begin and
+# end anywhere, but tiles that are cut cost time.
 PART_ROWS = 128
 PANEL_COLUMNS = 256  # a multiple of every tile's columns: a panel's tiles are tiles of the whole
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Programs of the kernels that move rows, each of which fills an SM, and SMs of the GEMMs beside them."""
+    """Programs of the kernels that move rows, each of which fills an SM, and SMs of the GEMMs at the same time."""
 
     num_ctas: int
     num_sms: int
@@ -29,8 +29,8 @@ class Part:
     """What one launch of a grouped GEMM computes.
 
     Attributes:
-        rows: ranges, or row_start.
-        num_sms: that it uses at most; None: all.
+        rows: ranges of rows, or row_start.
+        num_sms: most SMs that it uses; None: all.
     """
 
     rows: torch.Tensor
@@ -54,7 +54,7 @@ def refuse_ranges(row_start: torch.Tensor, what: str) -> None:
 
 
 def panel(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None:
-    """The columns to compute of `width`, None if they are all. ArgumentError if no panel is like that."""
+    """The columns to compute of `width`; None: all. ArgumentError if they are not a panel."""
     if columns is None or tuple(columns) == (0, width):
         return None
     first, end = columns
@@ -66,7 +66,7 @@ def panel(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None
     return first, end
 
 
-# What kernels that sum rows beside a GEMM (hopper/rows.py) have of shared memory for each of three rings.
+# Shared memory of each of the three rings of kernels that sum rows while a GEMM runs (hopper/rows.py).
 SUM_RING_BYTES = 72 << 10
 SUM_STAGES = 2
 MAX_SUM_PIECE_BYTES = 8 << 10  # 64 bytes to a thread
@@ -74,8 +74,8 @@ MAX_SUM_TOKENS = 4
 
 
 def sum_stage(row_bytes: int, num_sources: int) -> tuple[int, int]:
-    """(bytes of a piece, tokens) of a stage of a ring: the longest pieces of rows, or panels, of `row_bytes` that each
-    have up to `num_sources` rows to sum, and as many tokens as there is room for."""
+    """(bytes of a piece, tokens) of a stage of a ring: the longest pieces of rows or panels of `row_bytes`, with up to
+    `num_sources` rows to sum each, and as many tokens as there is room for."""
     most_bytes = SUM_RING_BYTES // (SUM_STAGES * num_sources)
     piece_bytes = min(1 << (row_bytes - 1).bit_length(), 1 << most_bytes.bit_length() - 1, MAX_SUM_PIECE_BYTES)
     return piece_bytes, max(1, min(MAX_SUM_TOKENS, most_bytes // piece_bytes))

@@ -1,8 +1,8 @@
-"""What the grouped GEMMs of MXFP8 and NVFP4 numbers have in common on all devices: formats, and what operands fit.
+"""Rules of the grouped GEMMs of MXFP8 and NVFP4 numbers on all devices: formats, and checks of operands.
 
 The dtype of the data is the format.
 
-    MXFP8  data E4M3 (torch.float8_e4m3fn), a scale E8M0 for 32 numbers along what is contracted
+    MXFP8  data E4M3 (torch.float8_e4m3fn), a scale E8M0 for 32 numbers along the contraction
     NVFP4  data E2M1 (torch.uint8, two in a byte), a scale E4M3 for 16 of them, a global scale fp32 for a group
 
 Scales are bytes in 128x4 tiles, uint8 [tiles, ceil(scales of a line / 4), 512] (contract/quantize.py). There may be
@@ -18,7 +18,7 @@ from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.operands import check_multiple, check_operand
 from symmoe.kernels.parts import are_ranges
 
-ALIGNMENT = 16  # bytes: where rows of data and of results begin
+ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples
 TILE_BLOCKS, TILE_BYTES = 4, 512
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -30,12 +30,12 @@ FORMATS = {
 
 
 def tiles_across(block_format: BlockFormat, width: int) -> int:
-    """Tiles of the scales of `width` numbers of a line."""
+    """Number of tiles for the scales of `width` numbers of a line."""
     return -(-block_format.num_blocks(width) // TILE_BLOCKS)
 
 
 def tiles_down(num_lines: int) -> int:
-    """Tiles that the lines of one matrix need."""
+    """Number of tiles that the lines of one matrix need."""
     return -(-num_lines // TILE)
 
 
@@ -50,7 +50,7 @@ def check_scaled_gemm(
     weight_global_scale: torch.Tensor | None,
     group_start: torch.Tensor | None,
 ) -> BlockFormat:
-    """The format of operands of grouped_gemm_scaled; ArgumentError unless they are that."""
+    """The format of operands of grouped_gemm_scaled; ArgumentError if these do not fit."""
     block_format = _format_of("rows", rows)
     num_rows, num_bytes = rows.shape
     num_groups, out_width, _ = weight.shape
@@ -84,7 +84,7 @@ def check_scaled_wgrad(
     dout_global_scale: torch.Tensor | None,
     rows_global_scale: torch.Tensor | None,
 ) -> BlockFormat:
-    """The format of operands of grouped_gemm_wgrad_scaled; ArgumentError unless they are that."""
+    """The format of operands of grouped_gemm_wgrad_scaled; ArgumentError if these do not fit."""
     block_format = _format_of("dout", dout)
     out_rows, num_bytes = dout.shape
     columns, num_tokens = rows.shape[0], num_bytes * block_format.elements_per_byte

@@ -1,7 +1,7 @@
 """Which kernels run where: the only file that chooses.
 
-Tensors on a GPU have kernels in Triton, others the PyTorch twins. On Hopper, kernels in Gluon stand in for the most
-common cases of those in Triton, with the same bits. Modules of kernels are imported on first use, so that `import
+Tensors on a GPU have kernels in Triton, others the PyTorch twins. On Hopper, kernels in Gluon replace those in
+Triton for the most common cases, with the same bits. Modules of kernels are imported on first use, so that `import
 symmoe` needs no Triton.
 """
 
@@ -17,14 +17,14 @@ import torch
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract import Kernels
 
-TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental, and changes
+TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental and changes between versions
 MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
 ACT_COLUMNS = 128  # of a tile of grouped_gemm_act for Hopper
 MAX_ROWS = 2**30  # of an output that is stored by TMA
 
 
 def for_device(device: torch.device) -> Kernels:
-    """The kernels for tensors on `device`: Triton on CUDA, none on "meta", the PyTorch twins elsewhere."""
+    """The kernels for tensors on `device`: Triton on CUDA, empty ones on "meta", the PyTorch twins elsewhere."""
     if device.type == "cuda":
         from symmoe.kernels import gpu
 
@@ -45,7 +45,7 @@ def compiled_counter(device: torch.device) -> Callable[[], int]:
         from symmoe.kernels.launch.launch import num_compiled
 
         return num_compiled
-    return int  # PyTorch compiles nothing of the twins
+    return int  # PyTorch does not compile the twins
 
 
 @functools.cache
@@ -53,14 +53,14 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> Mo
     """The launchers of the kernels for Hopper where they can run and pay; None elsewhere.
 
     Triton's pipeliner keeps all warps in step, so that nothing is multiplied during an epilogue. In the kernels for
-    Hopper it runs during the next tile's products; docs/performance.md has the numbers. What they do not take (fp32,
-    tables of weights, bias, interleaved features, narrow outputs, results added to others, weight gradients of gathered
-    rows), where they do not pay (FC1 of gathered rows), and other devices stay with Triton's. Weight gradients of E4M3
-    numbers are taken in fp32, too, and added to others (low_precision/hopper_fp8_wgrad.py: fp32 by TMA).
+    Hopper the epilogue runs during the next tile's products; docs/performance.md has the numbers. Triton's kernels
+    remain for other devices, for what those for Hopper do not take (fp32, tables of weights, bias, interleaved
+    features, narrow outputs, accumulation, weight gradients of gathered rows), and where they are slower (FC1 of
+    gathered rows). Weight gradients of E4M3 numbers may be fp32 and accumulated (low_precision/hopper_fp8_wgrad.py).
 
     Args:
-        dtype: of the output.
-        columns: of the output.
+        dtype: dtype of the output.
+        columns: columns of the output.
     """
     if (
         device.type != "cuda"

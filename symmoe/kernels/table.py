@@ -1,4 +1,4 @@
-"""Matrices that lie anywhere in memory, known to a kernel by a table of their addresses."""
+"""Matrices anywhere in memory, passed to a kernel as a table of their addresses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """G contiguous matrices of one shape; stands where a kernel takes a packed [G, rows, columns] tensor.
+    """G contiguous matrices of one shape, for kernels that take a packed [G, rows, columns] tensor.
 
     Attributes:
-        pointers: int64 [G] on the device of the matrices, their addresses (16-byte aligned).
+        pointers: addresses of the matrices, int64 [G] on their device (16-byte aligned).
         shape: (G, rows, columns).
-        dtype: of the matrices.
+        dtype: dtype of the matrices.
 
     The table does not keep the matrices alive.
     """
@@ -25,5 +25,5 @@ class TensorTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the matrices are."""
+        """The device of the matrices."""
         return self.pointers.device

@@ -18,9 +18,9 @@ Directions = tuple[Operand, Operand | None]
 def weight_operands(
     numbers: LowPrecision, weight: torch.Tensor, *, transposed: bool, held: HeldWeight | None = None
 ) -> Directions:
-    """Of forward, and of dgrad if `transposed`, from [G, O, C] in the working dtype.
+    """Operands of forward, and of dgrad if `transposed`, from a weight [G, O, C] in the working dtype.
 
-    held: where to look for them first, and to leave them; None: they are made.
+    held: the cache, which is searched first and then filled; None: the operands are made.
     """
     if held is not None:
         return held.operands(numbers, weight, transposed=transposed)
@@ -36,8 +36,8 @@ class _Made(NamedTuple):
 class HeldWeight:
     """Operands of one layer's weight while it does not change: made when they are first asked for, until `close`.
 
-    A reader on another stream than the one they were made on waits for them there. Of a copied or pickled layer nothing
-    is held: nobody would close it.
+    A reader on another stream than the one they were made on waits for them there. A copied or pickled layer holds
+    nothing, because nobody would close it.
 
     Args:
         parameters: the weight, packed or discrete; DTensors themselves, since their local parts have no version of
@@ -73,7 +73,7 @@ class HeldWeight:
             )
         if self._versions is None:
             return None
-        # Which one of discrete weights it was, versions do not say: those made in one storage share a counter.
+        # Versions do not say which of the discrete weights it was: those made in one storage share a counter.
         for parameter, found, first in zip(self._parameters, self._versions_now(), self._versions, strict=True):
             if found != first:
                 return ArgumentError(
@@ -83,7 +83,7 @@ class HeldWeight:
         return None
 
     def operands(self, numbers: LowPrecision, weight: torch.Tensor, *, transposed: bool) -> Directions:
-        """As weight_operands."""
+        """Same as weight_operands."""
         if not self._is_open or capture_id(self._device) != self._capture:
             return weight_operands(numbers, weight, transposed=transposed)
         if self._versions is None:

@@ -18,15 +18,15 @@ PRECISIONS: dict[str, Recipe] = {
 
 
 def precision_word(recipe: Recipe | None) -> int:
-    """31 bits for a recipe, equal where recipes are: which one (control.PRECISIONS), and a checksum of its fields if it
-    is not one of PRECISIONS. -1 for None."""
+    """31 bits that are equal for equal recipes: the index in control.PRECISIONS, and a checksum of the recipe's fields
+    if it is not one of PRECISIONS. -1 for None."""
     if recipe is None:
         return -1
     name = next((name for name, known in PRECISIONS.items() if type(known) is type(recipe)), control.PRECISIONS[-1])
     index = control.PRECISIONS.index(name)
     if recipe == PRECISIONS.get(name):
         return index
-    # Of another class than ours, the text may hold an address.
+    # The text of a class that is not symmoe's may hold an address.
     text = repr(recipe) if dataclasses.is_dataclass(recipe) else type(recipe).__qualname__
     checksum = max(1, zlib.crc32(text.encode()) >> (control.PRECISION_BITS + 1))
     return checksum << control.PRECISION_BITS | index

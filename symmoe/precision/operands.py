@@ -1,10 +1,10 @@
-"""What grouped GEMMs multiply in a recipe's numbers, and the two products, whichever kernels compute them.
+"""The operands of grouped GEMMs in a recipe's numbers, and their two products, for all kernels.
 
     multiply          forward: rows x weight; dgrad: gradient rows x transposed weight
     multiply_columns  wgrad: gradient columns x columns of the rows
 
 An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128 or whole lines
-(kernels/fp8.py), one-byte ones in 128x4 tiles (kernels/scaled.py). None of it synchronises the host.
+(kernels/fp8.py), one-byte ones in 128x4 tiles (kernels/scaled.py). No function synchronises the host.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Operand(NamedTuple):
     """Quantised rows, columns or weights, ready for a grouped GEMM.
 
     Attributes:
-        data: as in Quantized.
-        scale: fp32, compact; or uint8 tiles.
+        data: quantised numbers, as in Quantized.
+        scale: compact fp32 scales, or tiles of uint8 scales.
         global_scale: fp32[G], or None where the format has none.
     """
 
@@ -48,7 +48,7 @@ def _spread(columns: Quantized) -> torch.Tensor:
     """Scales [C, G] of whole groups as scales [C, P / TILE] of their tiles, block-major as they are."""
     end = ((given("row_start", columns.row_start).diff() + (TILE - 1)) // TILE).cumsum(0)
     tile = torch.arange(columns.data.shape[1] // TILE, device=end.device)
-    group = torch.searchsorted(end, tile, right=True).clamp(max=end.shape[0] - 1)  # that of no tile does not matter
+    group = torch.searchsorted(end, tile, right=True).clamp(max=end.shape[0] - 1)  # a tile of no group may get any
     return columns.scale.t().index_select(0, group).t()
 
 
@@ -62,7 +62,7 @@ def multiply(
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out[r] = rows[r] @ weight[g]^T for every row r of every group g, as grouped_gemm; out bf16, fp16 or fp32."""
+    """out[r] = rows[r] @ weight[g]^T for every row r of every group g, same as grouped_gemm; out bf16, fp16 or fp32."""
     ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_start, out)
     if rows.scale.dtype == torch.float32:
         ops.grouped_gemm_fp8(*operands, columns=columns, zero_tail=zero_tail, num_sms=num_sms)
@@ -86,7 +86,7 @@ def multiply_columns(
     accumulate: bool,
     num_sms: int | None = None,
 ) -> None:
-    """out[g] (+)= dout_g @ rows_g^T over the tokens of group g, as grouped_gemm_wgrad; out [G, O, C]."""
+    """out[g] (+)= dout_g @ rows_g^T over the tokens of group g, same as grouped_gemm_wgrad; out [G, O, C]."""
     ops, operands = kernels.for_device(out.device), (dout.data, dout.scale, rows.data, rows.scale, row_start, out)
     if rows.scale.dtype == torch.float32:
         ops.grouped_gemm_wgrad_fp8(*operands, accumulate=accumulate, num_sms=num_sms)
@@ -103,10 +103,10 @@ def multiply_columns(
 def gradient_seeds(
     recipe: Recipe, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """int64[G]: what the gradients [N, C] of every group are rounded by, where that is stochastic; else None.
+    """int64[G]: seeds of the stochastic rounding of every group's gradients [N, C]; None if rounding is not stochastic.
 
-    The sum of the bits of a group's rows. So steps are rounded by different numbers, equal gradients alike wherever
-    they are computed, however often and on however many ranks, and there is no state to keep, to save or to replay.
+    A seed is the sum of the bits of a group's rows. So different steps are rounded differently; equal gradients are
+    rounded equally, on any number of ranks and however often; and there is no state to save or to replay.
     """
     if not recipe.stochastic_gradients:
         return None
@@ -114,7 +114,7 @@ def gradient_seeds(
         return torch.zeros(row_start.shape[0] - 1, dtype=torch.int64, device=rows.device)
     words = rows.view(torch.int64).sum(1)  # wraps around
     words = words if row_index is None else words.index_select(0, row_index)
-    up_to = torch.nn.functional.pad(words.cumsum(0), (1, 0))  # of rows in the tail as well, but these cancel
+    up_to = torch.nn.functional.pad(words.cumsum(0), (1, 0))  # includes rows of the tail, but these cancel
     return up_to.index_select(0, row_start).diff()
 
 

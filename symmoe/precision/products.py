@@ -25,40 +25,40 @@ _BIAS_WIDTH = 8  # features of the product of zeros that a bias is added by: 16 
 
 @dataclass(frozen=True, slots=True)
 class LowPrecision:
-    """Operands and products of one recipe. row_index: int32[N], where row r is rows[row_index[r]]; None: rows[r]."""
+    """Operands and products of one recipe. row_index: int32[N], row r is rows[row_index[r]]; None: rows[r]."""
 
     recipe: Recipe
 
     def rows(self, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
-        """Of forward."""
+        """The rows of the forward product."""
         return operand(self.recipe.quantize(rows, row_start, row_index=row_index))
 
     def weight(self, weight: torch.Tensor) -> Operand:
-        """Of forward, from [G, O, C]."""
+        """The weight of the forward product, from [G, O, C]."""
         return operand(self.recipe.quantize_weight(weight))
 
     def weight_pair(self, weight: torch.Tensor) -> tuple[Operand, Operand]:
-        """Of forward and of dgrad, from [G, O, C], which is read once for both where the recipe allows it."""
+        """The weights of forward and of dgrad, from [G, O, C], which is read only once where the recipe allows it."""
         weight_operand, transposed = map(operand, self.recipe.quantize_weight_pair(weight))
         return weight_operand, transposed
 
     def gradient_rows(
         self, d_rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
     ) -> Operand:
-        """Of dgrad."""
+        """The gradient rows of dgrad."""
         seeds = gradient_seeds(self.recipe, d_rows, row_start, row_index)
         return operand(self.recipe.quantize(d_rows, row_start, row_index=row_index, seeds=seeds))
 
     def columns(self, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
-        """Of wgrad, from rows or activations."""
+        """The columns of wgrad, from rows or activations."""
         return operand(self.recipe.quantize_columns(rows, row_start, row_index=row_index))
 
     def gradient_columns(
         self, d_rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
     ) -> Operand:
-        """Of wgrad, from gradients."""
+        """The gradient columns of wgrad."""
         seeds = gradient_seeds(self.recipe, d_rows, row_start, row_index)
-        # Not the words that the rows were rounded by.
+        # Other random words than those that rounded the rows.
         seeds = None if seeds is None else seeds + 1
         return operand(self.recipe.quantize_columns(d_rows, row_start, row_index=row_index, seeds=seeds))
 
@@ -72,7 +72,7 @@ def weight_gradient(
     accumulate: bool,
     num_sms: int | None = None,
 ) -> None:
-    """out [G, O, C] (+)= d_rows_g^T rows_g, of columns. ArgumentError if `out` is no packed tensor."""
+    """out [G, O, C] (+)= d_rows_g^T rows_g, from columns. ArgumentError if `out` is not a packed tensor."""
     if isinstance(out, TensorTable):
         raise ArgumentError(f"out ({out}) must be one packed tensor where quantised numbers are multiplied")
     multiply_columns(d_rows, rows, row_start, out, accumulate=accumulate, num_sms=num_sms)
@@ -90,8 +90,8 @@ def product(
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out [N, O] = rows @ weight^T + bias * bias_scale, as the kernel grouped_gemm. With a bias, the product is rounded
-    before the bias is added, in fp32, and the sum again."""
+    """out [N, O] = rows @ weight^T + bias * bias_scale, as grouped_gemm. With a bias, the product is rounded before
+    the bias is added, in fp32, and the sum is rounded again."""
     multiply(rows, weight, row_start, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
     if bias is None:
         return

@@ -18,7 +18,7 @@ Layout = Literal["rows", "columns", "weight", "weight_transposed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantized:
-    """What a recipe makes of rows [N, C] in G groups, or of weights [G, O, C].
+    """Quantised rows [N, C] in G groups, or quantised weights [G, O, C].
 
     P is the number of tokens with padding: TILE * max_tiles(N, G) (kernels/formats.py). Every group begins at the first
     multiple of TILE after the group before; what fills its last tile is 0, later tiles are not written.
@@ -30,18 +30,18 @@ class Quantized:
     | weight | C | [G, O, C] | [G, O / block_lines, C / block], or [G, O, 1] |
     | weight_transposed | O | [G, C, O] | [G, C / block_lines, O / block], or [G, C, 1] |
 
-    Quotients are rounded up. Of rows that belong to no group nothing is written.
+    Quotients are rounded up. Nothing is written for rows that belong to no group.
 
     Attributes:
-        data: float8_e4m3fn; or uint8 with two E2M1 numbers in a byte, half as wide.
-        scale: dtype and blocks as `block_format` says; compact and row-major, but for fp32 scales of columns, which are
-            block-major, of strides (1, C): a GEMM wants those of neighbouring features and the same tokens at a time.
-        block_format: elements, scales and blocks.
-        layout: which of the above.
-        num_rows: N; O or C for weights.
+        data: float8_e4m3fn numbers; or uint8 with two E2M1 numbers in a byte, half as wide.
+        scale: scales, dtype and blocks as `block_format` says; compact and row-major. Only fp32 scales of columns are
+            block-major, of strides (1, C): a GEMM reads those of neighbouring features and the same tokens at a time.
+        block_format: the format of elements, scales and blocks.
+        layout: the row of the table above.
+        num_rows: N for rows and columns; O or C for weights.
         amax: fp32[G], the largest finite |x| of every group, where there is a global scale; else None.
         row_start: int32[G + 1], the groups' bounds; None for weights.
-        signs: of the Hadamard transform that tokens have gone through; None if they have not.
+        signs: signs of the Hadamard transform that tokens have gone through; None: no transform.
     """
 
     data: torch.Tensor
@@ -55,7 +55,7 @@ class Quantized:
 
     @property
     def global_scale(self) -> torch.Tensor | None:
-        """fp32[G], what the scales of a group are multiplied by; None without one. A new tensor."""
+        """fp32[G], the factor of a group's scales, as a new tensor; None if the format has none."""
         if self.amax is None:
             return None
         # Not divided by a number: on GPUs torch multiplies by its reciprocal, which rounds differently.
@@ -65,14 +65,14 @@ class Quantized:
     def swizzled_scale(self) -> torch.Tensor:
         """The scales in 128x4 tiles, as Blackwell's matrix units read them (precision/block_scaled/scale_tiles.py).
 
-        Rows: every group begins at a tile of its own. Columns: one matrix, in which groups begin at tiles anyway.
+        Rows: every group begins at a new tile. Columns: one matrix, in which groups begin at tiles anyway.
         Weights: one matrix after the other, each padded to tiles, with a scale for every line of a square block.
 
         Returns:
             uint8 [tiles, ceil(scales of a line / 4), 512].
 
         Raises:
-            ArgumentError: scales are not of one byte.
+            ArgumentError: a scale is not one byte.
         """
         if self.layout == "rows":
             return swizzle_scales(self.scale, self._bounds)
@@ -84,7 +84,7 @@ class Quantized:
         return swizzle_scales(lines.reshape(-1, lines.shape[-1]), starts)
 
     def dequantize(self) -> torch.Tensor:
-        """About what was quantised, fp32: rows [N, C] or weights [G, O, C]; rows of no group are 0.
+        """The numbers in fp32, up to rounding: rows [N, C] or weights [G, O, C]; rows of no group are 0.
 
         For numerics and tests: it has temporaries of several times the result. Does not synchronise the host.
         """
@@ -110,7 +110,7 @@ class Quantized:
         row = torch.arange(self.num_rows, device=self.data.device)
         place = (first - self._bounds[:-1])[groups] + row
         width = self.data.shape[1] * self.block_format.elements_per_byte
-        # The group that a padded token is of; which one does not matter for tiles that are nobody's.
+        # The group of each padded token; tiles of no group may get any.
         token = torch.arange(width, device=self.data.device)
         token_groups = (torch.searchsorted(first, token, right=True) - 1).clamp(min=0)
         scale = None
@@ -123,7 +123,7 @@ class Quantized:
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
 
     def _row_groups(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For every row: its group, 0 if it has none, and whether it has one."""
+        """The group of every row, 0 if it has none, and whether it has one."""
         row = torch.arange(self.num_rows, device=self.data.device, dtype=torch.int32)
         groups = torch.searchsorted(self._bounds[1:].contiguous(), row, right=True)
         belongs = groups < self._bounds.shape[0] - 1

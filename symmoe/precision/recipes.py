@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Recipe(ABC):
-    """What all recipes do. None of it is collective, none synchronises the host, all can be captured in a CUDA graph.
+    """What all recipes do. No method is collective or synchronises the host; all can be captured in a CUDA graph.
 
     The four methods are the operands of the three products of a layer:
 
@@ -36,8 +36,8 @@ class Recipe(ABC):
 
     Attributes:
         feature_multiple: what the number of features must be a multiple of: a line of data then has whole 16 bytes.
-        token_multiple: where a group begins among tokens that are contracted; groups need not be aligned themselves.
-        stochastic_gradients: whether gradients are to be rounded stochastically: then their quantising gets `seeds`.
+        token_multiple: columns of a group begin at multiples of this many tokens; rows of groups need no alignment.
+        stochastic_gradients: whether gradients are rounded stochastically; quantising them then takes `seeds`.
     """
 
     feature_multiple: ClassVar[int] = 16
@@ -49,28 +49,28 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def row_format(self) -> BlockFormat:
-        """Of activations and gradients, along features or tokens."""
+        """The format of activations and gradients, along features or tokens."""
 
     @property
     @abstractmethod
     def weight_format(self) -> BlockFormat:
-        """Of weights."""
+        """The format of weights."""
 
     @property
     def column_signs(self) -> int | None:
-        """Of the Hadamard transform of tokens before they are quantised for wgrad; None without one."""
+        """Signs of the Hadamard transform of tokens before they are quantised for wgrad; None without one."""
         return None
 
     def row_bytes(self, features: int) -> int:
         """Bytes of one row of `features` features on the wire: data and compact scales.
 
-        Without the 4 bytes of a group's global scale, where there is one.
+        The 4 bytes of a group's global scale, where there is one, are not counted.
         """
         row_format = self.row_format
         return row_format.data_width(features) + row_format.num_blocks(features) * row_format.scale_dtype.itemsize
 
     def empty_rows(self, num_rows: int, features: int, row_start: torch.Tensor) -> Quantized:
-        """What quantize makes of so many rows, without numbers: for kernels that fill it. Not with a global scale."""
+        """An uninitialised result of quantize, for kernels that fill it. Not for recipes with a global scale."""
         row_format = self.row_format
         return Quantized(
             data=row_start.new_empty((num_rows, row_format.data_width(features)), dtype=row_format.data_dtype),
@@ -82,7 +82,7 @@ class Recipe(ABC):
         )
 
     def empty_columns(self, num_rows: int, features: int, row_start: torch.Tensor) -> Quantized:
-        """The same of quantize_columns. Not with a global scale, nor with a scale for a whole group."""
+        """An uninitialised result of quantize_columns. Not for recipes with a global scale or one scale per group."""
         data, scale = self._column_buffers(num_rows, features, row_start, None)
         return Quantized(
             data=data,
@@ -109,13 +109,13 @@ class Recipe(ABC):
             rows: [N, C], bf16, fp16 or fp32, contiguous; C a multiple of feature_multiple.
             row_start: int32[G + 1] on their device, the groups' bounds; None: one group of all rows. Rows past
                 row_start[G] are neither read nor written.
-            row_index: int32[N], which row of `rows` row r of the groups is; None: row r.
-            seeds: int64[G]: rounds to one of the two nearest numbers by random words of the group's seed and the place
-                in the group, so that the mean is right. Equal seeds and rows give equal bits wherever the group lies.
+            row_index: int32[N], row r of the groups is rows[row_index[r]]; None: rows[r].
+            seeds: int64[G]; random words of the group's seed and the place in the group round numbers up or down,
+                so that the mean is right. Equal seeds and rows give equal bits wherever the group lies.
             out: buffers for data and scale, of the shapes and dtypes that :class:`Quantized` names.
 
         Raises:
-            ArgumentError: an argument is not like that, or seeds for a recipe without stochastic_gradients.
+            ArgumentError: an argument is not as described, or there are seeds without stochastic_gradients.
         """
         row_start = self._row_start(rows, row_start, seeds, row_index)
         num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
@@ -145,7 +145,7 @@ class Recipe(ABC):
         seeds: torch.Tensor | None = None,
         out: Buffers | None = None,
     ) -> Quantized:
-        """Rows transposed, with scales along the tokens of a group: an operand of wgrad.
+        """Transposed rows with scales along the tokens of a group: an operand of wgrad.
 
         Args:
             rows, row_start, row_index, seeds, out: as in quantize.
@@ -175,7 +175,7 @@ class Recipe(ABC):
     def _column_buffers(
         self, num_rows: int, features: int, row_start: torch.Tensor, out: Buffers | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Data and scale of columns, their scales as they lie in memory; the caller's if there are."""
+        """Data and scale of columns, the scale as it lies in memory; the caller's buffers if given."""
         row_format, num_groups = self.row_format, row_start.shape[0] - 1
         padded = TILE * max_tiles(num_rows, num_groups)
         num_scales = num_groups if row_format.block is None else row_format.num_blocks(padded)
@@ -193,21 +193,21 @@ class Recipe(ABC):
             out: as in quantize.
 
         Raises:
-            ArgumentError: an argument is not like that.
+            ArgumentError: an argument is not as described.
         """
         return self._quantize_weight(weight, "weight", out)
 
     def quantize_weight_transposed(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
         """Weights for dgrad: data [G, C, O]. Arguments as in quantize_weight.
 
-        Where weights have square blocks these are the same numbers, so that both products see the same weight.
+        Where weights have square blocks, the numbers are those of quantize_weight: both products see the same weight.
         """
         return self._quantize_weight(weight, "weight_transposed", out)
 
     @torch.no_grad()
     def quantize_weight_pair(self, weight: torch.Tensor) -> tuple[Quantized, Quantized]:
-        """quantize_weight and quantize_weight_transposed, of which the second costs a write more: the weight is read
-        once, but for scales of whole lines. Arguments as in quantize_weight."""
+        """Results of quantize_weight and quantize_weight_transposed. The weight is read once, except for scales
+        of whole lines. Arguments as in quantize_weight."""
         amax = self._weight_amax(weight)
         forward = self._empty_weight(weight, "weight", None, amax)
         transposed = self._empty_weight(weight, "weight_transposed", None, amax)
@@ -226,7 +226,7 @@ class Recipe(ABC):
         return quantized
 
     def _weight_amax(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The largest finite |x| of each weight, if the format has a global scale; ArgumentError if it is no weight."""
+        """The largest finite |x| of each weight, if the format has a global scale; ArgumentError if not a weight."""
         if weight.dim() != 3 or weight.dtype not in DTYPES or not weight.is_contiguous():
             raise ArgumentError(
                 f"weight is {weight.dtype} {list(weight.shape)}; it must be contiguous [G, O, C] of one of {DTYPES}"
@@ -241,7 +241,7 @@ class Recipe(ABC):
     def _empty_weight(
         self, weight: torch.Tensor, layout: Layout, out: Buffers | None, amax: torch.Tensor | None
     ) -> Quantized:
-        """The result in a layout, without numbers; in the caller's buffers if there are."""
+        """An uninitialised result in a layout; in the caller's buffers if given."""
         num_groups, num_lines, width = (weight if layout == "weight" else weight.mT).shape
         weight_format = self.weight_format
         data_shape = num_groups, num_lines, weight_format.data_width(width)
@@ -319,7 +319,7 @@ class Float8Block(Recipe):
 class Float8Rowwise(Recipe):
     """E4M3 with one fp32 scale for a row, for a feature of a group's tokens, and for a line of a weight.
 
-    The scales leave the sum over what is contracted, so a GEMM applies them to its result alone.
+    The scales are constant along the contraction, so a GEMM applies them only to its result.
     """
 
     @property
@@ -356,14 +356,14 @@ class NVFP4(Recipe):
     Weights have 16 x 16 blocks. Data holds two elements in a byte, the first in the low half.
 
     Attributes:
-        hadamard_signs: what is contracted in wgrad goes through a Hadamard transform with these 16 signs first, both
-            operands alike (precision/block_scaled/hadamard.py); None: it does not.
-        stochastic_gradients: gradients are rounded stochastically: seeds are accepted.
+        hadamard_signs: both operands of wgrad first go through a Hadamard transform with these 16 signs
+            (precision/block_scaled/hadamard.py); None: they do not.
+        stochastic_gradients: whether gradients are rounded stochastically; then seeds are accepted.
     """
 
     feature_multiple: ClassVar[int] = 32
 
-    hadamard_signs: int | None = 0x9A5C  # any will do that is not regular; both operands need the same
+    hadamard_signs: int | None = 0x9A5C  # any irregular pattern will do; both operands need the same
     stochastic_gradients: bool = True
 
     def __post_init__(self) -> None:
@@ -407,7 +407,7 @@ def _buffers(
     source: torch.Tensor,
     check_scale: Callable[[str, torch.Tensor], None] = check_contiguous,
 ) -> Buffers:
-    """The caller's buffers for data and scale, checked, or new ones. check_scale: of how the caller's scale lies."""
+    """The caller's buffers for data and scale, checked, or new ones. check_scale: checks a given scale's strides."""
     wanted = {"data": (data_shape, block_format.data_dtype), "scale": (scale_shape, block_format.scale_dtype)}
     if out is None:
         data, scale = (torch.empty(shape, dtype=dtype, device=source.device) for shape, dtype in wanted.values())

@@ -1,8 +1,8 @@
-"""Rows in fewer bytes on the wire: what a recipe makes of each, data and scales, as one row of bytes.
+"""Rows in fewer bytes on the wire: the quantised data and the scales of each row, as one row of bytes.
 
 The sender quantises a token once, however many ranks it goes to; kernels that move rows do not look into them. The
-receiver takes data and scales apart for its GEMM, which multiplies the numbers that it would have made of the row
-itself. So this is for recipes whose blocks lie within a row.
+receiver separates data and scales for its GEMM. The numbers are those that it would have quantised from the row itself,
+so this is only for recipes whose blocks lie within a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from symmoe.kernels import control
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import DTYPES, Recipe
 
-# Of rows that travel: 16-bit words, which the kernels for few programs take too. No arithmetic is done with them.
+# Dtype of travelling rows: 16-bit words, which hopper/rows.py takes too. No arithmetic is done with them.
 WORD = torch.bfloat16
 
 
@@ -30,7 +30,7 @@ class WireFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row on the wire."""
+        """Bytes of a row on the wire."""
         return -(-self.recipe.row_bytes(self.hidden) // control.ACCESS_BYTES) * control.ACCESS_BYTES
 
     @property
@@ -40,7 +40,7 @@ class WireFormat:
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """WORD [T, row_words] of x [T, H], in one launch: what Recipe.quantize makes of x, and zeros.
+        """WORD [T, row_words] from x [T, H], in one launch: the result of Recipe.quantize, padded with zeros.
 
         Raises:
             ArgumentError: x is not contiguous bf16, fp16 or fp32 of H features.
@@ -56,7 +56,7 @@ class WireFormat:
     def quantized(
         self, received: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
     ) -> Quantized:
-        """Row r is received[row_index[r]], or received[r]: as Recipe.quantize makes it of these rows."""
+        """The result of Recipe.quantize for rows received[row_index[r]], or received[r] without an index."""
         num_rows = (received if row_index is None else row_index).shape[0]
         rows = self.recipe.empty_rows(num_rows, self.hidden, row_start)
         self.unpack(received, row_start, rows, row_index)
@@ -65,7 +65,7 @@ class WireFormat:
     def unpack(
         self, received: torch.Tensor, row_start: torch.Tensor, rows: Quantized, row_index: torch.Tensor | None = None
     ) -> None:
-        """Fills rows that Recipe.empty_rows has made, as in quantized; with ranges int32[2, G], only these rows."""
+        """Fills the result of Recipe.empty_rows as `quantized` does; with ranges int32[2, G], only these rows."""
         data, scale = rows.data.view(torch.uint8), rows.scale.view(torch.uint8)
         ops = kernels.for_device(received.device)
         ops.unpack_rows(received.view(torch.uint8), row_start, data, scale, row_index=row_index)
@@ -77,7 +77,7 @@ class WireFormat:
         dtype: torch.dtype,
         row_index: torch.Tensor | None = None,
     ) -> Quantized:
-        """As Recipe.quantize_columns makes it of the rows that decode gives, in one launch if the recipe has blocks."""
+        """The result of Recipe.quantize_columns for the rows of `decode`, in one launch if the recipe has blocks."""
         if self.recipe.row_format.block is None:
             return self.recipe.quantize_columns(self.decode(received, dtype), row_start, row_index=row_index)
         num_rows = (received if row_index is None else row_index).shape[0]
@@ -89,7 +89,7 @@ class WireFormat:
         return columns
 
     def decode(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """About the rows [P, H] that have been sent. Bytes that were never received give any numbers."""
+        """The rows [P, H] that have been sent, up to rounding. Bytes that were never received give any numbers."""
         out = torch.empty((received.shape[0], self.hidden), dtype=dtype, device=received.device)
         ops = kernels.for_device(received.device)
         ops.decode_rows(received.view(torch.uint8), out, self.recipe.row_format)

@@ -12,22 +12,22 @@ from symmoe.symm_mem.streams import NoStreams, StreamOrder
 
 
 class Access:
-    """Of one heap. As a context it is the turn of the thread that is in it, which may enter it again.
+    """The right to use one heap. As a context it is a turn of one thread, which may enter it again.
 
-    Another thread that comes meanwhile raises and does not wait: ranks make their calls in one order, and which of two
-    threads is the first would differ from rank to rank.
+    Another thread that comes meanwhile raises and does not wait: all ranks make their calls in one order, and the order
+    of two threads would differ from rank to rank.
 
     Attributes:
-        is_given: whether this process has made the heap. One that it has forked maps the same arenas, and must not
-            touch them.
+        is_given: whether this process has made the heap. A process forked from it maps the same arenas, and must
+            not touch them.
     """
 
     def __init__(self) -> None:
         self.is_given = True
         self._pid = os.getpid()
         self._turn = threading.RLock()
-        self._thread: int | None = None  # of the last turn
-        # To ask for the process id in every call would be a system call.
+        self._thread: int | None = None  # the thread of the last turn
+        # To ask for the process id in every call would cost a system call.
         os.register_at_fork(after_in_child=partial(_take_away, weakref.ref(self)))
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ class OneCall:
     """The context of a collective call's kernels: a thread's turn, and in it their place in the order of streams.
 
     Args:
-        memory: the lock of what is known of streams.
+        memory: lock of `streams`.
     """
 
     def __init__(self, access: Access, memory: threading.RLock, streams: StreamOrder | NoStreams) -> None:

@@ -50,12 +50,12 @@ class AddressRange:
             None,
             None,  # no deleter: there is nothing to free
         )
-        # A tensor reads the deleter field when it dies, which can be after this object: these 100 bytes stay forever.
+        # A tensor reads the deleter field when it dies, maybe after this object: these 100 bytes are never freed.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._managed))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._shape))
 
     def tensor(self) -> torch.Tensor:
-        """A new uint8 tensor over the whole range, with a version counter of its own."""
+        """A new uint8 tensor over the whole range, with a separate version counter."""
         new_capsule = ctypes.pythonapi.PyCapsule_New
         new_capsule.restype = ctypes.py_object
         new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]

@@ -1,10 +1,10 @@
-"""Offset arithmetic of the arena: a first-fit allocator that depends on nothing but the order of its calls."""
+"""Offset arithmetic of the arena: a first-fit allocator that depends only on the order of its calls."""
 
 from __future__ import annotations
 
 from bisect import insort
 
-ALIGNMENT_BYTES = 512  # keeps every lease fit for TMA (128) and apart from its neighbour's cache lines
+ALIGNMENT_BYTES = 512  # fits TMA (128), and leases share no cache lines
 
 
 class Arena:
@@ -33,7 +33,7 @@ class Arena:
         return None
 
     def take_or_grow(self, num_bytes: int, source: Arena) -> tuple[int, int] | None:
-        """As :meth:`take`; where that finds nothing, this arena first grows by what `source` can give."""
+        """Same as :meth:`take`, but if no range fits, this arena first grows by a range of `source`."""
         span = self.take(num_bytes)
         if span is None and (more := source.take(num_bytes)) is not None:
             self.capacity_bytes += more[1]
@@ -47,7 +47,7 @@ class Arena:
         self._insert(offset, size)
 
     def clear(self) -> list[tuple[int, int]]:
-        """Takes all that is free out of the arena, as (offset, size)."""
+        """Removes all free ranges from the arena; returns them as (offset, size)."""
         spans = [(start, end - start) for start, end in self._free]
         self.capacity_bytes -= sum(size for _, size in spans)
         self._free = []

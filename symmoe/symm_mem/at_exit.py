@@ -13,13 +13,13 @@ import os
 import time
 
 _THREAD = "pt_gloo_runloop"
-_LONGEST_S = 5.0  # in which a thread that has something to drop has had its turn
-_NUM_LOOKS = 3  # one alone may find it at the lock
+_LONGEST_S = 5.0  # enough for a thread that has something to drop
+_NUM_LOOKS = 3  # in a single look the thread may be waiting for the lock
 
 
 @functools.cache
 def wait_for_gloo_at_exit() -> None:
-    """Lets gloo's threads finish before the interpreter ends, however many ask for it. Nobody waits for a peer then."""
+    """Lets gloo's threads finish before the interpreter ends, however often this is called. Waits for no peer."""
     atexit.register(_wait_for_gloo)
 
 
@@ -27,17 +27,17 @@ def _wait_for_gloo() -> None:
     deadline, num_looks = time.monotonic() + _LONGEST_S, 0
     while num_looks < _NUM_LOOKS and time.monotonic() < deadline:
         num_looks = num_looks + 1 if _is_gloo_asleep() else 0
-        time.sleep(1e-3)  # without the lock
+        time.sleep(1e-3)  # releases the lock
 
 
 def _is_gloo_asleep() -> bool:
-    """Whether none of its threads runs, or would if there were a free core."""
+    """Whether none of gloo's threads runs or could run."""
     for thread in os.listdir("/proc/self/task"):
         try:
             with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
                 _, _, rest = file.read().partition("(")
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended
         name, _, state = rest.rpartition(") ")
         if name == _THREAD and not state.startswith("S"):
             return False

@@ -1,4 +1,4 @@
-"""Fixed-size messages over a process group: what the heap needs before it has memory of its own. No pickle."""
+"""Fixed-size messages over a process group, for the time before the heap has memory. No pickle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from symmoe.symm_mem.at_exit import wait_for_gloo_at_exit
 
 _T = TypeVar("_T")
 
-_TAG = 0x5E41  # keeps messages apart from what the user of the group sends
+_TAG = 0x5E41  # no message of the user of the group has this tag
 
 
 class Bootstrap:
@@ -37,12 +37,12 @@ class Bootstrap:
     `group=None` without an initialised process group is a group of one.
 
     Args:
-        timeout_s: bound of each wait for a peer; None: the group's own. After a wait that has failed, the process group
-            may be broken too.
+        timeout_s: bound of each wait for a peer; None: the group's timeout. A wait that has failed may break the
+            process group, too.
 
     Every method raises:
-        PeerTimeout: a peer did not come in time. A group without CPU tensors (NCCL alone) cannot tell which, then it is
-            rank -1.
+        PeerTimeout: a peer did not come in time. A group without CPU tensors (only NCCL) cannot tell which; the rank is
+            then -1.
         PeerLost: the connection to a peer broke.
     """
 
@@ -57,7 +57,7 @@ class Bootstrap:
         self._num_exchanges = 0
         self.rank = 0 if self._alone else dist.get_rank(group)
         self.num_ranks = 1 if self._alone else dist.get_world_size(group)
-        # Of the thread that makes this: another one, which may exchange on its behalf, has a current GPU of its own.
+        # The current GPU of this thread: another thread may call the methods, with another current GPU.
         needs_gpu = self.rank >= 0 and not (self._alone or self._takes_cpu_tensors())
         self._device = torch.device("cuda", torch.cuda.current_device()) if needs_gpu else torch.device("cpu")
 
@@ -86,23 +86,23 @@ class Bootstrap:
                 raise decode(payload, rank=rank)
 
     def attempt(self, step: Callable[[], _T]) -> _T:
-        """What `step`, which each rank takes by itself, returns; the first rank's error in it on every rank. An error
-        that is not symmoe's own is a BackendUnavailable there: something that a heap needs is missing."""
+        """Runs `step` on each rank and returns its result; raises the first rank's error on every rank. An error
+        that is not symmoe's is raised as BackendUnavailable: something that a heap needs is missing."""
         problem: SymmoeError | None = None
         try:
             result = step()
         except SymmoeError as error:
             problem = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait
+        except Exception as error:  # noqa: BLE001 - peers wait after any error
             problem = BackendUnavailable(f"{type(error).__name__}: {error}")
         try:
             self.agree(problem)
         finally:
-            problem = None  # its traceback refers to this frame: a cycle that would keep what `step` has made
+            problem = None  # its traceback refers to this frame: a cycle that would keep the result of `step`
         return result
 
     def barrier(self) -> None:
-        """Every rank has arrived."""
+        """Returns when every rank has arrived."""
         self.all_gather_bytes(b"", num_bytes=8)
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ class Bootstrap:
         return theirs
 
     def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """The same, message by message, so that one that does not come has a sender."""
+        """Same as _gather, but message by message, so that a missing message has a known sender."""
         theirs = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.num_ranks)]
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         start, failures = time.monotonic(), list[PeerError]()
@@ -137,15 +137,15 @@ class Bootstrap:
             if not failures:
                 attempt(peer, self._wait, received[peer], start)
         for peer in peers:
-            # Where one peer is lost, too: what another has not taken when this rank gives up never reaches it, and it
-            # would wait for this rank. After a timeout gloo has closed all connections.
+            # Wait for all sends, even if one peer is lost: a message not taken when this rank gives up never arrives,
+            # and its receiver would wait. After a timeout gloo has closed all connections.
             if not any(isinstance(failure, PeerTimeout) for failure in failures):
                 attempt(peer, self._wait, sent[peer], start)
         try:
             if failures:
                 raise failures[0]
         finally:
-            failures.clear()  # whose tracebacks keep this frame, and the frame them
+            failures.clear()  # their tracebacks and this frame keep each other alive
         return theirs
 
     def _wait(self, work: dist.Work | None, start: float) -> None:
@@ -158,7 +158,7 @@ class Bootstrap:
 
     def _failure(self, rank: int, start: float, error: RuntimeError) -> PeerError:
         waited_s = time.monotonic() - start
-        # Nobody tells the group's own bound, but gloo says that it is over.
+        # The group's timeout cannot be read, but gloo says that it has passed.
         is_late = "imed out" in str(error) if self._timeout_s is None else waited_s >= self._timeout_s
         if not is_late:
             return PeerLost(rank=rank, problem=str(error).split("\n", 1)[0])
@@ -177,7 +177,7 @@ class Bootstrap:
 
 
 def _group_problem(group: object) -> ArgumentError | None:
-    """What keeps this rank from talking to a group. Nobody can be told of it."""
+    """What keeps this rank from talking to a group, or None. Peers cannot be told."""
     if group is None:
         return None
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -194,7 +194,7 @@ def _group_problem(group: object) -> ArgumentError | None:
 
 
 def warn_if_alone_by_mistake(group: dist.ProcessGroup | None) -> None:
-    """torchrun's ranks would each train a model of their own, and nothing would fail."""
+    """Warns of torchrun's ranks without a process group: each would train a separate model without an error."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     if group is None and num_ranks != "1" and not dist.is_initialized():
         warnings.warn(

@@ -17,7 +17,7 @@ from symmoe.symm_mem.streams import NoStreams
 
 _META = torch.device("meta")
 _nothing: Any = dry.nothing
-Event = tuple[int | None, Any]  # the bytes of a lease where it begins, None where it ends; and which lease
+Event = tuple[int | None, Any]  # (bytes of a lease where it begins or None where it ends, the lease)
 
 
 class DryHeap(SymmetricHeap):
@@ -28,7 +28,7 @@ class DryHeap(SymmetricHeap):
         num_rows, num_packed_rows: N and P of every plan with exact capacity.
 
     Attributes:
-        events: leases as they have begun and ended.
+        events: begins and ends of leases, in order.
     """
 
     rank, device, epoch = 0, _META, 0
@@ -46,7 +46,7 @@ class DryHeap(SymmetricHeap):
         self._report[[control.SUM_NUM_ROWS, control.SUM_MAX_ROWS]] = num_rows
         self._report[[control.SUM_NUM_PACKED, control.SUM_MAX_PACKED]] = num_packed_rows
         self.events: list[Event] = []
-        self.dropped = self.events  # a lease that is dropped adds to it what it would give back
+        self.dropped = self.events  # a dropped lease appends its end
 
     def lease(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "lease", phase: int | None = None
@@ -67,7 +67,7 @@ class DryHeap(SymmetricHeap):
         return hasattr(tensor.untyped_storage(), "_lease_span")
 
     def read_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The report of a plan, which is all that a call reads."""
+        """The report of a plan: a call reads nothing else."""
         return self._report
 
     def fail(self, error: SymmoeError, phase: int | None) -> NoReturn:

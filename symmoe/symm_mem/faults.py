@@ -1,12 +1,12 @@
-"""What has gone wrong on a heap: which error this rank raises, and when, and what its peers are told.
+"""The errors of a heap: which error this rank raises, when it raises it, and what it tells its peers.
 
-All ranks find the error of a call by themselves, and each raises it once: on GPUs when its host next looks. A rank that
-has left the call before that, by an exception of its own, comes with the next plan, in whose barrier its peers are,
-because they have raised the error already. To raise it alone would leave them there. So this rank keeps the error,
-enters the barrier as well, and publishes that it has an error which it has not raised. If all ranks publish that, all
-raise. Otherwise the error has been raised where somebody waited for the result, and is over.
+Each rank finds the error of a call and raises it once: on GPUs when its host next looks. But a rank may have left the
+call before that, by another exception, and go on to the next plan. Its peers may have raised the error already, and
+wait in that plan's barrier; if only this rank raised it now, they would wait in vain. So this rank keeps the error,
+enters the barrier, and publishes that it has an error which it has not raised. If all ranks publish that, all raise
+it. Otherwise some rank has raised it already, and it is over.
 
-That the call was left is seen in what has been launched since: a plan comes, and what belongs between has not.
+A rank knows that it has left a call if it comes to another plan without the barriers that belong between.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from symmoe.symm_mem.waits import Waits
 
 logger = logging.getLogger("symmoe")
 
-UNRAISED = (1,)  # what is published; ranks without an error publish 0
+UNRAISED = (1,)  # published by a rank with an error; others publish 0
 
-# What follows a barrier of the key before there is another plan.
+# The barrier that follows that of the key, unless the call is left.
 _NEXT = {
     control.PHASE_PLAN: control.PHASE_DISPATCH_READY,
     control.PHASE_DISPATCH_READY: control.PHASE_COMBINE_READY,
@@ -38,11 +38,11 @@ _NEXT = {
 
 
 class Faults:
-    """The errors of one rank on one heap. Returns them: a frame that has a name for an error which passes through it
-    is in a cycle with the error's traceback, and would keep the leases of all its frames.
+    """The errors of one rank on one heap. Methods return errors and do not raise them: a frame with a name for an error
+    that passes through it is in a cycle with the traceback, which keeps the leases of all its frames.
 
     Attributes:
-        poison: why nothing but `close` works any more; None: the rest works, too. (An error would keep frames alive.)
+        poison: why only `close` works any more; None: everything works. (An error object would keep frames alive.)
         unraised: the error that is kept for the barrier of the next plan, or None.
     """
 
@@ -53,7 +53,7 @@ class Faults:
         self._peers, self._flight = waits.peers, waits.flight
         self._words = waits.status.numpy()
         self._counters = counters(waits.peers)
-        self._num_messages = 0  # to the peers
+        self._num_messages = 0  # messages sent to the peers
 
     # -- found ----------------------------------------------------------------------------------------------------
 
@@ -64,13 +64,13 @@ class Faults:
             phase: as in SymmetricHeap.check.
         """
         if self._words[control.STATUS_KIND] == control.STATUS_OK:
-            return None  # another thread has raised it meanwhile
+            return None  # another thread has raised the error meanwhile
         failed_phase = int(self._words[control.STATUS_PHASE])
         error = self.take()
         if self.poison is None and not self._is_captured:
-            since = self._flight.phases_since(self._flight.epoch)  # by now that of the error
+            since = self._flight.phases_since(self._flight.epoch)  # the epoch of the error by now
             if was_left(failed_phase, [*since, phase]):
-                if control.PHASE_PLAN in since:  # which was no barrier on the device: the peers are still in it
+                if control.PHASE_PLAN in since:  # on the device it was no barrier: the peers are still in it
                     return self.fail(error, control.PHASE_PLAN)
                 self.unraised = error
                 return None
@@ -80,10 +80,10 @@ class Faults:
         """The error that was kept for this barrier, if this rank raises it.
 
         Args:
-            received: int64 [R, NUM_PUBLISHED] on the CPU, what ranks have published there.
+            received: int64 [R, NUM_PUBLISHED] on the CPU, what ranks have published in the barrier.
         """
         error, self.unraised = self.unraised, None
-        if (received[:, 0] == UNRAISED[0]).all():  # nobody has raised it
+        if (received[:, 0] == UNRAISED[0]).all():  # no rank has raised it
             return error
         logger.warning(
             "rank %d has left a call by an exception of its own, in which its peers have raised: %s",
@@ -93,7 +93,7 @@ class Faults:
         return None
 
     def take(self, own: SymmoeError | None = None) -> SymmoeError:
-        """The error on record. All but those of peers that are gone are over with it: the next barrier counts again.
+        """The error on record, which is then over: the next barrier counts again, unless a peer is gone.
 
         Synchronises.
 
@@ -111,9 +111,9 @@ class Faults:
             return error
         if self._is_captured:
             return SymmoeError("an earlier call has failed; end the capture and call heap.check() for the error")
-        self._streams.synchronize()  # barriers of the failed call that are on their way must still find the flag
+        self._streams.synchronize()  # launched barriers of the failed call must still find the flag
         self._counters[control.FAULTED] = 0
-        self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # not all that were launched have counted
+        self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # some launched barriers have not counted
         self._streams.synchronize()  # the next call may come on another stream
         self._words[control.STATUS_KIND] = control.STATUS_OK
         if kind == control.STATUS_FAULT:
@@ -132,17 +132,17 @@ class Faults:
         return self._written_down(plan_error(words), words)
 
     def _peer_failure(self, words: list[int]) -> PeerError:
-        """The error of a peer that did not come or gave up. Of the former, all ranks shall name the same one."""
+        """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
             first = self._waits.first_times.was_first(epoch, phase, peer)
             report = Report("", peer, phase, expected, seen, int(first))
             timeout = timeout_error(report, *self._waits.bound(first))
-            self._describe(timeout, words)  # before this rank writes over what its peers have sent
+            self._describe(timeout, words)  # before this rank overwrites the words of its peers
             self.give_up(replace(report, reason=str(timeout)))
             return timeout
         report = Report("it has not said why")
-        if not self._is_captured:  # which may not read
+        if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
                 report = read_report(self._peers, peer)
         error = abort_error(report, peer, self._peers.rank, *self._waits.bound(bool(report.first)))
@@ -170,7 +170,7 @@ class Faults:
         text = str(error) if isinstance(error, SymmoeError) else f"{type(error).__name__}: {error}"
         kind = next((kind for kind in TRAVELLING if kind is type(error)), SymmoeError)
         try:
-            self.fail(kind(text), phase)  # what this returns, and may be of an earlier call, is for the others
+            self.fail(kind(text), phase)  # the peers raise the returned error, which may be of an earlier call
         except SymmoeError:
             pass  # another thread is in a call
         except Exception as problem:  # noqa: BLE001 - a GPU that is out of order
@@ -188,7 +188,7 @@ class Faults:
         self._write_down(record)
 
     def give_up(self, report: Report) -> None:
-        """Tells the peers; a GPU that is out of order, or a capture, keeps them waiting until their own bound."""
+        """Tells the peers; with a broken GPU, or in a capture, they wait until their bounds."""
         self._num_messages += 1
         if self._is_captured:
             return
@@ -218,7 +218,7 @@ class Faults:
             logger.warning("rank %d cannot make a flight record: %s", self._peers.rank, problem)
 
     def _write_down(self, error: SymmoeError) -> None:
-        """Writes the error's flight record where records go, and says so in its text."""
+        """Writes the error's flight record to its folder, and says so in the error's text."""
         if error.flight is not None and (where := self._flight.write(error.flight)):
             error.args = (f"{error}{where}",)
 
@@ -232,7 +232,7 @@ def was_left(phase: int, since: Sequence[int | None]) -> bool:
     """Whether this rank has gone on to another plan without the rest of a call.
 
     Args:
-        phase: of the barrier in which the call failed.
+        phase: phase of the barrier in which the call failed.
         since: the phases of the barriers after it.
     """
     if phase not in _NEXT or control.PHASE_PLAN not in since:

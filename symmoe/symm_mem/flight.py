@@ -1,8 +1,8 @@
-"""The flight record: what this rank's last collective calls were, for whoever has to find out why ranks stand still.
+"""The flight record: this rank's last collective calls, to find out why ranks hang.
 
-Kept on the host when a call is launched, for the price of a clock and an append; nothing is read from a device until an
-error is raised. It holds counts, indices, times and the text of the error, and never a value of a token.
-`symmoe doctor --read` makes a sentence of the records of several ranks.
+The host notes each call when it launches it, which costs a clock and an append; nothing is read from a device until an
+error is raised. A record holds counts, indices, times and the text of the error, and never a value of a token.
+`symmoe doctor --read` explains the records of several ranks in a sentence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from symmoe.symm_mem.records import CHOICES
 
 FORMAT = "symmoe flight record 1"
 NUM_CALLS = 64
-MAX_FILES = 100  # of one rank and process in a folder
+MAX_FILES = 100  # of one rank and process in one folder
 _STATUS_KINDS = ("ok", "timeout", "fault", "plan", "mismatch", "abort")
 _NAMES = {**CHOICES, "dtype": [str(dtype).removeprefix("torch.") for dtype in control.DTYPES]}
 
@@ -32,8 +32,8 @@ class FlightRecorder:
     """A ring of the last :data:`NUM_CALLS` barriers and waits for signals that the host has launched.
 
     Attributes:
-        epoch: of the last barrier that the host has launched. That of the device, but for graphs, whose launches count
-            when they are captured and not when they are replayed.
+        epoch: epoch of the last barrier that the host has launched. Barriers of a graph count when they are captured,
+            not when they are replayed; otherwise it is the epoch of the device.
     """
 
     def __init__(self) -> None:
@@ -61,14 +61,14 @@ class FlightRecorder:
 
     @property
     def is_in_dispatch(self) -> bool:
-        """Whether the last of them was a dispatch's, whose rows have not been combined."""
+        """Whether the last call was a dispatch whose rows have not been combined."""
         return bool(self._calls) and self._calls[-1][2] & 0xFF in (
             control.PHASE_DISPATCH_READY,
             control.PHASE_DISPATCH_DONE,
         )
 
     def phases_since(self, epoch: int) -> list[int]:
-        """Phases of what has been launched after the barrier of `epoch`; none if that is not among the last ones."""
+        """Phases launched after the barrier of `epoch`; none if that barrier is no longer in the record."""
         phases: list[int] = []
         for _, other_epoch, call, peer, *_ in reversed(self._calls):
             if other_epoch == epoch and peer < 0:
@@ -77,12 +77,12 @@ class FlightRecorder:
         return []
 
     def describe(self, error: SymmoeError, status: list[int], peers: Peers, facts: dict[str, Any]) -> dict[str, Any]:
-        """The record as JSON has it. Reads the control block, on the current stream.
+        """The record as a dict for JSON. Reads the control block, on the current stream.
 
         Args:
-            error: that is about to be raised.
+            error: the error that is about to be raised.
             status: the words of the status record.
-            facts: of the heap, for the top of the record.
+            facts: facts of the heap, for the top of the record.
         """
         now_ns, wall_s = time.monotonic_ns(), time.time()
         return {
@@ -99,7 +99,7 @@ class FlightRecorder:
         }
 
     def write(self, record: dict[str, Any]) -> str:
-        """Writes a record, for this user's eyes only; what to add to the error's text about it, "" for nothing."""
+        """Writes a record that only this user can read; returns what to add to the error's text, or ""."""
         if not self._folder:
             return ""
         try:
@@ -159,7 +159,7 @@ def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, A
     signals = words(layout.signals, (num_ranks, control.SIGNAL_WORDS), torch.int64)[:, 0].tolist()
     described = {
         "barrier_epoch": counters[control.BARRIER_EPOCH],
-        # What each rank has last sent here, also where a rank that gave up has written over it.
+        # The last epoch that each rank has sent here, even if a rank that gave up has written over it.
         "epoch_of_rank": [max(word & control.EPOCH_MASK for word in sent) >> 1 for sent in zip(*mailbox, strict=True)],
         "signal_of_rank": [word & control.EPOCH_MASK for word in signals],
     }

@@ -59,9 +59,9 @@ class SymmetricHeap:
         group: the EP process group; None is the default group, or a group of one without an initialised one.
         num_bytes: size of each rank's arena, the same on all ranks.
         backend: "nvshmem" (CUDA), "host" (CPU shared memory) or "auto": nvshmem where torch sees a GPU, else host.
-        timeout_s: bound of every wait for a peer. math.inf is no bound, for measuring what the bound costs.
-        start_timeout_s: bound, if it is longer, of waits for a peer that comes from something that ranks do once:
-            during construction, and in the first calls of each kind, for which they compile kernels.
+        timeout_s: bound of every wait for a peer. math.inf means no bound, to measure what the bound costs.
+        start_timeout_s: bound, if longer, of waits for a peer that may be doing work which is done once: during
+            construction, and in the first calls of each kind, for which ranks compile kernels.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
     raised (docs/reliability.md).
@@ -69,14 +69,14 @@ class SymmetricHeap:
     Attributes:
         rank, num_ranks: in the group.
         device: where leases live.
-        backend, backend_reason: what was picked, and why.
-        peers, status: what kernels are given to reach the arenas and to report to the host.
+        backend, backend_reason: the picked backend, and why.
+        peers, status: arguments by which kernels reach the arenas and report to the host.
         statistics: counters.
-        trip_timer: gives a context for the kernels of a trip ("dispatch", "combine") on the current stream, or None.
+        trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
 
     Raises:
-        ArgumentError: `num_bytes`, `backend` or a timeout is not usable, on every rank; or `group` is none of this
-            rank, here alone.
+        ArgumentError: `num_bytes`, `backend` or a timeout is not usable, on every rank; or this rank is not in `group`,
+            only on this rank.
         BackendUnavailable: on every rank, if any rank cannot take part.
         ConfigMismatch: on every rank, if ranks disagree on an argument.
         PeerTimeout, PeerLost: a rank did not come, or has ended.
@@ -95,7 +95,7 @@ class SymmetricHeap:
         self._closed = True  # until everything below has worked
         self._access = Access()
         self._patient_bootstrap = Bootstrap(group)
-        # With a bound on every rank: messages without one go another way, and would not meet those of the peers.
+        # Every rank sets a bound: messages without one go another way, and would not meet those of the peers.
         problem = _timeout_problem("start_timeout_s", start_timeout_s)
         self._bootstrap = Bootstrap(group, _START_TIMEOUT_S if problem else min(start_timeout_s, _MAX_S))
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
@@ -126,7 +126,7 @@ class SymmetricHeap:
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
         self._streams.synchronize()
-        self._bootstrap.barrier()  # nobody may signal into a control block that is not zeroed yet
+        self._bootstrap.barrier()  # no rank may signal into a control block that is not zeroed yet
         self._closed = False
         for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
             self._waits.barrier(control.pack_call(phase=control.PHASE_START))
@@ -189,7 +189,7 @@ class SymmetricHeap:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that are leased now, with all that captured graphs hold."""
+        """Bytes that are leased now, plus all bytes that captured graphs hold."""
         return self._memory.leased_bytes
 
     @property
@@ -203,35 +203,35 @@ class SymmetricHeap:
 
     @property
     def side_stream(self) -> torch.cuda.Stream | None:
-        """A CUDA stream for what callers want to run beside the heap's calls, always the same one; None on CPUs."""
+        """A CUDA stream for callers' work at the same time as the heap's calls, always the same; None on CPUs."""
         return self._streams.side_stream
 
     def branch(self) -> Branch:
-        """Where a collective call moves rows beside the GEMMs of the current stream. Joined before the call ends."""
+        """Where a collective call moves rows while GEMMs run on the current stream. Joined before the call ends."""
         return Branch(self._streams.wire_stream)
 
     def one_call(self) -> AbstractContextManager[None]:
-        """Goes around the kernels of a collective call, which start after those of the last one (see streams.py)."""
+        """A context for the kernels of a collective call, which start after those of the last call (see streams.py)."""
         return self._one_call
 
     def timed(self, trip: str) -> AbstractContextManager[None]:
-        """Goes around what a trip does on the current stream, whose time the `trip_timer` may want to know."""
+        """A context for the work of a trip on the current stream, which `trip_timer` may time."""
         return nullcontext() if self.trip_timer is None else self.trip_timer(trip)
 
     # -- barrier and faults ---------------------------------------------------------------------------------------
 
     def check(self, phase: int | None = None, *, waits: bool = False) -> None:
-        """Raises what a kernel or a peer has reported and nobody has raised yet. Local; does not synchronise.
+        """Raises an error that a kernel or a peer has reported, if it was not raised before. Local; no synchronisation.
 
-        But for one case: a rank that has left the call in which the error was found by an exception of its own, and
-        comes with the next plan, settles it with its peers in that plan's barrier (see symm_mem/faults.py).
+        One exception: a rank that has left the failed call by another error and goes on to the next plan does not raise
+        here; the ranks settle it in that plan's barrier (see symm_mem/faults.py).
 
         Args:
             phase: the first barrier of the collective call that begins here.
-            waits: the call waits for its stream anyway, so that this may do so too.
+            waits: whether the call waits for its stream anyway, so that this may wait, too.
 
         Raises:
-            HeapClosed, HeapPoisoned: the heap is not usable any more.
+            HeapClosed, HeapPoisoned: the heap cannot be used any more.
             ConcurrentUse: there is something to raise, and another thread is in a call.
             PeerTimeout, PeerAborted: a peer did not arrive, or gave up; the heap is poisoned from now on.
             SymmoeError: an error of another rank, as that rank's class.
@@ -258,7 +258,7 @@ class SymmetricHeap:
             phase: one of control.PHASE_*; error texts show its name.
             publish: up to control.NUM_PUBLISHED integers for the peers.
             spoils: rows that are filled with NaN if the call has failed.
-            agreed: fields of control.CALL_FIELDS that must be equal on all ranks, like the phase itself.
+            agreed: fields of control.CALL_FIELDS that must be equal on all ranks, as the phase must be.
 
         Returns:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
@@ -312,7 +312,7 @@ class SymmetricHeap:
         self.check()
 
     def read_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU copy of a small device tensor. Waits for this rank's stream up to here, and for nothing else."""
+        """A CPU copy of a small device tensor. Waits only for this rank's stream up to here."""
         if self.device.type == "cpu":
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -326,7 +326,7 @@ class SymmetricHeap:
         """Fails the collective call whose next barrier is `phase`: every rank raises `error`. Always raises.
 
         Synchronises; moves no payload. If several ranks fail the call, all raise the error of the first of them.
-        Without a phase, and while a CUDA graph is captured, it raises `error` here and does nothing else.
+        Without a phase, and while a CUDA graph is captured, it only raises `error` on this rank.
         """
         try:
             raise self._faults.fail(error, phase)
@@ -361,7 +361,7 @@ class SymmetricHeap:
         self._patient_bootstrap.agree(problem)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, of whatever length, in rank order; collective as :meth:`agree` is."""
+        """Every rank's payload, of any length, in rank order; collective as :meth:`agree` is."""
         lengths = self._patient_bootstrap.all_gather_bytes(len(payload).to_bytes(8, "little"), num_bytes=8)
         sizes = [int.from_bytes(length, "little") for length in lengths]
         gathered = self._patient_bootstrap.all_gather_bytes(payload, num_bytes=max(1, *sizes))
@@ -370,10 +370,10 @@ class SymmetricHeap:
     def abort(self, reason: str) -> None:
         """Gives up: peers that wait for this rank, or will, raise PeerAborted at once instead of after `timeout_s`.
 
-        For a rank that has an error of its own between two collective calls; leaving a `with heap:` block by an
-        exception does it. Local, and does not wait for anybody. Nothing but :meth:`close` works on the heap afterwards.
+        For a rank that has an error between two collective calls; leaving a `with heap:` block by an exception calls
+        it. Local, and waits for no rank. Only :meth:`close` works on the heap afterwards.
         Does nothing if the heap is closed or a peer's failure has been raised already, or in a fork of the process that
-        made the heap. May be called from any thread, whatever the others do.
+        made the heap. May be called from any thread at any time.
 
         Args:
             reason: for the peers' error text; a few hundred bytes of it travel.
@@ -396,7 +396,7 @@ class SymmetricHeap:
 
     @property
     def start_timeout_s(self) -> float:
-        """Bound of waits for a peer that comes from something that ranks do once; may be set at any time."""
+        """Bound of waits for a peer that may be doing work which is done once; may be set at any time."""
         return self._waits.start_timeout_s
 
     @start_timeout_s.setter
@@ -408,10 +408,10 @@ class SymmetricHeap:
     def close(self) -> None:
         """Ends the heap: collective, idempotent, synchronises. Waits for the peers at most `timeout_s`.
 
-        After a timeout, its own included, or an abort it is local. The arena is zeroed and freed; NVSHMEM can free it
-        collectively only, else it goes with the process. Tensors over the arena must not be used afterwards.
+        After a timeout (even of this call) or an abort it is local. The arena is zeroed and freed; NVSHMEM frees only
+        collectively, otherwise the memory goes with the process. Tensors over the arena must not be used afterwards.
 
-        In a process that has been forked from the one that made the heap it does nothing: the arena is not its own.
+        In a process that has been forked from the one that made the heap it does nothing: the arena is the maker's.
 
         Raises:
             PeerTimeout, PeerAborted: a peer did not come to close.
@@ -419,7 +419,7 @@ class SymmetricHeap:
         """
         if self._closed or not self._access.is_given:
             return
-        # Of a heap that nothing works on any more, no call is worth waiting for.
+        # On a heap on which nothing works any more, no call is worth waiting for.
         with self._access if self._faults.poison is None else nullcontext():
             error, together = None, False
             try:
@@ -435,14 +435,14 @@ class SymmetricHeap:
         try:
             self._streams.synchronize()
             if faults.poison is None and self._status_words[control.STATUS_KIND] != control.STATUS_OK:
-                error = faults.take()  # nobody has raised it yet; unless it is a timeout, the peers are there
+                error = faults.take()  # no rank has raised it yet; unless it is a timeout, the peers are there
             if faults.poison is None:
                 self._waits.barrier(control.pack_call(phase=control.PHASE_CLOSE))
                 self._streams.synchronize()
                 together = self._status_words[control.STATUS_KIND] == control.STATUS_OK
                 if not together:
                     error = faults.take()
-        except BaseException as problem:  # a signal handler's, the GPU's: the peers wait, and shall not do so in vain
+        except BaseException as problem:  # from a signal handler or the GPU: the peers wait, and must be told
             self.abort(f"{type(problem).__name__}: {problem}")
             raise
         if not together and faults.poison is None:
@@ -450,7 +450,7 @@ class SymmetricHeap:
         return error, together
 
     def _end(self, together: bool) -> None:
-        """No trace of tokens is left here; `together` or, once the peers have been told, alone."""
+        """Frees the arena; no tokens are left. `together` with all ranks, or locally once the peers are told."""
         self._closed = True
         if together:
             self._backend.close()
@@ -468,7 +468,7 @@ class SymmetricHeap:
             self._end(together=False)
 
     def __repr__(self) -> str:
-        if getattr(self, "_closed", True):  # or not made yet
+        if getattr(self, "_closed", True):  # or construction has not ended
             return "SymmetricHeap(closed)"
         state = "open" if self._faults.poison is None else f"poisoned: {self._faults.poison}"
         return (
@@ -481,7 +481,7 @@ class SymmetricHeap:
         return self
 
     def __reduce__(self) -> NoReturn:
-        """What holds a heap (a layer, a model, a plan) cannot be pickled, nor sent to another process."""
+        """Raises: what holds a heap (a layer, a model, a plan) cannot be pickled or sent to another process."""
         raise ArgumentError(
             "a SymmetricHeap, and a layer with it, belongs to this process and cannot be pickled: save the layer's "
             "state_dict() or call symmoe.checkpoint.save_checkpoint, and load that into a layer on a heap of its own"

@@ -21,11 +21,11 @@ _TICKET = struct.Struct("<qqqqq")  # pid, file descriptor, inode, pid namespace,
 
 
 def preflight() -> str:
-    """What keeps the host backend from working on this machine; "" if nothing does."""
+    """The reason why the host backend cannot work on this machine; "" if there is none."""
     if platform.system() != "Linux" or not hasattr(os, "memfd_create"):
         return f"the host backend needs Linux with memfd_create, this is {platform.system()}"
     if platform.machine() not in ("x86_64", "AMD64"):
-        # Plain stores stay in order on x86-64 only, and the twins' barrier relies on that.
+        # Only x86-64 keeps plain stores in order, and the twins' barrier relies on that.
         return f"the host backend needs x86-64, this is {platform.machine()}"
     return ""
 
@@ -39,7 +39,7 @@ class HostBackend:
         try:
             namespace, ticket = bootstrap.attempt(partial(_make_arena, num_bytes, files))
             tickets = [_TICKET.unpack(t) for t in bootstrap.all_gather_bytes(ticket, num_bytes=_TICKET.size)]
-            # Nobody closes its descriptor before every peer has opened it, and all fail together.
+            # No rank closes its descriptor before every peer has opened it, and all fail together.
             self._maps = bootstrap.attempt(partial(_map_arenas, num_bytes, files, tickets, bootstrap.rank, namespace))
         finally:
             for file in files:
@@ -47,19 +47,18 @@ class HostBackend:
         self.bases = [self.arena_tensor(rank).data_ptr() for rank in range(bootstrap.num_ranks)]
 
     def arena_tensor(self, rank: int) -> torch.Tensor:
-        """A new uint8 tensor over rank `rank`'s arena, with a version counter of its own."""
+        """A new uint8 tensor over rank `rank`'s arena, with a separate version counter."""
         return torch.frombuffer(self._maps[rank], dtype=torch.uint8)
 
     def close(self) -> None:
-        """Frees this rank's arena, which reads as zeros from now on, wherever it is still mapped: nobody finds tokens
-        there, and a peer that stands still holds no memory. Drops the mappings; each goes away with the last tensor
-        over it. Local."""
+        """Frees this rank's arena, which reads as zeros from now on wherever it is mapped: no tokens are left, and a
+        peer that hangs holds no memory. Drops the mappings; each ends with the last tensor over it. Local."""
         if self._maps:
             self._maps[self._rank].madvise(mmap.MADV_REMOVE)
         self._maps = []
 
     def abandon(self) -> None:
-        """As :meth:`close`: nothing of this backend needs the peers."""
+        """Same as :meth:`close`, which needs no peers."""
         self.close()
 
 
@@ -88,7 +87,7 @@ def _map_arenas(
 
 
 def _create(num_bytes: int) -> int:
-    """A new anonymous file of `num_bytes`, readable and writable by this user alone."""
+    """A new anonymous file of `num_bytes`, readable and writable only by this user."""
     file = os.memfd_create("symmoe", os.MFD_CLOEXEC)
     try:
         os.fchmod(file, 0o600)

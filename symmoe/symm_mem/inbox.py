@@ -21,8 +21,8 @@ class Report:
 
     Attributes:
         reason: in words.
-        missing: the peer it has waited for in vain; -1: it has not, the trouble is its own.
-        phase, expected, seen: where, and the epochs, as in a status record.
+        missing: the peer that did not come; -1: none, the rank itself failed.
+        phase, expected, seen: phase and epochs of the wait, as in a status record.
         first: 1 if that wait was bounded by start_timeout_s, see FirstTimes.
     """
 
@@ -35,7 +35,7 @@ class Report:
 
 
 def counters(peers: Peers) -> torch.Tensor:
-    """int64 [NUM_COUNTERS], this rank's."""
+    """This rank's counters, int64 [NUM_COUNTERS]."""
     return peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
 
 
@@ -43,8 +43,7 @@ def send_error(peers: Peers, error: SymmoeError, *, epoch: int, turn: int) -> No
     """Puts the error by which this rank fails the call of `epoch` into every inbox. Local.
 
     Args:
-        turn: which of the two slots of the inboxes may be written: a peer may still have to read the last message, but
-            has read the one before.
+        turn: which of the two slots of the inboxes is written. Peers have read the message before the last one.
     """
     _send(peers, _WORD.pack(epoch) + encode(error), turn)
 
@@ -62,19 +61,19 @@ def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> Non
 
     Args:
         turn: as in :func:`send_error`.
-        kept_bits: of the epochs that have been sent. control.EPOCH_MASK: what has come counts. 0: nothing does, as it
-            must be if this rank has sent an epoch whose end it has not seen: a late peer would take it for a success.
+        kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: epochs that have come count. 0: none count;
+            needed if this rank has sent an epoch whose end it has not seen: a late peer would take it for a success.
     """
     word = _word_of(peers.rank)
-    # First of all: barriers that this rank has still on its stream would send epochs over what is written here.
+    # This comes first: barriers still on this rank's stream would send epochs over these words.
     counters(peers)[control.ABORTED] = 1
     reason, *details = astuple(report)
     _send(peers, _WORD.pack(word) + encode(SymmoeError(reason)) + _DETAILS.pack(*details), turn)
-    for rank in range(peers.num_ranks):  # after the report: whoever sees these finds it
+    for rank in range(peers.num_ranks):  # after the report: a peer that sees these words finds it
         mailbox = peers.region(rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS), torch.int64)
         signals = peers.region(rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS), torch.int64)
         for words in (mailbox[:, :, 0], signals[:, 0]):
-            # Not atomic: an epoch that its owner sends just now may get lost, and its rank counts as not arrived.
+            # Not atomic: an epoch that a peer sends at the same time may get lost; that peer counts as not arrived.
             words.copy_((words & kept_bits) | word)
 
 
@@ -87,7 +86,7 @@ def read_report(peers: Peers, sender: int) -> Report:
 
 
 def _word_of(rank: int) -> int:
-    """What a rank that gives up adds to the epochs."""
+    """The number that a rank which gives up adds to the epochs."""
     return control.ABORT + (rank << control.ABORT_RANK_SHIFT)
 
 

@@ -1,4 +1,4 @@
-"""A lease: a sub-allocation of the symmetric heap's arena, with a tensor of its own."""
+"""A lease: a sub-allocation of the symmetric heap's arena, with a tensor over it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
 
 
 def released_lease(tensor: torch.Tensor) -> Span | None:
-    """What has name and generation of the lease that `tensor` is memory of, if it has been released; else None."""
-    if tensor.layout != torch.strided:  # which has no storage
+    """The span of the released lease that `tensor` is memory of; None if there is none."""
+    if tensor.layout != torch.strided:  # such a tensor has no storage
         return None
     span = getattr(tensor.untyped_storage(), "_lease_span", None)
     return span if span is not None and span.is_released else None
@@ -34,14 +34,14 @@ class Lease:
     """Memory of the symmetric heap, made by :meth:`SymmetricHeap.lease`. Contents are undefined at first.
 
     Attributes:
-        name: what it is for, as error texts show it.
-        shape, dtype: of the tensor.
+        name: purpose of the lease, shown in error texts.
+        shape, dtype: shape and dtype of the tensor.
         offset: byte offset in the arena.
         num_bytes: size of the tensor.
         generation: how many leases the heap had made before this one.
 
-    The memory goes back to the heap by :meth:`release`, or when neither the lease nor any tensor over it is left. So
-    autograd may save the tensor, checkpointing may throw it away, and a graph that is dropped leaks nothing.
+    The memory goes back to the heap by :meth:`release`, or when neither the lease nor any tensor over it is alive. So
+    autograd may save the tensor, checkpointing may drop it, and a graph that is dropped leaks nothing.
     Releasing is local and does not synchronise: later kernels on the same stream may reuse the memory, and peers write
     into it only after a barrier that this rank's stream reaches.
     """
@@ -56,7 +56,7 @@ class Lease:
         self._memory: Memory | None = memory
         self._span = span
         tensor = self._over(memory, memory.peers.rank)
-        tensor.untyped_storage()._lease_span = span  # type: ignore[attr-defined]  # our own
+        tensor.untyped_storage()._lease_span = span  # type: ignore[attr-defined]  # our attribute
         self._tensor: torch.Tensor | None = tensor
 
     @property
@@ -72,7 +72,7 @@ class Lease:
         It is that rank's lease of the same name if all ranks lease and release in the same order.
 
         Raises:
-            ArgumentError: the group has no such rank; on this rank alone, like every error of a lease.
+            ArgumentError: the group has no such rank; raised only on this rank, as every error of a lease.
         """
         if self._memory is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
@@ -82,10 +82,10 @@ class Lease:
         return self._over(self._memory, rank)
 
     def release(self) -> None:
-        """Gives the memory back. Exactly once: a second call raises StaleLease. Local."""
+        """Gives the memory back. A second call raises StaleLease. Local."""
         if self._memory is None or self._tensor is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
-        wrote_into(self._tensor)  # what autograd has saved of it is somebody else's memory from now on
+        wrote_into(self._tensor)  # tensors that autograd has saved of it are no longer valid
         self._memory, self._tensor = None, None
         self._span.release()
 
@@ -99,5 +99,5 @@ class Lease:
     def _over(self, memory: Memory, rank: int) -> torch.Tensor:
         arena = memory.arena_tensor(rank)
         tensor = arena[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
-        # Detached, it is no view to autograd, which would otherwise track a write to it as a write to the arena.
+        # Autograd takes a detached tensor for no view; it would track a write to a view as a write to the arena.
         return tensor.detach()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
-    """Arenas in shared memory take their pages when they are first written to: one that is too large is made without
-    a word, and a rank is killed in the middle of training."""
+    """Warns if arenas in shared memory may not fit. Pages are taken at the first write: an arena that is too large is
+    made without an error, and a rank is killed in the middle of training."""
     free_bytes = available_bytes()
     if free_bytes is not None and num_bytes * num_ranks > free_bytes:
         warnings.warn(
@@ -19,10 +19,10 @@ def warn_if_too_large(num_bytes: int, num_ranks: int) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that processes of this one's control group can still get; None if nobody says.
+    """Memory that processes of this one's control group can still get; None if unknown.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system, for tests.
     """
     machine = _free_of_machine(root)
     return min([*([] if machine is None else [machine]), *_free_of_control_groups(root)], default=None)
@@ -37,7 +37,7 @@ def _free_of_machine(root: Path) -> int | None:
 
 
 def _free_of_control_groups(root: Path) -> list[int]:
-    """Of this process's group and of those around it (version 2). A container sees its own as the root."""
+    """Free bytes of this process's group and its ancestors (version 2). A container sees its group as the root."""
     top, found = root / "sys/fs/cgroup", []
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         if line.startswith("0::"):

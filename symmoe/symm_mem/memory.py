@@ -1,4 +1,4 @@
-"""This rank's memory of a heap: who holds which part of its arena, and when a part may be somebody else's."""
+"""This rank's memory of a heap: which lease holds which part of the arena, and when a part may be leased again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from symmoe.symm_mem.access import Access
 from symmoe.symm_mem.arena import Arena
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 
-_Place = tuple[Arena, tuple[int, int]]  # the arena that a span goes back to, and (offset, size) as it accounts for it
+_Place = tuple[Arena, tuple[int, int]]  # the arena that gets a span back, and its (offset, size) there
 
-_SEARCH_WORTH = 10  # a search for garbage that finds nothing may cost as little as a tenth of the time
+_SEARCH_WORTH = 10  # searches for garbage in vain take a tenth of the time at most
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Span:
     Every tensor over the memory finds it through its storage, which views share.
 
     Attributes:
-        name: of the lease.
+        name: name of the lease.
         generation: how many leases the heap had made before this one.
         offset: byte offset in the arena.
     """
@@ -55,7 +55,7 @@ class Span:
 
     @property
     def is_released(self) -> bool:
-        """Whether the memory has gone back to the arena, so that it may be somebody else's by now."""
+        """Whether the memory has gone back to the arena and may have been leased again."""
         return self._memory is None
 
     def release(self) -> None:
@@ -65,7 +65,7 @@ class Span:
             memory.give_back(*self._place)
 
     def __del__(self) -> None:
-        # The garbage collector may run this in any thread and in the middle of the arena's own work: only note it.
+        # The garbage collector may run this in any thread and in the middle of the arena's work: only note it.
         if self._memory is not None:
             self._memory.dropped.append(self._place)
 
@@ -74,14 +74,14 @@ class Memory:
     """Hands out spans of this rank's arena, and takes them back. Local, in any thread; never synchronises.
 
     Args:
-        arena_tensor: a new uint8 tensor over the arena of a rank, with a version counter of its own.
+        arena_tensor: function of a rank; a new uint8 tensor over its arena, with a separate version counter.
 
     Attributes:
-        peers, arena_tensor: by which leases become tensors.
-        arena: the arithmetic of what lies behind the control block.
-        lock: of the arithmetic, and of what is known of streams.
-        dropped: what was dropped without release. Without the lock, because Python's collector may be in the middle
-            of what holds it.
+        peers, arena_tensor: what leases make tensors with.
+        arena: free ranges behind the control block.
+        lock: guards the arenas and the order of streams.
+        dropped: spans that were dropped without release. Used without the lock, because Python's collector may
+            interrupt code that holds it.
         statistics: counters.
     """
 
@@ -101,9 +101,9 @@ class Memory:
         self._access, self._streams = access, streams
         self._device, self._base = own.device, own.data_ptr()
         self._start, self._end = peers.layout.num_bytes, own.numel()
-        self._graph_arenas: dict[int, Arena] = {}  # what captured graphs use: no call outside may get it
+        self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, which no call outside may get
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
-        # Of the last search for garbage, if it was in vain: offsets of the live leases, and when to search again.
+        # After a search for garbage in vain: offsets of the live leases, and when to search again.
         self._fruitless: tuple[int, ...] = ()
         self._next_search_s = 0.0
 
@@ -137,7 +137,7 @@ class Memory:
                 self._return(arena, span, self._streams.released)
 
     def release_graphs(self) -> None:
-        """Takes back what graphs have kept for themselves."""
+        """Takes back the memory of captured graphs."""
         with self.lock:
             graph_arenas = list(self._graph_arenas.values())
             self._graph_arenas.clear()
@@ -147,7 +147,7 @@ class Memory:
 
     def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], None]) -> None:
         self._live.pop(span[0], None)
-        if arena is not self.arena or not capture_id(self._device):  # a capture begins when all before it is done
+        if arena is not self.arena or not capture_id(self._device):  # a capture begins after all earlier work
             note(span)
         if arena is not self.arena and arena not in self._graph_arenas.values():
             arena = self.arena  # the graph has been released meanwhile
@@ -177,11 +177,11 @@ class Memory:
             return offset, any(start <= offset and end <= start + size for start, size in self._live.items())
 
     def _collect_garbage(self) -> bool:
-        """Has Python's collector look for leases that only cycles of dead objects hold; whether there may be room now.
+        """Collects leases that only cycles of dead objects hold, by Python's collector; whether there may be room now.
 
-        A loop of leases that do not fit would otherwise do little else: a collection takes as long as the process has
-        objects, a tenth of a second and more. So if no lease is live there is none, and after one in vain there is none
-        with the same leases until a multiple of its duration has passed.
+        A collection takes a tenth of a second and more, in proportion to the number of objects. So that a loop of
+        leases that do not fit does not only collect, it is skipped if no lease is live, and after a collection in vain
+        for a multiple of its duration as long as the leases are the same.
         """
         with self.lock:
             leases = tuple(self._live)
@@ -195,7 +195,7 @@ class Memory:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that are leased now, with all that captured graphs hold."""
+        """Bytes that are leased now, plus all bytes that captured graphs hold."""
         with self.lock:
             self._take_back_dropped()
             return self.arena.used_bytes

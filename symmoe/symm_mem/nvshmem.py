@@ -33,9 +33,9 @@ _ENVIRONMENT = {
 
 
 def preflight(num_bytes: int) -> str:
-    """What keeps NVSHMEM from working for this rank; "" if nothing does.
+    """The reason why NVSHMEM cannot work for this rank; "" if there is none.
 
-    NVSHMEM ends the process on some failures instead of returning them, so whatever can be checked first is.
+    NVSHMEM ends the process on some failures instead of returning them, so everything possible is checked first.
     """
     if not torch.cuda.is_available():
         return "no CUDA device is visible to torch"
@@ -65,7 +65,7 @@ class NvshmemBackend:
         self._bindings, self._core = bindings, core
         self.device, self._rank = torch.device("cuda", torch.cuda.current_device()), bootstrap.rank
         self._check_peers(bootstrap)
-        torch.zeros(1, device=self.device)  # the primary context exists from here on
+        torch.zeros(1, device=self.device)  # creates the primary context
         device = Device(self.device.index)
         device.set_current()
         for name, value in _ENVIRONMENT.items():
@@ -90,7 +90,7 @@ class NvshmemBackend:
             # The binding reports success for a half-done start; an allocation would then end the process.
             problem = BackendUnavailable("NVSHMEM did not initialise; NVSHMEM_DEBUG=INFO says why")
         bootstrap.agree(problem)
-        with _files_of_this_user():  # peers get its handles through sockets, which are files too
+        with _files_of_this_user():  # sockets that pass its handles are files, too
             self._address = bindings.malloc(num_bytes)
         self.bases = [bindings.ptr(self._address, rank) for rank in range(bootstrap.num_ranks)]
         missing = [rank for rank, base in enumerate(self.bases) if base == 0]
@@ -100,7 +100,7 @@ class NvshmemBackend:
         self._ranges = [AddressRange(base, num_bytes, self.device) for base in self.bases]
 
     def arena_tensor(self, rank: int) -> torch.Tensor:
-        """A new uint8 tensor over rank `rank`'s arena, with a version counter of its own."""
+        """A new uint8 tensor over rank `rank`'s arena, with a separate version counter."""
         return self._ranges[rank].tensor()
 
     def close(self) -> None:
@@ -112,11 +112,11 @@ class NvshmemBackend:
         self._core.finalize()
 
     def abandon(self) -> None:
-        """Local end after a failure: the memory goes with the process, because NVSHMEM frees collectively only. It is
+        """Local end after a failure: the memory goes with the process, because NVSHMEM only frees collectively. It is
         not zeroed, because a peer may be about to read from it."""
 
     def _check_peers(self, bootstrap: Bootstrap) -> None:
-        """All ranks are on one machine, on GPUs of their own that can address each other. Collective."""
+        """Raises unless all ranks are on one machine, on different GPUs that can address each other. Collective."""
         boot_id = bootstrap.attempt(Path("/proc/sys/kernel/random/boot_id").read_bytes).strip()
         uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()
         index = self.device.index
@@ -139,7 +139,7 @@ class NvshmemBackend:
 
 @contextmanager
 def _files_of_this_user() -> Iterator[None]:
-    """What is created in this context is for this user only: NVSHMEM asks for shared memory that all may write."""
+    """Files created in this context are only for this user: NVSHMEM asks for shared memory that all may write."""
     old = os.umask(0o077)
     try:
         yield
@@ -148,6 +148,6 @@ def _files_of_this_user() -> Iterator[None]:
 
 
 def _same_view_of_devices(bootstrap: Bootstrap) -> bool:
-    """Whether all ranks number the GPUs alike, so that a peer's index means something here. Collective."""
+    """Whether all ranks number the GPUs equally, so that a peer's index means something here. Collective."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").encode()[:128]
     return len(set(bootstrap.all_gather_bytes(visible, num_bytes=128))) == 1

@@ -8,7 +8,7 @@ from symmoe.errors import CapacityError, ConfigMismatch, ExpertIdError, PeerAbor
 from symmoe.kernels import control
 from symmoe.symm_mem.inbox import Report
 
-# What fields of a call (control.CALL_FIELDS) are indices of.
+# The tuples into which fields of a call (control.CALL_FIELDS) are indices.
 CHOICES: dict[str, Sequence[object]] = {
     "dtype": control.DTYPES,
     "order": control.ORDERS,
@@ -32,8 +32,8 @@ def timeout_error(report: Report, bound: str, bound_s: float, reported_by: int |
 
 
 def abort_error(report: Report, sender: int, rank: int, bound: str, bound_s: float) -> PeerError:
-    """The error of a report that `sender` has sent, on rank `rank`: who is missing, if it says so."""
-    if report.missing in (-1, rank):  # a rank that was given up learns by whom
+    """The error on rank `rank` of a report from `sender`; it names the missing rank if the report does."""
+    if report.missing in (-1, rank):  # the missing rank learns who gave it up
         return PeerAborted(rank=sender, reason=report.reason)
     return timeout_error(report, bound, bound_s, sender)
 

@@ -28,17 +28,17 @@ class _Mark:
 class _Order:
     """What is known of calls and of the reuse of memory, outside of graphs or within the capture of one."""
 
-    last: int | None = None  # stream of the last call
-    last_mark: _Mark | None = None  # its end; kept from the moment that there are two streams
+    last: int | None = None  # the stream of the last call
+    last_mark: _Mark | None = None  # the end of the last call; kept from the moment that there are two streams
     has_several: bool = False
-    streams: set[int] = field(default_factory=set)  # that calls have come on
-    released: list[tuple[int, int, _Mark]] = field(default_factory=list)  # (start, end, when its last user was done)
+    streams: set[int] = field(default_factory=set)  # streams that calls have come on
+    released: list[tuple[int, int, _Mark]] = field(default_factory=list)  # (start, end, when the last user was done)
 
 
 class Branch:
-    """A stream that leaves the current one and comes back to it. Without a stream, everything is in one order anyway.
+    """A stream that leaves the current one and comes back to it. Without a stream, it changes no order.
 
-    `with branch.after(point): ...` launches there, after the point and beside what the current stream gets later.
+    `with branch.after(point): ...` launches there, after the point and concurrently with later work here.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -46,7 +46,7 @@ class Branch:
         self._was_entered = False
 
     def point(self) -> torch.cuda.Event | None:
-        """Where the current stream is by now; inside of :meth:`after`, where the branch is."""
+        """A point after all work of the current stream so far; inside of :meth:`after`, of the branch."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -55,7 +55,7 @@ class Branch:
 
     @contextmanager
     def after(self, point: torch.cuda.Event | None) -> Iterator[None]:
-        """What is launched in this context goes to the branch, after what is there and after the point."""
+        """Work launched in this context goes to the branch, after its earlier work and after the point."""
         if self._stream is None:
             yield
             return
@@ -66,12 +66,12 @@ class Branch:
             yield
 
     def wait_for(self, point: torch.cuda.Event | None) -> None:
-        """What the current stream gets from now on comes after the point."""
+        """Later work of the current stream comes after the point."""
         if self._stream is not None and point is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(point)
 
     def join(self) -> None:
-        """What the current stream gets from now on comes after all that is on the branch."""
+        """Later work of the current stream comes after all work of the branch."""
         if self._stream is not None and self._was_entered:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
@@ -79,8 +79,8 @@ class Branch:
 class StreamOrder:
     """Orders a CUDA heap's calls and the reuse of its memory over streams.
 
-    A capture has an order of its own: it begins after everything before it, and whoever replays the graph orders the
-    replays against other calls.
+    Calls in a capture are ordered apart: the capture begins after everything before it, and the user who replays the
+    graph orders replays against other calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class StreamOrder:
 
     @functools.cached_property
     def wire_stream(self) -> torch.cuda.Stream:
-        """Another one, which comes first where both want to start a kernel: on it, rows travel beside GEMMs."""
+        """A stream of high priority, whose kernels start first: rows travel on it while GEMMs run."""
         return torch.cuda.Stream(self._device, priority=-1)
 
     def begin_call(self) -> None:
@@ -107,14 +107,14 @@ class StreamOrder:
             order.streams.add(stream)
 
     def end_call(self) -> None:
-        """It ends here: the next call comes after what is on the current stream by now."""
+        """A collective call ends here: the next one comes after the work of the current stream so far."""
         order = self._order()
         if order.has_several:
             order.last_mark = _mark(torch.cuda.current_stream(self._device))
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """What is launched in this context waits for no other work of the GPU, and is done after it."""
+        """Work launched in this context waits for no other work of the GPU, and is done when the context ends."""
         stream = torch.cuda.Stream(self._device, priority=-1)
         with torch.cuda.stream(stream):
             yield
@@ -139,7 +139,7 @@ class StreamOrder:
                 order.released.append((span[0], sum(span), mark))
 
     def taken(self, span: tuple[int, int]) -> None:
-        """The current stream is about to use (offset, size): waits for other streams that did."""
+        """The current stream is about to use (offset, size): waits for other streams that used it."""
         order, start, end = self._notice_stream(), span[0], sum(span)
         if not order.has_several:
             return
@@ -147,7 +147,7 @@ class StreamOrder:
         for other_start, other_end, mark in order.released:
             if start < other_end and other_start < end:
                 self._wait_for(mark)
-                # Only what lies outside still has to be waited for: whole spans would pile up where sizes vary.
+                # Only the part outside still needs a wait: whole spans would pile up where sizes vary.
                 left += [part for part in ((other_start, start, mark), (end, other_end, mark)) if part[0] < part[1]]
             else:
                 left.append((other_start, other_end, mark))
@@ -162,11 +162,11 @@ class StreamOrder:
         return self._captured[1]
 
     def _notice_stream(self) -> _Order:
-        """From the first time that the current stream is not that of the last call, marks are kept."""
+        """Notes the current stream. Marks are kept once it differs from that of the last call."""
         order = self._order()
         if not order.has_several and order.last is not None and _raw_stream(self._device) != order.last:
             order.has_several = True
-            # Nobody has kept marks yet: everything so far counts as the last call.
+            # No marks have been kept yet: everything so far counts as the last call.
             order.last_mark = _mark(torch.cuda.ExternalStream(order.last, device=self._device))
             order.released = [(0, 1 << 62, order.last_mark)]
         return order
@@ -177,13 +177,13 @@ class StreamOrder:
 
 
 class NoStreams:
-    """The same for memory that only the host touches, in order and at once."""
+    """Same methods as StreamOrder, for memory that only the host touches, in order and at once."""
 
     side_stream = wire_stream = None
     at_once = nullcontext
 
     def _nothing(self, span: tuple[int, int] = (0, 0)) -> None:
-        """There is nothing to order, to remember or to wait for."""
+        """Does nothing: there is nothing to order or to wait for."""
 
     begin_call = end_call = synchronize = released = dropped = taken = _nothing
 
@@ -195,7 +195,7 @@ def _mark(stream: torch.cuda.Stream) -> _Mark:
 
 
 def stream_order(device: torch.device) -> StreamOrder | NoStreams:
-    """The object for a heap on `device`."""
+    """The order of streams for a heap on `device`."""
     return StreamOrder(device) if device.type == "cuda" else NoStreams()
 
 

@@ -16,7 +16,7 @@ from symmoe.symm_mem.streams import capture_id
 
 _ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
-_BARRIER = -1  # in the place of a peer
+_BARRIER = -1  # stands for all peers
 Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signal is waited for after it
 
 
@@ -24,9 +24,9 @@ class FirstTimes:
     """Which waits for peers come after work that happens once, and may take `start_timeout_s` for it.
 
     A rank that compiles kernels, imports modules or touches memory for the first time keeps its peers waiting, and they
-    cannot see why. But all ranks make the same calls in the same order: what one does for the first time between two of
-    its waits, the others do there too. So a wait is a first one if none of its kind has followed one of the last kind
-    yet, or if this process has compiled or imported anything since the last one.
+    cannot see why. But all ranks make the same calls in the same order: what one rank does for the first time between
+    two waits, the others do there, too. So a wait is a first one if no wait of its kind has followed one of the last
+    kind yet, or if this process has compiled or imported anything since the last one.
 
     Args:
         num_compiled: how many variants of kernels this process has compiled so far, or found in a cache.
@@ -36,28 +36,28 @@ class FirstTimes:
         self._num_compiled = num_compiled
         self._num_ready = 0
         self._last: Kind = (0, _BARRIER)
-        self._stretches: set[tuple[Kind, Kind]] = set()  # from one wait to the next
-        self._waits: set[tuple[int, int, int]] = set()  # epoch, phase, and peer or _BARRIER
+        self._stretches: set[tuple[Kind, Kind]] = set()  # (a wait, the next wait)
+        self._waits: set[tuple[int, int, int]] = set()  # (epoch, phase, peer or _BARRIER)
 
     def is_first_barrier(self, call: int, *, epoch: int, fault: bool) -> bool:
         """Notes a barrier that is about to be entered, and says whether it is a first wait.
 
         Args:
             call: as in control.pack_call.
-            epoch: of the barrier.
-            fault: this rank's arguments are wrong, and `call` has the phase alone.
+            epoch: epoch of the barrier.
+            fault: whether this rank's arguments are wrong; then `call` has only the phase.
         """
         last, phase, first = self._last, call & 0xFF, self._has_made_ready()
         if fault:
             first |= not any(before == last and after[0] & 0xFF == phase for before, after in self._stretches)
-        elif phase != control.PHASE_CLOSE:  # to which ranks come from anywhere
+        elif phase != control.PHASE_CLOSE:  # ranks close after any call
             first |= self._goes_on_to((call & _ALL_BUT_PLAN, _BARRIER))
         if first:
             self._waits.add((epoch, phase, _BARRIER))
         return first
 
     def is_first_signal(self, phase: int, peer: int, *, epoch: int) -> bool:
-        """The same for a wait for a peer's signal, after the barrier of this epoch."""
+        """Same as is_first_barrier, for a wait for a peer's signal after the barrier of this epoch."""
         first = self._has_made_ready() | self._goes_on_to((self._last[0], peer))
         if first:
             self._waits.add((epoch, phase, peer))
@@ -85,10 +85,10 @@ class Waits:
     """Launches the waits of this rank. Does not synchronise the host; on CPUs the host itself waits.
 
     Attributes:
-        timeout_s, start_timeout_s: as in SymmetricHeap.
-        kernels: of the heap's device.
-        peers, status: what they are given.
-        flight: notes what is launched.
+        timeout_s, start_timeout_s: bounds, as in SymmetricHeap.
+        kernels: kernels for the heap's device.
+        peers, status: arguments of the kernels.
+        flight: the record of launched waits.
         first_times: knows which waits `start_timeout_s` bounds.
         is_inside: whether this rank waits. It stays so if a signal handler raises in a wait of the host.
     """
@@ -111,7 +111,7 @@ class Waits:
 
         Args:
             call: control.pack_call of what the ranks must agree on.
-            fault: this rank fails the call.
+            fault: whether this rank fails the call.
             publish, spoils: as in SymmetricHeap.barrier, whose result this returns.
         """
         received = torch.empty((self.peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self._device)
@@ -126,7 +126,7 @@ class Waits:
         return received
 
     def signal(self, rank: int, phase: int, spoils: torch.Tensor | None) -> torch.Tensor:
-        """Waits for a rank's signal; see SymmetricHeap.wait_for_signal."""
+        """Waits for the signal of `rank`; see SymmetricHeap.wait_for_signal."""
         arrived = torch.empty(1, dtype=torch.int64, device=self._device)
         self.flight.wait_launched(phase, rank)
         timeout_ns = self._timeout_ns(self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch))
@@ -144,6 +144,6 @@ class Waits:
         return "timeout_s", self.timeout_s
 
     def _timeout_ns(self, first: bool) -> int | None:
-        """The bound for the kernel; in a graph, where every replay has it, never the longer one."""
+        """The bound for the kernel; never the longer one in a graph, where every replay would have it."""
         _, bound_s = self.bound(first and not capture_id(self._device))
         return None if bound_s == math.inf else int(bound_s * 1e9)

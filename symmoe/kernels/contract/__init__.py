@@ -1,14 +1,14 @@
-"""What every kernel is given and what it computes: shapes, dtypes, sentinels. The only place that says it.
+"""Arguments and results of every kernel: shapes, dtypes, sentinels. Only this room documents them.
 
-`Kernels` is the type of what `kernels.for_device` returns: the modules `twin` (PyTorch, any device) and `gpu` (Triton
+`Kernels` is the type that `kernels.for_device` returns: the modules `twin` (PyTorch, any device) and `gpu` (Triton
 and Gluon). A function has the same name, the same arguments and the same meaning in both.
 
     T tokens of this rank, H features of a token, K slots per token (token t's k-th expert is slot (t, k))
     E experts of all ranks, e experts of one rank, R ranks
     N rows in G groups, sorted by group; a group is a local expert
 
-* Results are written to the caller's tensors. All tensors are on one device, and contiguous unless the text says else.
-* On GPUs no function makes the host wait for the device, and none but the router's GEMMs allocates device memory. Bits
+* Results are written to the caller's tensors. All tensors are on one device, contiguous unless the text says otherwise.
+* On GPUs no function makes the host wait for the device, and only the router's GEMMs allocate device memory. Bits
 of results do not depend on the grid of a launch.
 * row_start: int32[G + 1], the groups' bounds: group g owns rows row_start[g]:row_start[g + 1]. Rows at or past
   row_start[G] are the tail: they influence nothing, and are not written unless the text says so.
@@ -17,8 +17,8 @@ of results do not depend on the grid of a launch.
   A begin that is the group's first row plus a multiple of PART_ROWS costs no additional tile (kernels/parts.py).
 * row_index, rows_index, dout_index: int32[N], which row of the tensor stands for row r; None: row r. With an index the
   tensor has any number P of rows.
-* num_sms, num_ctas: most SMs that the kernel uses, or most programs that it has, so that the others are left to other
-  kernels; None: all. Results do not depend on it, and the twins ignore it.
+* num_sms, num_ctas: most SMs that the kernel uses, or most programs that it has, so that other kernels get the rest;
+  None: all. Results do not depend on it, and the twins ignore it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The activation of an expert times the row's scale, by itself and fused with the grouped GEMMs before and after it.
+"""The activation of an expert times the row's scale, separate and fused with the grouped GEMMs before and after it.
 
     C, I, O  input features of the first GEMM, FFN width, output features of the second GEMM
     W        columns of h: 2I for gated activations, else I (Activation.hidden_width)
@@ -7,8 +7,8 @@
     backward  da = round(dout @ weight);  dscale = sum_I(da * act(h));  dh = round(da * scale * act'(h));
               dbias = sum_rows(dh);  a again
 
-All between the roundings is fp32, so the fused functions give the bits of those that they fuse in h, a, da and dh, and
-in dscale, whose order of sums is that of kernels/activation.py; only dbias has an order of its own. NaN goes through
+Between the roundings everything is fp32, so the fused functions give the bits of the separate ones in h, a, da, dh and
+dscale, whose order of sums is that of kernels/activation.py; only dbias is summed in another order. NaN goes through
 clamps and relu; derivatives at a limit are those of torch.clamp (1 at equality).
 """
 
@@ -73,10 +73,9 @@ class ActivationKernels(Protocol):
         dout [N, O], or [P, O] with row_index; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N];
         dbias [G, W]; workspace: fp32, of dact_workspace_numel(...) elements. dscale is 0 in the tail.
 
-        row_start: bounds or ranges. With ranges dh and a of these rows are written, and what dscale needs of them is
-        left in the workspace: when all rows have been computed, in calls that differ in their ranges only,
-        sum_dact_partials makes dscale of it. dscale is not written and may be None; dbias must be None
-        (ArgumentError): grouped_bias_grad sums dh.
+        row_start: bounds or ranges. With ranges, dh and a of these rows are written, and their partial sums of dscale
+        stay in the workspace. When calls that differ only in ranges have computed all rows, sum_dact_partials sums
+        them. dscale is not written and may be None; dbias must be None (ArgumentError): grouped_bias_grad sums dh.
 
         Returns:
             How many partial sums of dscale the workspace has for a row.
@@ -88,5 +87,5 @@ class ActivationKernels(Protocol):
     def sum_dact_partials(self, workspace: Tensor, row_start: Tensor, dscale: Tensor, num_partials: int) -> None:
         """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact with ranges have filled.
 
-        row_start: the groups' bounds, which the ranges have covered. num_partials: what those calls returned.
+        row_start: the groups' bounds, which the ranges have covered. num_partials: the result of those calls.
         """

@@ -3,9 +3,9 @@
     C, O  features that the forward GEMM contracts, and features of its result
 
 Tensors are of one dtype (bf16, fp16 or fp32), 16-byte aligned, their features multiples of 16 bytes; callers check it.
-Products and sums are fp32 (of fp32 numbers IEEE's, not TF32's), a result is rounded once. No sum uses atomics. A row's
-bits in grouped_gemm and grouped_gemm_dgrad do not depend on where the row lies, nor on how rows and columns are cut
-into parts; tiles and the order of sums depend on the features only, never on N or R.
+Products and sums are fp32 (IEEE, not TF32, for fp32 numbers); a result is rounded once. No sum uses atomics. A row's
+bits in grouped_gemm and grouped_gemm_dgrad do not depend on where the row lies or on how rows and columns are cut
+into parts; tiles and the order of sums depend only on the features, never on N or R.
 
 Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] that lie anywhere, with the same bits.
 

@@ -1,7 +1,7 @@
-"""Plan: from a rank's `topk_idx` to maps that say where every slot goes.
+"""The plan: maps from every slot of a rank's `topk_idx` to its place.
 
-B blocks of TOKENS_PER_BLOCK tokens. Packed rows: what a rank receives, a row for each of the tokens that it needs. The
-primary row of a token on a rank is that of its smallest k there, the others are secondary rows.
+There are B blocks of TOKENS_PER_BLOCK tokens. A rank receives packed rows, one for each token that it needs. The
+primary row of a token on a rank is that of its smallest k there; its other rows are secondary rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class PlanKernels(Protocol):
     def splits_to_row_start(self, splits: Tensor, row_start: Tensor, num_rows: int) -> None:
         """row_start[g] = rows of the groups before g: int32[G + 1] from splits int32 or int64 [G].
 
-        Negative splits count as 0 and the sums end at num_rows, so no splits can lead a kernel out of its tensors.
+        Negative splits count as 0 and sums are limited to num_rows: kernels stay inside their tensors for any splits.
         """
 
     def count_slots(self, topk_idx: Tensor, block_counts: Tensor, *, num_experts: int, num_ranks: int) -> None:
@@ -42,10 +42,10 @@ class PlanKernels(Protocol):
     ) -> None:
         """Puts this rank's row (header, slots per expert, tokens per rank) into every rank's count table.
 
-        The half of the table is that of the next barrier.
+        It uses the half of the table that belongs to the next barrier.
 
         Args:
-            block_counts, topk_idx: of count_slots.
+            block_counts, topk_idx: those of count_slots.
             header: HEADER_WORDS integers; the HEAD_BAD_* words are filled in here.
             block_starts: int32 [B, E], gets the slots of each expert in earlier blocks.
         """
@@ -73,13 +73,13 @@ class PlanKernels(Protocol):
     ) -> None:
         """Lays out every rank's rows from the count table, the same way on every rank.
 
-        If anything is wrong (the report says what), nothing is laid out: all counts are zero.
+        After an error, which the report has, nothing is laid out: all counts are zero.
 
         Args:
-            received: what the plan's barrier returned; negative words mean that a rank faulted.
+            received: result of the plan's barrier; negative words mean that a rank faulted.
             status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if `record_errors`.
-            capacity: rows that each rank can take; -1 is no limit.
-            drop: clip to the capacity instead of reporting an overflow.
+            capacity: rows that each rank can take; -1: no limit.
+            drop: whether to clip to the capacity instead of reporting an overflow.
             splits, row_start: int32 [e], [e + 1]; rows of each local expert and where they start.
             slot_start, slot_limit: int32 [E]; on the expert's rank, the row of this rank's first slot of the expert,
                 and how many of this rank's slots of it are kept.
@@ -88,14 +88,14 @@ class PlanKernels(Protocol):
             source_to_row_start: int32 [R + 1, e]; where each source's rows of each local expert start here; the last
                 row is where the experts' rows end.
             expert_load: int32 [E]; slots of each expert in the whole group, before dropping.
-            report: int32 [SUMMARY_WORDS].
+            report: int32 [SUMMARY_WORDS], as in control.SUM_*.
         """
 
     def split_by_source(self, source_to_row_start: Tensor, source_to_rows: Tensor, *, rank: int) -> None:
         """Cuts each local expert's rows into the parts that can be computed as the ranks' rows arrive.
 
         Rows arrive from `rank` itself first, then from rank - 1, rank - 2 and so on, the last rank following rank 0.
-        The part of a source needs no rows but those that have arrived by then. Parts begin at multiples of PART_ROWS,
+        The part of a source needs only rows that have arrived by then. Parts begin at multiples of PART_ROWS,
         counted from the expert's first row, or at its end; together they are all rows.
 
         Args:
@@ -118,7 +118,7 @@ class PlanKernels(Protocol):
         """Gives every slot of this rank its row: a stable scan in order of token, then k.
 
         Args:
-            topk_idx, block_starts, slot_start, slot_limit: of count_slots, send_counts and lay_out.
+            topk_idx, block_starts, slot_start, slot_limit: those of count_slots, send_counts and lay_out.
             slot_to_row, slot_to_rank: int32 [T, K]; row on the expert's rank, and that rank; -1 for no expert, and for
                 slots that are dropped.
             block_tokens: int32 [B, R]; tokens of each block that have a kept slot on each rank.
@@ -136,6 +136,6 @@ class PlanKernels(Protocol):
         """Gives every pair of a token and a rank its packed row, and says which row is the primary one.
 
         Args:
-            slot_to_row, slot_to_rank, block_tokens, packed_start: of assign_rows and lay_out.
+            slot_to_row, slot_to_rank, block_tokens, packed_start: those of assign_rows and lay_out.
             token_to_packed_row, token_to_primary_row: int32 [T, R]; -1 if the token has no slot on the rank.
         """

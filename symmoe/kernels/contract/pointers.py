@@ -15,8 +15,8 @@ class PointerKernels(Protocol):
         """The first bytes of destination = source; on GPUs without a copy engine, so that graphs can hold the bytes.
 
         Args:
-            source: contiguous memory of the host, of any size up to that of destination. Free to change when the call
-                returns.
+            source: contiguous memory of the host, of any size up to that of destination. The caller may change it
+                when the call returns.
         """
 
     def read_addresses(
@@ -25,7 +25,7 @@ class PointerKernels(Protocol):
         """The addresses of tensors as native int64; None if one of them is not what it must be.
 
         Args:
-            tensors: any number of them, each on `device` and with memory of its own.
-            alignment: of their addresses in bytes, a power of two.
+            tensors: any number of tensors, each on `device` and with memory.
+            alignment: alignment of their addresses in bytes, a power of two.
             contiguous: whether they must be contiguous.
         """

@@ -3,9 +3,9 @@
     C features of a row, I and W as in contract/activation.py
     P tokens, at least TILE * max_tiles(N, G): every group begins at the first multiple of TILE after the group before
 
-Of data and scales only what belongs to a group is written; the tokens that fill a group's last tile are zeros. fp32
-scales of columns [C, blocks] are block-major: strides (1, C), so that those of one block are neighbours; ArgumentError
-if they lie otherwise.
+Data and scales are written only for groups; the tokens that fill a group's last tile are zeros. fp32
+scales of columns [C, blocks] are block-major: strides (1, C), so that those of one block are neighbours; otherwise
+ArgumentError.
 
 * amax: fp32[G] of group_amax, where the format has a global scale.
 * seeds: int64[G]; E2M1 is rounded stochastically, by random words of the group's seed and of a position.
@@ -41,11 +41,11 @@ class QuantizeKernels(Protocol):
         amax: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> None:
-        """Scales along the features of every row of every group.
+        """Quantises every row of every group, with scales along the features.
 
         rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
-        Positions of seeds: (feature, row in the group). row_start: bounds or ranges, these not with seeds or scales of
-        whole rows (ArgumentError).
+        Positions of seeds: (feature, row in the group). row_start: bounds or ranges; ranges not with seeds or
+        scales of whole rows (ArgumentError).
         """
 
     def quantize_columns(
@@ -61,7 +61,7 @@ class QuantizeKernels(Protocol):
         signs: int | None = None,
         seeds: Tensor | None = None,
     ) -> None:
-        """Scales along the tokens of every feature of every group; data transposed.
+        """Quantises every feature of every group, with scales along the tokens; data is transposed.
 
         rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block], or [C, G] where a feature of
         a group is one block. signs: 16 neighbouring tokens go through a Hadamard transform first, with these signs
@@ -79,13 +79,13 @@ class QuantizeKernels(Protocol):
     ) -> None:
         """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G].
 
-        rows and row_index as in quantize_columns; with signs, of the transformed rows.
+        rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
 
     def quantize_weights(
         self, weight: Tensor, data: Tensor, scale: Tensor, block_format: BlockFormat, *, amax: Tensor | None = None
     ) -> None:
-        """Scales along the last dimension of G matrices.
+        """Quantises G matrices, with scales along the last dimension.
 
         weight [G, M, K], contiguous or the transpose of contiguous matrices; data [G, M, K or K / 2]; scale [G, M /
         block_lines, num_blocks(K)], quotients rounded up.
@@ -102,8 +102,8 @@ class QuantizeKernels(Protocol):
         *,
         amax: Tensor | None = None,
     ) -> None:
-        """Both operands that G contiguous matrices [G, M, K] are: what quantize_weights makes of `weight` (data, scale)
-        and of `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is
+        """Both operands of G contiguous matrices [G, M, K]: the results of quantize_weights for `weight` (data, scale)
+        and for `weight.mT` (transposed_data [G, K, M or M / 2], transposed_scale). M and K are even where E2M1 is
         packed."""
 
     def act_quantize(
@@ -117,12 +117,12 @@ class QuantizeKernels(Protocol):
         rows: Buffers | None = None,
         columns: Buffers | None = None,
     ) -> None:
-        """scaled_activation of h, rounded to the dtype of h and quantised: the operands that the second GEMM has of it.
+        """scaled_activation of h, rounded to the dtype of h and quantised: operands of the second GEMM.
 
         h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start: bounds, or without columns ranges. Pairs (data, scale):
-        rows, data [N, I], by quantize_rows; columns, data [I, P], P a multiple of TILE, by quantize_columns. What is
-        None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if an argument is
-        not like that.
+        rows, data [N, I], by quantize_rows; columns, data [I, P], P a multiple of TILE, by quantize_columns. A
+        pair that is None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if
+        an argument is not as described.
         """
 
     def dact_quantize(
@@ -144,17 +144,17 @@ class QuantizeKernels(Protocol):
         again, so that a forward pass need not keep them.
 
         da [N, I] of the dtype of h; dscale fp32[N], 0 past the last row; workspace: fp32, of
-        dact_quantize_workspace_numel(...) elements. rows, columns: dh's, of W features: operands of the first GEMM's
+        dact_quantize_workspace_numel(...) elements. rows, columns: for dh, W features: operands of the first GEMM's
         input gradient and weight gradient; a_columns: operand of the second GEMM's weight gradient; all may be None.
         The others as in act_quantize. If h has halves, blocks must divide I (takes_dact_quantize). ArgumentError if an
-        argument is not like that.
+        argument is not as described.
         """
 
     def swizzle_group_scales(self, scale: Tensor, row_start: Tensor, swizzled: Tensor) -> None:
-        """Compact scales of grouped rows into tiles, each group's rows padded to tiles of their own.
+        """Compact scales of grouped rows into tiles, each group's rows padded to whole tiles.
 
         Args:
-            scale: one byte each, [N, Q].
+            scale: [N, Q], one byte each.
             swizzled: uint8 [at least max_tiles(N, G), ceil(Q / 4), 512]. Tiles of no group are not written.
         """
 

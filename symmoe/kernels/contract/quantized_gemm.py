@@ -1,14 +1,14 @@
 """Grouped GEMMs of quantised numbers: E4M3 with fp32 scales (kernels/fp8.py), MXFP8 and NVFP4 (kernels/scaled.py).
 
 C, O, columns, accumulate and zero_tail are those of contract/gemm.py, P is that of contract/quantize.py; BLOCK is 128
-and B(n) = ceil(n / BLOCK). Operands are data and scales as quantize_rows, quantize_columns and quantize_weights make
-them; out is bf16, fp16 or fp32, its rows multiples of 16 bytes. The input gradient is the forward product, with
+and B(n) = ceil(n / BLOCK). Operands are data and scales of quantize_rows, quantize_columns and quantize_weights;
+out is bf16, fp16 or fp32, its rows multiples of 16 bytes. The input gradient is the forward product, with
 gradients for rows and the transposed weight [G, C, O], quantised along O, with its scales. ArgumentError if an operand
-is anything else.
+does not fit.
 
 A product of two E4M3 or E2M1 numbers is exact, sums are fp32, the result is rounded once, and a row's bits do not
-depend on parts. (Tensor cores add in an order of their own, and keep fewer bits than fp32 of terms that are small
-against the largest one: about 14 bits in sums of E4M3 products.)
+depend on parts. (Tensor cores add in another order, and keep fewer bits than fp32 of terms that are much smaller
+than the largest one: about 14 bits in sums of E4M3 products.)
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class QuantizedGemmKernels(Protocol):
         dout E4M3 [O, P], O a multiple of 4, rows E4M3 [C, P]: the tokens between a group's last and the next multiple
         of BLOCK are zeros, those past the last group may be anything. dout_scale fp32 [O, P / BLOCK], rows_scale fp32
         [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major. out [G, O, C]. On Hopper TMA adds to an fp32
-        out, and subnormal numbers, added or summed, count as zeros of their sign.
+        out, and subnormal terms and sums count as zeros of their sign.
         """
 
     def grouped_gemm_scaled(
@@ -79,7 +79,7 @@ class QuantizedGemmKernels(Protocol):
         """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
 
         rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: in tiles, every group from
-        a tile of its own (swizzle_group_scales). weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of
+        a new tile on (swizzle_group_scales). weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of
         one matrix after the other. NVFP4 needs row_global_scale and weight_global_scale, fp32[G], by which the sum is
         multiplied, the rows' first; MXFP8 has none. out [N, O].
 
@@ -102,8 +102,8 @@ class QuantizedGemmKernels(Protocol):
     ) -> None:
         """out[g] = (dout * dout_scale) @ (rows * rows_scale)^T over the tokens of group g; no tokens give zeros.
 
-        dout [O, P] and rows [C, P] in E4M3 (MXFP8), or [O, P / 2] and [C, P / 2] in uint8 (NVFP4): what fills a
-        group's last tile is summed as well (zeros, or what a Hadamard transform has made of tokens and zeros), what
-        comes after the last group may be anything. dout_scale, rows_scale: in tiles, as one matrix. NVFP4 needs
+        dout [O, P] and rows [C, P] in E4M3 (MXFP8), or [O, P / 2] and [C, P / 2] in uint8 (NVFP4): the padding
+        of a group's last tile is summed, too (zeros, or a Hadamard transform of tokens and zeros); numbers after the
+        last group may be anything. dout_scale, rows_scale: in tiles, as one matrix. NVFP4 needs
         dout_global_scale and rows_global_scale, fp32[G], of groups with tokens; MXFP8 has none. out [G, O, C].
         """

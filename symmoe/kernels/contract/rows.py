@@ -36,7 +36,7 @@ class RowKernels(Protocol):
         Args:
             x: [T, H].
             token_to_row: int32 [T, R]; -1: the token does not go to that rank.
-            ranks: the ranks that are written to, one after the other; None: all.
+            ranks: ranks to write to, one after the other; None: all.
         """
 
     def push_slots(
@@ -60,7 +60,7 @@ class RowKernels(Protocol):
         [K] get probs[t, k], else 0. Packed rows of this rank's region that no token uses get -1.
 
         Args:
-            slot_to_row, slot_to_rank, token_to_packed_row, block_tokens, packed_start, packed_limit: of the plan.
+            slot_to_row, slot_to_rank, token_to_packed_row, block_tokens, packed_start, packed_limit: as in Plan.
             probs: fp32 [T, K]; None: nothing is written to the probs' buffer.
             row_column, prob_column: the columns of `received`.
         """
@@ -77,16 +77,16 @@ class RowKernels(Protocol):
         row_to_packed_row: Tensor,
         row_probs: Tensor | None,
     ) -> None:
-        """Turns the slots that arrived into index tensors of this rank's own.
+        """Turns the slots that arrived into index tensors of this rank.
 
         If the call has failed, nothing has arrived: `packed_to_row` is filled with -1 and `row_to_packed_row` with 0,
         so that kernels already on their way stay inside their buffers, and `row_probs` with NaN.
 
         Args:
             wire_to_row: int32 [P_cap, K]; row of each slot of a packed row, or -1.
-            wire_probs: fp32 [P_cap, K] or None.
+            wire_probs: fp32 [P_cap, K], the probs of the slots, or None.
             packed_begin, packed_end: int32 [1]; first packed row that has arrived, and the one past the last.
-            ready, arrived: what the trip's barriers, or the wait for a signal, returned; a negative first word means
+            ready, arrived: results of the trip's barriers, or of the wait for a signal; a negative first word means
                 that the call has failed.
             packed_to_row: int32 [P_cap, K], gets a copy.
             row_to_packed_row: int32 [N_cap], gets the packed row of each row; the tail stays as it is.
@@ -106,7 +106,7 @@ class RowKernels(Protocol):
 
         Args:
             packed_to_row: int32 [P_cap, K] of index_rows.
-            packed_begin, packed_end: int32 [1]; the packed rows whose tokens are meant.
+            packed_begin, packed_end: int32 [1]; first packed row of the tokens, and the one past the last.
         """
 
     def pre_reduce(
@@ -121,13 +121,13 @@ class RowKernels(Protocol):
     ) -> None:
         """Sums the rows of each token that another rank has sent into its primary row: fp32, in k order, in place.
 
-        A token's rows are summed from the primary row on; one that has no other row stays as it is.
+        A token's sum begins with the primary row; a token without secondary rows stays as it is.
 
         Args:
             rows: [N_cap, H].
             packed_to_row: int32 [P_cap, K] of index_rows.
             source_to_packed_start: int32 [R + 1] of lay_out.
-            rank: this rank, whose tokens' rows stay as they are: pull_sums sums them itself.
+            rank: this rank; rows of its tokens stay as they are, because pull_sums sums them.
         """
 
     def gather_values(
@@ -135,7 +135,7 @@ class RowKernels(Protocol):
     ) -> None:
         """packed_values[p, k] = row_values[packed_to_row[p, k]], 0 where there is no row. fp32 [N_cap] to [P_cap, K].
 
-        num_packed: int32 [1], how many packed rows there are.
+        num_packed: int32 [1], number of packed rows.
         """
 
     def pull_rows(
@@ -174,8 +174,8 @@ class RowKernels(Protocol):
     ) -> None:
         """out[t] = sum over the ranks of the sum of token t's rows there: fp32, in order of the ranks.
 
-        A peer's sum has been made by pre_reduce and is read from the primary row. This rank's own is made here, of the
-        same bits: fp32, in k order, rounded to the dtype of `out`. If the call has failed, `out` is filled with NaN.
+        A peer's sum has been made by pre_reduce and is read from the primary row. This rank's sum is made here with
+        the same bits: fp32, in k order, rounded to the dtype of `out`. If the call has failed, `out` gets NaN.
 
         Args:
             token_to_primary_row: int32 [T, R]; -1: the token has no row there.

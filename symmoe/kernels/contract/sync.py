@@ -29,18 +29,18 @@ class SyncKernels(Protocol):
             words: NUM_PUBLISHED integers (arena offsets) for the peers.
             received: int64[R, NUM_PUBLISHED], gets every rank's words; all -1 if the call has failed: a rank faulted,
                 gave up, did not come or is in another call, or an earlier failure has not been raised yet.
-            status: int64[STATUS_WORDS] that the host reads, pinned host memory on GPUs; gets a record if something
-                went wrong and none is pending.
+            status: int64[STATUS_WORDS] that the host reads, pinned host memory on GPUs; gets a record of a
+                failure if none is pending.
             call: control.pack_call of what the ranks must agree on.
-            fault: this rank's arguments are wrong, no rank shall move payload.
-            timeout_ns: bound of the wait; None: no bound, which is there to measure what the bound costs.
-            spoils: what must not be taken for a result if the call has failed: then every bit of it is set, which is
-                NaN in every dtype of rows. On GPUs its size is a multiple of 16 bytes.
+            fault: whether this rank's arguments are wrong, so that no rank may move payload.
+            timeout_ns: bound of the wait; None: no bound, to measure what the bound costs.
+            spoils: memory of a result; if the call has failed, every bit of it is set, which is NaN in every dtype of
+                rows. On GPUs its size is a multiple of 16 bytes.
         """
 
     def send_signal(self, peers: Peers, rank: int) -> None:
-        """Tells `rank` that what this rank has written there since the last barrier is complete; nothing after a
-        failure."""
+        """Tells `rank` that what this rank has written there since the last barrier is complete; does
+        nothing after a failure."""
 
     def wait_for_signal(
         self,
@@ -56,8 +56,8 @@ class SyncKernels(Protocol):
         """Waits for `rank`'s signal since the last barrier.
 
         Args:
-            arrived: int64 [1], gets 0, or -1 if nothing can be relied on: the signal did not come, a rank gave up, or
+            arrived: int64 [1], gets 0, or -1 if the call has failed: the signal did not come, a rank gave up, or
                 an earlier failure has not been raised yet.
             status, timeout_ns, spoils: as in barrier.
-            phase: number of the barrier's name, for the record.
+            phase: the phase (control.PHASE_*), for the record.
         """

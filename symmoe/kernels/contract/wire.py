@@ -1,4 +1,4 @@
-"""Rows that travel quantised: as bytes, made and taken apart. Which bytes: precision/wire.py.
+"""Rows that travel quantised: encoding to bytes and decoding. The bytes: precision/wire.py.
 
 A row of `wire` uint8 [P, W], W a multiple of 16, is E4M3 data of C features, their compact scales, and padding.
 """
@@ -15,12 +15,12 @@ from symmoe.kernels.formats import BlockFormat
 
 class WireKernels(Protocol):
     def encode_rows(self, rows: Tensor, wire: Tensor, block_format: BlockFormat) -> None:
-        """wire [P, W] = what quantize_rows makes of rows [P, C] bf16, fp16 or fp32, and zeros."""
+        """wire [P, W] = the result of quantize_rows for rows [P, C] bf16, fp16 or fp32, padded with zeros."""
 
     def unpack_rows(
         self, wire: Tensor, row_start: Tensor, data: Tensor, scale: Tensor, *, row_index: Tensor | None = None
     ) -> None:
-        """data[r], scale[r] = what row row_index[r] of the wire holds, for every row r of every group.
+        """data[r], scale[r] = data and scales of row row_index[r] of the wire, for every row r of every group.
 
         row_start: bounds or ranges; data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither
         read nor written.
@@ -40,8 +40,8 @@ class WireKernels(Protocol):
         *,
         row_index: Tensor | None = None,
     ) -> None:
-        """What quantize_columns makes of decode_rows' result of `dtype` (bf16, fp16 or fp32), without that result.
+        """The result of quantize_columns for decode_rows' result in `dtype` (bf16, fp16 or fp32), which is not stored.
 
-        data and scale as in quantize_columns; block_format, of the rows and of the columns: E4M3 in blocks. Rows of no
+        data and scale as in quantize_columns; block_format: format of rows and columns, E4M3 in blocks. Rows of no
         group are not read.
         """

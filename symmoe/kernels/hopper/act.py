@@ -1,7 +1,7 @@
-"""grouped_gemm_act of contiguous rows and the GEMM of grouped_gemm_dact for Hopper. Same bits of h, a, dh as Triton's.
+"""grouped_gemm_act of contiguous rows and the GEMM of grouped_gemm_dact for Hopper. Bits of h, a and dh are Triton's.
 
 The formulas are those of triton/activation.py, on the same rounded numbers. Two features of 16 bits share a register
-(int32) from memory to arithmetic: left to itself, the compiler keeps one in each.
+(int32) from memory to arithmetic; otherwise, the compiler keeps one in each.
 """
 
 import functools
@@ -20,7 +20,7 @@ from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
 from symmoe.kernels.triton.tiles import end_of_rows
 
-# The epilogue by another warpgroup, by two warps of another, or beside the other tile's products.
+# The epilogue runs in another warpgroup, in two warps of another, or during the other tile's products.
 SEPARATE = {
     "instruction_n": 128,
     "finish_warps": 4,
@@ -34,13 +34,13 @@ ALTERNATE = {"alternate": True, "block_n": 128, "tile_columns": 128, "instructio
 LONG_PRODUCT = 4096  # contracted features, from which on two warps finish dact before the next tile's products
 WIDE_OUTPUT = 8192  # features, from which on wider tiles of FC1 save more than alternating ones
 
-PAIRS = gl.constexpr(32)  # of features in a chunk's row
-ROWS_PER_WARP = gl.constexpr(8)  # of a piece of a chunk
+PAIRS = gl.constexpr(32)  # pairs of features in a chunk's row
+ROWS_PER_WARP = gl.constexpr(8)  # rows of a piece of a chunk
 
 
 @gluon.jit
 def unpack(pair, DTYPE: gl.constexpr):
-    """Both features of pairs, in fp32."""
+    """Both features of each pair, in fp32."""
     if DTYPE == gl.bfloat16:
         low = (pair << 16).to(gl.float32, bitcast=True)
         high = (pair & -65536).to(gl.float32, bitcast=True)
@@ -76,7 +76,7 @@ def piece_lanes():
 
 @gluon.jit
 def piece_mask(row, pair, first_row, end, first_pair, PIPE: gl.constexpr):
-    """Mask of what of a piece lies in the group and in the matrix."""
+    """Mask of the part of a piece that lies in the group and in the matrix."""
     mask = (first_row + row < end)[:, None]
     if PIPE.columns % PIPE.tile_columns != 0:
         mask = mask & (pair < PIPE.columns // 2 - first_pair)[None, :]
@@ -232,8 +232,8 @@ def act_tile(args, dump, turn, first_chunk, tile_row, end, n_tile, PIPE: gl.cons
     DTYPE: gl.constexpr = a.dtype.element_ty
     a = a.to(gl.pointer_type(gl.int32))
     ROWS: gl.constexpr = ROWS_PER_WARP * gl.num_warps()
-    STRIPS: gl.constexpr = CHUNK // ROWS  # of a chunk
-    ACROSS: gl.constexpr = PIPE.tile_chunks // 2  # chunks of gates beside each other
+    STRIPS: gl.constexpr = CHUNK // ROWS  # strips of a chunk
+    ACROSS: gl.constexpr = PIPE.tile_chunks // 2  # chunks of gates from left to right
     pieces = chunks._reinterpret(gl.int32, [8 * STRIPS, ROWS, PAIRS], gl.NVMMASharedLayout(128, 32, 2))
     column = n_tile * PIPE.tile_columns
     for half in range(2):
@@ -288,7 +288,7 @@ def hopper_act_kernel(
     a,  # [N, I]
     PIPE: gl.constexpr,
 ):
-    gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # or gates would be stored among ups
+    gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # otherwise gates would be stored among ups
     args = (h_desc, row_scale, a)
     EPILOGUE: gl.constexpr = act_finish if PIPE.finish_warps > 0 else act_epilogue
     run(rows_desc, weight_desc, row_start, EPILOGUE, args, a.dtype.element_ty, PIPE)
@@ -334,7 +334,7 @@ def launch_dact(
     num_sms: int | None = None,
     variant: dict[str, int] | None = None,
 ) -> None:
-    """dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N] in scale_sums.
+    """Computes dh and a of grouped_gemm_dact, and the sums of dscale's blocks [num_scale_sums(I), N] in scale_sums.
 
     variant: options of the Pipeline, for comparisons.
     """
@@ -365,7 +365,7 @@ def launch_dact(
 
 
 def dact_variant(dout_width: int, gathered: bool) -> dict[str, int]:
-    """The fastest of the variants that there are."""
+    """The options of the fastest variant."""
     if gathered:
         return GATHERED
     return TWO_WARPS if dout_width >= LONG_PRODUCT else ALTERNATE

@@ -14,7 +14,7 @@ from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.tiles import device_num_sms, end_of_rows, max_row_tiles
 
-NUM_WARPS = 4  # of the first warpgroup; warp_specialize adds the others
+NUM_WARPS = 4  # warps of the first warpgroup; warp_specialize adds the others
 ZERO_BLOCK = gl.constexpr(1024)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
 GLUON_DTYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -64,7 +64,7 @@ def hopper_gemm_kernel(
     out_desc,  # [N, M], ragged, block [CHUNK, CHUNK]
     out,
     row_start,
-    num_rows,  # N; None: leave the tail alone
+    num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
     run(rows_desc, weight_desc, row_start, store_tile, out_desc, rows_desc.dtype, PIPE)
@@ -86,7 +86,7 @@ def launch_gemm(
 ) -> None:
     """grouped_gemm, or grouped_gemm_dgrad if weight_k_first, without an index and without bias.
 
-    columns: what parts.panel returns. options: of the Pipeline, for comparisons.
+    columns: the result of parts.panel. options: options of the Pipeline, for comparisons.
     """
     num_rows, num_groups = out.shape[0], weight.shape[0]
     pipe, constants = _gemm_plan(
@@ -152,18 +152,18 @@ def describe(block: list[int], dtype: torch.dtype) -> Describe:
 
 
 def describe_rows(dtype: torch.dtype) -> Describe:
-    """The same, for a tile's rows."""
+    """Same as describe, for a tile's rows."""
     return describe([BLOCK_M.value, BLOCK_K.value], dtype)
 
 
 def describe_weight(pipe: Pipeline, dtype: torch.dtype) -> Describe:
-    """The same, for a tile's weights."""
+    """Same as describe, for a tile's weights."""
     block = [BLOCK_K.value, pipe.block_n] if pipe.weight_k_first else [pipe.block_n, BLOCK_K.value]
     return describe([1, *block], dtype)
 
 
 def describe_ragged(dtype: torch.dtype) -> Describe:
-    """Function from a contiguous matrix to the descriptor that store_chunk wants."""
+    """Function from a contiguous matrix to the descriptor that store_chunk takes."""
     block = [1, 1, CHUNK.value, CHUNK.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
 

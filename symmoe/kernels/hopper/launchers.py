@@ -1,4 +1,4 @@
-"""What the kernels for Hopper offer to the launchers in `triton` and `low_precision`."""
+"""The functions of this room that the launchers in `triton` and `low_precision` call."""
 
 from symmoe.kernels.hopper.act import launch_act, launch_dact
 from symmoe.kernels.hopper.gemm import launch_gemm

@@ -1,13 +1,13 @@
-"""What the grouped GEMMs for Hopper have in common: tiles, roles, barriers (Gluon, warp-specialised, persistent).
+"""Common parts of the grouped GEMMs for Hopper: tiles, roles, barriers (Gluon, warp-specialised, persistent).
 
 One program per SM walks the tiles as triton/gemm.py does: BLOCK_M rows of a group, block_n features. Its warps' roles:
 
     load      1 warp with TMA, for gathered rows 4 warps with cp.async: fills a ring of stages, each BLOCK_K features of
               both operands
     multiply  2 warpgroups. They share a tile of 256 features, 64 rows each; or, `alternate`, each has every other tile
-              of 128 features, and the one's epilogue runs beside the other's products
-    finish    1 more warpgroup, or none. With it, those that multiply leave their rounded products in shared memory and
-              go on with the next tile; without, they do the epilogue themselves.
+              of 128 features, and the epilogue of one runs during the products of the other
+    finish    1 more warpgroup, or none. With it, the multiplying ones leave their rounded products in shared memory
+              and go on with the next tile; without it, they do the epilogue.
 
 They wait for each other on mbarriers, whose phases alternate; use u of a barrier is waited for with parity u & 1.
 
@@ -18,7 +18,7 @@ They wait for each other on mbarriers, whose phases alternate; use u of a barrie
     dumped[w]  1                                   w's products are in memory     finish
     taken[w]   1                                   finish has read them           multiply w
 
-Who waits for a place to become free begins one phase ahead: the first round finds every place free.
+A role that waits for a free place begins one phase ahead: in the first round every place is free.
 tests/test_hopper_protocol.py plays these roles in random order.
 """
 
@@ -37,19 +37,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from symmoe.kernels.activation import Activation
 
-# Of a role's threads; Triton 3.7 has another name for it.
+# A barrier of a role's threads; Triton 3.7 has another name for it.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
 CHUNK = gl.constexpr(64)  # products leave the registers in chunks [CHUNK, CHUNK]
-LAG = gl.constexpr(1)  # stages that gathered rows are on their way when the next stage is asked for
+LAG = gl.constexpr(1)  # stages of gathered rows in flight when the next stage is requested
 RAGGED = gl.constexpr(2**30)  # rows that a ragged descriptor spans; see ragged_descriptor in triton/gemm.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """How many groups of rows a kernel has."""
+    """The number of groups of rows of a kernel."""
 
     num_groups: int
 
@@ -63,12 +63,12 @@ class Groups:
 class Pipeline(Groups):
     """The constants of one kernel.
 
-    columns: features of a row of the result, tile_columns of them to a tile. A tile multiplies block_n features, which
-    is more if it has gates and ups. in_width: contracted features. weight_k_first: weights are [G, in_width, columns].
-    gathered: rows come from a tensor of packed rows.
-    end: END of triton/gemm.py. first_column, end_column: of the panel; end_column None: all columns.
+    columns: features of a row of the result, tile_columns of them to a tile. A tile multiplies block_n features,
+    more than tile_columns if it has gates and ups. in_width: contracted features. weight_k_first: weights are
+    [G, in_width, columns]. gathered: rows come from a tensor of packed rows.
+    end: END of triton/gemm.py. first_column, end_column: columns of the panel; end_column None: all columns.
     group_m: tiles of M that share a column of tiles while it is in L2. alternate, finish_warps: see above.
-    instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes what is left.
+    instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes the rest.
     """
 
     columns: int
@@ -107,12 +107,12 @@ class Pipeline(Groups):
 
     @property
     def tile_step(self) -> int:
-        """Every so many of a program's tiles is one of a multiplying warpgroup."""
+        """Distance of a multiplying warpgroup's tiles in the sequence of a program's tiles."""
         return 2 if self.alternate else 1
 
     @property
     def tile_chunks(self) -> int:
-        """Chunks beside each other in a multiplying warpgroup's part of a tile."""
+        """Chunks from left to right in a multiplying warpgroup's part of a tile."""
         return self.block_n // CHUNK.value
 
 
@@ -200,7 +200,7 @@ def skip_tile(stage, phase, PIPE: gl.constexpr):
 
 @gluon.jit
 def load_weight(b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexpr, PIPE: gl.constexpr):
-    """Asks for a stage's weights, and says that NUM_BYTES will come to it by TMA."""
+    """Begins to load a stage's weights, and announces NUM_BYTES, which come to the stage by TMA."""
     mbarrier.expect(full.index(stage), NUM_BYTES)
     column = n_tile * PIPE.tile_columns
     if PIPE.weight_k_first:
@@ -214,7 +214,7 @@ def load_weight(b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexp
 
 @gluon.jit
 def load(source, b_desc, row_start, ring, PIPE: gl.constexpr):
-    """The role. source: descriptor of contiguous rows, or the tensor of packed rows and row_index."""
+    """The role load. source: descriptor of contiguous rows, or the tensor of packed rows and row_index."""
     if PIPE.gathered:
         load_gathered(source, b_desc, row_start, ring, PIPE)
     else:
@@ -240,7 +240,7 @@ def load_contiguous(source, b_desc, row_start, ring, PIPE: gl.constexpr):
 
 @gluon.jit
 def load_gathered(source, b_desc, row_start, ring, PIPE: gl.constexpr):
-    """The rows of [P, in_width] that row_index int32[N] names, by cp.async, whose bytes no barrier counts.
+    """The role load for rows of [P, in_width] that row_index int32[N] names: cp.async, whose bytes no barrier counts.
 
     LAG stages later they have landed, and one arrival says so.
     """
@@ -318,7 +318,7 @@ def product(ring, turn_barriers, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl
         # before the loop for one that does not change, and would freeze it there.
         mbarrier.arrive(empty.index(stage_before(stage, PIPE)), pred=k > 0)
         stage, phase = next_stage(stage, phase, PIPE)
-    if PIPE.alternate:  # all of this tile has landed: from here on, the other's parities are unambiguous
+    if PIPE.alternate:  # this tile has landed: from here on, the parities of the other warpgroup are unambiguous
         mbarrier.arrive(turn_barriers.index(1 - WARPGROUP))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index(stage_before(stage, PIPE)))
@@ -420,7 +420,7 @@ def leave_to_finish(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl
 
 @gluon.jit
 def finish(FINISH: gl.constexpr, args, row_start, dump, PIPE: gl.constexpr):
-    """The role. FINISH(args, dump, turn, first_row, end, n_tile, PIPE) does a tile: dumped, read it, taken."""
+    """The role finish. FINISH(args, dump, turn, first_row, end, n_tile, PIPE) waits for a tile, reads it, frees it."""
     prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
     turn = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
@@ -432,7 +432,7 @@ def finish(FINISH: gl.constexpr, args, row_start, dump, PIPE: gl.constexpr):
 
 @gluon.jit
 def run(source, b_desc, row_start, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
-    """All roles. EPILOGUE: of multiply; with finish_warps, of finish."""
+    """Runs all roles. EPILOGUE: argument of multiply; with finish_warps, of finish."""
     ring = make_ring(dtype, b_desc, PIPE)
     dump = make_dump(dtype)
     turn_barriers = make_barriers(2, 1)

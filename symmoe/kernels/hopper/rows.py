@@ -1,11 +1,11 @@
-"""Kernels that move rows by TMA (Gluon, Hopper), for running beside GEMMs: few SMs, many bytes in flight on each.
+"""Kernels that move rows by TMA (Gluon, Hopper) while GEMMs run: few SMs, many bytes in flight on each.
 
-A program fills an SM, so a grid of n programs takes n SMs and leaves the others to a GEMM. What a program has in flight
-lies in shared memory, a few hundred rows' bytes, not in registers. Bits are those of triton/tokens.py.
+A program fills an SM, so a grid of n programs takes n SMs and leaves the others to a GEMM. Bytes in flight, a few
+hundred rows, lie in shared memory and not in registers. Bits are those of triton/tokens.py.
 
-A row is [segments, SEGMENT] 32-bit words, and a piece of it, one TMA box, is some segments of it. An arena is seen in
-units of UNIT_BYTES, at every one of which a row may begin: offsets that barriers hand out are multiples of it, as those
-of leases are. Reads past the last row give zeros and writes there vanish, without any traffic: a row that does not
+A row is [segments, SEGMENT] 32-bit words, and a piece of it, one TMA box, is some segments of it. An arena is a
+sequence of units of UNIT_BYTES, and a row may begin at each: offsets that barriers return are multiples of it, same as
+those of leases. Reads past the last row give zeros and writes there vanish, without any traffic: a row that does not
 travel is read from and written to such a place.
 """
 
@@ -31,10 +31,10 @@ UNIT_BYTES = gl.constexpr(256)
 NOWHERE = gl.constexpr(0x7FFFFFF0)  # a unit past every arena
 NEGATIVE_ZERO = gl.constexpr(-(2**31))  # the bits of -0.0 in fp32
 MAX_SEGMENT = 256  # words: the longest side of a TMA box
-MAX_PIECE_BYTES = 16 << 10  # that is pushed
+MAX_PIECE_BYTES = 16 << 10  # of a pushed piece
 STAGE_BYTES = 16 << 10
-MAX_RANKS = 8  # that rows can be pulled from
-MAX_SOURCES = SUM_RING_BYTES // (SUM_STAGES * 4 * MAX_SEGMENT)  # that stages of the shortest pieces have room for
+MAX_RANKS = 8  # most ranks to pull rows from
+MAX_SOURCES = SUM_RING_BYTES // (SUM_STAGES * 4 * MAX_SEGMENT)  # rows of a token in a stage of the shortest pieces
 MOVERS = 4  # warps that move rows, each with its own ring
 MOVE_STAGES = 3
 PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]))  # 16 bytes to a thread
@@ -44,7 +44,7 @@ PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [
 class Pieces:
     """How rows are cut.
 
-    row_bytes: of a row, which has segments of `segment` words. first_segment, end_segment: those that are moved.
+    row_bytes: bytes of a row, which has segments of `segment` words. first_segment, end_segment: segments to move.
     piece: segments of a piece, a power of 2; the last piece may reach past the end, where the hardware cuts it off.
     batch: pieces of a stage of a mover's ring.
     """
@@ -62,18 +62,18 @@ class Pieces:
 
     @property
     def num_pieces(self) -> int:
-        """Of what is moved of a row."""
+        """Pieces of the moved part of a row."""
         return -(-(self.end_segment - self.first_segment) // self.piece)
 
     @property
     def piece_bytes(self) -> int:
-        """In shared memory."""
+        """Bytes of a piece in shared memory."""
         return 4 * self.segment * self.piece
 
 
 @gluon.jit
 def prefetch(pointer):
-    """Asks for a line of 128 bytes, which will be read soon."""
+    """Prefetches a line of 128 bytes, which will be read soon."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -84,7 +84,7 @@ def prefetch(pointer):
 
 @gluon.jit
 def ask(x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_due, CUT: gl.constexpr):
-    """Asks for a batch of pieces: those of tokens that go to the rank, zeros for others."""
+    """Begins to load a batch of pieces: those of tokens that go to the rank, zeros for other tokens."""
     BATCH: gl.constexpr = CUT.batch
     mbarrier.expect(full.index(stage), BATCH * CUT.piece_bytes, pred=is_due)
     for i in gl.static_range(BATCH):
@@ -98,10 +98,10 @@ def ask(x_desc, token_to_row, rank, num_tokens, batch, slots, full, stage, is_du
 
 @gluon.jit
 def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
-    """The role: every so many batches of pieces, from the tokens to the rank's buffer."""
+    """The role: moves its share of the batches of pieces, from the tokens to the rank's buffer."""
     x_desc, arena_desc, token_to_row, received, rank, num_tokens = tensors
     BATCH: gl.constexpr = CUT.batch
-    FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # of this mover's ring
+    FIRST_STAGE: gl.constexpr = MOVER * CUT.stages  # first stage of this mover's ring
     LAST_STAGE: gl.constexpr = FIRST_STAGE + CUT.stages - 1
     offset = gl.load(received + rank * NUM_PUBLISHED + CUT.column)
     first_unit = offset // UNIT_BYTES
@@ -125,14 +125,14 @@ def push(tensors, slots, full, MOVER: gl.constexpr, CUT: gl.constexpr):
             goes = (row >= 0) & (offset >= 0)
             place = [gl.where(goes, unit, NOWHERE), CUT.first_segment + piece * CUT.piece, 0]
             tma.async_copy_shared_to_global(arena_desc, place, slots.index(stage * BATCH + i))
-        tma.store_wait(BATCH)  # the batch before has left its stage, which is the next to be filled
+        tma.store_wait(BATCH)  # the batch before has left its stage, which is filled next
         previous_stage = gl.where(stage == FIRST_STAGE, LAST_STAGE, stage - 1)
         later = batch + (CUT.stages - 1) * step
         ask(x_desc, token_to_row, rank, num_tokens, later, slots, full, previous_stage, later < num_batches, CUT)
         is_last = stage == LAST_STAGE
         stage = gl.where(is_last, FIRST_STAGE, stage + 1)
         phase = gl.where(is_last, phase ^ 1, phase)
-    # Not only read from shared memory but written, before the kernel ends.
+    # Before the kernel ends, pieces must be written, not only read from shared memory.
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [stage], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -189,7 +189,7 @@ def takes_rows(rows: torch.Tensor) -> bool:
 
 
 def takes_sums(top_k: int, num_ranks: int) -> bool:
-    """Whether the kernels can sum so many rows."""
+    """Whether the kernels can sum this many rows."""
     return num_ranks <= MAX_RANKS and top_k + num_ranks - 1 <= MAX_SOURCES
 
 
@@ -259,11 +259,11 @@ def describe_arena(cut: Pieces):
 class Sums:
     """How rows are summed by pairs of roles, three to a program: one warp asks for pieces, a warpgroup adds them.
 
-    A stage of a pair's ring belongs to a few tokens, and has a slot for each row that their sums may have; those that
-    they do not have come as zeros from the hardware, without any traffic, and are not added.
+    A stage of a pair's ring belongs to a few tokens, and has a slot for each row that their sums may have. The hardware
+    fills slots without a row with zeros, without any traffic; they are not added.
 
-    cut: of the rows. top_k: K. sources: slots of a token. tokens: of a stage. own_rank: this rank, where rows are
-    pulled.
+    cut: pieces of the rows. top_k: K. sources: slots of a token. tokens: tokens of a stage. own_rank: this rank, if
+    rows are pulled.
     """
 
     cut: Pieces
@@ -276,7 +276,7 @@ class Sums:
 
     @property
     def slots(self) -> int:
-        """Of a stage."""
+        """Slots of a stage."""
         return self.tokens * self.sources
 
 
@@ -291,7 +291,7 @@ def next_stage(stage, phase, PAIR: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def open_stage(ring, stage, phase, SUMS: gl.constexpr):
-    """Waits until a stage is free, and says what will come."""
+    """Waits until a stage is free, and announces its bytes."""
     _slots, full, empty = ring
     mbarrier.wait(empty.index(stage), phase)
     mbarrier.expect(full.index(stage), SUMS.slots * SUMS.cut.piece_bytes)
@@ -299,7 +299,7 @@ def open_stage(ring, stage, phase, SUMS: gl.constexpr):
 
 @gluon.jit
 def ask_piece(desc, first, segment, ring, stage, slot, SUMS: gl.constexpr):
-    """Asks for a stage's piece of one row."""
+    """Begins to load a stage's piece of one row."""
     slots, full, _empty = ring
     target = slots.index(stage * SUMS.slots + slot)
     tma.async_copy_global_to_shared(desc, [first, segment, 0], full.index(stage), target)
@@ -318,7 +318,7 @@ def add_piece(low, high, has, ring, stage, slot, DTYPE: gl.constexpr, SUMS: gl.c
 
 @gluon.jit
 def close_stage(ring, stage):
-    """All of a stage has been read."""
+    """Says that all of a stage has been read."""
     _slots, _full, empty = ring
     thread_barrier()
     mbarrier.arrive(empty.index(stage))
@@ -326,7 +326,7 @@ def close_stage(ring, stage):
 
 @gluon.jit
 def constant_piece(bits, SUMS: gl.constexpr):
-    """Sums to begin with: fp32 of these bits (of the number -0.0 Triton makes 0.0)."""
+    """First values of sums: fp32 of these bits (Triton turns the number -0.0 into 0.0)."""
     layout: gl.constexpr = PIECE_LAYOUT
     return gl.full([1, SUMS.cut.piece, SUMS.cut.segment], bits, gl.int32, layout).to(gl.float32, bitcast=True)
 
@@ -354,7 +354,7 @@ def peers_rows(source_to_packed_start, rank, SUMS: gl.constexpr):
 
 @gluon.jit
 def num_items(num_tokens, SUMS: gl.constexpr):
-    """Groups of tokens, times pieces of a row."""
+    """Number of items: groups of tokens times pieces of a row."""
     return (num_tokens + (SUMS.tokens - 1)) // SUMS.tokens * SUMS.cut.num_pieces
 
 
@@ -368,7 +368,7 @@ def place_of(item, SUMS: gl.constexpr):
 
 @gluon.jit
 def load_slots(table, token, inside, SUMS: gl.constexpr):
-    """K scalars of a token; -1 of none."""
+    """K scalars of a token; -1 without a token."""
     TOP_K: gl.constexpr = SUMS.top_k
     values = ()
     for k in gl.static_range(TOP_K):
@@ -378,7 +378,7 @@ def load_slots(table, token, inside, SUMS: gl.constexpr):
 
 @gluon.jit
 def first_of_several(rows, SUMS: gl.constexpr):
-    """Whether a token has several rows, and the first."""
+    """Whether a token has several rows, and the first row."""
     TOP_K: gl.constexpr = SUMS.top_k
     primary = rows[0]
     number = (rows[0] >= 0).to(gl.int32)
@@ -390,7 +390,7 @@ def first_of_several(rows, SUMS: gl.constexpr):
 
 @gluon.jit
 def ask_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
-    """The role: pieces of the rows of tokens that have several."""
+    """The role: loads pieces of the rows of tokens that have several rows."""
     rows_desc, _words, packed_to_row, source_to_packed_start, rank = tensors
     TOP_K: gl.constexpr = SUMS.top_k
     TOKENS: gl.constexpr = SUMS.tokens
@@ -416,7 +416,7 @@ def ask_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def add_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
-    """The role: sums of the same pieces, into each token's first row."""
+    """The role: sums the pieces into each token's first row."""
     _rows_desc, words, packed_to_row, source_to_packed_start, rank = tensors
     TOP_K: gl.constexpr = SUMS.top_k
     TOKENS: gl.constexpr = SUMS.tokens
@@ -433,7 +433,7 @@ def add_for_reduce(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE:
             rows = load_slots(packed_to_row, packed, first + i < number, SUMS)
             several, primary = first_of_several(rows, SUMS)
             if several:
-                low = constant_piece(NEGATIVE_ZERO, SUMS)  # to which any number can be added without a change of bits
+                low = constant_piece(NEGATIVE_ZERO, SUMS)  # adding any number to it changes no bits of the number
                 high = constant_piece(NEGATIVE_ZERO, SUMS)
                 for k in gl.static_range(TOP_K):
                     low, high = add_piece(low, high, rows[k] >= 0, ring, stage, i * TOP_K + k, DTYPE, SUMS)
@@ -514,7 +514,7 @@ def _sums(
     column: int = 0,
     own_rank: int = -1,
 ) -> Sums:
-    """As many stages as a ring takes."""
+    """Sums with as many stages as a ring takes."""
     first, end = columns or (0, width)
     part = (first * dtype.itemsize, end * dtype.itemsize)
     piece_bytes, tokens = sum_stage(part[1] - part[0], sources)
@@ -529,7 +529,7 @@ def _named(sums: Sums, dtype: torch.dtype) -> dict[str, object]:
 
 @gluon.jit
 def is_failed(received, SUMS: gl.constexpr):
-    """Whether the barrier handed out offsets that say that nothing may be moved."""
+    """Whether the offsets from the barrier say that nothing may be moved."""
     NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     lowest = gl.load(received + SUMS.cut.column)
     for rank in gl.static_range(1, NUM_RANKS):
@@ -555,7 +555,7 @@ def unit_of(first_unit, row, has, SUMS: gl.constexpr):
 
 @gluon.jit
 def ask_for_pull(tensors, arenas, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
-    """The role: pieces of every token's rows, one of each peer, all of this rank."""
+    """The role: loads pieces of every token's rows: one from each peer, all from this rank."""
     _words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens = tensors
     NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     TOP_K: gl.constexpr = SUMS.top_k
@@ -578,7 +578,7 @@ def ask_for_pull(tensors, arenas, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
             token = first + t
             own_rows = load_slots(slot_to_row, token, token < number, SUMS)
             ranks = load_slots(slot_to_rank, token, token < number, SUMS)
-            for i in gl.static_range(1, NUM_RANKS):  # peers first: theirs is the longer way
+            for i in gl.static_range(1, NUM_RANKS):  # peers first: their rows take longer
                 primary = token_to_primary_row + token * NUM_RANKS + (OWN + i) % NUM_RANKS
                 row = gl.load(primary, mask=token < number, other=-1)
                 unit = unit_of(units[(OWN + i) % NUM_RANKS], row, row >= 0, SUMS)
@@ -592,7 +592,7 @@ def ask_for_pull(tensors, arenas, ring, PAIR: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr):
-    """The role: sums of the same pieces. This rank's rows are summed and rounded first, as its peers do with theirs."""
+    """The role: sums the pieces. This rank's rows are summed and rounded first, as peers do with their rows."""
     words, token_to_primary_row, slot_to_rank, slot_to_row, received, num_tokens = tensors
     NUM_RANKS: gl.constexpr = SUMS.cut.num_ranks
     TOP_K: gl.constexpr = SUMS.top_k
@@ -615,7 +615,7 @@ def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
             high = constant_piece(0, SUMS)
             for rank in gl.static_range(NUM_RANKS):
                 if rank == OWN:
-                    # Where a primary row has -0.0 this may be 0.0: the same to who adds it to 0.0.
+                    # This may be 0.0 where a primary row has -0.0: added to 0.0, both give the same.
                     own_low = constant_piece(0, SUMS)
                     own_high = constant_piece(0, SUMS)
                     for k in gl.static_range(TOP_K):
@@ -643,7 +643,7 @@ def add_for_pull(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
     do_not_specialize_on_alignment=["token_to_primary_row", "slot_to_rank", "slot_to_row", "received"],
 )
 def hopper_pull_kernel(
-    arena0,  # [units, segments, SEGMENT], block [1, piece, SEGMENT]; those of ranks that do not exist are not read
+    arena0,  # [units, segments, SEGMENT], block [1, piece, SEGMENT]; arenas of ranks that do not exist are not read
     arena1,
     arena2,
     arena3,

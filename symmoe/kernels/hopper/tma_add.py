@@ -12,8 +12,8 @@ from triton.experimental.gluon.language._core import builtin
 def add_shared_to_global(desc: Any, place: Any, shared: Any, _semantic: Any = None) -> None:
     """Adds a block of shared memory to global memory, as tma.async_copy_shared_to_global stores it.
 
-    Each number there is rounded once, to its dtype; tma.store_wait waits for it. Sums of fp32, and what is added, count
-    as zeros of their sign where they are smaller than 2^-126 (PTX ISA, cp.reduce.async.bulk).
+    Each sum is rounded once, to the dtype there; tma.store_wait waits for it. fp32 terms and sums below 2^-126 in
+    magnitude count as zeros of their sign (PTX ISA, cp.reduce.async.bulk).
     """
     coordinates = _semantic._convert_to_ir_values(place, require_i64=False)
     add = ir.DESCRIPTOR_REDUCE_KIND.ADD

@@ -2,8 +2,8 @@
 
 A tile is 128 rows of out[g] (features of dout), 256 columns (features of rows). It contracts over the group's rows, so
 both operands lie in shared memory as they do in memory: a stage is BLOCK_K rows of either. Each of the two multiplying
-warpgroups has a [BLOCK_K, CHUNK] of dout to itself, which WGMMA reads transposed. A group's number of stages is known
-only to the device and may be 0: then nobody touches the ring, and the tile is zeros.
+warpgroups has one [BLOCK_K, CHUNK] of dout, which WGMMA reads transposed. Only the device knows a group's number of
+stages. It may be 0: then no role touches the ring, and the tile is zeros.
 """
 
 import functools
@@ -42,7 +42,7 @@ BLOCK_N = gl.constexpr(256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WgradPipeline(Groups):
-    """The constants of one kernel; out is [num_groups, out_rows, columns]. The others as in Pipeline."""
+    """The constants of one kernel; out is [num_groups, out_rows, columns]. The other fields are as in Pipeline."""
 
     out_rows: int
     columns: int
@@ -94,7 +94,7 @@ def num_steps(start, end):
 
 @gluon.jit
 def load(dout_desc, rows_desc, row_start, ring, PIPE: gl.constexpr):
-    """The role. Rows at and past a group's end, and columns past the last feature, come as zeros from the hardware."""
+    """The role load. Rows at and past a group's end, and columns past the last feature, come as zeros."""
     a, b, full, empty = ring
     num_bytes: gl.constexpr = 2 * dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
     stage = 0
@@ -137,7 +137,7 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
 
 @gluon.jit
 def multiply(out_desc, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """The role. A tile is stored by TMA, which reads while the next tile is multiplied."""
+    """The role multiply. A tile is stored by TMA, which reads while the next tile is multiplied."""
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
@@ -162,7 +162,7 @@ def hopper_wgrad_kernel(
     row_start,
     PIPE: gl.constexpr,
 ):
-    # The halves of a stage of dout are apart, as a ring of twice the length.
+    # The halves of a stage of dout lie in separate places, as a ring of twice the length.
     a = gl.allocate_shared_memory(dout_desc.dtype, [2 * PIPE.stages] + dout_desc.block_shape, dout_desc.layout)  # noqa: RUF005
     b = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
     chunks = gl.allocate_shared_memory(out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
@@ -192,7 +192,7 @@ def launch_wgrad(
 
     O and C are multiples of 8, N is at most select.MAX_ROWS; nothing is accumulated. num_sms: as in grouped_gemm.
     """
-    if dout.shape[0] == 0:  # no descriptor can describe it
+    if dout.shape[0] == 0:  # no descriptor can describe an empty tensor
         out.zero_()
         return
     pipe, constants = _wgrad_plan(*out.shape, out.dtype, group_m)

@@ -1,4 +1,4 @@
-"""Compiled Triton kernels, launched without what Triton's launcher does again in every call.
+"""Compiled Triton kernels, launched without the work that Triton's launcher repeats in every call.
 
 Triton's CudaLauncher is Python around a launcher in C: it allocates scratch memory if the kernel wants any, and encodes
 a tensor map for every descriptor. Here the function in C is called directly, with tensor maps that are remembered.
@@ -36,17 +36,17 @@ def compiled_launch(
 
     Args:
         compiled: the kernel.
-        args: of one call, without constants. Later ones have None and tensors in the same places.
+        args: arguments of one call, without constants. Later calls have None and tensors in the same places.
         constants: the values of the kernel's constants, its last parameters.
-        tensors: the places of tensors in args; the launch gets these tensors, and their addresses, in this order.
-        describe: by place, what makes a tensor a descriptor.
+        tensors: places of tensors in args; the launch gets these tensors, and their addresses, in this order.
+        describe: by place, functions from a tensor to its descriptor.
     """
     described = {i: describe[i] for i in sorted(describe) if args[i] is not None}
     launcher = _Launcher.of_kernel(compiled, described)
     if launcher is None:
         return _ordinary_launch(compiled, constants, tensors, described)
     descriptors = [(tensors.index(i), _TensorMaps(launcher.encoder(i), function)) for i, function in described.items()]
-    # What C gets is picked from a row of everything there is: addresses, arguments, constants, parts of tensor maps.
+    # The arguments of C are picked from one tuple of all addresses, arguments, constants and parts of tensor maps.
     places: list[int] = []
     first_arg = len(tensors)
     first_part = first_arg + len(args) + len(constants)
@@ -85,7 +85,7 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 def _ordinary_launch(
     compiled: CompiledKernel, constants: tuple[Any, ...], tensors: Sequence[int], describe: Mapping[int, Describe]
 ) -> Launch:
-    """compiled_launch by Triton's own launcher."""
+    """Same as compiled_launch, but by Triton's launcher."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     pointers = [(i, place) for i, place in enumerate(tensors) if place not in describe]
 
@@ -106,9 +106,9 @@ def _ordinary_launch(
 
 
 class _TensorMaps(dict[tuple[int, torch.Size], tuple[Any, ...]]):
-    """By a tensor's address and shape, what its descriptor is to the launcher in C: tensor map, shape, strides.
+    """Descriptors for the launcher in C (tensor map, shape, strides), by a tensor's address and shape.
 
-    A tensor map holds nothing else of a tensor, so it stays right for whatever comes to lie there.
+    A tensor map depends on nothing else, so it stays right for a later tensor at the same address.
     """
 
     def __init__(self, encoder: Callable[[TensorDescriptor], list[Any]], describe: Describe) -> None:
@@ -125,7 +125,7 @@ class _TensorMaps(dict[tuple[int, torch.Size], tuple[Any, ...]]):
 
 
 class _Launcher:
-    """What CudaLauncher would do for one compiled kernel, taken apart.
+    """The parts of CudaLauncher for one compiled kernel.
 
     Attributes:
         call: the function in C, to be called with (x, y, z, stream, *head, ...).
@@ -145,9 +145,9 @@ class _Launcher:
 
     @staticmethod
     def of_kernel(compiled: CompiledKernel, places: Mapping[int, Describe]) -> "_Launcher | None":
-        """None if Triton's launcher is not built as this class believes, or does more.
+        """The launcher of a kernel; None if Triton's launcher is not built as this class expects, or does more.
 
-        places: of the arguments that are descriptors.
+        places: places of the arguments that are descriptors.
         """
         launcher = compiled.run
         if type(launcher) is not CudaLauncher or VERSION not in ((3, 6), (3, 7)):
@@ -172,7 +172,7 @@ class _Launcher:
 def _unwrap(launch: Callable[..., None]) -> tuple[Callable[..., None], dict[int, Any]]:
     """The function in C behind CudaLauncher.launch, and by place (encoding function, metadata) of the descriptors.
 
-    KeyError and the like if there is anything else in between.
+    KeyError or similar if there is anything else in between.
     """
     if type(launch) is not FunctionType:
         return launch, {}
@@ -181,7 +181,7 @@ def _unwrap(launch: Callable[..., None]) -> tuple[Callable[..., None], dict[int,
         zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True)
     )
     call, places, metadata = cells.pop("launcher"), cells.pop("tensordesc_indices"), cells.pop("tensordesc_meta")
-    if cells or type(call) is FunctionType or None in metadata:  # no metadata: the kernel wants no tensor map
+    if cells or type(call) is FunctionType or None in metadata:  # no metadata: the kernel takes no tensor map
         raise ValueError("an unknown launcher")
     encode = launch.__globals__["make_tensordesc_arg"]
     return call, {place: (encode, data) for place, data in zip(sorted(places), metadata, strict=True)}

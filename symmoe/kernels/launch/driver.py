@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes: what neither torch nor Triton does for a thread that launches kernels."""
+"""The CUDA driver by ctypes, for what torch and Triton do not do for a thread that launches kernels."""
 
 import ctypes
 import functools
@@ -31,9 +31,9 @@ _thread = _Thread()
 def ensure_context() -> None:
     """Makes sure, once per thread, that a CUDA context is current; legal while a graph is captured.
 
-    A new thread has none until the runtime binds one. Triton's launchers see to that themselves, the encoding of a
-    tensor map fails. Autograd's thread of device 0 is such a thread: torch sets no device that is current already.
-    Should the current device change later, cudaSetDevice binds that device's context.
+    A new thread has none until the runtime binds one. Triton's launchers make one current, but without one
+    the encoding of a tensor map fails. Autograd's thread of device 0 has none: torch does not set a device that is
+    current already. If the current device changes later, cudaSetDevice binds that device's context.
     """
     if not _thread.has_context:
         context = ctypes.c_void_p()
@@ -58,7 +58,7 @@ def primary_context(device: int) -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libcuda, with the types of what is used of it."""
+    """libcuda, with the types of the functions that are used."""
     result = ctypes.CDLL("libcuda.so.1")
     for name, types in _SIGNATURES.items():
         getattr(result, name).argtypes = types

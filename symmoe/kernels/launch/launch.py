@@ -1,7 +1,7 @@
-"""Launches of Triton kernels that skip what the JIT would work out again in every call.
+"""Launches of Triton kernels that skip the work which the JIT repeats in every call.
 
-A launch through the JIT costs an H200's host about 34 us for a grouped GEMM: for finding out which of the compiled
-variants is meant, for asking the driver about every pointer, and for encoding tensor maps that have not changed.
+A launch through the JIT costs an H200's host about 34 us for a grouped GEMM: for finding the compiled variant,
+for asking the driver about every pointer, and for encoding tensor maps that have not changed.
 """
 
 import functools
@@ -20,9 +20,9 @@ from triton.runtime.jit import JITFunction, KernelParam
 from symmoe.kernels.launch import driver
 from symmoe.kernels.launch.compiled import Describe, Launch, compiled_launch, picker
 
-# What the JIT makes of an argument is decided by its parameter:
+# How the JIT treats an argument, by its parameter:
 CONSTANT = 0  # compiled in, by its value
-NUMBER = 1  # of a type that the signature fixes: never compiled in
+NUMBER = 1  # the signature fixes the type: never compiled in
 RANGE = 2  # by type; integers by their range
 VALUE = 3  # by type; integers by their range and whether they are 1 or a multiple of 16
 ALIGNED_VALUE = 4  # like VALUE, and tensors by whether they are 16-byte aligned
@@ -33,21 +33,21 @@ TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 _ADDRESS, _DEVICE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.get_device, operator.attrgetter("dtype")
 
-# What torch.cuda.current_device does if CUDA is in use, in a fifth of its time.
+# Same as torch.cuda.current_device if CUDA is in use, in a fifth of the time.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-CPU = -1  # what Tensor.get_device says
+CPU = -1  # the result of Tensor.get_device
 _RUNTIME, _COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
 _DEBUG, _INSTRUMENTATION = knobs.runtime.debug, knobs.compilation.instrumentation_mode
 
 
 class Constants:
-    """What many calls of one kernel have in common. Compared by identity: make one, keep it, and use it for all calls.
+    """Constants of many calls of one kernel. Compared by identity: make one, keep it, and use it for all calls.
 
     Attributes:
         named: the kernel's constants and the launch's options.
-        descriptors: by position, functions from a tensor to its descriptor: there a call gives the contiguous tensor,
-            or None. The result must depend on the tensor's address, dtype and shape, and on nothing else.
+        descriptors: by position, functions from a tensor to its descriptor: a call has the contiguous tensor there,
+            or None. The result must depend only on the tensor's address, dtype and shape.
     """
 
     __slots__ = ("descriptors", "named")
@@ -57,7 +57,7 @@ class Constants:
         self.descriptors = descriptors or {}
 
     def described(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments as Triton wants them, with tensor descriptors."""
+        """Arguments for Triton, with tensor descriptors."""
         if not self.descriptors:
             return args
         result = [*args]
@@ -68,10 +68,10 @@ class Constants:
 
 
 def fast_launch(kernel: Any) -> Any:
-    """Decorator of an entry kernel, above `@triton.jit(...)`: `kernel[grid](*args, **kwargs)` as before, in less time.
+    """Decorator of an entry kernel, above `@triton.jit(...)`: `kernel[grid](*args, **kwargs)` in less time.
 
-    The kernel's constants must be its last parameters. What is not a JITFunction (the interpreter's kernels) is
-    returned as it is.
+    The kernel's constants must be its last parameters. An object that is not a JITFunction (a kernel
+    of the interpreter) is returned unchanged.
     """
     return FastLaunch(kernel) if isinstance(kernel, JITFunction) else kernel
 
@@ -79,7 +79,7 @@ def fast_launch(kernel: Any) -> Any:
 def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any) -> None:
     """kernel[grid](*args, **constants.named) on the device of the first tensor, in the least time.
 
-    args: one for each parameter that is no constant.
+    args: one argument for each parameter that is not a constant.
     """
     if type(kernel) is FastLaunch:
         kernel.launch(grid, constants, args, switch=True)
@@ -95,14 +95,13 @@ def num_compiled() -> int:
 class FastLaunch:
     """A Triton kernel that remembers the compiled variant of every kind of call.
 
-    A call's key holds all that the JIT would look at: per parameter what `_mode` says, constants and options by type
-    and value, the device. An unknown key goes through the JIT, which compiles if it has to. So does, every time, a call
-    with something this class does not know (a tuple for an argument, a tensor on another device, a callable grid), and
-    any call while somebody wants to see or change launches (hooks, debugging) or when a global that was compiled in
-    has changed.
+    A call's key holds everything that the JIT reads: what `_mode` says per parameter, constants and options by type and
+    value, the device. A call with an unknown key goes through the JIT, which compiles if necessary. These calls always
+    go through the JIT: those with something that this class does not know (a tuple for an argument, a tensor on another
+    device, a callable grid), calls with hooks or debugging, and calls after a compiled-in global has changed.
 
     Attributes:
-        kernel: the JITFunction; `fn` is the same, as in Triton's own wrappers. All other attributes are the kernel's.
+        kernel: the JITFunction; `fn` is the same, as in Triton's wrappers. All other attributes are the kernel's.
         num_compiled: variants that all kernels of this process remember.
     """
 
@@ -128,7 +127,7 @@ class FastLaunch:
         return functools.partial(self._launch_form, grid)
 
     def _launch_form(self, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> CompiledKernel | None:
-        """A call like one of the JIT's: finds its Constants."""
+        """A call with the arguments of the JIT: finds its Constants."""
         form = self._forms.get((len(args), *kwargs)) or self._new_form(len(args), kwargs)
         if form is None or type(grid) is not tuple:
             return self._compile(grid, args, kwargs)
@@ -146,7 +145,7 @@ class FastLaunch:
         return self.launch(grid, constants, (*args[: len(self._modes)], *form.arguments(kwargs)), switch=False)
 
     def _new_form(self, num_args: int, kwargs: Mapping[str, Any]) -> "_Form | None":
-        """The form of a call, remembered; None if arguments are missing or doubled."""
+        """The form of a call, remembered; None if arguments are missing or given twice."""
         names = self.kernel.arg_names
         by_position, rest = names[:num_args], names[num_args:]
         defaults = {p.name: p.default for p in self.kernel.params if p.has_default and p.name not in kwargs}
@@ -166,7 +165,7 @@ class FastLaunch:
     def launch(
         self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...], *, switch: bool
     ) -> CompiledKernel | None:
-        """A call with one argument for each parameter that is no constant. switch: to the first tensor's device."""
+        """A call with one argument per non-constant parameter. switch: whether to set the first tensor's device."""
         call = self._calls.get((constants, *map(type, args))) or self._new_call(constants, args)
         if call is None or self._is_watched():
             return self._launch_by_jit(grid, constants, args, switch)
@@ -183,7 +182,7 @@ class FastLaunch:
         variant = call.variants.get(key)
         if variant is None:
             compiled = self._launch_by_jit(grid, constants, args, switch)
-            # The JIT's launcher refuses host memory and that of other devices, which addresses do not show.
+            # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
             if isinstance(compiled, CompiledKernel) and all(tensor.get_device() == device for tensor in tensors):
                 FastLaunch.num_compiled += 1
                 call.variants[key] = (compiled, self._learn(compiled, constants, args, call))
@@ -193,13 +192,13 @@ class FastLaunch:
         return compiled
 
     def _learn(self, compiled: CompiledKernel, constants: Constants, args: tuple[Any, ...], call: "_Call") -> Launch:
-        """How to launch what the JIT has just launched."""
-        self._globals = _Globals.of_kernel(self.kernel)  # which the JIT has compared with what it had compiled in
+        """The launch function for the variant that the JIT has just launched."""
+        self._globals = _Globals.of_kernel(self.kernel)  # the JIT has compared them with its compiled-in values
         values = tuple([constants.named.get(p.name, p.default) for p in self.kernel.params if p.is_constexpr])
         return compiled_launch(compiled, args, values, call.places, constants.descriptors)
 
     def _new_call(self, constants: Constants, args: tuple[Any, ...]) -> "_Call | None":
-        """How to look at calls with arguments of these types, remembered; None if they are not understood."""
+        """How calls with arguments of these types are read, remembered; None if that is not known."""
         if len(args) != len(self._modes) or not all(map(_is_argument, args, self._modes)):
             return None
         tensors = [i for i, value in enumerate(args) if type(value) in TENSOR_TYPES]
@@ -221,7 +220,7 @@ class FastLaunch:
     def _launch_by_jit(
         self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...], switch: bool
     ) -> CompiledKernel | None:
-        """A launch in the ordinary way, or, on another device, the whole launch again."""
+        """A launch through the JIT, or, on another device, the whole launch again."""
         home = next((value.get_device() for value in args if isinstance(value, torch.Tensor)), CPU)
         if switch and home not in (current_device(), CPU):
             with torch.cuda.device(home):
@@ -234,16 +233,16 @@ class FastLaunch:
         return self.kernel[grid](*args, **kwargs)
 
     def _is_watched(self) -> bool:
-        """Whether the JIT has to see a launch: hooks, debugging, or a changed global, of which it complains.
+        """Whether the JIT has to see a launch: for hooks, for debugging, or to raise the error of a changed global.
 
-        Of the environment's variables (TRITON_DEBUG...) counts what they were when this module was imported.
+        Environment variables (TRITON_DEBUG...) count with their values when this module was imported.
         """
         kernel, runtime = self.kernel, knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if (
             kernel.debug
             or kernel.pre_run_hooks
-            or _RUNTIME.get("debug", _DEBUG)  # as runtime.debug, without asking the environment, which costs 1 us
+            or _RUNTIME.get("debug", _DEBUG)  # runtime.debug without reading the environment, which takes 1 us
             or _COMPILATION.get("instrumentation_mode", _INSTRUMENTATION)
             or runtime.add_stages_inspection_hook is not None
             or (enter is not None and getattr(enter, "calls", True))  # by default an empty chain
@@ -261,14 +260,14 @@ class FastLaunch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """How calls in the JIT's way, with so many positional arguments and these keywords, are read.
+    """How calls for the JIT, with so many positional arguments and these keywords, are read.
 
     Compared by identity.
 
     Attributes:
-        arguments: from the keywords, the arguments that were not given by position, in the kernel's order.
-        fixed: from the keywords, constants of the kernel and options of the launch.
-        names: of constants and options, those given by position first.
+        arguments: function from the keywords to the arguments not given by position, in the kernel's order.
+        fixed: function from the keywords to constants of the kernel and options of the launch.
+        names: names of constants and options, those given by position first.
     """
 
     arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]]
@@ -278,14 +277,14 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How calls with the same constants and the same types of arguments are looked at.
+    """How calls with the same constants and the same types of arguments are read.
 
     Attributes:
-        places: of the tensors in the arguments.
-        tensors: from the arguments, the tensors.
-        aligned: from the tensors' addresses, those whose alignment is compiled in; None: of none.
-        numbers: (place, what of an integer may be compiled in).
-        variants: what was compiled, and how to launch it, by everything else that is looked at.
+        places: places of the tensors in the arguments.
+        tensors: function from the arguments to the tensors.
+        aligned: function from the tensors' addresses to those whose alignment is compiled in; None: there are none.
+        numbers: (place, function of an integer that gives what may be compiled in).
+        variants: compiled kernels and their launch functions, by the rest of the key.
     """
 
     places: list[int]
@@ -320,7 +319,7 @@ def _alignment(addresses: tuple[int, ...]) -> bool | tuple[bool, ...]:
 
 
 def _mode(parameter: KernelParam) -> int:
-    """How the JIT looks at arguments of a parameter."""
+    """How the JIT treats arguments of a parameter."""
     if parameter.is_constexpr:
         return CONSTANT
     name = parameter.annotation_type
@@ -338,7 +337,7 @@ def _integer_range(value: int) -> tuple[bool, ...]:
 
 
 def _integer_class(value: int) -> tuple[bool, ...]:
-    """What the JIT may compile in of an integer: its type, 1 itself, that it is a multiple of 16."""
+    """What the JIT may compile in of an integer: its type, whether it is 1, whether it is a multiple of 16."""
     return *_integer_range(value), value == 1, value % 16 == 0
 
 
@@ -347,13 +346,13 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_argument(value: Any, mode: int) -> bool:
-    """Whether a call's key holds all that the compiled code depends on of this argument."""
+    """Whether a call's key holds all properties of this argument on which the compiled code depends."""
     kind = type(value)
     return kind in NUMBER_TYPES or (mode != NUMBER and (value is None or kind in TENSOR_TYPES))
 
 
 def _getter(names: list[str], defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """Function from a mapping to the tuple of its values under `names`; it lacks those that have defaults."""
+    """Function from a mapping to the tuple of its values under `names`; names with defaults may be missing."""
     if len(names) > 1 and not set(names) & set(defaults):
-        return operator.itemgetter(*names)  # which for one name would return no tuple
+        return operator.itemgetter(*names)  # for one name it would not return a tuple
     return lambda mapping: tuple([defaults[name] if name in defaults else mapping[name] for name in names])

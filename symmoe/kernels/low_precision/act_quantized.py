@@ -1,10 +1,10 @@
 """The activation of an expert and its gradient with quantised results (Triton). Letters: contract/quantize.py.
 
-Rows of the activation know nothing of groups: a program has a few of them by FEATURES of the result. Where columns are
-made, it has TILE tokens of a group. A gradient's program goes through them twice: in strips of features, which have
+Rows of the activation do not depend on groups: a program has a few of them by FEATURES of the result. For columns
+it has TILE tokens of a group. A gradient's program goes through them twice: in strips of features, which have
 whole blocks of columns, and in strips of rows, which have whole blocks of rows. The second time h is in L2. (In one
-tile for both, what waits to be quantised fills the registers.) On Hopper a kernel that passes them through shared
-memory computes each number once: low_precision/hopper_dact_quantize.py.
+tile for both, numbers that wait to be quantised would fill the registers.) On Hopper a kernel computes each number once
+and passes it through shared memory: low_precision/hopper_dact_quantize.py.
 
 The arithmetic is that of activation.py and quantize.py, the same functions on the same rounded numbers.
 """
@@ -40,10 +40,10 @@ from symmoe.kernels.triton.gemm_act import sum_dact_partials
 from symmoe.kernels.triton.tiles import end_of_rows, locate_tile, row_programs, row_tile_prefix, tile_mask
 
 TILE = tl.constexpr(formats.TILE)
-# A strip of columns costs about 500 instructions for its maxima and for turning it, whatever its width.
+# A strip of columns costs about 500 instructions for its maxima and its transposition, at any width.
 STRIP, DACT_STRIP = 64, 32  # features of a strip of columns, of the result and of its gradient
-ROWS = 32  # of a strip of rows, and of a program that makes rows alone
-ROW_WARPS = 4  # of such a program: few, so that many programs are between their loads and their stores
+ROWS = 32  # rows of a strip, and of a program that makes only rows
+ROW_WARPS = 4  # warps of such a program: few, so that many programs have loads in flight
 NUM_WARPS = 8
 REGISTERS = 128  # per thread of those: two programs to an SM
 _PROGRAM = {"num_warps": NUM_WARPS, "maxnreg": REGISTERS}
@@ -381,7 +381,7 @@ def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor 
 
 
 def _column_bytes(columns: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The same; scales in the order in which they lie."""
+    """Same as _row_bytes; scales in the order in which they lie."""
     if columns is None:
         return None, None
     data, scale = columns

@@ -15,8 +15,8 @@ MIN_BLOCK_SCALE = tl.constexpr(formats.MIN_BLOCK_SCALE)
 MIN_GLOBAL_SCALE = tl.constexpr(formats.MIN_GLOBAL_SCALE)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MANTISSA_BITS = tl.constexpr(0x7FFFFF)
-E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = tl.constexpr(8), tl.constexpr(0x600000)  # of 448 in fp32
-RANDOM_UNIT = tl.constexpr(2.0**-24)  # of the 24 bits of a word that are used
+E4M3_MAX_EXPONENT, E4M3_MAX_MANTISSA = tl.constexpr(8), tl.constexpr(0x600000)  # those of 448 in fp32
+RANDOM_UNIT = tl.constexpr(2.0**-24)  # unit of the 24 bits of a word that are used
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def global_scale_of(amax, group):
 
 @triton.jit
 def block_scales(bits, global_scale, SCALE: tl.constexpr):
-    """The scales of blocks as they are stored, and what their elements are multiplied by, from the largest bits."""
+    """The stored scales of blocks, and the multipliers of their elements, from the bits of the largest |x|."""
     is_finite = bits < INFINITY_BITS
     finite_bits = tl.where(is_finite, bits, 0)
     amax = finite_bits.to(tl.float32, bitcast=True)
@@ -78,7 +78,7 @@ def block_scales(bits, global_scale, SCALE: tl.constexpr):
 def block_scales_or_nan(bits, SCALE: tl.constexpr):
     """block_scales without a global scale; the multiplier of a block that is not finite is NaN.
 
-    So are all of its E4M3 codes then, without looking at every number.
+    That makes all of its E4M3 codes NaN without a test of every number.
     """
     stored, multiplier = block_scales(bits, 1.0, SCALE)
     return stored, tl.where(bits < INFINITY_BITS, multiplier, float("nan"))
@@ -86,7 +86,7 @@ def block_scales_or_nan(bits, SCALE: tl.constexpr):
 
 @triton.jit
 def e2m1_code(x, words):
-    """As the twin's to_e2m1: x [LINES, WIDTH] to codes uint8; words: random, of the same shape, or None."""
+    """Same as to_e2m1 of the twins: x [LINES, WIDTH] to codes uint8; words: random, of the same shape, or None."""
     size = tl.minimum(tl.abs(x), E2M1_MAX)
     per_unit = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
     base = tl.where(size < 2.0, 0, tl.where(size < 4.0, 2, 4))
@@ -118,7 +118,7 @@ def random_words(seeds, group, line, first, LINES: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
-    """A byte for every number x; the others are of its shape, words or None."""
+    """A byte for every number x; the other tensors are of its shape, words may be None."""
     scaled = tl.where(is_finite, x, 0.0) * multiplier
     if ELEMENT == "e4m3":
         codes = tl.where(is_finite, e4m3_code(scaled), E4M3_NAN).to(tl.uint8)
@@ -129,7 +129,7 @@ def element_codes(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
 
 @triton.jit
 def pack(codes, ELEMENT: tl.constexpr):
-    """Codes as they are stored: of their shape, or of half its width."""
+    """Codes as they are stored: of their shape, or of half the width."""
     packed = codes
     if ELEMENT == "e2m1":
         half: tl.constexpr = codes.shape[1] // 2
@@ -140,13 +140,13 @@ def pack(codes, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
-    """Data of numbers x: bytes of the shape of x, or of half its width; the others are of its shape, words or None."""
+    """Data of numbers x: bytes of x's shape, or of half the width; the others have x's shape, words may be None."""
     return pack(element_codes(x, is_finite, multiplier, words, ELEMENT), ELEMENT)
 
 
 @triton.jit
 def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets what its block has."""
+    """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets the value of its block."""
     across: tl.constexpr = LINES // blocks.shape[0]
     along: tl.constexpr = WIDTH // blocks.shape[1]
     full = tl.broadcast_to(blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along))

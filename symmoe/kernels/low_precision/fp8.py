@@ -1,9 +1,9 @@
 """Grouped GEMMs of E4M3 numbers with a scale per block (Triton). Tiles as in triton/gemm.py.
 
 Letters: contract/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
-in fp32 before the next block. Hopper has kernels of its own (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
+in fp32 before the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
 warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
-of grouped_gemm_fp8, for narrow ones, and for scales of whole lines.
+of grouped_gemm_fp8, for narrow results, and for scales of whole lines.
 """
 
 import functools
@@ -48,13 +48,13 @@ def grouped_gemm_fp8_kernel(
     weight_scale,  # [G, blocks of O, blocks of C], or [G, O]
     row_start,
     out,  # [N, O]
-    num_rows,  # N; None: leave the tail alone
+    num_rows,  # N; None: do not write the tail
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
     END: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # of the panel
+    FIRST_COLUMN: tl.constexpr,  # first column of the panel
     COLUMNS: tl.constexpr,
     OF_LINES: tl.constexpr,  # scales
     BLOCK_M: tl.constexpr,
@@ -132,7 +132,7 @@ def grouped_gemm_wgrad_fp8_kernel(
         for b in tl.range(first_block, end_block):
             left = dout_desc.load([m_tile * BLOCK_M, b * BLOCK])
             right = rows_desc.load([n_tile * BLOCK_N, b * BLOCK])
-            # No memory holds so many numbers that their scales could not be counted in 32 bits.
+            # 32 bits are enough: no memory holds so many numbers that their scales need more.
             by_row = tl.load(dout_scale + b * OUT_ROWS + row, mask=row < OUT_ROWS, other=0.0)
             by_column = tl.load(rows_scale + b * OUT_WIDTH + column, mask=column < OUT_WIDTH, other=0.0)
             acc += (tl.dot(left, right.T) * by_column[None, :]) * by_row[:, None]
@@ -206,7 +206,7 @@ def grouped_gemm_wgrad_fp8(
             out.zero_()
         return
     if config is None:
-        operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are stored as well
+        operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
         on_hopper = select.hopper_kernels(out.device, operands, out_width)
         if on_hopper is not None:
             options = {"accumulate": accumulate, "num_sms": num_sms}
@@ -229,7 +229,7 @@ def grouped_gemm_wgrad_fp8(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the launches of a GEMM with the same static dimensions have in common."""
+    """Tiles and constants of launches of a GEMM with the same static dimensions."""
 
     num_n_tiles: int
     constants: Constants

@@ -14,7 +14,7 @@ def hadamard(x, signs):
     lines: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
     bit = (signs >> (tl.arange(0, width) % SIZE)) & 1
-    # A product: -x would be 0 - x, which makes 0 of 0.
+    # A product, because -x would be 0 - x, which turns 0 into 0 and not -0.
     y = (x * tl.where(bit == 1, -1.0, 1.0)[None, :]).reshape(lines, width // SIZE, SIZE)
     # Sums and differences of neighbours go to the two halves: four times, and all elements are back in their places.
     for _ in tl.static_range(4):

@@ -1,19 +1,19 @@
 """Quantising along tokens in blocks of TILE for Hopper (Gluon): rows, and rows that have travelled quantised.
 
 Programs are persistent. A tile is TILE tokens by TILE features. It comes to shared memory by cp.async, 16 bytes of a
-row at a time, and from there to registers; then a later tile begins to come to its place, beside this one's arithmetic.
+row at a time, and from there to registers; then a later tile begins to load there, during this one's arithmetic.
 Indices of gathered rows are read one tile ahead of the rows.
 
-What costs is instructions, so numbers stay in words of two features as long as that is possible:
+Instructions cost the most, so numbers stay in words of two features as long as possible:
 
     amax        of both numbers of a word at once
-    turning     a thread has 32 tokens of two features, 16 of them neighbours: codes need no way through shared memory
-    scales      four threads share a feature: two shuffles of words; each of them divides
-    not finite  such a block has NaN for a multiplier, which makes all of its codes NaN
+    transposing a thread has 32 tokens of two features, 16 of them neighbours: codes do not go through shared memory
+    scales      four threads share a feature: two shuffles of words; each thread divides
+    not finite  the multiplier of such a block is NaN, which makes all of its codes NaN
 
-The layout of shared memory permutes the pieces that eight words are by the 16 tokens to which they belong. No access
-has a bank conflict, but for the ldmatrix by which the compiler reads words of the wire: its cycles are those of single
-words. The formulas are those of low_precision/quantize.py on the same numbers, so the bits are those of its kernels.
+The layout of shared memory permutes pieces of eight words by the 16 tokens to which they belong. Only the ldmatrix by
+which the compiler reads words of the wire has bank conflicts: it takes the cycles of single words. The formulas
+are those of low_precision/quantize.py on the same numbers, so the bits are those of its kernels.
 """
 
 from __future__ import annotations
@@ -81,28 +81,28 @@ class ColumnPlan(Groups):
 
     @property
     def panel(self) -> int:
-        """Tiles of features that are beside each other in the order of tiles; then come the next tokens."""
+        """Tiles of features that follow each other in the order of tiles; then come the next tokens."""
         return PANEL if self.num_feature_tiles % PANEL == 0 else self.num_feature_tiles
 
     @property
     def copied_pairs(self) -> int:
-        """Words of a row that are read: whole copies. Behind a row's codes on the wire are its scales."""
+        """Words of a row that are read: whole copies. On the wire, scales follow a row's codes."""
         words = ACCESS_BYTES // self.word_bytes
         return -(-self.width // (2 * words)) * words
 
     @property
     def groups(self) -> Any:
-        """Of groups: a copy in every warp."""
+        """Layout of groups: a copy in every warp."""
         return gl.BlockedLayout([self.group_lanes // 32], [32], [NUM_WARPS], [0])
 
     @property
     def copied(self) -> Any:
-        """Of words as they are copied to shared memory."""
+        """Layout of words as they are copied to shared memory."""
         return copied_layout(self.word_bytes)
 
 
 def copied_layout(word_bytes: int) -> Any:
-    """Of words [TILE, PAIRS] as they are copied to shared memory: rows of threads with 16 bytes each."""
+    """Layout of words [TILE, PAIRS] as they are copied to shared memory: rows of threads with 16 bytes each."""
     words = ACCESS_BYTES // word_bytes
     across = PAIRS.value // words
     return gl.BlockedLayout([1, words], [32 // across, across], [NUM_WARPS, 1], [1, 0])
@@ -122,7 +122,7 @@ def larger_bf16(a, b):
 
 @gluon.jit
 def larger_fp16(a, b):
-    """The same of fp16 numbers."""
+    """Same as larger_bf16, of fp16 numbers."""
     instruction: gl.constexpr = "max.NaN.xorsign.abs.f16x2 $0, $1, $2;"
     return gl.inline_asm_elementwise(instruction, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -139,7 +139,7 @@ def largest(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def first_number(words, DTYPE: gl.constexpr):
-    """fp32 of the first numbers of words, those in the lower half."""
+    """fp32 of the first numbers of words, in the lower half."""
     if DTYPE == gl.bfloat16:
         result = (words << 16).to(gl.float32, bitcast=True)
     else:
@@ -195,7 +195,7 @@ def stride(number, num_used, PLAN: gl.constexpr):
 
 @gluon.jit
 def further(at, step, num_used, PLAN: gl.constexpr):
-    """Panel, and tile in it, that are a step of `stride` further than `at`. No division."""
+    """The panel, and the tile in it, a step of `stride` after `at`. No division."""
     in_panel = gl.maximum(num_used, 1) * PLAN.panel
     rest = at[1] + step[1]
     is_past = (rest >= in_panel).to(gl.int32)
@@ -221,8 +221,8 @@ def locate(tile, groups):
 
 @gluon.jit
 def source_of(at, row_index, groups, PLAN: gl.constexpr):
-    """What a tile is copied from: first row, end (0 past the last tile), tile of features, and what row_index has for
-    its rows (without it, the first row)."""
+    """The source of a tile: first row, end (0 past the last tile), tile of features, and row_index of its rows (without
+    an index, the first row)."""
     tile, feature_tile = tile_at(at, PLAN)
     first_row, end = locate(tile, groups)
     end = gl.where(feature_tile < PLAN.num_feature_tiles, end, 0)
@@ -281,7 +281,7 @@ def store_feature(codes, stored, tile, feature, data, scale, num_tiles, PLAN: gl
 
 @gluon.jit
 def store_tile(words, at, data, scale, num_tiles, PLAN: gl.constexpr):
-    """Quantises words [TILE, PAIRS] along the tokens. They are taken apart late: two fp32 need twice the registers."""
+    """Quantises words [TILE, PAIRS] along the tokens. They are unpacked late: two fp32 need twice the registers."""
     largest_words = largest(words, PLAN.dtype)
     first_stored, first_multiplier = scales_of(first_number(largest_words, PLAN.dtype), PLAN)
     second_stored, second_multiplier = scales_of(second_number(largest_words, PLAN.dtype), PLAN)
@@ -295,7 +295,7 @@ def store_tile(words, at, data, scale, num_tiles, PLAN: gl.constexpr):
 
 @gluon.jit
 def quantize_tiles(rows, row_scales, row_index, row_start, data, scale, num_tiles, PLAN: gl.constexpr):
-    """The tiles of a program. row_scales: None, or of rows of the wire, which are decoded to PLAN.dtype."""
+    """The tiles of a program. row_scales: None, or scales of rows of the wire, which are decoded to PLAN.dtype."""
     ring = gl.allocate_shared_memory(rows.dtype.element_ty, [PLAN.stages, TILE, PAIRS], SHARED)
     scale_ring = ring
     if row_scales is not None:
@@ -355,7 +355,7 @@ def hopper_requantize_columns_kernel(
     num_tiles,
     PLAN: gl.constexpr,
 ):
-    """The same of rows of the wire."""
+    """Same as hopper_quantize_columns_kernel, of rows of the wire."""
     quantize_tiles(wire, row_scales, row_index, row_start, data, scale, num_tiles, PLAN)
 
 
@@ -376,7 +376,7 @@ def launch_quantize_columns(
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """quantize_columns of at least one tile that takes_columns. options: OPTIONS."""
+    """quantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
     width, num_tiles = scale.shape
     layout = (width, row_start.shape[0] - 1, block_format.scale, rows.dtype, width // 2, 4)
     plan, constants = _plan(*layout, tuple(options.items()))
@@ -398,7 +398,7 @@ def launch_requantize_columns(
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """requantize_columns, likewise."""
+    """requantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
     width, num_tiles = scale.shape
     layout = (width, row_start.shape[0] - 1, block_format.scale, dtype, wire.shape[1] // 2, 2)
     plan, constants = _plan(*layout, tuple(options.items()))

@@ -2,15 +2,15 @@
 
 A tile is TILE tokens by TILE features. It comes to shared memory by cp.async, and gates, ups and da are replaced there
 by dgate, dup and a. Then dgate and dup are quantised by rows, and all three by columns, one after the other; when its
-columns have been read, the same part of the next tile begins to come to its place. Two programs share an SM: the one's
-loads run beside the other's arithmetic.
+columns have been read, the same part of the next tile begins to load there. Two programs share an SM: the loads of one
+run during the arithmetic of the other.
 
-What costs is instructions, about 70 for each number of a:
+Instructions cost the most, about 70 for each number of a:
 
     amax        four threads have a block of 128 numbers, 32 in each: two shuffles, and two divisions for 32 numbers
-    turning     a thread reads pairs of features of 32 tokens, and writes 16 codes of a feature at once
-    not finite  such a block has NaN for a multiplier, which makes all of its codes NaN
-    rounding    happens in pairs because nothing but a store takes the result; what is quantised is read again
+    transposing a thread reads pairs of features of 32 tokens, and writes 16 codes of a feature at once
+    not finite  the multiplier of such a block is NaN, which makes all of its codes NaN
+    rounding    is done in pairs because only a store takes the result; the numbers to quantise are read again
 
 ROWS and PAIRS are such that no access to shared memory has a bank conflict, if LAYOUT permutes pieces of 32 bytes by
 the 16 rows to which they belong.
@@ -41,7 +41,7 @@ from symmoe.kernels.triton.tiles import device_num_sms
 
 TILE = gl.constexpr(formats.TILE)  # tokens, and features
 STRIP = gl.constexpr(64)  # rows
-NUM_SUMS = gl.constexpr(num_scale_sums(formats.TILE))  # of dscale, in a tile's row
+NUM_SUMS = gl.constexpr(num_scale_sums(formats.TILE))  # sums of dscale in a tile's row
 ALL = gl.constexpr(tl.PropagateNan.ALL)
 PROGRAMS_PER_SM, NUM_WARPS, REGISTERS = 2, 8, 128
 ACCESS_BYTES = 16  # of a copy to shared memory
@@ -57,7 +57,7 @@ ROWS = gl.constexpr(
         shape=[64, 128],
     )
 )
-SUMS = gl.constexpr(  # what adding neighbours makes of ROWS
+SUMS = gl.constexpr(  # layout of ROWS after adding neighbours
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1]],
         lane_bases=[[0, 0], [0, 0], [32, 0], [16, 0], [1, 0]],
@@ -68,7 +68,7 @@ SUMS = gl.constexpr(  # what adding neighbours makes of ROWS
 )
 COLUMN_LANES, COLUMN_WARPS = [[16, 0], [32, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [0, 64]]
 TOKENS = [[1, 0], [2, 0], [4, 0], [8, 0], [64, 0]]
-# As columns are read, pairs of features, and as they are written, 16 tokens at a time: the same numbers in a thread.
+# Columns are read as pairs of features and written 16 tokens at a time: a thread has the same numbers both times.
 PAIRS = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], *TOKENS], COLUMN_LANES, COLUMN_WARPS, block_bases=[], shape=[128, 128])
 )
@@ -79,7 +79,7 @@ COLUMNS = gl.constexpr(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DactQuantize(Groups):
-    """The constants of one kernel. ffn: I. scale: of BlockFormat. group_m, end: as in Pipeline."""
+    """The constants of one kernel. ffn: I. scale: scale of BlockFormat. group_m, end: as in Pipeline."""
 
     ffn: int
     activation: Activation
@@ -144,7 +144,7 @@ def store_columns(shared, token_tile, num_tiles, first, WIDTH: gl.constexpr, dat
 
 @gluon.jit
 def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN: gl.constexpr):
-    """Replaces a tile's gates, ups and da by dgate, dup and a. tile_sums: of dscale, by blocks of columns."""
+    """Replaces a tile's gates, ups and da by dgate, dup and a. tile_sums: sums of dscale by blocks of columns."""
     ACTIVATION: gl.constexpr = PLAN.activation
     DTYPE: gl.constexpr = gates.dtype
     for i in gl.static_range(TILE // STRIP):
@@ -208,7 +208,7 @@ def hopper_dact_quantize_kernel(
             differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
             store_rows(gates, first_row, end, n_tile, data, scale, PLAN)
             store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
-            # Past the last tile, the last one comes again.
+            # Past the last tile, the last one is loaded again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
             _group, next_row, next_end, _token_tile, next_n_tile = place_in_group(following, prefix, row_start, PLAN)
             column = n_tile * TILE
@@ -245,9 +245,9 @@ def launch_dact_quantize(
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """dact_quantize of at least one row, but for the sum of dscale's parts, which are left in the workspace.
+    """dact_quantize of at least one row, without the sum of dscale's parts, which stay in the workspace.
 
-    options: of DactQuantize.
+    options: fields of DactQuantize.
     """
     num_rows, ffn = da.shape
     num_groups = row_start.shape[0] - 1

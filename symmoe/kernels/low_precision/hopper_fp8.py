@@ -1,17 +1,17 @@
 """grouped_gemm_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 contracted features.
 
 Tiles, roles and barriers as in pipeline.py: a stage is 128 rows and 256 rows of the weight, 128 bytes of either. WGMMA
-adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) leaves it by way of the fp32 units:
+adds E4M3 products with about 14 bits, so the sum over a stage (a partial sum) is added by the fp32 units:
 
     sum of the tile += partial sum * (scale of the row * scale of the weight's block)
 
 A warpgroup has 64 rows of a tile, and a sum for either half of its columns: one scale of the weight is for 128 of them,
 and the sums of the tile and one partial sum fill the registers. So a warpgroup multiplies, adds, and multiplies again,
-and the tensor core has the other warpgroup's products meanwhile. Nothing keeps both from falling into step: making them
-take turns was slower for most products (docs/performance.md).
+and the tensor core does the other warpgroup's products meanwhile. Both may come to do the same at the same time: making
+them take turns was slower for most products (docs/performance.md).
 
-Scales are read by the warps that need them, a stage ahead, as the rows' are four bytes each and lie in L1 for the next
-seven stages; for TMA they are too narrow.
+The warps that need scales read them a stage ahead: those of rows are four bytes each, too narrow for TMA, and lie in L1
+for the next seven stages.
 """
 
 import functools
@@ -48,8 +48,8 @@ from symmoe.kernels.triton.tiles import end_of_rows
 E4M3 = torch.float8_e4m3fn
 BLOCK_K = gl.constexpr(BLOCK)
 BLOCK_N = gl.constexpr(256)
-HALF = gl.constexpr(BLOCK)  # columns that one scale of the weight is for
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))  # of a warpgroup's half of a tile
+HALF = gl.constexpr(BLOCK)  # columns of one scale of the weight
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))  # a half of a tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Fp8Pipeline(Pipeline):
 
 @gluon.jit
 def load(rows_desc, weight_desc, row_start, ring, PIPE: gl.constexpr):
-    """The role: what lies past the last feature comes as zeros."""
+    """The role load. Features past the last one come as zeros."""
     a, b, full, empty = ring
     num_bytes: gl.constexpr = rows_desc.block_type.nbytes + weight_desc.block_type.nbytes
     prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
@@ -102,7 +102,7 @@ def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP
     a_ring, b_ring, full, empty = ring
     row_scale, weight_scale = scales
     row = first_row + CHUNK * WARPGROUP + gl.arange(0, CHUNK, gl.SliceLayout(1, SUMS))
-    row = gl.minimum(row, end - 1)  # what the rows past the group's end are multiplied by does not matter
+    row = gl.minimum(row, end - 1)  # the scales of rows past the group's end do not matter
     row_pointers = row_scale + row.to(gl.int64) * PIPE.num_k
     block = n_tile * (BLOCK_N // HALF)
     distance = gl.where(block + 1 < PIPE.num_column_blocks, PIPE.num_k, 0)
@@ -149,7 +149,7 @@ def store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP:
 
 @gluon.jit
 def multiply(out_desc, scales, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """The role."""
+    """The role multiply."""
     prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
     stage = 0
     phase = 0
@@ -170,7 +170,7 @@ def hopper_fp8_gemm_kernel(
     row_scale,  # fp32[N, blocks of C]
     weight_scale,  # fp32[G, blocks of O, blocks of C]
     row_start,
-    num_rows,  # N; None: leave the tail alone
+    num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
     a = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
@@ -205,7 +205,7 @@ def launch_fp8_gemm(
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """grouped_gemm_fp8 of at least one row. columns: what parts.panel returns. options: of the pipeline."""
+    """grouped_gemm_fp8 of at least one row. columns: the result of parts.panel. options: of Fp8Pipeline."""
     num_rows, num_groups = out.shape[0], weight.shape[0]
     end = end_of_rows(row_start, num_groups)
     pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, end, columns, tuple(options.items()))

@@ -1,25 +1,25 @@
 """grouped_gemm_wgrad_fp8 for Hopper: E4M3 products, scaled in fp32 every 128 tokens.
 
-Tiles as in wgrad.py, roles and sums as in fp8.py. Both operands lie with tokens last, so WGMMA reads them as it reads
-rows and weights, and both have a scale for a feature and 128 tokens:
+Tiles as in hopper/wgrad.py, roles and sums as in hopper_fp8.py. Both operands lie with tokens last, so WGMMA reads them
+as it reads rows and weights, and both have a scale for a feature and 128 tokens:
 
     sum of the tile += partial sum * scale of the column * scale of the row
 
 Scales are read from shared memory, which also feeds the tensor core: at full speed its operands take three quarters of
 the cycles. A thread has two rows of a partial sum, but 32 of its columns. So a warpgroup has all 128 rows of a tile and
 one half of its columns, and reads the columns' scales once for the upper and the lower partial sum. It does so a stage
-ahead: while products are on their way, a quarter of the cycles is left, and scales come late. They fit into the
-registers beside one partial sum and the sums, and no more does; so the next stage's come to the place of this one's as
-soon as both partial sums have had theirs.
+ahead: during products only a quarter of the cycles is left, and scales would come late. With one partial sum and the
+sums they fill the registers. So the next stage's scales replace this stage's as soon as both partial sums have been
+scaled.
 
-The scales of 128 tokens lie side by side: TMA brings them with the operands, and counts their bytes at full[s].
+The scales of 128 tokens are contiguous: TMA brings them with the operands, and counts their bytes at full[s].
 
     barrier    arrivals     says                              who waits
     full[s]    1 + bytes    stage s holds all of it           the multiplying warpgroups
     empty[s]   2            stage s has been multiplied       load
 
-A group's tokens begin at the next multiple of 128 after the group before; how many stages it has, which may be none, is
-known only to the device.
+A group's tokens begin at the next multiple of 128 after the group before; only the device knows
+how many stages it has, maybe none.
 """
 
 import functools
@@ -47,13 +47,13 @@ from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
 from symmoe.kernels.triton.tiles import device_num_sms
 
-PART = gl.constexpr(32)  # columns of sums that leave the registers at a time
-PARTS = gl.constexpr(8)  # of a warpgroup's sums in a tile
+PART = gl.constexpr(32)  # columns of sums stored at a time
+PARTS = gl.constexpr(8)  # parts of a warpgroup's sums in a tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8WgradPipeline(WgradPipeline):
-    """The constants of one kernel. accumulate: sums are added to out.
+    """The constants of one kernel. accumulate: whether sums are added to out.
 
     batch: parts that a warpgroup stores together; there is memory for two batches.
     """
@@ -82,7 +82,7 @@ def num_steps(start, end):
 
 @gluon.jit
 def load(operands, row_start, ring, PIPE: gl.constexpr):
-    """The role, of one warp. What lies past the last feature comes as zeros."""
+    """The role load, of one warp. Features past the last one come as zeros."""
     dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
     a, b, a_scale, b_scale, full, empty = ring
     operand_bytes: gl.constexpr = dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
@@ -106,16 +106,16 @@ def load(operands, row_start, ring, PIPE: gl.constexpr):
 
 @gluon.jit
 def begin_partial_sum(a, b):
-    """Asks for a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T."""
+    """Begins a [CHUNK, BLOCK_K] @ b [HALF, BLOCK_K]^T."""
     zeros = gl.zeros([CHUNK, HALF], gl.float32, SUMS)
     products = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    # NOTE: one may be on its way, so nothing is waited for. But ptxas would put what follows between the products.
+    # NOTE: one product may be in flight, so this waits for none. But ptxas would put what follows between the products.
     return warpgroup_mma_wait(1, deps=(products,))
 
 
 @gluon.jit
 def load_column_scale(b_scale, stage, WARPGROUP: gl.constexpr):
-    """Those of a stage for a warpgroup's half of the columns, [1, HALF]."""
+    """A stage's scales for a warpgroup's half of the columns, [1, HALF]."""
     return b_scale.index(stage).slice(HALF * WARPGROUP, HALF, dim=1).load(SUMS)
 
 
@@ -139,7 +139,7 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
         lower_scale = row_scales.slice(CHUNK, CHUNK, dim=0).load(SUMS)
         partial = warpgroup_mma_wait(0, deps=(partial,))
         upper += (partial * column_scale) * upper_scale
-        # NOTE: nothing is left to wait for. But LLVM would put this sum behind the next products, and both partial sums
+        # NOTE: no product is in flight. But LLVM would put this sum behind the next products, and both partial sums
         # do not fit into the registers.
         upper = warpgroup_mma_wait(0, deps=(upper,))
         partial = begin_partial_sum(a.slice(CHUNK, CHUNK, dim=0), b)
@@ -149,7 +149,7 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
         mbarrier.arrive(empty.index(stage))
         partial *= column_scale
         # NOTE: as above: the scales of two stages do not fit either. Waiting again keeps them from being read after
-        # the sum. Those read after a tile's last stage are of no use.
+        # the sum. The scales read after a tile's last stage are not used.
         partial = warpgroup_mma_wait(0, deps=(partial,))
         column_scale = load_column_scale(b_scale, following, WARPGROUP)
         partial, column_scale = warpgroup_mma_wait(0, deps=(partial, column_scale))
@@ -201,9 +201,9 @@ def add_part(part, out, m, n, PIPE: gl.constexpr):
 
 @gluon.jit
 def store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """The end of a tile. n: a warpgroup's first column."""
+    """Stores a tile. n: a warpgroup's first column."""
     parts = quarters(upper) + quarters(lower)
-    if PIPE.accumulate and out_desc.dtype != gl.float32:  # by TMA it would be rounded twice
+    if PIPE.accumulate and out_desc.dtype != gl.float32:  # TMA would round it twice
         out_group = out + group.to(gl.int64) * (PIPE.out_rows * PIPE.columns)
         for i in gl.static_range(PARTS):
             add_part(parts[i], out_group, m + CHUNK * (i // (PARTS // 2)), n + PART * (i % (PARTS // 2)), PIPE)
@@ -215,7 +215,7 @@ def store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP: gl.c
 
 @gluon.jit
 def multiply(out_desc, out, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """The role."""
+    """The role multiply."""
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
@@ -223,7 +223,7 @@ def multiply(out_desc, out, row_start, ring, chunks, WARPGROUP: gl.constexpr, PI
         n = first_column + HALF * WARPGROUP
         upper, lower, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
         if PIPE.accumulate:
-            if start < end:  # a group without rows is not even read
+            if start < end:  # the result of a group without rows is not read
                 store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
         else:
             store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
@@ -273,7 +273,7 @@ def launch_fp8_wgrad(
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """grouped_gemm_wgrad_fp8 of at least one block of tokens. options: of the pipeline, for comparisons."""
+    """grouped_gemm_wgrad_fp8 of at least one block of tokens. options: fields of the pipeline, for comparisons."""
     pipe, constants = _plan(*out.shape, out.dtype, accumulate, tuple(options.items()))
     num_sms = device_num_sms(out.device) if num_sms is None else num_sms
     grid = (min(pipe.num_tiles, num_sms),)
@@ -300,7 +300,7 @@ def _plan(
         out_rows=out_rows,
         columns=columns,
         accumulate=accumulate,
-        # One more stage of operands, in the memory that 16-bit results leave.
+        # 16-bit results leave memory for one more stage of operands.
         **{**({"stages": 4, "batch": 1} if dtype.itemsize == 2 else {"batch": 2}), **dict(options)},
     )
     descriptors = {
@@ -314,7 +314,7 @@ def _plan(
 
 
 def describe_scales(features: int) -> Describe:
-    """Function from block-major scales [num_blocks, C] to their descriptor, for so many features of one block."""
+    """Function from block-major scales [num_blocks, C] to their descriptor, for this many features of one block."""
     block = [1, features]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
 

@@ -1,8 +1,8 @@
-"""Both operands that weights are, quantised in square blocks of TILE, for Hopper (Gluon, persistent).
+"""Both operands of weights, quantised in square blocks of TILE, for Hopper (Gluon, persistent).
 
 A tile is a block. It comes to shared memory as a tile of hopper_columns.py does, and is read twice from there: as words
-of 128 lines, for the block's largest number and the transposed codes, and as words of a line, for the others. So no
-code is turned; multiplying and rounding again costs less. Formulas and bits are those of quantize.py.
+of 128 lines, for the block's largest number and the transposed codes, and as words of a line, for the other codes. So
+no code is transposed; multiplying and rounding again costs less. Formulas and bits are those of quantize.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlan:
-    """The constants of one kernel: matrices [num_lines, width] of dtype (of Gluon). scale: of BlockFormat."""
+    """The constants of one kernel: matrices [num_lines, width] of dtype (of Gluon). scale: scale of BlockFormat."""
 
     num_lines: int
     width: int
@@ -57,12 +57,12 @@ class WeightPlan:
 
     @property
     def line_tiles(self) -> int:
-        """Tiles of a matrix' lines."""
+        """Tiles down a matrix."""
         return self.num_lines // TILE.value
 
     @property
     def column_tiles(self) -> int:
-        """Tiles of a line."""
+        """Tiles across a matrix."""
         return self.width // TILE.value
 
 
@@ -163,7 +163,7 @@ def launch_quantize_weight_pairs(
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """quantize_weight_pairs of what takes_weight_pairs. options: OPTIONS."""
+    """quantize_weight_pairs for weights that takes_weight_pairs accepts. options: as OPTIONS."""
     num_tiles = scale.numel()
     if num_tiles == 0:
         return

@@ -61,7 +61,7 @@ def tile_codes(
 def quantize_tile(
     x, global_scale, words, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LINES: tl.constexpr
 ):
-    """Data [LINES, WIDTH or WIDTH / 2] and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK] of x [LINES, WIDTH]."""
+    """Data [LINES, WIDTH or WIDTH / 2], and stored scales [LINES / BLOCK_LINES, WIDTH / BLOCK] of x [LINES, WIDTH]."""
     codes, stored = tile_codes(x, global_scale, words, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
     return pack(codes, ELEMENT), stored
 
@@ -87,7 +87,7 @@ def store_weight_tile(
     NUM_LINES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Stores what tile_codes has made of a tile of one of several matrices NUM_LINES x WIDTH."""
+    """Stores the result of tile_codes for a tile of one of several matrices NUM_LINES x WIDTH."""
     group, tile_line, tile_column = at
     packed = pack(codes, ELEMENT)
     width: tl.constexpr = WIDTH * packed.shape[1] // codes.shape[1]
@@ -130,7 +130,7 @@ def quantize_rows_tile(
     scale,
     amax,
     seeds,
-    at,  # what locate_tile returns
+    at,  # result of locate_tile
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -139,7 +139,7 @@ def quantize_rows_tile(
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """COLUMNS of LINES rows."""
+    """Quantises COLUMNS of LINES rows."""
     group, first_row, end, _ = at
     tile_column = tl.program_id(1)
     row, column = first_row + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
@@ -318,7 +318,7 @@ def quantize_weight_pairs_kernel(
         column_codes, column_scales = tile_codes(x, global_scale, None, ELEMENT, SCALE, BLOCK_LINES, BLOCK)
     at = group, tile_line, tile_column
     store_weight_tile(data, scale, codes, scales, at, ELEMENT, BLOCK, BLOCK_LINES, NUM_LINES, WIDTH)
-    # Turned as bytes: a quarter of what the numbers would move through shared memory.
+    # Transposed as bytes: a quarter of the numbers' traffic through shared memory.
     column_codes, column_scales, at = tl.trans(column_codes), tl.trans(column_scales), (group, tile_column, tile_line)
     store_weight_tile(
         transposed_data,
@@ -344,14 +344,14 @@ def quantize_lines_kernel(
     scale,  # fp32, one for every line
     SCALE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    NUM_LINES: tl.constexpr,  # of each of several matrices
+    NUM_LINES: tl.constexpr,  # lines of each of several matrices
     WIDTH: tl.constexpr,
     LINE_STRIDE: tl.constexpr,
     ELEMENT_STRIDE: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """E4M3 with one scale for a line. Grid (tiles of lines, matrices)."""
+    """Quantises to E4M3 with one scale for a line. Grid (tiles of lines, matrices)."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     if row_start is None:
         end: tl.constexpr = NUM_LINES
@@ -394,7 +394,7 @@ def quantize_column_lines_kernel(
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """E4M3 with one scale for a feature of a group. Grid (tiles of features, groups)."""
+    """Quantises to E4M3 with one scale for a feature of a group. Grid (tiles of features, groups)."""
     group = tl.program_id(1)
     feature = tl.program_id(0) * LINES + tl.arange(0, LINES)
     start, end = tl.load(row_start + group), tl.load(row_start + group + 1)
@@ -556,7 +556,7 @@ def quantize_weight_pairs(
     amax: torch.Tensor | None = None,
 ) -> None:
     if block_format.block is None:
-        # A tile does not know the scales of its lines and columns: the numbers would be read twice here as well.
+        # A tile does not know the scales of its lines and columns: the numbers would be read twice here, too.
         quantize_weights(weight, data, scale, block_format)
         quantize_weights(weight.mT, transposed_data, transposed_scale, block_format)
         return

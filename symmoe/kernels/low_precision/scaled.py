@@ -2,9 +2,9 @@
 
 On Blackwell a dot_scaled is a product with block scales, of the kind mxf8f6f4 for MXFP8 and mxf4nvf4 for NVFP4:
 tcgen05.mma, or mma.sync on GPUs without tensor memory. Data and scales come by TMA; the scales' 128x4 tiles are what
-tcgen05 takes, so that they go from shared to tensor memory as they are. Elsewhere numbers are dequantised to 16 bits,
-which is exact, and multiplied as those: numerics, no speed. Of MXFP8 Triton does that itself. Of NVFP4 `dequantise`
-does, because Triton 3.6 aborts when it lowers E4M3 scales for GPUs that have no such products.
+tcgen05 takes, so that they go from shared to tensor memory as they are. Other GPUs dequantise to 16 bits, which is
+exact, and multiply those: for numerics, not for speed. Triton does that for MXFP8, `dequantise` for NVFP4, because
+Triton 3.6 aborts when it lowers E4M3 scales for GPUs that have no such products.
 
 Tiles of rows are the tiles of the scales: 128 rows, counted from a group's first row, with ranges of rows as well. So
 ranges that begin elsewhere are cut out of tiles by masks.
@@ -46,7 +46,7 @@ TILE = tl.constexpr(formats.TILE)
 TILE_BLOCKS = tl.constexpr(scaled.TILE_BLOCKS)
 E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 is 127
 
-# By element, with the output columns from which on a tile is used. block_k counts elements; 128 bytes of a line are the
+# By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the
 # span of TMA's widest swizzle.
 TCGEN05_CONFIGS = {
     "e4m3": (
@@ -58,14 +58,14 @@ TCGEN05_CONFIGS = {
         (0, TileConfig(block_m=128, block_n=128, block_k=256, num_stages=4, num_warps=4)),
     ),
 }
-# Elsewhere: accumulators are in registers, and GPUs with mma have 99 KiB of shared memory.
+# Other GPUs: accumulators are in registers, and GPUs with mma have 99 KiB of shared memory.
 CONFIG = TileConfig(block_m=128, block_n=128, block_k=128, num_stages=3, num_warps=8)
 Unit = Literal["tcgen05", "mma"] | None
 
 
 @functools.cache
 def scaled_products(device: torch.device) -> Unit:
-    """What multiplies numbers with block scales: "tcgen05" (sm_100, sm_103), "mma" (sm_120, sm_121), None: nothing."""
+    """The unit that multiplies with block scales: "tcgen05" (sm_100, sm_103), "mma" (sm_120, sm_121) or None."""
     if device.type != "cuda":
         return None
     units: dict[int, Unit] = {10: "tcgen05", 12: "mma"}
@@ -114,7 +114,7 @@ def add_products(
 
 @triton.jit
 def apply_global_scales(acc, left, right, group, is_there):
-    """acc * left[group] * right[group]; None: 1. Groups that are not there have no scales to be read."""
+    """acc * left[group] * right[group]; None: 1. Scales are read only if the group is there."""
     if left is not None:
         acc = acc * tl.load(left + group, mask=is_there, other=0.0)
         acc = acc * tl.load(right + group, mask=is_there, other=0.0)
@@ -123,7 +123,7 @@ def apply_global_scales(acc, left, right, group, is_there):
 
 @triton.jit
 def range_tile_prefix(row_start, group_start, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, END: tl.constexpr):
-    """row_tile_prefix of the tiles that have rows of ranges, where tiles are counted from the groups' first rows."""
+    """row_tile_prefix of the tiles with rows of ranges; tiles are counted from the groups' first rows."""
     group = tl.arange(0, GROUP_LANES)
     start = tl.load(group_start + group, mask=group < NUM_GROUPS, other=0)
     begin = tl.load(row_start + group, mask=group < NUM_GROUPS, other=0)
@@ -148,7 +148,7 @@ def grouped_gemm_scaled_kernel(
     row_start,
     group_start,  # int32[G + 1] with ranges, else None
     out,  # [N, O]
-    num_rows,  # N; None: leave the tail alone
+    num_rows,  # N; None: do not write the tail
     ELEMENT: tl.constexpr,
     NATIVE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -156,7 +156,7 @@ def grouped_gemm_scaled_kernel(
     OUT_WIDTH: tl.constexpr,
     LINE_BYTES: tl.constexpr,  # of C elements
     END: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # of the panel
+    FIRST_COLUMN: tl.constexpr,  # first column of the panel
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -353,12 +353,12 @@ def grouped_gemm_wgrad_scaled(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the launches of a GEMM with the same static dimensions have in common.
+    """Tiles and constants of launches of a GEMM with the same static dimensions.
 
     Attributes:
         config: the tiles.
         num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
-        constants: of the kernel.
+        constants: constants of the kernel.
     """
 
     config: TileConfig
@@ -422,8 +422,8 @@ def _wgrad_plan(
         "OUT_ROWS": out_rows,
         "OUT_WIDTH": out_width,
         **_tile_constants(config, block_format, unit, step, across),
-        # Else the last global scale and what is added to become one fma, and a sum added here has other bits than the
-        # same sum stored and added later, as it is to discrete gradients.
+        # Otherwise the last global scale and the addition become one fma, and a sum added here has other bits than
+        # the same sum stored and added later, as for discrete gradients.
         "enable_fp_fusion": False,
     }
     descriptors = {
@@ -447,7 +447,7 @@ def _wgrad_config(block_format: BlockFormat, unit: Unit, out_width: int) -> Tile
 
 
 def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
-    """Bytes of a line, and tiles of their scales, that a step contracts; ArgumentError if tiles of scales are cut."""
+    """Bytes of a line, and tiles of their scales, of a contraction step; ArgumentError if it cuts tiles of scales."""
     unit = (block_format.block or config.block_k) * scaled.TILE_BLOCKS
     if config.block_m != formats.TILE or config.block_n % formats.TILE or config.block_k % unit:
         raise ArgumentError(

@@ -1,6 +1,6 @@
-"""Rows that travel as bytes, made and taken apart (Triton). Letters: contract/wire.py.
+"""Encoding and decoding of rows that travel as bytes (Triton). Letters: contract/wire.py.
 
-Bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
+They are bound by memory: one read, one write. A row of the wire begins at a multiple of 16 bytes, and so do its scales.
 """
 
 import functools
@@ -100,7 +100,7 @@ def encode_lines_kernel(
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The same with one scale for a row. Grid (tiles of rows)."""
+    """Same as encode_rows_kernel with one scale for a row. Grid (tiles of rows)."""
     row = tl.program_id(0) * LINES + tl.arange(0, LINES)
     bits = tl.zeros((LINES, COLUMNS), tl.int32)
     for first_column in tl.range(0, WIDTH, COLUMNS):
@@ -133,7 +133,7 @@ def unpack_tile(
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """COLUMNS of LINES rows from first_row on, those before `end`; scales with the first columns."""
+    """Unpacks COLUMNS of LINES rows from first_row on, before `end`; scales with the first columns."""
     row = first_row + tl.arange(0, LINES)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
@@ -160,7 +160,7 @@ def unpack_rows_kernel(
     GROUP_LANES: tl.constexpr,
     END: tl.constexpr,
     ROW_BYTES: tl.constexpr,
-    WIDTH: tl.constexpr,  # of data
+    WIDTH: tl.constexpr,  # width of data
     SCALE_BYTES: tl.constexpr,
     SCALE_LANES: tl.constexpr,
     LINES: tl.constexpr,

@@ -3,7 +3,7 @@
 Here is the one definition of each activation and of its derivative on the device, and of where the two halves of h
 lie. The fused kernels of gemm_act.py use the same functions on the same rounded numbers, so they give the same bits.
 
-Every kernel takes the activation as a constant: what it does not need (limits, an offset, a gate) costs nothing.
+Every kernel takes the activation as a constant: parts that it does not have (limits, an offset, a gate) cost nothing.
 Entry kernels take its fields as a tuple, which launches can compare without hashing a dataclass.
 """
 
@@ -24,13 +24,13 @@ from symmoe.kernels.triton.tiles import tile_mask
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 NO_LIMIT = tl.constexpr(math.inf)
-ANY_POLICY = tl.constexpr("")  # of eviction from L2: left to the hardware
+ANY_POLICY = tl.constexpr("")  # eviction from L2: the hardware decides
 SUM_COLUMNS = tl.constexpr(definition.SUM_COLUMNS)
-SUM_STEPS = tl.constexpr(definition.SUM_COLUMNS.bit_length() - 1)  # from a block's columns to its sum
+SUM_STEPS = tl.constexpr(definition.SUM_COLUMNS.bit_length() - 1)  # steps from a block's columns to its sum
 MAX_INTERLEAVE = 32  # a tile has at least that many columns
 ACCESS_BITS = 128  # the widest access of a thread
 
-ROWS, COLUMNS = 8, 256  # of a program's block: 16 bytes for each thread of 8 warps, whole rows to a warp
+ROWS, COLUMNS = 8, 256  # a program's block: 16 bytes for each thread of 8 warps, whole rows to a warp
 NUM_WARPS = 8
 
 
@@ -54,7 +54,7 @@ def activation_of(fields):
 
 @triton.constexpr_function
 def is_scattered(activation, dtype):
-    """Whether blocks of gate features are shorter than one access: then both kinds are accessed together."""
+    """Whether blocks of gate features are shorter than one access: then gates and ups are accessed together."""
     return activation.interleave is not None and activation.interleave * dtype.primitive_bitwidth < ACCESS_BITS
 
 
@@ -79,7 +79,7 @@ def gated_terms(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def act_value(gate, up, ACTIVATION: tl.constexpr):
-    """act(h) in fp32 from the gate and the up features in fp32; not gated: from gate alone."""
+    """act(h) in fp32 from the gate and the up features in fp32; not gated: only from gate."""
     if ACTIVATION.is_gated:
         sigmoid, g, u = gated_terms(gate, up, ACTIVATION)
         value = u * (g * sigmoid)
@@ -91,10 +91,10 @@ def act_value(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def act_slopes(gate, up, ACTIVATION: tl.constexpr):
-    """Derivatives of act_value by gate and by up in fp32; not gated: the first counts."""
+    """Derivatives of act_value by gate and by up in fp32; not gated: only the first is valid."""
     if ACTIVATION.is_gated:
         sigmoid, g, u = gated_terms(gate, up, ACTIVATION)
-        # An explicit fma, here and nowhere else: the compiler has no sum of products left to fuse as it likes.
+        # An explicit fma, only here: the compiler has no other sum of products that it could fuse.
         by_gate = u * (sigmoid * tl.fma(g * ACTIVATION.alpha, 1.0 - sigmoid, 1.0))
         by_up = g * sigmoid
         if ACTIVATION.limit < NO_LIMIT:
@@ -108,7 +108,7 @@ def act_slopes(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def scale_terms(da, value):
-    """da * act(h), the terms of dscale. By an fma that adds 0: the compiler has no product to fuse with a sum."""
+    """da * act(h), the terms of dscale. An fma adds 0, so that the compiler has no product to fuse with a sum."""
     return tl.fma(da, value, 0.0)
 
 
@@ -116,7 +116,7 @@ def scale_terms(da, value):
 def add_neighbours(x, STEPS: tl.constexpr):
     """Sums of 2 ** STEPS columns of x [ROWS, COLUMNS]: of neighbours, then of neighbouring sums, and so on.
 
-    Two numbers have one sum, wherever threads hold them: the layout of x does not matter.
+    The sum of two numbers does not depend on the threads that hold them, so the layout of x does not matter.
     """
     for _ in tl.static_range(STEPS):
         x = tl.sum(x.reshape(x.shape[0], x.shape[1] // 2, 2), axis=2)
@@ -125,7 +125,7 @@ def add_neighbours(x, STEPS: tl.constexpr):
 
 @triton.jit
 def gate_column(column, ACTIVATION: tl.constexpr):
-    """Where in a row of h the gate feature (or, not gated, the feature) of a column of the result stands."""
+    """Place in a row of h of the gate feature (not gated: of the feature) of a column of the result."""
     if ACTIVATION.interleave is None:
         place = column
     else:
@@ -165,7 +165,7 @@ def load_hidden(
 ):
     """Gate and up features of COLUMNS columns of a tile of TILE; not gated: the features, twice.
 
-    Zeros at and past row `end` and past the matrix. POLICY: how L2 is to evict what is read.
+    Zeros at and past row `end` and past the matrix. POLICY: eviction policy of L2 for the reads.
     """
     if not ACTIVATION.is_gated:
         column = first_column + tl.arange(0, COLUMNS)
@@ -203,7 +203,7 @@ def store_hidden(
     TILE: tl.constexpr,
     POLICY: tl.constexpr = ANY_POLICY,
 ):
-    """Puts the features where load_hidden finds them; not gated: those of `gate`."""
+    """Stores the features in the places of load_hidden; not gated: only those of `gate`."""
     if not ACTIVATION.is_gated:
         column = first_column + tl.arange(0, COLUMNS)
         pointers = h + row.to(tl.int64)[:, None] * FFN + column[None, :]
@@ -273,7 +273,7 @@ def scaled_activation_grad_kernel(
         gate = gate.to(tl.float32)
         up = up.to(tl.float32)
         sums = add_neighbours(scale_terms(da, act_value(gate, up, ACTIVATION)), SUM_STEPS)
-        for block in tl.static_range(BLOCKS):  # the others are 0, which no order of the sum can tell
+        for block in tl.static_range(BLOCKS):  # the other sums are 0, which changes no sum
             total += tl.sum(tl.where(tl.arange(0, BLOCKS)[None, :] == block, sums, 0.0), axis=1)
         ds = da * row_scale[:, None]
         by_gate, by_up = act_slopes(gate, up, ACTIVATION)

@@ -2,7 +2,7 @@
 
 Both read dout once and are bound by that. Nothing is summed by atomics and nothing is split over programs: the order
 of a sum depends on the row's place in its group and on the static width, never on N, on where the group lies or on
-the grid. A few rows of dout are kept in flight by cp.async, because a program has few others beside it on its SM.
+the grid. A few rows of dout are kept in flight by cp.async, because few programs share an SM.
 """
 
 import functools
@@ -43,7 +43,7 @@ def grouped_bias_grad_kernel(
     start = tl.load(row_start + group)
     end = tl.load(row_start + group + 1)
     total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
-    # One step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for the loads that wait.
+    # Loaded one step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for dependent loads.
     next_source = source_rows(dout_index, start, end, BLOCK_ROWS)
     for first_row in tl.range(start, end, BLOCK_ROWS, num_stages=NUM_STAGES):
         source = next_source
@@ -74,7 +74,7 @@ def grouped_bias_dot_kernel(
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Dot products of BLOCK_ROWS rows of one group. One program per tile of rows, and for every tile there can be."""
+    """Dot products of BLOCK_ROWS rows of one group. One program for every tile of rows that there can be."""
     tile = tl.program_id(0)
     prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_ROWS)
     if tile < num_tiles:

@@ -3,17 +3,16 @@
 Every launch has one program per SM; a program walks the output tiles with the stride of the grid. Which tile an output
 belongs to depends on the static dimensions and on the row's place in its group.
 
-What lies beyond a group's end (the next group's rows, tail rows, NaN) is read but has no effect: rows are
+Rows beyond a group's end (the next group's rows, tail rows, NaN) are read but have no effect: rows are
 independent in the first two GEMMs, so masked stores are enough; wgrad sums over rows and reads zeros there.
 
-In a kernel, row_start[g] is where the rows of group g begin, and row_start[g + END] where they end, of bounds and of
+In a kernel, row_start[g] is where the rows of group g begin, and row_start[g + END] where they end, for bounds and for
 ranges. Tiles begin where ranges begin.
 
-A packed weight is read by TMA. A table's matrices have no common base, and a descriptor each would have to be made on
-the host, which knows the addresses no better than the device: they are read by pointers, with cp.async, as gathered
-rows are.
+A packed weight is read by TMA. A table's matrices have no common base, and the host, which would have to make a
+descriptor for each, does not know their addresses. They are read by pointers, with cp.async, same as gathered rows.
 
-Hopper has kernels of its own for the common cases (hopper/), with the same bits; a given config means these here.
+Hopper has other kernels for the common cases (hopper/), with the same bits; with a given config, these run.
 """
 
 import functools
@@ -55,7 +54,7 @@ from symmoe.kernels.triton.tiles import (
     zero_rows,
 )
 
-# Columns of a tile that are added to what is there at a time: a whole tile of loads does not fit into the registers.
+# Columns of a tile that are added to out at a time: a whole tile of loads does not fit into the registers.
 ACCUMULATE_COLUMNS = tl.constexpr(64)
 
 
@@ -85,7 +84,7 @@ def wgrad_config(out_features: int, in_features: int, dtype: torch.dtype) -> Til
 
 @triton.jit
 def add_bias(acc, bias, bias_scale, group, row, end, column, WIDTH: tl.constexpr):
-    """acc [rows, columns] + bias[group, column] * bias_scale[row] in fp32; no bias: acc, no scale: 1."""
+    """acc [rows, columns] + bias[group, column] * bias_scale[row] in fp32; without a bias: acc; without a scale: 1."""
     if bias is not None:
         features = tl.load(bias + group.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
         factor = 1.0
@@ -132,14 +131,14 @@ def grouped_gemm_kernel(
     out,  # [N, M]
     bias,  # [G, M] or None
     bias_scale,  # fp32[N] or None
-    num_rows,  # N; None: leave the tail alone
+    num_rows,  # N; None: do not write the tail
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
     WEIGHT_K_FIRST: tl.constexpr,
     END: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # of the panel
+    FIRST_COLUMN: tl.constexpr,  # first column of the panel
     COLUMNS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -237,7 +236,7 @@ def grouped_gemm_wgrad_kernel(
             out_group = matrix_pointer(out_table, group, OUT_DTYPE)
         if not ACCUMULATE:
             store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, False, BLOCK_N)
-        elif start < end:  # a group without rows is not even read
+        elif start < end:  # the result of a group without rows is not read
             PART: tl.constexpr = min(BLOCK_N, ACCUMULATE_COLUMNS)
             parts = column_parts(acc, BLOCK_M, BLOCK_N, BLOCK_N // PART)
             for i in tl.static_range(BLOCK_N // PART):

@@ -5,9 +5,9 @@ directions and in the kernels that are not fused, so their results have the same
 too: the order of a sum is that of the instructions, steps of 16 features, and no tile size changes it.)
 
 dscale is summed within blocks of columns, then over the blocks in order (kernels/activation.py); dbias within a tile,
-then over the tiles in order: by two more kernels, without atomics. A row has sums of dscale of its own, so calls for
-ranges of rows (kernels/parts.py) fill one workspace between them. The sums of dbias have a slot for a row tile, and
-tiles of two ranges may have the same: with ranges there is no dbias.
+then over the tiles in order: by two more kernels, without atomics. Each row has its own sums of dscale, so calls for
+ranges of rows (kernels/parts.py) share one workspace. The sums of dbias have a slot for a row tile, and tiles of two
+ranges may share one: with ranges there is no dbias.
 """
 
 import functools
@@ -67,8 +67,8 @@ from symmoe.kernels.triton.tiles import (
 class DactConfig(TileConfig):
     """Tiles of grouped_gemm_dact, and how its epilogue, which moves five bytes for every two of da, reads and writes.
 
-    lead: column parts of h that are read ahead of the part in work.
-    prefetch: fetch the tile's h into L2 before the contraction.
+    lead: column parts of h that are read ahead of the current part.
+    prefetch: whether to fetch the tile's h into L2 before the contraction.
     load_policy, store_policy: eviction policies of h, and of dh and a, in L2.
     """
 
@@ -94,13 +94,13 @@ DACT_CONFIGS = (
     (0, DactConfig(block_m=128, block_n=128, block_k=64, num_stages=4, num_warps=8, parts=4, lead=1)),
 )
 DACT_FP32_CONFIG = DactConfig(block_m=64, block_n=64, block_k=16, num_stages=3, num_warps=8)
-MIN_BLOCK_M = 64  # of the smallest tile of dact: the size of the workspace must not depend on the dtype
+MIN_BLOCK_M = 64  # rows of the smallest tile of dact: the workspace's size must not depend on the dtype
 
-SCALE_ROWS = 256  # of a program that sums dscale
-SCALE_LOADS = tl.constexpr(32)  # of a row that are on their way at a time
-BIAS_COLUMNS = 128  # of a program that sums dbias
-BIAS_TILES = 8  # row tiles whose sums it has in flight
-LINE_BYTES = tl.constexpr(128)  # of L2
+SCALE_ROWS = 256  # rows of a program that sums dscale
+SCALE_LOADS = tl.constexpr(32)  # loads of a row in flight at a time
+BIAS_COLUMNS = 128  # columns of a program that sums dbias
+BIAS_TILES = 8  # row tiles whose sums are in flight
+LINE_BYTES = tl.constexpr(128)  # bytes of a line of L2
 
 
 def act_config(ffn: int, dtype: torch.dtype, activation: Activation) -> TileConfig:
@@ -144,7 +144,7 @@ def load_both(
     """Right operand of rows @ weight for BLOCK_N columns of the result: [BLOCK_K, 2 * BLOCK_N] if gated, else as wide.
 
     Gate and up features side by side, or alternating as in the weight: one wide product instead of two narrow ones
-    reads rows only once. desc, pointer: as load_weight wants them; for two halves, desc describes [G, 2, I, C] with
+    reads rows only once. desc, pointer: as in load_weight; for two halves, desc describes [G, 2, I, C] with
     blocks [1, 2, BLOCK_N, BLOCK_K].
     """
     if not ACTIVATION.is_gated:
@@ -178,7 +178,7 @@ def add_hidden_bias(
     FFN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Adds bias [G, W] to features in fp32, as add_bias does; no bias: the features."""
+    """Adds bias [G, W] to features in fp32, same as add_bias; without a bias: the features."""
     if bias is not None:
         column = first_column + tl.arange(0, COLUMNS)
         pointers = bias + group.to(tl.int64) * WIDTH + gate_column(column, ACTIVATION)
@@ -304,7 +304,7 @@ def prefetch_hidden(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Asks L2 for a tile's h, every line once; what lies beyond the group or the row is replaced by what does not."""
+    """Prefetches a tile's h into L2, every line once; addresses outside of the group or the row are clamped."""
     LINE: tl.constexpr = LINE_BYTES * 8 // h.dtype.element_ty.primitive_bitwidth
     BOTH: tl.constexpr = ACTIVATION.interleave is not None
     WIDTH: tl.constexpr = 2 * FFN if ACTIVATION.is_gated else FFN
@@ -320,7 +320,7 @@ def prefetch_hidden(
 
 @triton.jit
 def prefetch_lines(pointers):
-    """Asks L2 for the lines that pointers point into."""
+    """Prefetches the lines of the pointers into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -438,7 +438,7 @@ def grouped_gemm_dact_kernel(
                 column = first_column + (i - LEAD) * PART
                 gate = hidden[i - LEAD][0].to(tl.float32)
                 up = hidden[i - LEAD][1].to(tl.float32)
-                # Rounded before it changes places between threads. To round the whole tile at once costs registers.
+                # It is rounded before it moves between threads. To round the whole tile at once costs registers.
                 da = da_parts[i - LEAD].to(dout.dtype.element_ty).to(tl.float32)
                 value = store_activation(
                     gate,
@@ -601,7 +601,7 @@ def _act_plan(
 
 
 def _describe_both(activation: Activation, config: TileConfig) -> Describe:
-    """Function from a packed weight to the descriptor that load_both wants."""
+    """Function from a packed weight to the descriptor that load_both takes."""
     if not activation.is_gated:
         return describe([1, config.block_n, config.block_k])
     if activation.interleave is not None:

@@ -1,6 +1,6 @@
-"""Plan kernels: from a rank's `topk_idx` to maps that say where every slot goes. Letters: contract/plan.py.
+"""Plan kernels: maps from every slot of a rank's `topk_idx` to its place. Letters: contract/plan.py.
 
-No atomics: what is summed over blocks is summed by reading every earlier block's counts.
+There are no atomics: sums over blocks read every earlier block's counts.
 """
 
 import torch
@@ -147,7 +147,7 @@ def send_counts_kernel(
     capacity: tl.int32,
     max_tokens: tl.int32,
     num_blocks: tl.int32,
-    HEADER: tl.constexpr,  # its other words
+    HEADER: tl.constexpr,  # the other words of the header
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -159,7 +159,7 @@ def send_counts_kernel(
 ):
     NUM_COLUMNS: tl.constexpr = NUM_EXPERTS + NUM_RANKS
     WIDTH: tl.constexpr = NUM_COLUMNS + 2
-    half = (barrier_epoch(bases, RANK, COUNTERS) + 1) & 1  # that of the barrier that comes next
+    half = (barrier_epoch(bases, RANK, COUNTERS) + 1) & 1  # the half of the next barrier
     first_column = tl.program_id(0) * BLOCK_COLUMNS
     if first_column < NUM_COLUMNS:
         column = first_column + tl.arange(0, BLOCK_COLUMNS)
@@ -254,7 +254,7 @@ def find_error(
     RANK_LANES: tl.constexpr,
     DROP: tl.constexpr,
 ):
-    """(code, rank, limit, value, where) of the first thing wrong: what stands later here overrides the earlier."""
+    """(code, rank, limit, value, where) of the first error: later code here overrides earlier code."""
     is_rank = rank < NUM_RANKS
     word = tl.arange(0, HEADER_WORDS)
 
@@ -303,15 +303,15 @@ def find_error(
 
 @triton.jit
 def clip_to_capacity(load, capacity):
-    """Rows kept of each expert, per rank (axis 0): min(load, level), the highest level that fits; what is left over of
-    the capacity goes to the first experts above the level, one row each."""
+    """Rows kept of each expert, per rank (axis 0): min(load, level), the highest level that fits; the rest of the
+    capacity goes to the first experts above the level, one row each."""
     total = tl.sum(load, axis=1)
     clips = (capacity >= 0) & (total > capacity)
     low = tl.zeros_like(total)  # sum(min(load, low)) <= capacity
     high = low + tl.maximum(capacity, 0)
     num_steps = tl.where(tl.max(clips.to(tl.int32), axis=0) != 0, 31, 0)  # capacity < 2^31
     for _ in range(num_steps):
-        level = high - (high - low) // 2  # a rank that has converged stays
+        level = high - (high - low) // 2  # no change for a rank that has converged
         fits = tl.sum(tl.minimum(load, level[:, None]), axis=1) <= capacity
         low = tl.where(fits, level, low)
         high = tl.where(fits, high, level - 1)
@@ -438,7 +438,7 @@ def lay_out_kernel(
     if RECORD_ERRORS:
         if (error != PLAN_OK) & (error != PLAN_FAULT):
             counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
-            tl.store(counters + FAULTED, 1)  # on every rank: no trip of this plan moves anything
+            tl.store(counters + FAULTED, 1)  # on every rank: no trip of this plan moves rows
             write_record(status, STATUS_PLAN, PHASE_PLAN, error_rank, limit, value, error, where)
 
 
@@ -507,7 +507,7 @@ def split_by_source_kernel(
     source_to_rows,  # [R, 2, e]
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,  # of this rank
+    NUM_EXPERTS: tl.constexpr,  # experts of this rank
     EXPERT_LANES: tl.constexpr,
 ):
     expert = tl.arange(0, EXPERT_LANES)

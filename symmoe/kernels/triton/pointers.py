@@ -1,6 +1,6 @@
-"""Small host data onto the device as arguments of a kernel, and scales into 128x4 tiles.
+"""Copies small host data to the device as arguments of a kernel, and scales into 128x4 tiles.
 
-The copy is PTX of our own, launched by the driver: 5 us, against 66 us for a Triton launch with 256 integers. A
+The copy is PTX in this file, launched by the driver: 5 us, against 66 us for a Triton launch with 256 integers. A
 launch carries 4080 bytes, which the driver copies before it returns or, while a graph is captured, into the graph.
 """
 
@@ -22,7 +22,7 @@ from symmoe.kernels.launch.launch import fast_launch
 from symmoe.kernels.twin import pointers as twin
 from symmoe.kernels.twin.pointers import host_bytes
 
-PARAM_BYTES = 4096  # what every driver lets a kernel take
+PARAM_BYTES = 4096  # every driver lets a kernel take as many
 HEADER = struct.Struct("<QQ")  # the destination's address, number of bytes
 PAYLOAD_BYTES = PARAM_BYTES - HEADER.size
 NUM_THREADS = 512  # one word each
@@ -92,7 +92,7 @@ class _Arguments:
         self.address = ctypes.addressof(self._pointers)
 
 
-# A launch takes one out and puts it back: other threads run while the driver reads it.
+# A launch takes one _Arguments out and puts it back: other threads run while the driver reads it.
 _free_arguments: list[_Arguments] = []
 
 
@@ -216,9 +216,9 @@ def read_addresses(
 
 @functools.cache
 def _read_in_c() -> Callable[[int, int, int, bool, list[torch.Tensor]], bytes | None] | None:
-    """The compiled function; None if it cannot be built, or if Python's tensors are not laid out as it believes."""
+    """The compiled function; None if it cannot be built, or if Python's tensors have another layout."""
     try:
-        from triton.runtime.build import compile_module_from_src  # as Triton's own launchers are built
+        from triton.runtime.build import compile_module_from_src  # same as for Triton's launchers
 
         library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
         readers = [

@@ -1,7 +1,7 @@
 """Which experts a token goes to (Triton).
 
 A score and its index make one integer that is larger for the better choice, so K maxima give K choices: no sort, no
-copies of [T, E], and the result of a row depends on nothing but the row.
+copies of [T, E], and the result of a row depends only on the row.
 """
 
 import torch
@@ -32,7 +32,7 @@ def select_experts_kernel(
     expert = tl.arange(0, EXPERT_LANES)
     mask = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
     score = tl.load(scores + token[:, None] * NUM_EXPERTS + expert[None, :], mask=mask, other=0.0)
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, which it is equal to
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0: they are equal
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the numbers
     ordered = tl.where(score != score, NAN_KEY, ordered)
     key = (ordered.to(tl.int64) << 32) | (EXPERT_LANES - 1 - expert)[None, :].to(tl.int64)

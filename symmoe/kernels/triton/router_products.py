@@ -6,7 +6,7 @@ tokens is made or kept: "Leveraging the bfloat16 Artificial Intelligence Datatyp
 (Henry, Tang, Heinecke, arXiv:1904.06376). Tensor cores cut off what they add; so BLOCK_K terms at a time are summed
 from zero, the small products first, and such sums are added up in fp32 registers.
 
-A token's logits depend on nothing but the token: tiles do not depend on T.
+A token's logits depend only on the token: tiles do not depend on T.
 """
 
 import functools
@@ -19,17 +19,17 @@ from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
 
 BLOCK_K = 64
-TOKENS = 64  # of a tile of logits or of their input gradient: 8192 make a program for nearly each of an H200's 132 SMs
+TOKENS = 64  # tokens of a tile of logits or of dx: 8192 make a program for nearly each of an H200's 132 SMs
 TILE = 128  # columns of a gradient; experts, at most
-SPLIT_PROGRAMS = 132  # that weight gradients are cut into, if there are tokens for them
-SPLIT_TOKENS = 512  # a part's least
+SPLIT_PROGRAMS = 132  # programs for weight gradients, if there are enough tokens
+SPLIT_TOKENS = 512  # least tokens of a part
 PARTS = tl.constexpr(3)  # bf16 numbers whose sum is an fp32 number
 PART_ELEMENTS = 1024
 
 
 @triton.jit
 def next_part(rest):
-    """What bf16 keeps of fp32 numbers, and what it does not: exact. Inf and NaN leave nothing."""
+    """fp32 numbers as bf16, and the exact rest. The rest of Inf and NaN is 0."""
     part = rest.to(tl.bfloat16)
     kept = part.to(tl.float32)
     return part, tl.where(tl.abs(kept) < float("inf"), rest - kept, 0.0)

@@ -21,7 +21,7 @@ def splits_to_row_start_kernel(
 ):
     group = tl.arange(0, GROUP_LANES)
     size = tl.load(splits + group, mask=group < NUM_GROUPS, other=0).to(tl.int64)
-    # A single split is limited first: sums of what is left cannot overflow.
+    # Single splits are limited first, so that sums cannot overflow.
     size = tl.minimum(tl.maximum(size, 0), num_rows)
     end = tl.minimum(tl.cumsum(size, axis=0), num_rows)
     tl.store(row_start, 0)

@@ -48,15 +48,15 @@ def now_ns():
 
 @triton.jit
 def system_fence():
-    """What this thread has written is visible to the host and to peers before anything it writes from here on."""
+    """The host and peers see all earlier writes of this thread before its later ones."""
     tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def wait_for_words(address, value, deadline):
-    """Spins until the int64 at each address has reached value or the clock has passed the deadline; what was seen.
+    """Spins until the int64 at each address has reached value or the clock has passed the deadline; the values seen.
 
-    Every lane spins on its own address; lanes that Triton replicates do so too, which changes nothing.
+    Every lane spins on its own address; replicated lanes do the same, which changes nothing.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -72,14 +72,14 @@ def wait_for_words(address, value, deadline):
         "=&l,l,l,l",
         [address, value, deadline],
         dtype=tl.int64,
-        is_pure=False,  # neither dropped nor moved across other accesses
+        is_pure=False,  # must not be dropped or moved across other accesses
         pack=1,
     )
 
 
 @triton.jit
 def wait_without_bound(address, value):
-    """As wait_for_words, without looking at the clock: to measure what the bound costs."""
+    """Same as wait_for_words without the clock, to measure what the bound costs."""
     return tl.inline_asm_elementwise(
         """{
         .reg .pred again;
@@ -98,7 +98,7 @@ def wait_without_bound(address, value):
 
 @triton.jit
 def epoch_words(words):
-    """What stood in the words before a rank gave up."""
+    """The values of the words before a rank gave up."""
     return tl.where(words >= ABORT, words & EPOCH_MASK, words)
 
 
@@ -122,7 +122,7 @@ def write_record(status, kind, phase, peer, expected, seen, epoch, where):
     """Writes a status record to the address `status` unless one is pending: the first one counts."""
     record = status.to(tl.pointer_type(tl.int64))
     pending = tl.load(record + STATUS_KIND, volatile=True)
-    tl.debug_barrier()  # every thread has looked before one of them writes
+    tl.debug_barrier()  # all threads have read before one writes
     if pending == STATUS_OK:
         tl.store(record + STATUS_PHASE, phase)
         tl.store(record + STATUS_PEER, peer)
@@ -130,7 +130,7 @@ def write_record(status, kind, phase, peer, expected, seen, epoch, where):
         tl.store(record + STATUS_SEEN, seen)
         tl.store(record + STATUS_EPOCH, epoch)
         tl.store(record + STATUS_WHERE, where)
-        system_fence()  # the kind last: a host that sees it sees the whole record
+        system_fence()  # the kind is written last: a host that sees it sees the whole record
         tl.store(record + STATUS_KIND, kind)
 
 
@@ -143,7 +143,7 @@ def barrier_epoch(bases, RANK: tl.constexpr, COUNTERS: tl.constexpr):
 
 @fast_launch
 @triton.jit(
-    # Nothing may make this kernel compile again: a rank that compiles keeps its peers waiting.
+    # No argument may make this kernel compile again: a rank that compiles keeps its peers waiting.
     do_not_specialize=[
         "status",
         "word_0",
@@ -182,7 +182,7 @@ def barrier_kernel(
     counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + BARRIER_EPOCH) + 1
     stopped = tl.load(counters + ABORTED) | tl.load(counters + FAULTED)
-    tl.debug_barrier()  # every thread has read the counters before one of them moves them
+    tl.debug_barrier()  # all threads have read the counters before one changes them
     answer = received + peer * NUM_PUBLISHED
     if stopped != 0:
         for word in tl.static_range(NUM_PUBLISHED):
@@ -202,7 +202,7 @@ def barrier_kernel(
         # kernel's end orders its stores before this kernel, and a release at system scope is cumulative.
         tl.atomic_xchg(slot, 2 * epoch + fault, mask=is_peer, sem="release", scope="sys")
 
-        mine = own + half + tl.minimum(peer, NUM_RANKS - 1) * (MAIL_WORDS * 8)  # spare lanes double the last one
+        mine = own + half + tl.minimum(peer, NUM_RANKS - 1) * (MAIL_WORDS * 8)  # spare lanes repeat the last peer
         if BOUNDED:
             seen = wait_for_words(mine, 2 * epoch, now_ns() + timeout_ns)
         else:
@@ -222,7 +222,7 @@ def barrier_kernel(
         came = (first_given_up == LANES) & (first_late == LANES)
         good = came & (first_faulted == LANES) & (first_other == LANES)
         for word in tl.static_range(NUM_PUBLISHED):
-            # volatile: read here, after the wait, and from memory
+            # volatile: read from memory, after the wait
             value = tl.load(mail + 1 + word, mask=is_peer, other=-1, volatile=True)
             tl.store(answer + word, tl.where(good, value, -1), mask=is_peer)
         if not good:
@@ -280,7 +280,7 @@ def barrier(
 
 
 def _words_of(spoils: torch.Tensor | None) -> tuple[int, int]:
-    """Address and number of int64 words."""
+    """Address of a tensor and its number of int64 words."""
     return (0, 0) if spoils is None else (spoils.data_ptr(), spoils.numel() * spoils.element_size() // 8)
 
 
@@ -334,7 +334,7 @@ def wait_for_signal_kernel(
     own = tl.load(bases + RANK)
     counters = (own + COUNTERS).to(tl.pointer_type(tl.int64))
     epoch = tl.load(counters + BARRIER_EPOCH)
-    lane = tl.arange(0, 1)  # wait_for_words wants a tensor
+    lane = tl.arange(0, 1)  # wait_for_words takes a tensor
     result = lane.to(tl.int64) - 1
     if (tl.load(counters + ABORTED) | tl.load(counters + FAULTED)) == 0:
         slot = own + SIGNALS + rank * (SIGNAL_WORDS * 8)

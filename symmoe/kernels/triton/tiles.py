@@ -1,4 +1,4 @@
-"""Tiles of grouped rows (Triton): how programs find them, read them and write them, and how a launch is cut into them.
+"""Tiles of grouped rows (Triton): how programs find, read and write them, and how a launch is cut into tiles.
 
 Letters: contract/gemm.py. row_start[g] is where the rows of group g begin, row_start[g + END] where they end.
 """
@@ -18,7 +18,7 @@ from symmoe.kernels.launch.launch import Constants
 from symmoe.kernels.parts import are_ranges
 
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
-# Of kernels that only move rows, in ranges: more than an H200 has room for, fewer than would look in vain for a tile.
+# Most programs of kernels that only move rows of ranges: an H200 runs fewer at a time; more would find no tile.
 RANGE_PROGRAMS = 4096
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -29,8 +29,8 @@ class TileConfig:
 
     block_m, block_n: output tile; block_k: contraction step. In grouped_gemm_act block_n counts FFN columns, and
     the accumulator is 2 * block_n wide. group_m: tiles of M that share a column of tiles while it is in L2.
-    flatten: fuse the tile loop and the contraction loop, so that the next tile's loads start before this one's stores.
-    parts: the epilogue handles the tile in this many column parts, to need fewer registers at a time.
+    flatten: fuses the tile loop and the contraction loop, so that the next tile's loads start before this one's stores.
+    parts: column parts of a tile in the epilogue, to need fewer registers at a time.
     max_registers: limit per thread, for programs_per_sm > 1 (65536 registers per SM).
     """
 
@@ -71,7 +71,7 @@ def row_tile_prefix(
     group = tl.arange(0, GROUP_LANES)
     start = tl.load(row_start + group, mask=group < NUM_GROUPS, other=0)
     end = tl.load(row_start + group + END, mask=group < NUM_GROUPS, other=0)
-    if END > 1:  # ranges may end before they begin; a single one makes a total below 0, which is as good as 0
+    if END > 1:  # ranges may end before they begin; a single one makes a total below 0, which means 0
         end = tl.maximum(start, end)
     num_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
     return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
@@ -141,7 +141,7 @@ def tile_mask(row, end, column, WIDTH: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def matrix_pointer(table, group, DTYPE: tl.constexpr):
     """Pointer to the first element of matrix `group` of a table, int64[G], of addresses that are multiples of 16."""
-    # The hint belongs to the pointer, it would not survive the cast; without, accesses are of single elements.
+    # The hint is on the pointer, because a cast drops it; without it, accesses are of single elements.
     return tl.multiple_of(tl.load(table + group).to(tl.pointer_type(DTYPE)), 16)
 
 
@@ -149,8 +149,8 @@ def matrix_pointer(table, group, DTYPE: tl.constexpr):
 def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
     """Tile [rows, columns] of a row-major matrix of WIDTH columns; zeros where a mask is false.
 
-    first: pointer to the element that row and column, int32 tensors, are relative to; small offsets are enough for a
-    tile, and 64-bit ones would cost registers. A mask that is None is true everywhere.
+    first: pointer to the element to which row and column, int32 tensors, are relative; offsets of a tile are small, and
+    64-bit ones would cost registers. A mask that is None is true everywhere.
     """
     pointers = first + row[:, None] * WIDTH + column[None, :]
     if row_mask is None and column_mask is None:
@@ -193,8 +193,8 @@ def load_weight(
 
     desc: TMA descriptor of packed weights [G, OUT_WIDTH, IN_WIDTH] with blocks [1, BLOCK_N, BLOCK_K], or, K_FIRST,
     [G, IN_WIDTH, OUT_WIDTH] with blocks [1, BLOCK_K, BLOCK_N].
-    pointer: if desc is None, what matrix_pointer said for the group; get it before the contraction loop, or the
-    loop's loads wait for it.
+    pointer: if desc is None, the result of matrix_pointer for the group; get it before the contraction loop, or
+    the loop's loads wait for it.
     """
     n_lane = tl.arange(0, BLOCK_N)
     k_lane = tl.arange(0, BLOCK_K)
@@ -217,10 +217,10 @@ def load_weight(
 
 @triton.jit
 def plus(products, addend, factor):
-    """products + addend * factor, rounded once, whatever made the products.
+    """products + addend * factor, rounded once.
 
-    Not by `+`: if the contraction is a single step, Triton makes of it a product that begins with the addend, which
-    rounds differently.
+    `+` is not used: in a contraction of a single step Triton would begin the product with the addend, which rounds
+    differently.
     """
     return tl.fma(addend, factor, products)
 
@@ -267,7 +267,7 @@ def zero_panel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """zero_rows, but of COLUMNS columns from FIRST_COLUMN on."""
+    """Same as zero_rows, for COLUMNS columns from FIRST_COLUMN on."""
     base = out + first.to(tl.int64) * WIDTH + FIRST_COLUMN
     size = (num_rows - first).to(tl.int64) * COLUMNS
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -292,8 +292,8 @@ def load_k_rows(
 ):
     """wgrad operand [BLOCK_K, BLOCK]: rows position.. of the group, zeros at and past its end.
 
-    By a ragged TMA descriptor, whose reads end at the group's end in hardware; desc None: by pointers, from rows
-    source int32[BLOCK_K] of the tensor.
+    A ragged TMA descriptor ends reads at the group's end in hardware; desc None: pointers read rows source
+    int32[BLOCK_K] of the tensor.
     """
     if desc is not None:
         tile = load_ragged(desc, start, end - start, [position - start, first_column])
@@ -307,7 +307,7 @@ def load_k_rows(
 
 @triton.jit
 def source_rows(index, position, end, BLOCK_K: tl.constexpr):
-    """Where rows position.. (BLOCK_K of them) lie in their tensor; row 0 for those at and past end if gathered."""
+    """Places of rows position.. (BLOCK_K of them) in their tensor; row 0 for those at and past end if gathered."""
     row = position + tl.arange(0, BLOCK_K)
     if index is None:
         source = row
@@ -328,7 +328,7 @@ def store_gradient(
     ACCUMULATE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Columns of a tile of TILE columns into out [ROWS, WIDTH], rounded once; ACCUMULATE: added to what is there."""
+    """Stores columns of a tile of TILE columns into out [ROWS, WIDTH], rounded once; ACCUMULATE: adds them to out."""
     pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     mask = tile_mask(row, ROWS, column, WIDTH, TILE)
     if ACCUMULATE:
@@ -338,12 +338,12 @@ def store_gradient(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the launches of a GEMM with the same static dimensions have in common.
+    """Tiles and constants of launches of a GEMM with the same static dimensions.
 
     Attributes:
         config: the tiles.
         num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
-        constants: of the kernel.
+        constants: constants of the kernel.
     """
 
     config: TileConfig
@@ -357,16 +357,16 @@ class Plan:
 
 
 def row_programs(row_start: torch.Tensor, num_tiles: int, num_beside: int) -> int:
-    """Programs for tiles of rows: one for each; or, as ranges may have few of them, no more than there is room for.
+    """Programs for tiles of rows: one for each; with ranges, which may have few tiles, no more than run at a time.
 
-    num_tiles: the most there can be; with ranges programs loop over them. num_beside: tiles of columns, whose programs
-    are others.
+    num_tiles: most tiles there can be; with ranges programs loop over them. num_beside: tiles of columns, which have
+    other programs.
     """
     return min(num_tiles, max(1, RANGE_PROGRAMS // num_beside)) if are_ranges(row_start) else num_tiles
 
 
 def end_of_rows(row_start: torch.Tensor, num_groups: int) -> int:
-    """The kernels' END: how far behind the begin of a group's rows their end stands."""
+    """The kernels' END: distance in row_start from the begin of a group's rows to their end."""
     return num_groups if are_ranges(row_start) else 1
 
 
@@ -390,10 +390,10 @@ def describe(block: list[int]) -> Describe:
 
 
 def ragged_descriptor(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """What triton.tools.ragged_tma.create_ragged_descriptor makes of contiguous rows, in half of its time.
+    """Same as triton.tools.ragged_tma.create_ragged_descriptor for contiguous rows, in half the time.
 
     The last two dimensions are the matrix, made as long as TMA allows. The first two let a read begin and end anywhere:
-    load_ragged moves the base so that the group's end comes to lie at the matrix' end; addresses wrap around.
+    load_ragged moves the base so that the group's end is the matrix' end; addresses wrap around.
     """
     num_rows, width = rows.shape
     if num_rows > 2**30:

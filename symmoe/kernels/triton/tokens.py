@@ -1,7 +1,7 @@
 """Kernels that move rows: push and pull over the wire, fan-out and pre-reduce on one rank. Letters: contract/rows.py.
 
-Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs are persistent over
-tiles, so a caller may cap their number and leave SMs to a GEMM.
+Rows move in tiles [tokens, columns] of 16-byte accesses, several per thread in flight. Programs loop over tiles,
+so a caller may limit their number and leave SMs to a GEMM.
 """
 
 from types import ModuleType
@@ -21,15 +21,15 @@ ACCESS_BYTES = tl.constexpr(16)
 # Programs of the kernels that move rows: four for each of an H200's 132 SMs hide the latency of the index loads.
 NUM_CTAS = 4 * 132
 ROW_WARPS = 8
-CAPPED_ROW_WARPS = 16  # where a caller wants few programs, each has to keep more in flight
+CAPPED_ROW_WARPS = 16  # with few programs, each has to keep more in flight
 COPY_ACCESSES = 4  # 16-byte accesses per thread and tile: a copy needs 4 registers for each
 SUM_ACCESSES = 2  # a sum of 16-bit rows needs 8 more for each, and several rows are in flight
-WIDE_SUM_ACCESSES = 4  # of few programs that wait for peers, where only a few rows are in flight
+WIDE_SUM_ACCESSES = 4  # for few programs that wait for peers, where only a few rows are in flight
 MAX_TILE_COLUMNS_BYTES = 4096
 UNROLL = 8  # rows of one token whose loads may be in flight together
-PEERS_UNROLL = 4  # likewise: rows of peers
-OWN_UNROLL = 2  # likewise: rows of the rank's own, beside those of peers; two ranks then leave room for NUM_CTAS
-SLOTS_PER_PROGRAM = 1024  # of the kernels that move slots and values
+PEERS_UNROLL = 4  # rows of peers whose loads may be in flight together
+OWN_UNROLL = 2  # the rank's own rows, in addition to those of peers; two ranks then leave room for NUM_CTAS
+SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
 
 
 def _launch(
@@ -48,7 +48,7 @@ def _launch(
 
 
 def _movers(rows: torch.Tensor, num_ctas: int | None) -> ModuleType | None:
-    """The kernels for few programs (hopper/rows.py), where a caller wants few and they can move these rows."""
+    """The kernels for few programs (hopper/rows.py), if num_ctas is given and they can move these rows; else None."""
     on_hopper = None if num_ctas is None else select.hopper_kernels(rows.device, rows.dtype, rows.shape[1])
     return on_hopper if on_hopper is not None and on_hopper.takes_rows(rows) else None
 
@@ -203,7 +203,7 @@ def push_slots_kernel(
                 prob_offset = tl.load(received + rank * NUM_PUBLISHED + PROB_COLUMN)
                 values = (base + prob_offset).to(tl.pointer_type(tl.float32))
                 tl.store(values + entry, tl.where(here, prob, 0.0), mask=goes)
-    else:  # what is left of this rank's region on rank `program`
+    else:  # the rest of this rank's region on rank `program`
         offset = tl.load(received + program * NUM_PUBLISHED + ROW_COLUMN)
         used = tl.zeros((BLOCK,), tl.int32)
         for first in range(0, num_blocks, BLOCK):
@@ -444,7 +444,7 @@ def pre_reduce_kernel(
                 masks += (((row >= 0) & (row != primary))[:, None] & is_column,)
                 values += (tl.load(source, mask=masks[step], other=0.0),)
             for step in tl.static_range(UNROLL):
-                # Not an addition of 0.0 where there is no row: it would turn -0.0 into 0.0.
+                # A missing row is not added as 0.0: that would turn -0.0 into 0.0.
                 total = tl.where(masks[step], total + values[step].to(tl.float32), total)
         tl.store(target, total.to(rows.dtype.element_ty), mask=mask)
 
@@ -524,7 +524,7 @@ def gather_values(
 
 @triton.jit
 def call_failed(received, COLUMN: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_LANES: tl.constexpr):
-    """Whether the barrier handed out offsets that say that nothing may be moved."""
+    """Whether the offsets from the barrier say that nothing may be moved."""
     rank = tl.arange(0, RANK_LANES)
     offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN, mask=rank < NUM_RANKS, other=0)
     return tl.min(offset, axis=0) < 0
@@ -565,7 +565,7 @@ def pull_rows_kernel(
         is_token = token < num_tokens
         total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
         for first in range(0, NUM_SOURCES, UNROLL):
-            # Step by step for all sources, so that their loads are in flight together.
+            # Each step is done for all sources, so that their loads are in flight together.
             rows, places, values = (), (), ()
             for step in tl.static_range(UNROLL):
                 s = first + step
@@ -633,7 +633,7 @@ def sum_own_rows(
     is_token,
     top_k,
     rank,
-    place,  # where the rows of rank `rank` lie, which is this one
+    place,  # address of the rows of rank `rank`, which is this rank
     column,
     is_column,
     ELEMENT: tl.constexpr,
@@ -642,7 +642,7 @@ def sum_own_rows(
     BLOCK_COLUMNS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Sums of the tokens' rows on rank `rank`: fp32, in k order, rounded, as they would stand in a primary row."""
+    """Sums of the tokens' rows on rank `rank`: fp32, in k order, rounded, same as in a primary row."""
     total = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
     # `top_k` is no constant so that this stays a loop: ptxas would delay the loads of peers' rows in straight code.
     for first in range(0, top_k, UNROLL):

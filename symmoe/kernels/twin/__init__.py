@@ -1,4 +1,4 @@
-"""PyTorch twins of the kernels in `gpu`: any device, simple loops. What they compute: kernels/contract."""
+"""PyTorch twins of the kernels in `gpu`: simple loops, for any device. kernels/contract says what they compute."""
 
 from symmoe.kernels.twin.act_quantized import act_quantize, dact_quantize
 from symmoe.kernels.twin.activation import scaled_activation, scaled_activation_grad

@@ -1,7 +1,7 @@
 """Twins of act_quantize and dact_quantize.
 
-Each function is the composition of those it fuses: numbers are rounded to the dtype of h before they are quantised, so
-the bits are those of scaled_activation or its gradient, followed by quantize_rows and quantize_columns.
+Each function is the composition of the functions that it fuses. Numbers are rounded to the dtype of h and then
+quantised, so the bits are those of scaled_activation or its gradient, followed by quantize_rows and quantize_columns.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def activation_gradients(
     dscale: torch.Tensor,
     activation: Activation,
 ) -> torch.Tensor:
-    """As scaled_activation_grad; returns act(h), fp32 [N, I]."""
+    """Same as scaled_activation_grad; returns act(h), fp32 [N, I]."""
     value, slopes = _value_and_slopes(h, activation, need_slopes=True)
     grad = dout.float()
     dscale.copy_(_sum_columns(grad * value))
@@ -70,7 +70,7 @@ def gate_and_up(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, 
 def _value_and_slopes(
     h: torch.Tensor, activation: Activation, *, need_slopes: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), shaped alike."""
+    """act(h) fp32 [N, I], and its derivatives by the gate and the up features (by h if not gated), same shape."""
     if activation.kind == SRELU:
         x = h.float()
         positive = torch.where(x < 0, 0.0, x)
@@ -80,7 +80,7 @@ def _value_and_slopes(
     has_limit = math.isfinite(limit)
     if has_limit:
         gate_above, up_outside = gate > limit, up.abs() > limit
-        # Not clamp with a minimum of two numbers: comparisons let NaN through.
+        # A comparison and not clamp: comparisons let NaN through.
         gate = torch.where(gate_above, limit, gate)
         up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
     shifted = up + offset if offset else up

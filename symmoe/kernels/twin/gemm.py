@@ -1,6 +1,6 @@
 """Twins of the grouped GEMMs of contract/gemm.py.
 
-MKL promises no row the same bits wherever it lies and however rows and columns are cut into parts. So it gets operands
+MKL does not promise that a row's bits are independent of its place and of parts of rows and columns. It gets operands
 aligned to ALIGNMENT, never fewer than min_rows() rows, and at most PANEL_COLUMNS columns at a time.
 """
 
@@ -14,24 +14,24 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.parts import PANEL_COLUMNS, are_ranges, panel, refuse_ranges
 from symmoe.kernels.table import TensorTable
 
-ALIGNMENT = 64  # bytes: what torch gives a fresh CPU tensor, and one vector of the widest CPUs
+ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
 
 
 def groups(row_start: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Every group and its rows, in order, groups without rows included."""
+    """Every group and its rows, in order; also groups without rows."""
     bounds = row_start.tolist()
     return ((g, slice(bounds[g], bounds[g + 1])) for g in range(len(bounds) - 1))
 
 
 def row_ranges(row_start: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Every group that has rows to compute, and these: its own, or with row_start int32[2, G] its range of them."""
+    """Every group that has rows to compute, and these rows; with row_start int32[2, G], its range of them."""
     bounds = row_start.tolist()
     spans = zip(*bounds, strict=True) if are_ranges(row_start) else itertools.pairwise(bounds)
     return ((g, slice(begin, end)) for g, (begin, end) in enumerate(spans) if begin < end)
 
 
 def spans_of(row_start: torch.Tensor) -> list[slice]:
-    """The rows to compute, in as few pieces as there are."""
+    """The rows to compute, in as few pieces as possible."""
     if are_ranges(row_start):
         return [span for _, span in row_ranges(row_start)]
     return [slice(0, int(row_start[-1]))]
@@ -43,7 +43,7 @@ def take_rows(rows: torch.Tensor, row_index: torch.Tensor | None, span: slice) -
 
 
 def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
-    """Matrix `group` of a packed tensor [G, rows, columns] or of a table; writable, and no copy."""
+    """Matrix `group` of a packed tensor [G, rows, columns] or of a table; writable, not a copy."""
     if isinstance(matrices, torch.Tensor):
         return matrices[group]
     if matrices.device.type != "cpu":
@@ -61,7 +61,7 @@ def zero_rows(out: torch.Tensor, row_start: torch.Tensor, columns: tuple[int, in
 
 
 def min_rows() -> int:
-    """Rows that MKL is given at least: it sums in another order for fewer than 4, or for 10 that two threads share."""
+    """Rows that MKL is given at least: it sums in another order for fewer than 4, or for if two threads share 10."""
     return 8 if torch.get_num_threads() == 1 else 16
 
 

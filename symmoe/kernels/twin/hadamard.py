@@ -1,7 +1,7 @@
 """The randomised Hadamard transform of 16 neighbours, in PyTorch.
 
 y = H D x: D changes signs, H is Sylvester's Hadamard matrix of size 16 over 4. It is orthonormal, so a contraction of
-two matrices that are both transformed along it is what it was, up to rounding; an outlier is spread over its block.
+two matrices that are both transformed along it stays the same up to rounding; an outlier is spread over its block.
 """
 
 import torch
@@ -10,13 +10,13 @@ from symmoe.kernels.formats import HADAMARD_SIZE
 
 
 def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
-    """H D x for every 16 elements of the last dimension, in fp32; bit i of `signs` changes that of element i."""
+    """H D x for every 16 elements of the last dimension, in fp32; bit i of `signs` changes the sign of element i."""
     blocks = x.float().unflatten(-1, (-1, HADAMARD_SIZE))
     return _butterflies(blocks * _sign_vector(signs, x.device)).flatten(-2)
 
 
 def inverse_hadamard(y: torch.Tensor, signs: int) -> torch.Tensor:
-    """D H y: what `hadamard` was given, up to the rounding of its sums."""
+    """D H y: the inverse of `hadamard`, up to the rounding of its sums."""
     return (_butterflies(y.float().unflatten(-1, (-1, HADAMARD_SIZE))) * _sign_vector(signs, y.device)).flatten(-2)
 
 

@@ -113,7 +113,7 @@ def lay_out(
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
     if record_errors and failed and error[0] != control.PLAN_FAULT:
         counters = peers.region(rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
-        counters[control.FAULTED] = 1  # on every rank: no trip of this plan moves anything
+        counters[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
         _record_error(status, error)
 
 
@@ -200,7 +200,7 @@ def _find_error(
     capacity: int,
     drop: bool,
 ) -> tuple[int, int, int, int, int]:
-    """(code, rank, limit, value, where) of the first thing wrong, in an order that is the same on every rank."""
+    """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank."""
     if received.numel() and int(received.min()) < 0:
         return control.PLAN_FAULT, -1, 0, 0, 0
     heads = headers.tolist()
@@ -218,7 +218,7 @@ def _find_error(
 
 
 def _clip(load: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Rows kept of each expert of one rank: min(load, level), the highest level that fits; what is left over of the
+    """Rows kept of each expert of one rank: min(load, level), the highest level that fits; the rest of the
     capacity goes to the first experts above the level, one row each."""
     if int(load.sum()) <= capacity:
         return load

@@ -34,7 +34,7 @@ def read_addresses(
 ) -> bytes | None:
     try:
         addresses = list(map(torch.Tensor.data_ptr, tensors))
-    except (TypeError, RuntimeError):  # no tensor, or a sparse one
+    except (TypeError, RuntimeError):  # not a tensor, or a sparse one
         return None
     if 0 in addresses or functools.reduce(operator.or_, addresses, 0) % alignment:
         return None
@@ -46,7 +46,7 @@ def read_addresses(
 
 
 def swizzled_scale_bytes(num_rows: int, num_blocks: int) -> int:
-    """Size of one swizzled scale matrix, padding included; a multiple of 512."""
+    """Bytes of one swizzled scale matrix with padding; a multiple of 512."""
     return -(-num_rows // TILE_ROWS) * TILE_ROWS * -(-num_blocks // TILE_BLOCKS) * TILE_BLOCKS
 
 

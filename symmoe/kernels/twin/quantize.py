@@ -114,7 +114,7 @@ def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
-    """The columns of one group as lines [C, tokens], with zeros up to a multiple of TILE tokens; transformed."""
+    """The columns of one group as lines [C, tokens], zeros up to a multiple of TILE tokens; transformed with signs."""
     lines = torch.nn.functional.pad(rows.float(), (0, 0, 0, -rows.shape[0] % TILE)).T
     return lines if signs is None else hadamard(lines, signs)
 
@@ -146,7 +146,7 @@ _NAN_BYTES = {"e8m0": formats.E8M0_NAN, "e4m3": formats.E4M3_NAN}
 def _scales(
     amax: torch.Tensor, block_format: BlockFormat, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of blocks as they are stored, and what their elements are multiplied by."""
+    """The stored scales of blocks, and the multipliers of their elements."""
     if block_format.scale == "e4m3":
         global_scale = given("amax", global_scale)
         relative = (amax / formats.E2M1_MAX / global_scale).clamp(formats.MIN_BLOCK_SCALE, formats.E4M3_MAX)
@@ -176,7 +176,7 @@ def to_e2m1(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
     base = torch.where(size < 2, 0, torch.where(size < 4, 2, 4))
     units = size * per_unit
     if words is None:
-        magnitude = base + torch.round(units).int()  # to even: units are even where codes are
+        magnitude = base + torch.round(units).int()  # ties to even: a unit is even if its code is
     else:
         lower = torch.floor(units)
         magnitude = base + lower.int() + ((words >> 8).float() * 2.0**-24 < units - lower)

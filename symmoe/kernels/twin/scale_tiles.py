@@ -28,7 +28,7 @@ def unswizzle_group_scales(swizzled: torch.Tensor, row_start: torch.Tensor, scal
 
 
 def _group_tiles(row_start: torch.Tensor, swizzled: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Every group that has rows: these, and its tiles."""
+    """The rows and the tiles of every group that has rows."""
     first = 0
     for _, span in groups(row_start):
         last = first - (span.start - span.stop) // TILE

@@ -83,7 +83,7 @@ def grouped_gemm_wgrad_scaled(
 
 
 def _numbers(data: torch.Tensor, scale: torch.Tensor, bounds: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
-    """data * scale in fp32, of lines in groups that begin at tiles of their own; lines of no group may be anything."""
+    """data * scale in fp32, of lines in groups that begin at new tiles; lines of no group may be anything."""
     values = data.float() if block_format.elements_per_byte == 1 else _e2m1(data)
     compact = torch.zeros(
         (data.shape[0], block_format.num_blocks(values.shape[1])), dtype=torch.uint8, device=data.device

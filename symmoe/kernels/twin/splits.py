@@ -5,6 +5,6 @@ import torch
 
 def splits_to_row_start(splits: torch.Tensor, row_start: torch.Tensor, num_rows: int) -> None:
     row_start[0] = 0
-    # A single split is limited first: sums of what is left cannot overflow.
+    # Single splits are limited first, so that sums cannot overflow.
     ends = splits.long().clamp(0, num_rows).cumsum(0)
     row_start[1:] = ends.clamp(max=num_rows)

@@ -53,14 +53,14 @@ def _meet(
         slot = _mailbox(peers, rank)[half, peers.rank]
         slot[1 : 1 + control.NUM_PUBLISHED] = words
         slot[control.MAIL_CALL] = call
-        slot[0] = 2 * epoch + int(fault)  # last: whoever sees it sees the words and all payload before it
+        slot[0] = 2 * epoch + int(fault)  # last: a rank that sees it sees the words and all payload
     mailbox = _mailbox(peers, peers.rank)
     mail = mailbox[half]
     deadline = _deadline(timeout_ns)
     phase = call & 0xFF
     others = [rank for rank in range(peers.num_ranks) if rank != peers.rank]
     late = [rank for rank in others if not _wait(mail, rank, 2 * epoch, deadline)]
-    sent = mailbox[:, :, 0].copy()  # once: a rank may give up between two looks
+    sent = mailbox[:, :, 0].copy()  # read once: a rank may give up between two reads
     calls = mail[:, control.MAIL_CALL]
     if not late and (sent[half] == 2 * epoch).all() and (calls == call).all():  # nearly always
         received.numpy()[:] = mail[:, 1 : 1 + control.NUM_PUBLISHED]

@@ -210,19 +210,19 @@ def _add_rows(total: torch.Tensor, buffer: torch.Tensor, has_row: torch.Tensor, 
 
 
 def _present(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where index [n] is not -1, and what it is there: two int64 vectors."""
+    """The places where index [n] is not -1, and its values there: two int64 vectors."""
     where = (index >= 0).nonzero().squeeze(1)
     return where, index.index_select(0, where).long()
 
 
 def _rows_at(peers: Peers, rank: int, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """[., H]: what lies at and past an offset of a rank's arena, as rows like these: as many as fit."""
+    """[., H]: the arena of a rank from an offset on, as rows of the shape and dtype of `like`: as many as fit."""
     num_rows = (peers.views[rank].numel() - offset) // (like.shape[1] * like.element_size())
     return peers.region(rank, offset, (num_rows, like.shape[1]), like.dtype)
 
 
 def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """rows[index] = values, [., width] each; no row twice. torch does that word by word: in large words if it can."""
+    """rows[index] = values, [., width] each; no row twice. torch copies word by word, with large words if possible."""
     if index.numel() == 0:
         return
     row_bytes = values.shape[1] * values.element_size()
@@ -232,13 +232,13 @@ def _put_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> 
 
 
 def _primary_and_others(packed_to_row: torch.Tensor) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Primary rows of the packed rows that have more than one row; per k > 0, which have a secondary row, and it.
+    """Primary rows of the packed rows that have more than one row; per k > 0, those with a secondary row, and it.
 
-    All int64. What has one row only has nothing to copy or to add.
+    All int64. Packed rows with only one row have nothing to copy or to add.
     """
     several = ((packed_to_row >= 0).sum(1) > 1).nonzero().squeeze(1)
     index = packed_to_row.index_select(0, several)
     first = (index >= 0).int().argmax(1, keepdim=True)
     primary = index.gather(1, first).squeeze(1).long()
     secondary = index.scatter(1, first, -1)
-    return primary, [_present(column) for column in secondary.unbind(1)[1:]]  # with the smallest k it is primary
+    return primary, [_present(column) for column in secondary.unbind(1)[1:]]  # the row of the smallest k is primary

@@ -22,7 +22,7 @@ def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
         fp32 [..., K].
 
     Raises:
-        ArgumentError: K is no multiple of 16, or signs has other bits.
+        ArgumentError: K is not a multiple of 16, or signs has other bits.
     """
     _check(x, signs)
     return twin.hadamard(x, signs)

@@ -17,7 +17,7 @@ TILE_BYTES = 512
 
 
 def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor:
-    """Scales of grouped rows in 128x4 tiles; every group begins at a tile of its own. No host synchronisation.
+    """Scales of grouped rows in 128x4 tiles; every group begins at a new tile. No host synchronisation.
 
     Args:
         scale: float8_e8m0fnu, float8_e4m3fn or uint8 [N, Q], contiguous.
@@ -25,10 +25,10 @@ def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor
 
     Returns:
         uint8 [max_tiles(N, G), ceil(Q / 4), 512]. The first tile of a group is the one after the last of the group
-        before. What pads a group's rows and the blocks is 0; tiles past those of the last group are 0.
+        before. The padding of rows and blocks is 0; tiles past those of the last group are 0.
 
     Raises:
-        ArgumentError: an argument is not like that.
+        ArgumentError: an argument is not as described.
     """
     _check(scale, row_start)
     num_rows, num_blocks = scale.shape
