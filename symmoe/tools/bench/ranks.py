@@ -74,7 +74,7 @@ class Ranks:
 
     def largest(self, value: float) -> float:
         """The largest of all ranks' values; NaN if any is NaN."""
-        return float(self.gather(np.array([value], dtype=np.float64)).max())
+        return float(np.max(self.gather(np.array([value], dtype=np.float64))))
 
 
 @contextmanager

@@ -54,8 +54,8 @@ class PeerCopy:
         self._first = np.cumsum(matrix, axis=0) - matrix
         self._received = matrix[:, ranks.rank]
         gc.collect()  # leases of dead objects, or the ranks' arenas may differ
-        self._source = heap.lease((max(1, int(matrix.sum(1).max())),), torch.uint8, name="copy source")
-        self._target = heap.lease((max(1, int(matrix.sum(0).max())),), torch.uint8, name="copy target")
+        self._source = heap.lease((max(1, int(np.max(matrix.sum(1)))),), torch.uint8, name="copy source")
+        self._target = heap.lease((max(1, int(np.max(matrix.sum(0)))),), torch.uint8, name="copy target")
         places = ranks.gather(np.array([self._target.offset]))
         if (places != places[0]).any():
             raise SymmoeError(f"the targets of '{name}' lie at different offsets: {places.reshape(-1).tolist()}")

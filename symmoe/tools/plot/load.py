@@ -92,7 +92,7 @@ def _draw_imbalance(axis: Any, loads: Sequence[LayerLoad]) -> None:
     axis.plot(loads[0].steps, uneven.mean(0), color=BLUE, linewidth=1.2, label="mean of layers")
     axis.axhline(1.0, color=GREY, linewidth=0.8)
     axis.set_ylabel("largest expert\nover the mean")
-    axis.set_ylim(0.9, max(2.0, _ROOM * uneven.max()))
+    axis.set_ylim(0.9, max(2.0, _ROOM * np.max(uneven)))
     axis.legend(loc="upper right", ncols=2)
 
 
