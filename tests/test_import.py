@@ -130,7 +130,12 @@ def test_no_files_import_each_other_in_a_circle():
         found = set(imports_of(path)) & names.keys() - {name, "symmoe"}
         # `from package import module` needs the module, not what the package's own file imports.
         graph[name] = {module for module in found if not any(other.startswith(f"{module}.") for other in found)}
-    graphlib.TopologicalSorter({name: graph[name] for name in graph.keys() - chooses_later}).prepare()
+    graph = {name: graph[name] for name in graph.keys() - chooses_later}
+    graphlib.TopologicalSorter(graph).prepare()
+    assert "symmoe.symm_mem.lease" in graph["symmoe.symm_mem.heap"]
+    graph["symmoe.symm_mem.lease"].add("symmoe.symm_mem.heap")  # negative control
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if "twin" in p.parts], ids=str)
