@@ -9,11 +9,11 @@ import torch
 triton = pytest.importorskip("triton")
 
 from ahead_of_time import compile_for  # noqa: E402
+from combinations import every_combination  # noqa: E402
 from launch_signature import described  # noqa: E402
 from test_gemm_compile import MAX_SHARED  # noqa: E402
 from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
 from test_quantize_compile import FORMATS, C, G, N, column_scale, meta  # noqa: E402
-from thinned import thinned  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
@@ -73,7 +73,7 @@ def check(ptx, names, copies, most_spilled=0):
     assert len(largest) == NUMBERS // 2 - 1 + 2
 
 
-@thinned(width=[7168, 2880], options=OPTIONS, indexed=[False, True])
+@every_combination(width=[7168, 2880], options=OPTIONS, indexed=[False, True])
 def test_columns(compile_launch, width, options, indexed):
     block_format, row_start = FORMATS["float8_block"], meta(G + 1, dtype=torch.int32)
     given = {"row_index": meta(N, dtype=torch.int32) if indexed else None, "num_sms": SMS, **options}
@@ -85,7 +85,7 @@ def test_columns(compile_launch, width, options, indexed):
     assert ptx.count("div.rn.f32") == 4
 
 
-@thinned(width=[7168, 2880], options=OPTIONS, dtype=[torch.bfloat16, torch.float16])
+@every_combination(width=[7168, 2880], options=OPTIONS, dtype=[torch.bfloat16, torch.float16])
 def test_columns_of_rows_of_the_wire(compile_launch, width, options, dtype):
     block_format, row_start = FORMATS["float8_block"], meta(G + 1, dtype=torch.int32)
     wire = meta(8192, -(-(width + 4 * block_format.num_blocks(width)) // 16) * 16, dtype=torch.uint8)

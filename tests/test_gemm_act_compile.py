@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from ahead_of_time import VERSION
+from combinations import every_combination
 from test_gemm_compile import MAX_SHARED, Recorder, meta
-from thinned import thinned
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import SUM_COLUMNS, Activation
@@ -103,7 +103,7 @@ def compile_and_report(recorder, about):
     return code.ptx, code.spilled
 
 
-@thinned(
+@every_combination(
     kernel=["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"],
     activation=ACTIVATIONS,
     layout=LAYOUTS,
@@ -165,7 +165,7 @@ def test_elementwise_kernels_access_16_bytes(recorders, kernel, interleave):
     assert spilled == 0
 
 
-@thinned(kernel=list(KERNELS), shape=["odd", "narrow"], interleave=[None, 4, 8])
+@every_combination(kernel=list(KERNELS), shape=["odd", "narrow"], interleave=[None, 4, 8])
 def test_widths_that_no_tile_divides(recorders, kernel, shape, interleave):
     launch(shape, Activation(interleave=interleave, limit=7.0), layout="biased")
     ptx, _ = compile_and_report(recorders[kernel], f"{kernel} {shape} {interleave}")

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 from ahead_of_time import VERSION, compile_for
-from thinned import thinned
+from combinations import every_combination
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -170,7 +170,7 @@ def named(cases):
     return {"-".join("-".join(part) if isinstance(part, dict) else part for part in case): case for case in cases}
 
 
-@thinned(product=named(GEMMS), shape=["qwen3-30b", "mixtral-8x7b"])
+@every_combination(product=named(GEMMS), shape=["qwen3-30b", "mixtral-8x7b"])
 def test_bf16_is_fast_code(recorders, product, shape):
     function, options = product
     launch(function, shape, torch.bfloat16, **options)
@@ -185,7 +185,7 @@ def test_bf16_is_fast_code(recorders, product, shape):
     assert code.spilled <= (SPILLED[VERSION] if set(options) == {"gather", "biased", "accumulate"} else 0)
 
 
-@thinned(product=named(OTHER_DTYPES), dtype=[torch.float16, torch.float32])
+@every_combination(product=named(OTHER_DTYPES), dtype=[torch.float16, torch.float32])
 def test_other_dtypes(recorders, product, dtype):
     function, options = product
     launch(function, "qwen3-30b", dtype, **options)
@@ -197,7 +197,7 @@ def test_other_dtypes(recorders, product, dtype):
     assert code.spilled == 0
 
 
-@thinned(
+@every_combination(
     product=named(case for case in GEMMS if case[1] in ({}, {"gather": True}, {"table": True}, {"accumulate": True})),
     shape=["odd", "narrow"],
 )
@@ -223,7 +223,7 @@ LOW_RANK = [
 ]
 
 
-@thinned(product=named(LOW_RANK), rank=[8, 16, 64], dtype=[torch.bfloat16, torch.float32])
+@every_combination(product=named(LOW_RANK), rank=[8, 16, 64], dtype=[torch.bfloat16, torch.float32])
 def test_low_ranks(recorders, monkeypatch, product, rank, dtype):
     """Down: [r, H] weights; up: [W, r]."""
     function, options, adapter = product

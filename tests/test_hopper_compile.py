@@ -6,8 +6,8 @@ import torch
 triton = pytest.importorskip("triton")
 
 from ahead_of_time import compile_for  # noqa: E402
+from combinations import every_combination  # noqa: E402
 from test_gemm_compile import MAX_SHARED, TYPE_NAMES, meta  # noqa: E402
-from thinned import thinned  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
@@ -73,7 +73,7 @@ def compiled_source(launched):
     return code
 
 
-@thinned(k_first=FIRST, dtype=DTYPES, shape=list(SHAPES))
+@every_combination(k_first=FIRST, dtype=DTYPES, shape=list(SHAPES))
 def test_products(launched, k_first, dtype, shape):
     G, H, I, N = SHAPES[shape]
     narrow, wide = meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
@@ -84,7 +84,7 @@ def test_products(launched, k_first, dtype, shape):
     assert spilled == 0
 
 
-@thinned(
+@every_combination(
     numbers={
         "bf16": (SWIGLU, torch.bfloat16),
         "fp16": (SWIGLU, torch.float16),
@@ -120,7 +120,9 @@ def test_dact(launched, numbers, variant, shape):
     assert spilled <= (0 if shape != "odd" and activation is SWIGLU else MAX_SPILLED)
 
 
-@thinned(dtype=DTYPES, variant=["separate", "alternate"], shape=["qwen3-30b", "mixtral-8x7b", "deepseek-like"])
+@every_combination(
+    dtype=DTYPES, variant=["separate", "alternate"], shape=["qwen3-30b", "mixtral-8x7b", "deepseek-like"]
+)
 def test_act(launched, dtype, variant, shape):
     G, H, I, N = SHAPES[shape]
     row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
@@ -131,7 +133,7 @@ def test_act(launched, dtype, variant, shape):
     assert spilled == 0
 
 
-@thinned(
+@every_combination(
     part={
         "ranges": (True, None, False),
         "panel": (False, (256, 512), True),

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from combinations import every_combination
 from test_gemm_compile import meta
 from test_hopper_compile import DTYPES, SHAPES, compiled
-from thinned import thinned
 
 from symmoe.kernels.hopper import wgrad
 
@@ -22,7 +22,7 @@ def launched(monkeypatch):
     return calls
 
 
-@thinned(fc=[1, 2], dtype=DTYPES, shape=list(SHAPES))
+@every_combination(fc=[1, 2], dtype=DTYPES, shape=list(SHAPES))
 def test_wgrad(launched, fc, dtype, shape):
     G, H, I, N = SHAPES[shape]
     out_rows, columns = (2 * I, H) if fc == 1 else (H, I)
