@@ -13,7 +13,7 @@ import torch.distributed as dist
 from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_lease
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.combine.trip import collect_rows_and_values
+from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
 
 ORDERS = ("rank", "slot")
@@ -153,7 +153,9 @@ def _check_values(plan: Plan, layout: oracle.Layout, rank: int, findings: Findin
     values[: len(encoded)] = torch.tensor(encoded, device=values.device)
     with plan.heap.lease((plan.row_capacity, 8), torch.float32) as lease:
         lease.tensor.zero_()
-        _, got = collect_rows_and_values(lease.tensor, values, plan, order="slot")
+        with Collection(lease.tensor, plan, order="slot", row_values=values) as collection:
+            collection.collect()
+        got = collection.values
     to_rank, to_row = layout.slot_to_rank[rank], layout.slot_to_row[rank]
     findings.equal("values", got, np.where(to_row >= 0, 1000.0 * to_rank + to_row, 0).astype(np.float32))
 

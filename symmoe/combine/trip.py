@@ -49,15 +49,6 @@ def collect_rows(rows: torch.Tensor, plan: Plan, *, order: str) -> torch.Tensor:
     return given("rows", collection.out)
 
 
-def collect_rows_and_values(
-    rows: torch.Tensor, row_values: torch.Tensor, plan: Plan, *, order: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as :func:`collect_rows`; also brings home one fp32 value per row, [N_cap] to [T, K]; 0 for no row."""
-    with Collection(rows, plan, order=order, row_values=row_values) as collection:
-        collection.collect()
-    return given("rows", collection.out), given("row_values", collection.values)
-
-
 class Collection:
     """One combine trip, as a context in which the sums are made, at once or by panels of columns as rows are finished.
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from symmoe.combine.trip import collect_rows, collect_rows_and_values
+from symmoe.combine.trip import Collection, collect_rows
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, send_packed, send_packed_gradient
 from symmoe.kernels.operands import given
@@ -195,7 +195,11 @@ def _combine_variant(problem: Problem, run: Run, plan: Plan, rows: torch.Tensor,
         return collect_rows(rows, plan, order=order)
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:
-        return collect_rows_and_values(rows, values, plan, order=order)
+        with Collection(rows, plan, order=order, row_values=values) as collection:
+            collection.collect()
+        assert collection.out is not None
+        assert collection.values is not None
+        return collection.out, collection.values
 
     def verify() -> float:
         expected, expected_values = _combined(problem)
