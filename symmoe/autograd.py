@@ -32,6 +32,11 @@ class Context(Protocol):
         """Keeps tensors for backward, which finds them in `saved_tensors`."""
 
 
+def is_in_backward() -> bool:
+    """Whether autograd's engine runs the caller, e.g. the forward pass that a checkpoint repeats."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def wrote_into(tensor: torch.Tensor) -> torch.Tensor:
     """Tells autograd that a kernel has written into `tensor`, so that backward refuses its earlier saved contents."""
     if not tensor.is_inference():

@@ -30,6 +30,7 @@ class Case:
     id_dtype: torch.dtype = torch.int64
     ids: str = "uniform"
     capacity: int = -1
+    packed_capacity: int = -1
     drop: bool = False
     other_top_k: int | None = None  # rank of which the header names another K
     plan_fails: bool = False
@@ -63,6 +64,8 @@ CASES = {
         tokens=(3, 70), num_experts=4, top_k=2, ids="bad", id_dtype=torch.int32, capacity=1000
     ),
     "overflow": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=100),
+    "too many packed rows": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=90),
+    "room": Case(tokens=(40, 41, 42), num_experts=9, top_k=3, capacity=300, packed_capacity=123),
     "overflow, record pending": Case(
         tokens=(40, 41), num_experts=4, top_k=3, capacity=50, pending=control.STATUS_FAULT
     ),
@@ -197,6 +200,7 @@ class _Call:
             header[control.HEAD_NUM_TOKENS] = num_tokens
             header[control.HEAD_TOP_K] = top_k + (case.other_top_k == rank)
             header[control.HEAD_CAPACITY] = case.capacity
+            header[control.HEAD_PACKED_CAPACITY] = case.packed_capacity
             header[control.HEAD_MAX_TOKENS] = -1
             header[control.HEAD_HIDDEN] = case.hidden
             header[control.HEADER_WORDS - 1] = 77
@@ -232,6 +236,7 @@ class _Call:
                 status,
                 num_experts=num_experts,
                 capacity=case.capacity,
+                packed_capacity=case.packed_capacity,
                 drop=case.drop,
                 record_errors=case.capacity >= 0,
                 **layout,

@@ -203,6 +203,7 @@ def test_lay_out(compiled, tmp_path, shape, drop):
         torch.zeros(control.STATUS_WORDS, dtype=torch.int64),
         num_experts=num_experts,
         capacity=1000,
+        packed_capacity=-1,
         drop=drop,
         record_errors=True,
         splits=empty(num_experts // num_ranks),

@@ -23,7 +23,9 @@ def bytes_kept(config: MoEConfig) -> tuple[int, int]:
     """Bytes of (heap, ordinary memory) between forward and backward of one layer on one rank."""
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(config, heap)
-        y, _ = layer(torch.randn(T, config.hidden, requires_grad=True))
+        x = torch.randn(T, config.hidden, requires_grad=True)
+        layer(x)  # the first call measures how much room the others get
+        y, _ = layer(x)
         node = y.grad_fn
         while type(node).__name__ != f"{_ExpertParallelMLP.__name__}Backward":
             node = node.next_functions[0][0]
@@ -35,7 +37,8 @@ def bytes_kept(config: MoEConfig) -> tuple[int, int]:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in weights:
                 storage = tensor.untyped_storage()
                 is_leased = heap.owns(tensor)
-                found[storage.data_ptr()] = (is_leased, tensor.nbytes if is_leased else storage.nbytes())
+                whole = tensor if tensor._base is None else tensor._base
+                found[storage.data_ptr()] = (is_leased, whole.nbytes if is_leased else storage.nbytes())
         leased = sum(size for is_leased, size in found.values() if is_leased)
         assert leased <= heap.leased_bytes
         return leased, sum(size for is_leased, size in found.values() if not is_leased)
@@ -66,7 +69,7 @@ def test_rows_and_totals():
     static = plan_memory(MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, capacity=350), num_ranks=4, num_tokens=100)
     assert (static.num_rows, static.num_packed_rows) == (350, 350)
     narrow = plan_memory(config, num_ranks=4, num_tokens=100, activation=Activation(kind="srelu"))
-    assert one.activation_bytes_per_call - narrow.activation_bytes_per_call == 300 * I * 2
+    assert one.activation_bytes_per_call - narrow.activation_bytes_per_call == 320 * I * 2  # room for 300 rows
 
 
 def test_whatever_the_caller_has_switched_off():

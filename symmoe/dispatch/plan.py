@@ -6,9 +6,8 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 
@@ -20,10 +19,11 @@ from symmoe.kernels import control
 from symmoe.precision.names import precision_word
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.row_history import Room
 from symmoe.symm_mem.told import told
 
 MAX_TOP_K = 32
-_OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP}
+_OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
 
 
 @dataclass(eq=False)
@@ -81,7 +81,8 @@ class Plan(PlanIntegers):
         packed_row_capacity: packed rows that a buffer for this plan needs on every rank.
         expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
             tokens if these are fewer.
-        num_rows: N as a host integer; None with static capacity, where only the device knows it.
+        num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
+            room until it is settled.
         splits: int32 [e], rows of each local expert.
         row_start: int32 [e + 1], where each local expert's rows start; the last is N.
         slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank.
@@ -97,6 +98,7 @@ class Plan(PlanIntegers):
         report: int32 [control.SUMMARY_WORDS], sizes and errors for the host.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
+        has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
     """
 
     heap: SymmetricHeap
@@ -110,7 +112,33 @@ class Plan(PlanIntegers):
     generation: int
     packed_to_row: torch.Tensor | None = None
     row_to_packed_row: torch.Tensor | None = None
+    has_room: bool = True
     _source_to_rows: torch.Tensor | None = None
+    _read_report: Callable[[], torch.Tensor] | None = None
+
+    def settle(self) -> None:
+        """Makes the sizes of a plan with room those of its routing, as with exact capacity. Of a buffer that was made
+        before, the first `num_rows`, `row_capacity` or `packed_row_capacity` rows are used from then on.
+
+        Waits until the device has made the plan. Other plans are settled from the start.
+
+        Raises:
+            ExpertIdError, ConfigMismatch: see make_plan; on every rank.
+        """
+        if self._read_report is None:
+            return
+        report, self._read_report = self._read_report().tolist(), None
+        self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
+        if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
+            self.heap.check()  # a fault of a peer is on record
+            raise self.heap.plan_failure(report)
+        self.num_rows = report[control.SUM_NUM_ROWS]
+        self.row_capacity = self.expected_rows = max(1, report[control.SUM_MAX_ROWS])
+        self.packed_row_capacity = max(1, report[control.SUM_MAX_PACKED])
+        self.heap.note_counts(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
+        if self.packed_to_row is not None and self.row_to_packed_row is not None:
+            self.packed_to_row = self.packed_to_row[: self.packed_row_capacity]
+            self.row_to_packed_row = self.row_to_packed_row[: self.row_capacity]
 
     @property
     def num_dropped(self) -> torch.Tensor:
@@ -206,6 +234,43 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
+    return _make_plan(
+        topk_idx, None, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire
+    )
+
+
+def make_plan_with_room(
+    topk_idx: torch.Tensor,
+    room: Room,
+    *,
+    num_experts: int,
+    heap: SymmetricHeap,
+    hidden: int,
+    dtype: torch.dtype,
+    precision: Recipe | None,
+    quantized_wire: str,
+) -> Plan:
+    """Same as make_plan with exact capacity, except that the host does not wait: see :meth:`Plan.settle`.
+
+    Args:
+        room: what the buffers of this call can take; the same on all ranks.
+    """
+    return _make_plan(topk_idx, room, num_experts, heap, None, "raise", None, hidden, dtype, precision, quantized_wire)
+
+
+def _make_plan(
+    topk_idx: torch.Tensor,
+    room: Room | None,
+    num_experts: int,
+    heap: SymmetricHeap,
+    capacity: int | None,
+    overflow: str,
+    max_tokens: int | None,
+    hidden: int | None,
+    dtype: torch.dtype | None,
+    precision: Recipe | None,
+    quantized_wire: str,
+) -> Plan:
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
     heap.check(control.PHASE_PLAN, waits=capacity is None)
@@ -216,20 +281,42 @@ def make_plan(
             control.PHASE_PLAN,
         )
         num_tokens, top_k = topk_idx.shape
-        if capacity is None:
-            limit, token_limit = -1, -1
-        else:
+        limit = token_limit = packed_limit = -1
+        if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
-        header = _header(
-            num_tokens, top_k, num_experts, limit, token_limit, overflow, hidden, dtype, precision, quantized_wire
-        )
-        return _make_plan(topk_idx.detach().contiguous(), heap, header)
+        elif room is not None:
+            limit, packed_limit, overflow = room.rows, room.packed_rows, "repeat"
+        words = {
+            control.HEAD_NUM_TOKENS: num_tokens,
+            control.HEAD_TOP_K: top_k,
+            control.HEAD_NUM_EXPERTS: num_experts,
+            control.HEAD_CAPACITY: limit,
+            control.HEAD_PACKED_CAPACITY: packed_limit,
+            control.HEAD_MAX_TOKENS: token_limit,
+            control.HEAD_OVERFLOW: _OVERFLOW[overflow],
+            control.HEAD_HIDDEN: -1 if hidden is None else hidden,
+            control.HEAD_DTYPE: -1 if dtype is None else control.DTYPES.index(dtype),
+            control.HEAD_PRECISION: precision_word(precision),
+            control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
+        }
+        header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
+        plan = _place_slots(topk_idx.detach().contiguous(), heap, header)
+        if capacity is not None:
+            return plan
+        plan._read_report = heap.read_back(plan.report)
+        if room is None:
+            plan.settle()
+        else:
+            plan.expected_rows = room.expected_rows
+        return plan
 
 
-def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]) -> Plan:
-    """Same as make_plan; `header` has its other arguments."""
+def _place_slots(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]) -> Plan:
+    """The plan; `header` has the other arguments of make_plan. Does not wait."""
     num_tokens, top_k = topk_idx.shape
-    num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
+    num_experts, overflow = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_OVERFLOW]
+    limit, packed_limit = header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY]
+    most_tokens = header[control.HEAD_MAX_TOKENS]
     ops = kernels.for_device(heap.device)
     shapes = PlanIntegers.shapes(num_tokens, top_k, num_experts, heap.num_ranks)
     integers = PlanIntegers(**_allocate(shapes, heap.device))
@@ -242,8 +329,9 @@ def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, .
             heap.status,
             num_experts=num_experts,
             capacity=limit,
-            drop=header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP,
-            record_errors=limit >= 0,
+            packed_capacity=packed_limit,
+            drop=overflow == control.OVERFLOW_DROP,
+            record_errors=limit >= 0,  # what is launched before the host looks must move nothing
             splits=integers.splits,
             row_start=integers.row_start,
             slot_start=integers.slot_start,
@@ -275,11 +363,13 @@ def _make_plan(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, .
         integers.token_to_packed_row,
         integers.token_to_primary_row,
     )
-    sizes = _sizes_read(integers.report, heap) if limit < 0 else _sizes_given(header, heap.num_ranks)
     return Plan(
         **vars(integers),
-        **sizes,
         heap=heap,
+        num_rows=None,
+        row_capacity=limit,
+        packed_row_capacity=packed_limit if most_tokens < 0 else max(1, min(limit, heap.num_ranks * most_tokens)),
+        expected_rows=max(1, min(limit, most_tokens * top_k)),
         num_tokens=num_tokens,
         top_k=top_k,
         num_experts=num_experts,
@@ -318,44 +408,8 @@ def _exchange_counts(
     ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
     ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
     received = heap.barrier(control.PHASE_PLAN)
-    heap.note_counts(num_tokens=num_tokens, top_k=top_k)
+    heap.note_counts(heap.epoch, num_tokens=num_tokens, top_k=top_k)
     return block_starts, received
-
-
-class _RowSizes(TypedDict):
-    """Fields of Plan that are numbers of rows."""
-
-    num_rows: int | None
-    row_capacity: int
-    packed_row_capacity: int
-    expected_rows: int
-
-
-def _sizes_read(report: torch.Tensor, heap: SymmetricHeap) -> _RowSizes:
-    """Sizes with exact capacity. Waits for the device; raises the error of the routing of any rank."""
-    words = heap.read_back(report).tolist()
-    if words[control.SUM_ERROR] != control.PLAN_OK:
-        heap.check()  # a fault of a peer is on record
-        raise heap.plan_failure(words)
-    num_rows, most_rows = words[control.SUM_NUM_ROWS], max(1, words[control.SUM_MAX_ROWS])
-    heap.note_counts(num_rows=num_rows, num_packed=words[control.SUM_NUM_PACKED])
-    return {
-        "num_rows": num_rows,
-        "row_capacity": most_rows,
-        "packed_row_capacity": max(1, words[control.SUM_MAX_PACKED]),
-        "expected_rows": most_rows,
-    }
-
-
-def _sizes_given(header: tuple[int, ...], num_ranks: int) -> _RowSizes:
-    """Sizes with static capacity."""
-    limit, most_tokens = header[control.HEAD_CAPACITY], header[control.HEAD_MAX_TOKENS]
-    return {
-        "num_rows": None,
-        "row_capacity": limit,
-        "packed_row_capacity": max(1, min(limit, num_ranks * most_tokens)),
-        "expected_rows": max(1, min(limit, most_tokens * header[control.HEAD_TOP_K])),
-    }
 
 
 def _find_problem(
@@ -412,29 +466,3 @@ def _find_number_problem(precision: Recipe | None, quantized_wire: str) -> Argum
     if precision is not None and not isinstance(precision, Recipe):
         return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
     return words_problem(quantized_wire=quantized_wire)
-
-
-def _header(
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    capacity: int,
-    max_tokens: int,
-    overflow: str,
-    hidden: int | None,
-    dtype: torch.dtype | None,
-    precision: Recipe | None,
-    quantized_wire: str,
-) -> tuple[int, ...]:
-    words = [0] * control.HEADER_WORDS
-    words[control.HEAD_NUM_TOKENS] = num_tokens
-    words[control.HEAD_TOP_K] = top_k
-    words[control.HEAD_NUM_EXPERTS] = num_experts
-    words[control.HEAD_CAPACITY] = capacity
-    words[control.HEAD_MAX_TOKENS] = max_tokens
-    words[control.HEAD_OVERFLOW] = _OVERFLOW[overflow]
-    words[control.HEAD_HIDDEN] = -1 if hidden is None else hidden
-    words[control.HEAD_DTYPE] = -1 if dtype is None else control.DTYPES.index(dtype)
-    words[control.HEAD_PRECISION] = precision_word(precision)
-    words[control.HEAD_QUANTIZED_WIRE] = control.QUANTIZED_WIRES.index(quantized_wire)
-    return tuple(words)

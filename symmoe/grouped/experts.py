@@ -46,6 +46,13 @@ class Hidden(NamedTuple):
         missing = (None,) * len(Operand._fields)
         return cls(h, None, None, *(w1 or missing), *(w2 or missing))
 
+    def of_rows(self, num_rows: int) -> Hidden:
+        """The same, with as many rows as there are: buffers may have been made before their number was known."""
+        if self.h.shape[0] == num_rows:
+            return self
+        t1, t2 = (None if t is None else t[:num_rows] for t in (self.t1, self.t2))
+        return self._replace(h=self.h[:num_rows], t1=t1, t2=t2)
+
     @property
     def transposed1(self) -> Operand:
         """W1 for dgrad."""

@@ -68,7 +68,8 @@ HEADER_WORDS = 16
     HEAD_BAD_SLOT,  # and its slot t * K + k
     HEAD_PRECISION,
     HEAD_QUANTIZED_WIRE,
-) = range(13)
+    HEAD_PACKED_CAPACITY,
+) = range(14)
 # Header fields on which all ranks must agree, with their names for users.
 AGREED_FIELDS = {
     HEAD_TOP_K: "top_k",
@@ -80,6 +81,7 @@ AGREED_FIELDS = {
     HEAD_DTYPE: "dtype",
     HEAD_PRECISION: "precision",
     HEAD_QUANTIZED_WIRE: "quantized_wire",
+    HEAD_PACKED_CAPACITY: "room for packed rows",
 }
 
 # Kernels move rows in accesses of this size: buffers are aligned to it, and on GPUs rows are a multiple of it long.
@@ -106,8 +108,8 @@ GRADIENTS = ("none", "x", "probs", "x and probs")
 LAYOUTS = ("packed", "expert-major")
 SCHEDULES = ("serial", "overlapped")
 
-# overflow policy in the header
-OVERFLOW_RAISE, OVERFLOW_DROP = 0, 1
+# overflow policy in the header; with OVERFLOW_REPEAT the capacity is a guess, and all ranks plan the call again
+OVERFLOW_RAISE, OVERFLOW_DROP, OVERFLOW_REPEAT = 0, 1, 2
 
 # a status record: int64[STATUS_WORDS] that the host can read without synchronising
 STATUS_WORDS = 8

@@ -38,8 +38,11 @@ class MoEConfig:
         ffn: I, width of one expert's feed-forward layer.
         num_experts: E, experts in all; a multiple of the number of EP ranks (checked by the layer).
         top_k: K, experts per token.
-        capacity: rows a rank can receive in one call. None is exact: nothing is dropped, one host read per
-            call.
+        capacity: rows a rank can receive in one call. None is exact: nothing is dropped, and the host reads the plan of
+            a call once everything is launched.
+        max_room: with exact capacity, the most rows that a call gets room for before its routing is known. A call
+            gets what recent calls have needed, and a margin; one that needs more is made again. Where recent calls
+            have needed more than max_room, the host waits for the routing first. None: no limit.
         overflow: with a static capacity, raise on every rank or drop the last tokens of the fullest experts.
         max_tokens: with a static capacity, the most tokens one rank brings to a call; None leaves it to each
             call, which then needs the same number on every rank.
@@ -89,6 +92,7 @@ class MoEConfig:
     num_experts: int
     top_k: int
     capacity: int | None = None
+    max_room: int | None = None
     overflow: words.Overflow = "raise"
     max_tokens: int | None = None
     order: words.Order = "rank"
@@ -125,7 +129,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         sizes = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")
         raise_for(size_problem(**{name: getattr(self, name) for name in sizes}))
-        bounds = {name: getattr(self, name) for name in ("capacity", "max_tokens")}
+        bounds = {name: getattr(self, name) for name in ("capacity", "max_room", "max_tokens")}
         raise_for(size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
         raise_for(words.words_problem(**{name: getattr(self, name) for name in words.CHOICES}))
         for name in ("renormalize", "expert_bias"):
@@ -158,6 +162,8 @@ class MoEConfig:
         _check_at_most("top_k", self.top_k, "the experts in top_groups groups", reachable)
 
     def _check_capacity(self) -> None:
+        if self.capacity is not None and self.max_room is not None:
+            raise ArgumentError(f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}")
         for name, unused in (("overflow", "raise"), ("max_tokens", None)):
             if self.capacity is None and getattr(self, name) != unused:
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) needs a static capacity, but capacity is None")

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from symmoe.autograd import Context, Function
+from symmoe.autograd import Context, Function, is_in_backward
 from symmoe.checks.arguments import kernel_rows
 from symmoe.checks.buffers import memory_problem
 from symmoe.checks.words import words_problem
@@ -188,8 +188,12 @@ class _EPStep:
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease in which rows with the width and dtype of these arrive from all ranks."""
-        num_rows = self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
-        return self.plan.heap.lease((num_rows, rows.shape[1]), rows.dtype, name=name, phase=SEND)
+        return self.plan.heap.lease((self.num_received, rows.shape[1]), rows.dtype, name=name, phase=SEND)
+
+    @property
+    def num_received(self) -> int:
+        """Rows of a receive buffer."""
+        return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
     @property
     def num_rows(self) -> int:
@@ -240,6 +244,10 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     return rows if wire is None else wire.encode(rows)
 
 
+def _first_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return tensor if tensor.shape[0] == num_rows else tensor[:num_rows]
+
+
 class _EPStepContext(Context, Protocol):
     step: _EPStep
 
@@ -256,7 +264,7 @@ class _ExpertParallelMLP(Function):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         plan, schedule, hidden = step.plan, step.schedule, x.shape[1]
-        heap, x = plan.heap, kernel_rows(x)
+        heap, row_capacity, x = plan.heap, plan.row_capacity, kernel_rows(x)
         sent = _on_wire(x, step.wire.rows)
         received = step.receive(sent, name=RECEIVED)
         keeps, stash = any(ctx.needs_input_grad), step.stash
@@ -266,20 +274,34 @@ class _ExpertParallelMLP(Function):
             trains = keeps_h and ctx.needs_input_grad[1], keeps_h
             rows, experts = step.operands(received.tensor, index, row_probs, b1, b2, tensors, trains=trains)
             computed, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
-        if keeps:
+
+        def keep() -> None:
+            """Saves what backward needs, in the sizes of the routing: a checkpoint compares them."""
+            plan.settle()
+            if not (keeps and plan.has_room):
+                return
             # The tensor holds its lease: it ends when autograd frees the saved tensor, or checkpointing drops it.
-            kept: tuple[torch.Tensor | None, ...] = (None, received.tensor) if stash.keeps_rows else (x, None)
-            kept += computed if stash.keeps_h else (None,) * len(computed)
-            ctx.save_for_backward(*kept, row_probs, b1, b2, *tensors)
+            kept: tuple[torch.Tensor | None, ...] = (x, None)
+            if stash.keeps_rows:
+                kept = (None, _first_rows(received.tensor, step.num_received))
+            kept += computed.of_rows(step.num_rows) if stash.keeps_h else (None,) * len(computed)
+            ctx.save_for_backward(*kept, _first_rows(row_probs, plan.row_capacity), b1, b2, *tensors)
             ctx.step = step
+
+        # A checkpoint's forward inside backward ends where the last tensor is saved: now, not after combine.
+        is_recomputed = is_in_backward()
+        if is_recomputed:
+            keep()
         if not (keeps and stash.keeps_rows):
             received.release()
-        with heap.lease((plan.row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
+        with heap.lease((row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
 
             def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
                 experts.second_layer(a, computed, rows, out.tensor, columns=columns, num_sms=num_sms)
 
             y = schedule.combine(out.tensor, plan, step.order, compute)
+        if not is_recomputed:
+            keep()  # everything is launched: now the host may wait for the plan
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
         # Made here, so that no function stands between the caller's gradient and the check of it.
         return y if step.out_shape is None else torch.ops.aten._unsafe_view(y, step.out_shape)

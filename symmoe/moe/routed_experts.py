@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from symmoe.dispatch.plan import Plan, make_plan
+from symmoe.dispatch.plan import Plan, make_plan, make_plan_with_room
 from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe import operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.symm_mem.row_history import Room
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +66,9 @@ class RoutedExperts:
         out_shape: torch.Size | None = None,
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity (one small
-        read in make_plan).
+        """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
+        device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
+        rows than recent ones (symm_mem/row_history.py), before that.
 
         Args:
             tokens: [T, H] in the dtype to compute in.
@@ -100,15 +102,34 @@ class RoutedExperts:
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Same as a call, without an operator around it."""
-        plan = self.plan(topk_idx, tokens.dtype)
+        config = self.config
+        history = self.heap.row_history((config.num_experts, config.top_k))
+        room = history.room(config.max_room) if config.capacity is None else None
+        plan = self.plan(topk_idx, tokens.dtype, room)
         if before_trips is not None:
             before_trips()
         y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
+        if not plan.has_room:  # on all ranks; nothing has moved
+            plan = self.plan(topk_idx, tokens.dtype)
+            y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
+        if config.capacity is None:
+            history.note(plan.row_capacity, plan.packed_row_capacity)
         return y, plan.expert_load, plan.num_dropped
 
-    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype) -> Plan:
-        """make_plan for tokens of `dtype`, as the configuration says. Collective."""
+    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, room: Room | None = None) -> Plan:
+        """make_plan for tokens of `dtype`, as the configuration says, or make_plan_with_room. Collective."""
         config = self.config
+        if room is not None:
+            return make_plan_with_room(
+                topk_idx,
+                room,
+                num_experts=config.num_experts,
+                heap=self.heap,
+                hidden=config.hidden,
+                dtype=dtype,
+                precision=config.precision,
+                quantized_wire=config.quantized_wire,
+            )
         return make_plan(
             topk_idx,
             num_experts=config.num_experts,

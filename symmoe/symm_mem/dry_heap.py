@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -28,6 +29,7 @@ class DryHeap(SymmetricHeap):
         num_rows, num_packed_rows: N and P of every plan with exact capacity.
 
     Attributes:
+        num_ranks, num_rows, num_packed_rows: as given.
         events: begins and ends of leases, in order.
     """
 
@@ -40,7 +42,7 @@ class DryHeap(SymmetricHeap):
     barrier = send_signal = wait_for_signal = check = note_counts = offset_of = _nothing
 
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
-        self.num_ranks = num_ranks
+        self.num_ranks, self.num_rows, self.num_packed_rows = num_ranks, num_rows, num_packed_rows
         self.peers: Any = SimpleNamespace(rank=0, num_ranks=num_ranks)
         self._report = torch.zeros(control.SUMMARY_WORDS, dtype=torch.int64, device="cpu")
         self._report[[control.SUM_NUM_ROWS, control.SUM_MAX_ROWS]] = num_rows
@@ -66,9 +68,9 @@ class DryHeap(SymmetricHeap):
         """See SymmetricHeap."""
         return hasattr(tensor.untyped_storage(), "_lease_span")
 
-    def read_back(self, tensor: torch.Tensor) -> torch.Tensor:
+    def read_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The report of a plan: a call reads nothing else."""
-        return self._report
+        return lambda: self._report
 
     def fail(self, error: SymmoeError, phase: int | None) -> NoReturn:
         """See SymmetricHeap."""

@@ -44,6 +44,7 @@ class Faults:
     Attributes:
         poison: why only `close` works any more; None: everything works. (An error object would keep frames alive.)
         unraised: the error that is kept for the barrier of the next plan, or None.
+        num_errors: errors of calls that this rank has noticed.
     """
 
     def __init__(self, waits: Waits, streams: StreamOrder | NoStreams, one_call: OneCall, backend: str) -> None:
@@ -53,6 +54,7 @@ class Faults:
         self._peers, self._flight = waits.peers, waits.flight
         self._words = waits.status.numpy()
         self._counters = counters(waits.peers)
+        self.num_errors = 0
         self._num_messages = 0  # messages sent to the peers
 
     # -- found ----------------------------------------------------------------------------------------------------
@@ -202,6 +204,7 @@ class Faults:
     # -- written down ---------------------------------------------------------------------------------------------
 
     def _written_down(self, error: SymmoeError, status: list[int]) -> SymmoeError:
+        self.num_errors += 1
         self._describe(error, status)
         self._write_down(error)
         return error

@@ -53,11 +53,12 @@ class FlightRecorder:
         self._num_launched += 1
         self._calls.append([self._num_launched, self.epoch, phase, rank, time.monotonic_ns(), None])
 
-    def note(self, **counts: int) -> None:
-        """Adds counts to the last call: numbers that the host knows anyway."""
-        if self._calls:
-            known = self._calls[-1][-1]
-            self._calls[-1][-1] = counts if known is None else {**known, **counts}
+    def note(self, epoch: int, **counts: int) -> None:
+        """Adds counts to the barrier of that epoch: numbers that the host knows anyway."""
+        for call in reversed(self._calls):
+            if call[1] == epoch and call[3] < 0:
+                call[-1] = {**(call[-1] or {}), **counts}
+                return
 
     @property
     def is_in_dispatch(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 import math
 import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NoReturn
@@ -36,6 +36,7 @@ from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
 from symmoe.symm_mem.machine import warn_if_too_large
 from symmoe.symm_mem.memory import Memory
+from symmoe.symm_mem.row_history import RowHistory
 from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 from symmoe.symm_mem.waits import Waits
 
@@ -122,6 +123,8 @@ class SymmetricHeap:
         self._waits = Waits(self.peers, timeout_s, start_timeout_s)
         self._faults = Faults(self._waits, self._streams, self._one_call, self.backend)
         self.statistics = self._memory.statistics
+        self._row_histories: dict[Hashable, RowHistory] = {}
+        self._num_errors = 0
         self.status, self._status_words = self._waits.status, self._waits.status.numpy()
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
@@ -272,7 +275,7 @@ class SymmetricHeap:
             if self.device.type == "cpu":
                 self.check()
             if self._faults.unraised is not None:
-                raise_for(self._faults.settle(self.read_back(received)))
+                raise_for(self._faults.settle(self.read_back(received)()))
             return received
 
     def send_signal(self, rank: int) -> None:
@@ -298,9 +301,16 @@ class SymmetricHeap:
         """Epoch of the last barrier that this host has launched; the same on all ranks after the same calls."""
         return self._waits.flight.epoch
 
-    def note_counts(self, **counts: int) -> None:
-        """Adds numbers that the host knows to the last call's line in the flight record."""
-        self._waits.flight.note(**counts)
+    def note_counts(self, epoch: int, **counts: int) -> None:
+        """Adds numbers that the host knows to the line of that barrier in the flight record."""
+        self._waits.flight.note(epoch, **counts)
+
+    def row_history(self, kind: Hashable) -> RowHistory:
+        """What recent calls of this kind have needed. It is forgotten when an error is raised."""
+        if self._num_errors != self._faults.num_errors:
+            self._num_errors = self._faults.num_errors
+            self._row_histories.clear()
+        return self._row_histories.setdefault(kind, RowHistory())
 
     def synchronize(self) -> None:
         """Waits for this rank's stream and raises what has been reported. Local.
@@ -311,16 +321,21 @@ class SymmetricHeap:
         self._streams.synchronize()
         self.check()
 
-    def read_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU copy of a small device tensor. Waits only for this rank's stream up to here."""
+    def read_back(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Starts a copy of a small device tensor to the CPU; the result waits for it (only for this rank's stream up to
+        here) and returns it."""
         if self.device.type == "cpu":
-            return tensor
+            return lambda: tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        event.synchronize()
-        return copy
+
+        def wait() -> torch.Tensor:
+            event.synchronize()
+            return copy
+
+        return wait
 
     def fail(self, error: SymmoeError, phase: int | None) -> NoReturn:
         """Fails the collective call whose next barrier is `phase`: every rank raises `error`. Always raises.

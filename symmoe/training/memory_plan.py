@@ -24,6 +24,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.dry_heap import DryHeap, Event
+from symmoe.symm_mem.row_history import RowHistory
 
 _ENDLESS_BYTES = 1 << 62
 _MOST_BYTES = 8  # bytes of two fp32 numbers, a gate and its feature
@@ -154,7 +155,12 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
             device=heap.device,
         )
         routed = RoutedExperts(config, heap, experts, kind_of(experts))
-        plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype)
+        room = None
+        if config.capacity is None:
+            history = RowHistory()
+            history.note(heap.num_rows, heap.num_packed_rows)
+            room = history.room(config.max_room)
+        plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype, room)
         x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
         y = routed.apply(x, probs, experts, plan)
         num_forward, node = len(heap.events), cast(Any, y.grad_fn)

@@ -226,6 +226,7 @@ def test_layer_call_in_a_graph(gpu):
             status,
             num_experts=num_experts,
             capacity=capacity,
+            packed_capacity=-1,
             drop=False,
             record_errors=True,
             splits=int32(num_experts),

@@ -58,6 +58,7 @@ class PlanKernels(Protocol):
         *,
         num_experts: int,
         capacity: int,
+        packed_capacity: int,
         drop: bool,
         record_errors: bool,
         splits: Tensor,
@@ -79,6 +80,8 @@ class PlanKernels(Protocol):
             received: result of the plan's barrier; negative words mean that a rank faulted.
             status: int64[STATUS_WORDS], pinned host memory on GPUs; gets a record of an error if `record_errors`.
             capacity: rows that each rank can take; -1: no limit.
+            packed_capacity: packed rows that each rank can take; -1: no limit. If there is a limit, an overflow is only
+                reported, not recorded, since the call will be planned again; `drop` must be False.
             drop: whether to clip to the capacity instead of reporting an overflow.
             splits, row_start: int32 [e], [e + 1]; rows of each local expert and where they start.
             slot_start, slot_limit: int32 [E]; on the expert's rank, the row of this rank's first slot of the expert,

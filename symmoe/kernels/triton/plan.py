@@ -22,6 +22,7 @@ HEADER_WORDS = tl.constexpr(control.HEADER_WORDS)
 HEAD_NUM_TOKENS = tl.constexpr(control.HEAD_NUM_TOKENS)
 HEAD_CAPACITY = tl.constexpr(control.HEAD_CAPACITY)
 HEAD_MAX_TOKENS = tl.constexpr(control.HEAD_MAX_TOKENS)
+HEAD_PACKED_CAPACITY = tl.constexpr(control.HEAD_PACKED_CAPACITY)
 HEAD_BAD_SLOTS = tl.constexpr(control.HEAD_BAD_SLOTS)
 HEAD_BAD_ID = tl.constexpr(control.HEAD_BAD_ID)
 HEAD_BAD_SLOT = tl.constexpr(control.HEAD_BAD_SLOT)
@@ -47,7 +48,12 @@ STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
 PART_ROWS = tl.constexpr(parts.PART_ROWS)
 
-_VARYING_WORDS = (control.HEAD_NUM_TOKENS, control.HEAD_CAPACITY, control.HEAD_MAX_TOKENS)
+_VARYING_WORDS = (
+    control.HEAD_NUM_TOKENS,
+    control.HEAD_CAPACITY,
+    control.HEAD_MAX_TOKENS,
+    control.HEAD_PACKED_CAPACITY,
+)
 
 COUNT_EXPERTS = 128  # experts that count_slots compares a token with at a time: [32, 128] counters are 32 registers
 SEND_COLUMNS = 32  # columns of one program of send_counts: 128 contiguous bytes per row
@@ -135,7 +141,7 @@ def table_row(
 
 @fast_launch
 @triton.jit(
-    do_not_specialize=["num_tokens", "capacity", "max_tokens", "num_blocks"],
+    do_not_specialize=["num_tokens", "capacity", "max_tokens", "packed_capacity", "num_blocks"],
     do_not_specialize_on_alignment=["block_counts", "topk_idx", "block_starts", "bases"],
 )
 def send_counts_kernel(
@@ -143,9 +149,10 @@ def send_counts_kernel(
     topk_idx,  # [T, K]
     block_starts,  # [B, E]
     bases,
-    num_tokens: tl.int32,  # three words of the header that may change from step to step
+    num_tokens: tl.int32,  # words of the header that may change from step to step
     capacity: tl.int32,
     max_tokens: tl.int32,
+    packed_capacity: tl.int32,
     num_blocks: tl.int32,
     HEADER: tl.constexpr,  # the other words of the header
     RANK: tl.constexpr,
@@ -184,6 +191,7 @@ def send_counts_kernel(
         words = tl.where(lane == HEAD_NUM_TOKENS, num_tokens, words)
         words = tl.where(lane == HEAD_CAPACITY, capacity, words)
         words = tl.where(lane == HEAD_MAX_TOKENS, max_tokens, words)
+        words = tl.where(lane == HEAD_PACKED_CAPACITY, packed_capacity, words)
         if num_blocks > 0:
             num_bad = tl.zeros((BLOCK_ROWS,), tl.int32)
             first_bad = tl.full((BLOCK_ROWS,), NO_SLOT, tl.int32)
@@ -246,9 +254,11 @@ def pick(tile, chosen, axis: tl.constexpr):
 def find_error(
     headers,  # [RANK_LANES, HEADER_WORDS]
     num_rows,  # [RANK_LANES] that each rank would receive
+    num_packed,  # [RANK_LANES], packed rows
     received,
     rank,  # tl.arange(0, RANK_LANES)
     capacity,
+    packed_capacity,
     NUM_EXPERTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_LANES: tl.constexpr,
@@ -258,13 +268,21 @@ def find_error(
     is_rank = rank < NUM_RANKS
     word = tl.arange(0, HEADER_WORDS)
 
+    most_packed = tl.max(num_packed, axis=0)
+    fullest = tl.min(tl.where(num_packed == most_packed, rank, RANK_LANES), axis=0)
+    overflow = (packed_capacity >= 0) & (most_packed > packed_capacity)
+    error = tl.where(overflow, PLAN_OVERFLOW, PLAN_OK)
+    error_rank = tl.where(overflow, fullest, -1)
+    limit = tl.where(overflow, packed_capacity, 0)
+    value = tl.where(overflow, most_packed, 0)
+
     most_rows = tl.max(num_rows, axis=0)
     fullest = tl.min(tl.where(num_rows == most_rows, rank, RANK_LANES), axis=0)
     overflow = (capacity >= 0) & (most_rows > capacity) & (not DROP)
-    error = tl.where(overflow, PLAN_OVERFLOW, PLAN_OK)
-    error_rank = tl.where(overflow, fullest, -1)
-    limit = tl.where(overflow, capacity, 0)
-    value = tl.where(overflow, most_rows, 0)
+    error = tl.where(overflow, PLAN_OVERFLOW, error)
+    error_rank = tl.where(overflow, fullest, error_rank)
+    limit = tl.where(overflow, capacity, limit)
+    value = tl.where(overflow, most_rows, value)
 
     bad_slots = pick(headers, (word == HEAD_BAD_SLOTS)[None, :], 1)
     culprit = tl.min(tl.where(is_rank & (bad_slots > 0), rank, RANK_LANES), axis=0)
@@ -324,7 +342,7 @@ def clip_to_capacity(load, capacity):
 
 @fast_launch
 @triton.jit(
-    do_not_specialize=["status", "capacity"],
+    do_not_specialize=["status", "capacity", "packed_capacity"],
     do_not_specialize_on_alignment=[
         "bases",
         "received",
@@ -345,6 +363,7 @@ def lay_out_kernel(
     received,
     status: tl.int64,
     capacity: tl.int32,
+    packed_capacity: tl.int32,
     splits,
     row_start,
     slot_start,
@@ -382,11 +401,24 @@ def lay_out_kernel(
     is_mine = is_expert & (rank == RANK)[:, None]
     counts = table + HEADER_WORDS + expert
     load = tl.zeros((RANK_LANES, EXPERT_LANES), tl.int32)
+    tokens_to_rank = table + HEADER_WORDS + NUM_RANKS * EXPERTS_PER_RANK + rank
+    num_packed = tl.zeros((RANK_LANES,), tl.int32)  # if nothing is dropped
     for source in range(NUM_RANKS):
         load += tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
+        num_packed += tl.load(tokens_to_rank + source * ROW_WORDS, mask=is_rank, other=0)
     num_rows = tl.sum(load, axis=1)
     error, error_rank, limit, value, where = find_error(
-        headers, num_rows, received, rank, capacity, NUM_RANKS * EXPERTS_PER_RANK, NUM_RANKS, RANK_LANES, DROP
+        headers,
+        num_rows,
+        num_packed,
+        received,
+        rank,
+        capacity,
+        packed_capacity,
+        NUM_RANKS * EXPERTS_PER_RANK,
+        NUM_RANKS,
+        RANK_LANES,
+        DROP,
     )
     kept = clip_to_capacity(load, capacity) if DROP else load
     kept = tl.where(error == PLAN_OK, kept, 0)
@@ -399,9 +431,7 @@ def lay_out_kernel(
     packed = tl.zeros((RANK_LANES,), tl.int32)  # packed rows of earlier sources
     for source in range(NUM_RANKS):
         count = tl.load(counts + source * ROW_WORDS, mask=is_expert, other=0)
-        tokens = tl.load(
-            table + source * ROW_WORDS + HEADER_WORDS + NUM_RANKS * EXPERTS_PER_RANK + rank, mask=is_rank, other=0
-        )
+        tokens = tl.load(tokens_to_rank + source * ROW_WORDS, mask=is_rank, other=0)
         kept_here = tl.minimum(tl.maximum(kept - before, 0), count)
         region = tl.minimum(tl.sum(kept_here, axis=1), tokens)
         tl.store(slot_limit + expert, kept_here, mask=is_expert & (source == RANK))
@@ -436,7 +466,8 @@ def lay_out_kernel(
     summary = tl.where(word == SUM_NUM_DROPPED, dropped, summary)
     tl.store(report + word, summary)
     if RECORD_ERRORS:
-        if (error != PLAN_OK) & (error != PLAN_FAULT):
+        is_guess = (error == PLAN_OVERFLOW) & (packed_capacity >= 0)  # the call is planned again
+        if (error != PLAN_OK) & (error != PLAN_FAULT) & (not is_guess):
             counters = (tl.load(bases + RANK) + COUNTERS).to(tl.pointer_type(tl.int64))
             tl.store(counters + FAULTED, 1)  # on every rank: no trip of this plan moves rows
             write_record(status, STATUS_PLAN, PHASE_PLAN, error_rank, limit, value, error, where)
@@ -449,6 +480,7 @@ def lay_out(
     *,
     num_experts: int,
     capacity: int,
+    packed_capacity: int,
     drop: bool,
     record_errors: bool,
     splits: torch.Tensor,
@@ -470,6 +502,7 @@ def lay_out(
             received,
             status.data_ptr(),
             capacity,
+            packed_capacity,
             splits,
             row_start,
             slot_start,

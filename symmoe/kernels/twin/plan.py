@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from symmoe.kernels import control
@@ -59,6 +61,7 @@ def lay_out(
     *,
     num_experts: int,
     capacity: int,
+    packed_capacity: int,
     drop: bool,
     record_errors: bool,
     splits: torch.Tensor,
@@ -80,7 +83,8 @@ def lay_out(
     tokens = table[:, first + num_experts : first + num_experts + num_ranks].long()  # [source, destination]
 
     load = counts.sum(0).view(num_ranks, -1)  # [R, e]
-    error = _find_error(headers, load.sum(1), received, num_experts, capacity, drop)
+    sizes = (load.sum(1), capacity), (tokens.sum(0), packed_capacity)
+    error = _find_error(headers, sizes, received, num_experts, drop)
     kept = load if capacity < 0 else torch.stack([_clip(row, capacity) for row in load])
     failed = error[0] != control.PLAN_OK
     if failed:
@@ -111,7 +115,8 @@ def lay_out(
     report[control.SUM_NUM_PACKED] = regions[:, rank].sum()
     report[control.SUM_MAX_PACKED] = regions.sum(0).max()
     report[control.SUM_NUM_DROPPED] = 0 if failed else (load - kept).sum()
-    if record_errors and failed and error[0] != control.PLAN_FAULT:
+    is_guess = error[0] == control.PLAN_OVERFLOW and packed_capacity >= 0  # the call is planned again
+    if record_errors and failed and error[0] != control.PLAN_FAULT and not is_guess:
         counters = peers.region(rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
         counters[control.FAULTED] = 1  # on every rank: no trip of this plan moves rows
         _record_error(status, error)
@@ -194,13 +199,15 @@ def _sum_by_block(values: torch.Tensor) -> torch.Tensor:
 
 def _find_error(
     headers: torch.Tensor,
-    rows: torch.Tensor,
+    sizes: Iterable[tuple[torch.Tensor, int]],
     received: torch.Tensor,
     num_experts: int,
-    capacity: int,
     drop: bool,
 ) -> tuple[int, int, int, int, int]:
-    """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank."""
+    """(code, rank, limit, value, where) of the first error, in an order that is the same on every rank.
+
+    sizes: rows that each rank would receive, and how many it can take or -1; the same for packed rows.
+    """
     if received.numel() and int(received.min()) < 0:
         return control.PLAN_FAULT, -1, 0, 0, 0
     heads = headers.tolist()
@@ -212,8 +219,9 @@ def _find_error(
         if head[control.HEAD_BAD_SLOTS] > 0:
             bad_id, slot = head[control.HEAD_BAD_ID], head[control.HEAD_BAD_SLOT]
             return control.PLAN_BAD_ID, rank, num_experts, bad_id, slot
-    if 0 <= capacity < int(rows.max()) and not drop:
-        return control.PLAN_OVERFLOW, int(rows.argmax()), capacity, int(rows.max()), 0
+    for rows, limit in sizes:
+        if 0 <= limit < int(rows.max()) and not drop:
+            return control.PLAN_OVERFLOW, int(rows.argmax()), limit, int(rows.max()), 0
     return control.PLAN_OK, -1, 0, 0, 0
 
 

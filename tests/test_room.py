@@ -1,0 +1,189 @@
+"""A call with exact capacity gets room before its routing is known. Results do not depend on that."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from test_layer import flat
+from torch.utils.checkpoint import checkpoint
+from worker import Findings, open_heap
+
+from symmoe import MoEConfig, MoELayer
+from symmoe.errors import ArgumentError
+from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.symm_mem.row_history import RowHistory
+
+H, I, E, K, CALLS = 16, 24, 8, 3, 30
+
+
+# -- how much room ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_call_measures():
+    assert RowHistory().room(None) is None
+
+
+@pytest.mark.parametrize("rows", [1, 7, 100, 65_536, 524_288])
+def test_there_is_a_margin_and_sizes_repeat(rows: int):
+    found = set()
+    for more in range(-(-rows // 200)):
+        history = RowHistory()
+        history.note(rows + more, rows // 2)
+        room = history.room(None)
+        assert room.rows >= rows + more + rows // 32
+        assert room.rows <= 1.1 * (rows + more) + 2
+        assert room.packed_rows >= rows // 2
+        assert room.expected_rows == rows + more
+        found.add(room.rows)
+    assert len(found) <= 2
+
+
+def test_room_shrinks_when_routing_does():
+    history = RowHistory()
+    history.note(10_000, 5_000)
+    rooms = []
+    for _ in range(200):
+        history.note(1_000, 500)
+        rooms.append(history.room(None).rows)
+    assert rooms[60] >= 10_000
+    assert rooms[-1] < 1_100
+    assert rooms == sorted(rooms, reverse=True)
+
+
+def test_no_more_than_the_user_allows():
+    history = RowHistory()
+    history.note(1_000, 500)
+    assert history.room(1_010).rows == 1_010
+    assert history.room(999) is None
+    history.forget()
+    assert history.room(None) is None
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+def count_repeats(monkey: mock.Mock) -> int:
+    """Calls of RoutedExperts.apply whose plan turned out to have no room."""
+    return sum(not call.args[4].has_room for call in monkey.call_args_list)
+
+
+def make_layers(heap, **options) -> list[MoELayer]:
+    """A layer that gets room, and the same one that waits for each plan."""
+    layers = []
+    for max_room in (None, 1):
+        torch.manual_seed(heap.rank)
+        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, max_room=max_room, router="none", **options)
+        layers.append(MoELayer(config, heap))
+    return layers
+
+
+def make_calls(rank: int, seed: int):
+    """x, ids, probs and dy of calls that need more and less room: T differs by rank, and experts are skewed."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(CALLS):
+        tokens = torch.randint(0, 5 + 2 * number, (8,), generator=generator)[rank]
+        skew = torch.randint(1, E + 1, (), generator=generator)  # tokens choose among so many experts
+        own = torch.Generator().manual_seed(int(torch.randint(1 << 30, (), generator=generator)) + rank)
+        ids = torch.rand(int(tokens), E, generator=own).argsort(1)[:, :K] % skew
+        x = torch.randn(int(tokens), H, generator=own)
+        yield x, ids, torch.rand(int(tokens), K, generator=own), torch.randn(int(tokens), H, generator=own)
+
+
+def run(layer: MoELayer, call, *, recomputes: bool) -> list[torch.Tensor]:
+    x, ids, probs, dy = call
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+
+    def forward(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        return layer(x, topk_idx=ids, probs=probs)[0]
+
+    y = checkpoint(forward, x, probs, use_reentrant=False) if recomputes else forward(x, probs)
+    return [y.detach(), *torch.autograd.grad(y, (x, probs, *layer.parameters()), dy)]
+
+
+def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool) -> tuple[int, list[str]]:
+    findings = Findings()
+    real = RoutedExperts.apply
+    with open_heap("cpu", num_bytes=16 << 20) as heap, mock.patch.object(RoutedExperts, "apply", autospec=True) as spy:
+        spy.side_effect = real
+        layer, waits = make_layers(heap, **options)
+        for number, call in enumerate(make_calls(rank, seed=num_ranks)):
+            findings.where = f"rank {rank} of {num_ranks}, call {number}"
+            pairs = zip(run(layer, call, recomputes=recomputes), run(waits, call, recomputes=recomputes), strict=True)
+            findings.check(all(torch.equal(got, want) for got, want in pairs), "other bits")
+        findings.check(heap.leased_bytes == 0, "leases are left")
+        return count_repeats(spy), findings.texts
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stash": "none", "layout": "expert-major"}, {"schedule": "always-overlapped", "order": "slot"}],
+    ids=["defaults", "none kept", "overlapped"],
+)
+def test_same_bits_whether_or_not_a_call_fits(cluster, options, recomputes):
+    results = cluster(2).run(check_same_bits, options, recomputes)
+    assert flat([texts for _, texts in results]) == []
+    (repeats,) = {count for count, _ in results}  # on all ranks in the same calls
+    assert repeats > 2
+
+
+def check_in_flight(rank: int, num_ranks: int) -> list[str]:
+    """Backward of each call comes after two more forward calls, one of which may not fit."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=16 << 20) as heap:
+        layer, waits = make_layers(heap)
+        flying = []
+        for call in make_calls(rank, seed=7):
+            x, ids, probs, _ = call
+            x = x.requires_grad_()
+            flying.append((call, x, layer(x, topk_idx=ids, probs=probs)[0]))
+            if len(flying) == 3:
+                call, x, y = flying.pop(0)
+                got = torch.autograd.grad(y, (x, *layer.parameters()), call[3])
+                _, *wanted = run(waits, (x.detach(), *call[1:]), recomputes=False)
+                want = [wanted[0], *wanted[2:]]  # no gradient of probs here
+                findings.check(all(map(torch.equal, got, want)), f"rank {rank}: other bits")
+    return findings.texts
+
+
+def test_calls_in_flight(cluster):
+    assert flat(cluster(2).run(check_in_flight)) == []
+
+
+def check_after_errors(rank: int, num_ranks: int) -> list[str]:
+    """Errors that only some rank makes, some of them after its plan: all ranks forget what they knew, and go on."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=16 << 20) as heap:
+        layer, waits = make_layers(heap)
+        for number, call in enumerate(make_calls(rank, seed=3)):
+            x, ids, probs, _ = call
+            if number % 5 == 4:
+                bad = ids.clone()
+                if rank == number % num_ranks:
+                    bad = bad.float() if number % 2 else bad[:, :1]
+                try:
+                    layer(x, topk_idx=bad, probs=probs)
+                    findings.check(False, f"rank {rank}, call {number}: no error")
+                except ArgumentError:
+                    pass
+            if number % 7 == 6 and rank == 0:
+                with pytest.raises(RuntimeError, match="user"), mock.patch.object(RoutedExperts, "apply", fails):
+                    layer(x, topk_idx=ids, probs=probs)
+            elif number % 7 == 6:
+                with pytest.raises(Exception, match="user"):
+                    layer(x, topk_idx=ids, probs=probs)
+            pairs = zip(run(layer, call, recomputes=False), run(waits, call, recomputes=False), strict=True)
+            findings.check(
+                all(torch.equal(got, want) for got, want in pairs), f"rank {rank}, call {number}: other bits"
+            )
+    return findings.texts
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError("an error of the user's, between plan and dispatch")
+
+
+def test_after_errors(cluster):
+    assert flat(cluster(2).run(check_after_errors)) == []
