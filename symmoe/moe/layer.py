@@ -115,8 +115,8 @@ class MoELayer(ExpertParallelModule):
         topk_idx: torch.Tensor | None = None,
         probs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, MoEMetrics]:
-        """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity (one
-        small read in make_plan).
+        """Collective over the EP group, forward and backward. With exact capacity the host waits for the plan, once
+        everything is launched; with static capacity it does not wait.
 
         Args:
             x: [..., H] fp32, fp16 or bf16 on the heap's device. The number of tokens may differ from rank to rank. For

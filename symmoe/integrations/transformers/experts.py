@@ -81,8 +81,8 @@ class ExpertParallelExperts(ExpertParallelModule):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Weighted sum of the experts' outputs. Collective over the EP group, forward and backward. Synchronises the
-        host only with exact capacity (one small read in make_plan).
+        """Weighted sum of the experts' outputs. Collective over the EP group, forward and backward. With exact
+        capacity the host waits for the plan, once everything is launched.
 
         Args:
             hidden_states: [T, H] fp32, fp16 or bf16 on the heap's device. T may differ from rank to rank.
