@@ -33,7 +33,7 @@ def test_there_is_a_margin_and_sizes_repeat(rows: int):
         history.note(rows + more, rows // 2)
         room = history.room(None)
         assert room.rows >= rows + more + rows // 32
-        assert room.rows <= 1.1 * (rows + more) + 2
+        assert room.rows <= 1.1 * (rows + more + 4 * (rows + more) ** 0.5) + 2
         assert room.packed_rows >= rows // 2
         assert room.expected_rows == rows + more
         found.add(room.rows)
@@ -48,7 +48,7 @@ def test_room_shrinks_when_routing_does():
         history.note(1_000, 500)
         rooms.append(history.room(None).rows)
     assert rooms[60] >= 10_000
-    assert rooms[-1] < 1_100
+    assert rooms[-1] < 1_300
     assert rooms == sorted(rooms, reverse=True)
 
 

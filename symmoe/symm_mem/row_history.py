@@ -7,10 +7,12 @@ changes slowly while a model trains, so it nearly always fits; a call that does 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _WINDOW = 64  # calls; what is larger than all calls of two windows have needed is given up
-_MARGIN = 32  # a call may need a 32nd more than the largest of them
+_MARGIN = 32  # a call may need a 32nd more than the largest of them, since routing changes,
+_DEVIATIONS = 4  # and so many square roots more by chance, if tokens choose independently
 _BITS = 5  # room is rounded up to so many significant bits, so that sizes repeat
 
 
@@ -62,6 +64,6 @@ class RowHistory:
 
 
 def _with_margin(number: int) -> int:
-    number += -(-number // _MARGIN)
+    number += -(-number // _MARGIN) + _DEVIATIONS * math.isqrt(number)
     step = 1 << max(0, number.bit_length() - _BITS)
     return -(-number // step) * step
