@@ -266,25 +266,6 @@ def test_bars_of_skew_are_the_records(tmp_path: Path, figures: dict[str, Any]):
             assert heights == [mine[skew] for skew in ("uniform", "zipf", "hot")]
 
 
-def test_bars_of_stash_are_what_is_kept(tmp_path: Path, figures: dict[str, Any]):
-    """qwen3-30b, T 8192, K 8, 2 ranks, uniform routing, bf16: by hand, to what the plan's index tensors take."""
-    (path,) = bench.draw_benchmarks(committed("variants-h200-ep2"), str(tmp_path))
-    assert_is_picture(Path(path))
-    axes = figures["stash-h200.png"].axes
-    (axis,) = [axis for axis in axes if axis.get_title(loc="left").startswith("qwen3-30b")]
-    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["all", "rows", "hidden", "none"]
-    heap, ordinary = (np.array(values) for values in bars_of(axis).values())
-    rows, tokens = 8192 * 8, 8192
-    h, x = rows * 2 * 768 * 2 / 2**30, tokens * 2048 * 2 / 2**30
-    assert (heap[2:] == 0).all()
-    # ffn 768 is above where rows come expert-major: one received row per (token, expert).
-    assert heap[:2] == pytest.approx(rows * 2048 * 2 / 2**30, rel=0.01)
-    assert ordinary == pytest.approx([h, 0, h + x, x], abs=0.01)
-    texts = {text.get_text() for text in axis.texts}
-    records = [r for r in committed("variants-h200-ep2") if (r["preset"], r["variant"]) == ("qwen3-30b", "stash=rows")]
-    assert f"{sum(r['ms_median'] for r in records):.3g} ms" in texts
-
-
 def test_the_later_of_two_measurements_counts(tmp_path: Path, figures: dict[str, Any]):
     records = committed("layer-h200-ep2")
     again = [record | {"tflops": 1.0, "date": "2099-01-01"} for record in records if record["variant"] == "static"]
@@ -306,11 +287,11 @@ def test_peers_and_other_gpus_get_their_own(tmp_path: Path, figures: dict[str, A
 
 
 def test_the_same_records_give_the_same_bytes_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    files = [str(RESULTS / f"{name}.json") for name in (*LAYER, "layer-skew-h200-ep2", "variants-h200-ep2")]
+    files = [str(RESULTS / f"{name}.json") for name in (*LAYER, "layer-skew-h200-ep2")]
     for folder in ("a", "b"):
         assert cli.main(["plot", "bench", *files, "--out", str(tmp_path / folder)]) == 0
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert names == ["layer-h200.png", "skew-h200.png", "stash-h200.png"]
+    assert names == ["layer-h200.png", "skew-h200.png"]
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert str(tmp_path / "b" / "layer-h200.png") in capsys.readouterr().out
