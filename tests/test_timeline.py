@@ -248,13 +248,11 @@ REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: 
 )
 
 
-def replayed(turns: int, spoil: str = "") -> tuple[list[Event], list[tuple[str, str, str, float]]]:
+def replayed(turns: int) -> tuple[list[Event], list[tuple[str, str, str, float]]]:
     """(what a profiler sees of replays, on streams as they come, what is right: phase, direction, lane, begin)."""
     seen, right = [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")], [("wait", "", "communication", -9.0)]
     for turn in range(turns):
         for place, ((begin, end, phase, name), known) in enumerate(REPLAY):
-            if name == SPIN and spoil == "no marks":
-                continue
             seen.append(event(phase, 100 * turn + begin, 100 * turn + end, name=name, lane=f"stream {place % 5}"))
             if known is not None:
                 right.append((*known, 100.0 * turn + begin))
@@ -273,39 +271,6 @@ def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_
         assert all(a.end_us <= b.begin_us for a, b in pairwise(mine))
     assert made.clock_error_us == (0.0, 1.0)
     assert problems_of(chrome_trace(made)) == []
-
-
-def test_without_marks_nobody_knows_the_pass():
-    """Or the test above would say little."""
-    seen, right = replayed(2, "no marks")
-    made = directed(Timeline(ranks=(tuple(seen),), clock_error_us=(0.0,), device="made up"))
-    assert {e.direction for e in made.ranks[0]} == {""}
-    assert [e.phase for e in made.ranks[0]].count("GEMM") == 4
-    assert len(made.ranks[0]) == len(right)
-
-
-def test_the_head_start_is_no_mark():
-    """What a profiler writes of a start, where the stream sleeps, and of two replays, as a timeline."""
-    ranks = []
-    for ahead in (0.0, 500.0):  # the clock of the second rank
-        items = [annotation("symmoe/start", 10, 11, thread=1), launch(12, 1, thread=1), kernel(SPIN, 20 + ahead, 1)]
-        for turn in range(16):
-            items += [
-                annotation("symmoe/forward/barrier", 30 + turn, 30.5 + turn, thread=1),
-                launch(30.2 + turn, 2 + turn, thread=1),
-                kernel("barrier_kernel", 100 + 10 * turn + ahead, 2 + turn),
-            ]
-        for turn in range(2):
-            items.append(launch(50 + turn, 20 + turn, thread=1, category="cuda_runtime"))
-            names = [SPIN, "hopper_gemm_kernel", SPIN, "hopper_gemm_kernel", "hopper_wgrad_kernel"]
-            begin = 300 + 100 * turn + ahead
-            items += [kernel(name, begin + 10 * place, 20 + turn) for place, name in enumerate(names)]
-        ranks.append(gpu_events({"traceEvents": items}))
-    made = directed(timeline_of(ranks, "made up", 16))
-    of_replay = [("FC2", "forward"), ("FC1 dgrad", "backward"), ("wgrad", "backward")]
-    for events in made.ranks:
-        assert [(e.phase, e.direction) for e in events] == of_replay * 2
-        assert events[0].begin_us == pytest.approx(310 - (100 + 10 * 15 + 4))
 
 
 def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
@@ -645,19 +610,3 @@ def test_the_command_traces_low_precision(tmp_path: Path):
     # Both ways as bytes, and all six products.
     assert {"encode_rows", "unpack_rows", "grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"} <= operators
     assert not {"grouped_gemm_act", "grouped_gemm", "grouped_gemm_wgrad"} & operators
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--quantized-wire", "both"], "quantized_wire ('both'): precision (None) must be a recipe"),
-        (["--experts", "3", "--hidden", "8", "--ffn", "8", "--top-k", "4"], "top_k (4)"),
-        (["--tokens", "0"], "tokens (0) must be at least 1"),
-        (["--preset", "all"], "preset (all) must be one"),
-        (["--hidden", "8"], "explicit sizes also need --ffn"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        cli.main(["trace", *arguments])
-    assert text in capsys.readouterr().err
