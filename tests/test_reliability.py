@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -144,14 +143,6 @@ def test_heaps_that_keep_memory_are_told_from_jobs_that_come_and_go():
     kept = [free - others - arena * number for number, others in enumerate(taken)]
     assert lifecycle.lost_bytes(kept) > lifecycle.LOST_BYTES
     assert lifecycle.lost_bytes(kept[:2]) == 0  # too few to tell
-
-
-def test_some_cases_again():
-    assert command.case_numbers("17") == (17,)
-    assert command.case_numbers("17-20") == (17, 18, 19, 20)
-    assert command.case_numbers("17-17") == (17,)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"first case \(20\) must not be after the last one \(17\)"):
-        command.case_numbers("20-17")
 
 
 def test_an_exception_of_one_work_ends_all():
