@@ -1,8 +1,8 @@
 """Checkpoints under `kill -9` and flipped bits.
 
-    python -m tests.reliability checkpoint_kills                     50 kills, 100 flips; JSON to --json
-    python -m tests.reliability checkpoint_kills --case 17           one kill again
-    python -m tests.reliability checkpoint_kills --flip 17           one flip again
+    python -m tests.reliability.checkpoint_kills                     50 kills, 100 flips; JSON to --json
+    python -m tests.reliability.checkpoint_kills --case 17           one kill again
+    python -m tests.reliability.checkpoint_kills --flip 17           one flip again
 
 A kill ends one rank or both, while two ranks save, with another checkpoint there already. Half of the kills come at
 the k-th line of Python that a rank runs in symmoe.checkpoint, or in its part that changes files (these replay
@@ -429,18 +429,9 @@ def _tell(name: str, record: dict[str, Any]) -> None:
         print(f"{name}: {record}", flush=True)
 
 
-def main(arguments: list[str] | None = None, *, program: str = "python -m tests.reliability.checkpoint_kills") -> int:
-    """The exit code is 0 if nothing failed.
-
-    Args:
-        program: the command that the arguments follow.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main(arguments: list[str]) -> int:
+    """The exit code is 0 if nothing failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--flips", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -452,7 +443,7 @@ def main(arguments: list[str] | None = None, *, program: str = "python -m tests.
     logging.getLogger("symmoe.checkpoint").setLevel(logging.ERROR)  # half of the cases are there to provoke warnings
     with tempfile.TemporaryDirectory(prefix="symmoe-checkpoint-kills-") as scratch:
         record = run(options, Path(scratch))
-    record["command"] = shlex.join([*program.split(), *arguments])
+    record["command"] = shlex.join(["python", "-m", "tests.reliability.checkpoint_kills", *arguments])
     text = json.dumps(record, indent=1)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
@@ -461,4 +452,4 @@ def main(arguments: list[str] | None = None, *, program: str = "python -m tests.
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
