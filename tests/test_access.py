@@ -367,6 +367,19 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
     assert round_trip(heap)
 
 
+def test_a_layer_is_not_pickled(heap: SymmetricHeap):
+    [layer], [other] = layers_on(heap), layers_on(heap)
+    name, text = outcome(pickle.dumps, layer)
+    assert (name, "belongs to this process and cannot be pickled: save the layer's state_dict()" in text) == (
+        "ArgumentError",
+        True,
+    )
+    torch.nn.init.zeros_(other.router.weight)
+    other.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))
+    assert torch.equal(other.router.weight, layer.router.weight)
+    assert round_trip(heap)
+
+
 def test_workers_of_a_data_loader(heap: SymmetricHeap):
     """Forked in the middle of training, with the heap in the dataset."""
 
