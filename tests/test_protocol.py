@@ -309,37 +309,29 @@ def test_an_error_of_all_is_not_hidden_by_who_leaves_first(cluster):
     assert cluster(3).run(leave_with_the_same_error, 6) == [["ArgumentError"] * 6] * 3
 
 
-def use_after_abort(rank: int, num_ranks: int) -> dict:
+def use_after_abort(rank: int, num_ranks: int) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank}"
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
-    plan = new_plan(heap)
+    plan, reason = new_plan(heap), "this rank gave up: first" if rank == 0 else "rank 0 gave up: first"
     dist.barrier()
-    facts: dict = {}
     if rank == 0:
         heap.abort("first")
         heap.abort("second")  # nobody hears it
-        facts["use"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
-        facts["plan"] = attempt(heap, lambda: new_plan(heap))[0]
-        dist.barrier()
-        heap.close()
-        heap.abort("after close: nothing happens")
     else:
-        facts["raised"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
-        facts["use"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
-        dist.barrier()
-        heap.close()
-    facts["closed"] = attempt(heap, heap.check)[0]
-    return facts
+        findings.equal("error", attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)), ("PeerAborted", reason))
+    wanted = ("HeapPoisoned", f"an earlier call failed: {reason}")
+    findings.equal("next error", attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)), wanted)
+    findings.equal("error of a plan", attempt(heap, lambda: new_plan(heap)), wanted)
+    dist.barrier()
+    heap.close()
+    heap.abort("after close: nothing happens")
+    findings.equal("after close", attempt(heap, heap.check)[0], "HeapClosed")
+    return findings.texts
 
 
 def test_an_aborted_heap_is_of_no_use(cluster):
-    zero, *others = cluster(3).run(use_after_abort)
-    assert zero["use"] == ("HeapPoisoned", "an earlier call failed: this rank gave up: first")
-    assert zero["plan"] == "HeapPoisoned"
-    assert zero["closed"] == "HeapClosed"
-    for facts in others:
-        assert facts["raised"] == ("PeerAborted", "rank 0 gave up: first")
-        assert facts["use"] == ("HeapPoisoned", "an earlier call failed: rank 0 gave up: first")
-        assert facts["closed"] == "HeapClosed"
+    assert cluster(3).run(use_after_abort) == [[]] * 3
 
 
 JOB = """
