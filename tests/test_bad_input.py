@@ -425,17 +425,6 @@ def check_mismatches(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-def check_a_closed_heap(rank: int, num_ranks: int) -> list[str]:
-    """A wrong word where no peer can be told of it."""
-    findings = Findings()
-    findings.where = f"rank {rank} of {num_ranks}"
-    with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
-        stage = Stage("expert_parallel_mlp", heap)
-    for wrong in ({"schedule": "overlap"}, {"quantized_wire": "both"}):
-        findings.equal(f"error of {wrong}", stage.call(**wrong)[0], "HeapClosed")
-    return findings.texts
-
-
 def check_order_of_errors(rank: int, num_ranks: int) -> list[str]:
     """Several things are wrong at once: every rank names the same one. And one fault follows the other at once."""
     findings = Findings()
@@ -455,8 +444,24 @@ def check_order_of_errors(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
+def mismatches_of_misuse(heap: SymmetricHeap, findings: Findings) -> None:
+    """On several ranks."""
+    rank, num_ranks = heap.rank, heap.num_ranks
+    # A static capacity and uneven T, without max_tokens.
+    found = Stage("make_plan", heap).call(topk_idx=routing(heap, 5)[rank:], capacity=T * K * num_ranks)
+    wanted = f"max_tokens differs: rank 0 has {T}, rank 1 has {T - 1}"
+    findings.equal("uneven T", found, ("ConfigMismatch", wanted))
+    goes_on(heap, findings)
+    # The order of dispatch is that of its backward.
+    rows, _ = dispatch_tokens(torch.randn(T, H, requires_grad=True), plan_of(heap), order="slot" if rank else "rank")
+    wanted = "order differs at 'combine: ready': rank 0 has rank, rank 1 has slot"
+    findings.equal("order", outcome(rows.sum().backward), ("ConfigMismatch", wanted))
+    del rows
+    goes_on(heap, findings)
+
+
 def check_misuse(rank: int, num_ranks: int) -> list[str]:
-    """Calls in a wrong order, more rows than the capacity, and orders of sums that differ."""
+    """Calls in a wrong order, more rows than the capacity, orders of sums that differ, and a heap that is closed."""
     findings = Findings()
     findings.where = f"rank {rank} of {num_ranks}"
     with open_heap("cpu", num_bytes=NUM_BYTES) as heap:
@@ -472,19 +477,11 @@ def check_misuse(rank: int, num_ranks: int) -> list[str]:
             found = Stage("make_plan", heap).call(topk_idx=last, capacity=capacity)
             findings.equal("overflow", found, ("CapacityError", wanted))
             goes_on(heap, findings, capacity)
-        if num_ranks == 1:
-            return findings.texts
-        # A static capacity and uneven T, without max_tokens.
-        found = Stage("make_plan", heap).call(topk_idx=routing(heap, 5)[rank:], capacity=T * K * num_ranks)
-        wanted = f"max_tokens differs: rank 0 has {T}, rank 1 has {T - 1}"
-        findings.equal("uneven T", found, ("ConfigMismatch", wanted))
-        goes_on(heap, findings)
-        # The order of dispatch is that of its backward.
-        rows, _ = dispatch_tokens(torch.randn(T, H, requires_grad=True), plan, order="slot" if rank else "rank")
-        wanted = "order differs at 'combine: ready': rank 0 has rank, rank 1 has slot"
-        findings.equal("order", outcome(rows.sum().backward), ("ConfigMismatch", wanted))
-        del rows, plan
-        goes_on(heap, findings)
+        stage = Stage("expert_parallel_mlp", heap)
+        if num_ranks > 1:
+            mismatches_of_misuse(heap, findings)
+    for wrong in ({"schedule": "overlap"}, {"quantized_wire": "both"}):  # wrong words, of which no peer can be told
+        findings.equal(f"error of {wrong} on a closed heap", stage.call(**wrong)[0], "HeapClosed")
     return findings.texts
 
 
@@ -808,7 +805,6 @@ def check_signals(rank: int, num_ranks: int, broken: str) -> list[str]:
 # (numbers of ranks, what is checked, with which arguments)
 CHECKS: tuple[tuple[tuple[int, ...], Callable[..., list[str]], tuple[Any, ...]], ...] = (
     *(((1, 3), check_mistakes, (stage,)) for stage in ("make_plan", *MISTAKES)),
-    ((1, 2), check_a_closed_heap, ()),
     ((2, 4), check_mismatches, ()),
     ((2,), check_numbers, (None,)),
     ((2,), check_numbers, (4 * T * K,)),

@@ -20,7 +20,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -218,29 +218,28 @@ def test_arguments_of_a_lease(heap: SymmetricHeap, shape: object, dtype: object,
     assert lease.tensor.shape == (2, 3)
 
 
-def lease_badly(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+def lease_badly(rank: int, num_ranks: int) -> list[str]:
     """In a collective call all ranks raise it; outside, and for ranks that there are none of, this one alone."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
-        shape = (-1,) if rank == 1 else (1,)
-        found = [outcome(heap.lease, shape, torch.uint8, phase=control.PHASE_DISPATCH_READY)] if rank == 1 else []
-        if rank == 0:
-            found.append(outcome(heap.barrier, control.PHASE_DISPATCH_READY))
+        if rank == 1:
+            found = outcome(heap.lease, (-1,), torch.uint8, phase=control.PHASE_DISPATCH_READY)
+        else:
+            found = outcome(heap.barrier, control.PHASE_DISPATCH_READY)
+        text = "shape ((-1,)) must be of ints of at least 0"
+        findings.equal("error", found, ("ArgumentError", text if rank == 1 else f"on rank 1: {text}"))
         lease = heap.lease((1,), torch.uint8)
-        found += [outcome(lease.peer, peer) for peer in (-1, num_ranks, 5, True, 0.0, "0")]
-        assert all(lease.peer(peer).shape == (1,) for peer in range(num_ranks))
-        assert round_trip(heap)
-    return found
+        for peer in (-1, num_ranks, 5, True, 0.0, "0"):
+            wanted = ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
+            findings.equal("error of a peer", outcome(lease.peer, peer), wanted)
+        findings.check(all(lease.peer(peer).shape == (1,) for peer in range(num_ranks)), "a peer's lease")
+        findings.check(round_trip(heap), "the next correct call is wrong")
+    return findings.texts
 
 
 def test_ranks_and_peers_of_a_lease(cluster):
-    for rank, ((name, text), *peers) in enumerate(cluster(2).run(lease_badly)):
-        assert (name, text.removeprefix("on rank 1: ")) == (
-            "ArgumentError",
-            "shape ((-1,)) must be of ints of at least 0",
-        )
-        assert text.startswith("on rank 1: ") == (rank == 0)
-        for (found, why), peer in zip(peers, (-1, 2, 5, True, 0.0, "0"), strict=True):
-            assert (found, why) == ("ArgumentError", f"rank ({peer!r}) must be an int in [0, 2)")
+    assert cluster(2).run(lease_badly) == [[]] * 2
 
 
 def test_a_heap_shows_itself():
@@ -499,33 +498,31 @@ def test_what_a_rank_lacks_fails_on_every_rank(cluster):
     assert cluster(3).run(construct_without) == [[]] * 3
 
 
-def construct_with_other_groups(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+def construct_with_other_groups(rank: int, num_ranks: int) -> list[str]:
     """Groups that are none of this rank's raise here at once, and keep nobody else from anything."""
-    group = dist.new_group([0])
-    over = dist.new_group([rank])
+    findings = Findings()
+    group, over = dist.new_group([0]), dist.new_group([rank])
     dist.destroy_process_group(over)
     start = time.monotonic()
-    found = []
-    if rank:
-        for other in (group, over, "ep", dist.GroupMember.NON_GROUP_MEMBER):
-            found.append(outcome(SymmetricHeap, other, num_bytes=NUM_BYTES, backend="host"))
-        assert time.monotonic() - start < 10.0
-    else:
+    if rank == 0:
         with SymmetricHeap(group, num_bytes=NUM_BYTES, backend="host", start_timeout_s=math.inf) as heap:
-            assert round_trip(heap)
+            findings.check(round_trip(heap), "the heap of a group of one does not work")
         dist.destroy_process_group(group)
-    return found
+        return findings.texts
+    for other, part in (
+        (group, "this rank is not in: it has no heap there"),
+        (dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in: it has no heap there"),
+        (over, "group is not usable"),
+        ("ep", "group ('ep') must be a torch.distributed.ProcessGroup, or None"),
+    ):
+        name, text = outcome(SymmetricHeap, other, num_bytes=NUM_BYTES, backend="host")
+        findings.check(name == "ArgumentError" and part in text, f"{name}: {text}")
+    findings.check(time.monotonic() - start < 10.0, "it has waited")
+    return findings.texts
 
 
 def test_a_group_that_this_rank_is_not_in(cluster):
-    none, found = cluster(2).run(construct_with_other_groups)
-    assert none == []
-    assert [name for name, _ in found] == ["ArgumentError"] * 4
-    texts = [text for _, text in found]
-    assert "this rank is not in: it has no heap there" in texts[0]
-    assert "group is not usable" in texts[1]
-    assert "group ('ep') must be a torch.distributed.ProcessGroup, or None" in texts[2]
-    assert "this rank is not in: it has no heap there" in texts[3]
+    assert cluster(2).run(construct_with_other_groups) == [[]] * 2
 
 
 def arena_facts(rank: int, num_ranks: int) -> list[tuple[int, int, int]]:
@@ -666,51 +663,52 @@ def test_disjoint_groups_at_once_on_gpus(cluster):
 # -- a peer that does not come ----------------------------------------------------------------------------------------
 
 
-def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
-    """The last rank stays away from `call`; what the others see, and how long everything takes."""
-    missing = num_ranks - 1
+def leave_out(rank: int, num_ranks: int, call: str, phase: str) -> list[str]:
+    """The last rank stays away from `call` and comes late; what the others see, and that a new heap works at once."""
+    findings, missing, timeout_s = Findings(), num_ranks - 1, 0.5
+    findings.where = f"rank {rank} of {num_ranks}"
     heap = SymmetricHeap(num_bytes=NUM_BYTES, backend="host", timeout_s=HANG_S, start_timeout_s=HANG_S)
     ids, x = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 8)
-    calls = {
+    calls: dict[str, Callable[..., object]] = {
         "make_plan": lambda plan: make_plan(ids, num_experts=num_ranks, heap=heap),
         "dispatch_tokens": lambda plan: dispatch_tokens(x, plan) and plan,
         "combine_tokens": lambda plan: combine_tokens(torch.ones(plan.row_capacity, 8), plan),
     }
-    names = list(calls)
-    plan = None
-    for name in names[: names.index(call)]:
-        plan = calls[name](plan)
+    first = list(calls).index(call)
+    plan = reduce(lambda plan, name: calls[name](plan), list(calls)[:first], None)
     dist.barrier()
-    facts: dict = {}
     if rank == 0:  # who loses patience with the last rank alone: the others, who have more, wait by then
         wait_for_arrivals(heap, range(1, missing))
         heap.timeout_s = heap.start_timeout_s = timeout_s
+    wanted = f"rank {missing} did not reach '{phase}' within "
     start = time.monotonic()
     if rank != missing:
-        try:
+        with pytest.raises(PeerTimeout) as caught:
             calls[call](plan)
-        except PeerTimeout as error:
-            facts = {"rank": error.rank, "phase": error.phase, "late": error.expected - error.seen, "text": str(error)}
-        facts["took_s"] = time.monotonic() - start
+        took_s, error = time.monotonic() - start, caught.value
+        findings.check(0.9 * timeout_s < took_s < PROMPT_S, f"it took {took_s} s")
+        found = (error.rank, error.phase, error.expected - error.seen)
+        findings.equal("rank, phase and epochs too late", found, (missing, phase, 1))
+        exact = wanted + (f"timeout_s={timeout_s}: expected epoch" if rank == 0 else "")
+        findings.check(str(error).startswith(exact), str(error))
         heap.timeout_s = heap.start_timeout_s = HANG_S  # nobody waits any more
-        facts["next"] = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
+        name, text = outcome(make_plan, ids, num_experts=num_ranks, heap=heap)
+        findings.check(name == "HeapPoisoned" and wanted in text, f"{name}: {text}")
         # Kernels that were on their way when the peer was given up: they return at once and hand out no offsets.
-        facts["offsets"] = heap._waits.barrier(control.pack_call(phase=control.PHASE_START), (), fault=False).tolist()
-        facts["lease"] = outcome(heap.lease, (1,), torch.uint8)[0]
+        offsets = heap._waits.barrier(control.pack_call(phase=control.PHASE_START), (), fault=False)
+        findings.equal("offsets", offsets.tolist(), [[-1] * control.NUM_PUBLISHED] * num_ranks)
+        findings.equal("error of a lease", outcome(heap.lease, (1,), torch.uint8)[0], "HeapPoisoned")
     dist.barrier()
-    if rank == missing:
-        # It comes late, and finds that its peers have given it up.
-        def rest(plan=plan):
-            for name in names[names.index(call) :]:
-                plan = calls[name](plan)
-
-        facts["next"] = outcome(rest)
+    if rank == missing:  # finds that its peers have given it up
+        name, text = outcome(reduce, lambda plan, name: calls[name](plan), list(calls)[first:], plan)
+        exact = f"rank 0 gave up: {wanted}timeout_s={timeout_s}: expected epoch"
+        findings.check(name == "PeerAborted" and text.startswith(exact), f"{name}: {text}")
     heap.close()
-    facts["closed"] = outcome(heap.check)[0]
+    findings.equal("after close", outcome(heap.check)[0], "HeapClosed")
     dist.barrier()
-    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:  # a new heap works at once
-        facts["works"] = round_trip(heap)
-    return facts
+    with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
+        findings.check(round_trip(heap), "a new heap does not work")
+    return findings.texts
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -723,22 +721,7 @@ def leave_out(rank: int, num_ranks: int, call: str, timeout_s: float) -> dict:
     ],
 )
 def test_a_peer_that_does_not_come(cluster, num_ranks: int, call: str, phase: str):
-    *waiting, missing = cluster(num_ranks).run(leave_out, call, 0.5)
-    for facts in waiting:
-        assert (facts["rank"], facts["phase"], facts["late"]) == (num_ranks - 1, phase, 1)
-        wanted = f"rank {num_ranks - 1} did not reach '{phase}' within "
-        assert facts["text"].startswith(wanted)
-        assert 0.45 < facts["took_s"] < PROMPT_S
-        assert facts["next"][0] == facts["lease"] == HeapPoisoned.__name__
-        assert wanted in facts["next"][1]
-        assert facts["offsets"] == [[-1] * control.NUM_PUBLISHED] * num_ranks
-    wanted += "timeout_s=0.5: expected epoch"
-    assert waiting[0]["text"].startswith(wanted)
-    assert missing["next"][0] == PeerAborted.__name__
-    assert f"rank 0 gave up: {wanted}" in missing["next"][1]
-    for facts in [*waiting, missing]:
-        assert facts["closed"] == HeapClosed.__name__
-        assert facts["works"]
+    assert cluster(num_ranks).run(leave_out, call, phase) == [[]] * num_ranks
 
 
 def run_ahead(rank: int, num_ranks: int) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from conftest import left_in_shared_memory
 from limits import HANG_S, PROMPT_S
-from test_heap import round_trip
+from test_heap import outcome, round_trip
 from worker import Findings, difference, free_bytes, open_heap, wait_for_arrivals
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
@@ -31,12 +31,7 @@ T, K, H = 12, 2, 16
 
 def attempt(heap: SymmetricHeap, call: Callable[[], object]) -> tuple[str, str]:
     """(class, text) of what the call raises on this rank, at the latest when the rank waits for its stream."""
-    try:
-        call()
-        heap.synchronize()
-    except SymmoeError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return outcome(lambda: [call(), heap.synchronize()])
 
 
 def tokens(heap: SymmetricHeap, hidden: int = H, dtype: torch.dtype = torch.float32) -> torch.Tensor:
