@@ -42,7 +42,6 @@ _FIRST = (
     "test_low_precision_layer",
     "test_layer",
     "test_docs_code",
-    "test_docs_errors",
     "test_gpu_kernels_interpreter",
     "test_types",
     "test_exit",

@@ -119,6 +119,12 @@ class Findings:
             self.check(False, f"{name} is off by up to {worst:.3g} (largest wanted {want.abs().max():.3g})")
 
 
+def difference(what: str, culprit: int, usual: object, other: object) -> str:
+    """The text of a ConfigMismatch between all ranks and one culprit: it names rank 0 and the first that differs."""
+    zero, first, its = (other, 1, usual) if culprit == 0 else (usual, culprit, other)
+    return f"{what}: rank 0 has {zero}, rank {first} has {its}"
+
+
 def on_device(tensor: torch.Tensor, heap: SymmetricHeap) -> torch.Tensor:
     """`tensor` on the heap's device."""
     return tensor.to(heap.device)
