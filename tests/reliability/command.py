@@ -30,7 +30,7 @@ SUITES = {
 }
 # Suites that read their own options, which are all that follows the name.
 WITH_OWN_OPTIONS = {
-    "checkpoint_kills": ("checkpoint_kills", "a save under kill -9, flipped bits; its own options: --help after it"),
+    "checkpoint_kills": ("checkpoint_kills", "a save under kill -9, flipped bits; its own options: --help after it")
 }
 
 
