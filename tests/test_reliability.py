@@ -111,7 +111,7 @@ def test_wrong_calls_that_there_are():
 
 def test_cases_are_shared_among_jobs(launcher: Launcher):
     run = Run(tuple(range(5)), 2, num_jobs=2)
-    assert sorted(outcome.case for outcome in litmus.run_cases(run, launcher)) == [0, 1, 2, 3, 4]
+    assert sorted(outcome.case for outcome in litmus.SUITE.run(run, launcher)) == [0, 1, 2, 3, 4]
 
 
 def test_heaps_that_keep_memory_are_told_from_jobs_that_come_and_go():

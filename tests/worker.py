@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 from limits import HANG_S
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
@@ -74,6 +75,18 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
         experts.fc1.weight.copy_(w1)
         experts.fc2.weight.copy_(w2)
     return experts
+
+
+class Watching(TorchDispatchMode):
+    """Lets operators be, and notes them in `seen`. Under any mode a layer's step is an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[object] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
 
 
 class Findings:

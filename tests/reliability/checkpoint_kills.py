@@ -41,6 +41,8 @@ from typing import Any
 import safetensors
 import torch
 import torch.distributed as dist
+from test_checkpoint import bits as content
+from test_checkpoint import fill
 from torch import nn
 
 import symmoe
@@ -53,7 +55,6 @@ NUM_RANKS, EXPERTS, HIDDEN, FFN = 2, 8, 64, 128
 OLD, NEW = 10, 20
 DEADLINE_S = 600.0
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
-KINDS = ("step", "exp_avg", "exp_avg_sq")
 TARGETS = ("shard", "manifest", "seal", "latest")
 
 
@@ -89,47 +90,16 @@ class Model(nn.Module):
     def __init__(self, num_local: int) -> None:
         super().__init__()
         self.dense = nn.Linear(HIDDEN, HIDDEN)
-        self.experts = GroupedMLP(num_local, HIDDEN, FFN)
+        self.moe = nn.ModuleDict({"experts": GroupedMLP(num_local, HIDDEN, FFN)})
 
 
-def values(label: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of this name: the same wherever it is asked for."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(label.encode()).digest()[:6], "little"))
-    return torch.randn(shape, generator=generator)
-
-
-def fill(label: str, name: str, tensor: torch.Tensor, first: int) -> None:
-    """Sets a parameter or moment to what it is in the state `label`; rows of experts are numbered from `first`."""
-    if name.split("/")[0].startswith("experts"):
-        for row, part in enumerate(tensor):
-            part.copy_(values(f"{label}/{name}/{first + row}", tuple(part.shape)))
-    else:
-        tensor.copy_(values(f"{label}/{name}", tuple(tensor.shape)))
-
-
-@torch.no_grad()
 def build(label: str, rank: int, num_ranks: int) -> tuple[Model, torch.optim.Optimizer]:
     """Model and optimizer of one rank in the state `label`."""
     num_local = EXPERTS // num_ranks
     model = Model(num_local)
-    number = int.from_bytes(hashlib.sha256(label.encode()).digest()[:2], "little")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=number / 7)
-    for name, parameter in model.named_parameters():
-        fill(label, name, parameter, rank * num_local)
-        moments = {kind: torch.empty_like(parameter) for kind in KINDS[1:]}
-        for kind, tensor in moments.items():
-            fill(label, f"{name}/{kind}", tensor, rank * num_local)
-        optimizer.state[parameter] = {"step": torch.tensor(float(number))} | moments
+    optimizer = torch.optim.AdamW(model.parameters())
+    fill(model, optimizer, rank * num_local, int.from_bytes(hashlib.sha256(label.encode()).digest()[:3], "little"))
     return model, optimizer
-
-
-def content(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
-    """Every bit of a model and its optimizer."""
-    bits = {name: parameter.detach().numpy().tobytes() for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        for kind, tensor in optimizer.state[parameter].items():
-            bits[f"{name}/{kind}"] = tensor.numpy().tobytes()
-    return bits | {"lr": repr(optimizer.param_groups[0]["lr"]).encode()}
 
 
 def loaded(directory: Path, *, step: int | None = None) -> tuple[int, str, dict[str, bytes]]:
