@@ -16,7 +16,7 @@ VENV ?= .venv
 RANKS ?= 2
 JOBS ?= 2
 ARGS ?=
-RECORDS := layer-h200-ep*.json layer-tokens-h200-ep*.json layer-skew-h200-ep*.json variants-h200-ep*.json
+RECORDS := layer-h200-ep*.json layer-tokens-h200-ep*.json layer-skew-h200-ep*.json
 
 ifeq ($(VENV),none)
 PY := "$(PYTHON)"

@@ -1,20 +1,19 @@
 """Whether training in low precision ends where bf16 ends: the example with every recipe, same data, same initial model.
 
-    python benchmarks/convergence.py --json convergence-cpu.json --plot convergence-cpu.png     # 2 CPUs, an hour
-    python benchmarks/convergence.py --preset gpu-small --ranks 1 --seeds 0,1,2 --jobs 6 --seconds 900 \\
-        --keep runs/convergence --json convergence-gpu.json --plot convergence-gpu.png
+    python benchmarks/convergence.py --out runs/cpu --json convergence-cpu.json --plot convergence-cpu.png     # an hour
+    python benchmarks/convergence.py --preset gpu-small --ranks 1 --seeds 0,1,2 --jobs 6 --out runs/gpu --json gpu.json
 
 Runs examples/train_lm.py with --bf16 and each of the precisions, and compares what they end with on held-out text, seed
 by seed. Seeds also show how far runs differ that differ in nothing else: a mean that is allowed, with a standard error
 as large, says little. Exits with 1 if a way is further from bf16 than it may be, in the mean of the seeds, or if a run
-has failed or is missing.
+has failed.
 
 --jobs N runs so many side by side on the same devices. They share nothing, so their results are those of one after the
-other; only tokens_per_s in their metrics is not. After --seconds nothing more starts; what has started may end, within
---timeout-s. The JSON is written again after every run that ends, so that a kill loses what was under way, no more.
---keep FOLDER keeps the runs (metrics, pictures, logs, no checkpoints), and takes those that are there already with the
-same options: "kept" in the JSON says where they were made.
+other; only tokens_per_s in their metrics is not. --out FOLDER keeps metrics, pictures and logs, no checkpoints. Runs
+that are there already with the same options are taken: "kept" in the JSON says where they were made.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -22,15 +21,11 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +39,6 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 SMOOTHED_STEPS = 20
 BASELINE = "bf16"
 LOG_LINES = 60  # of a failed run that are shown: torchrun's own report comes last, and is half of them
-POLL_S = 0.1
-STOP_S = 45.0  # torchrun gives its ranks 30 s to end
 
 Steps = list[dict[str, Any]]  # the metrics of one run
 Curves = dict[str, dict[int, Steps]]  # by way and seed
@@ -78,133 +71,59 @@ class Run:
 
     Attributes:
         out: its own folder, where it leaves everything.
-        ranks, chosen: processes, and the options of the example but --out: what makes two runs the same.
+        command: without the folder: what makes two runs the same.
     """
 
     way: str
     seed: int
     out: Path
-    ranks: int
-    chosen: tuple[str, ...]
+    command: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.way}, seed {self.seed}"
 
-    @property
-    def command(self) -> list[str]:
-        """--standalone finds a free port, so that runs side by side do not meet."""
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-        return [*launcher, str(EXAMPLE), *self.chosen, "--out", str(self.out)]
+    def env(self) -> dict[str, Any] | None:
+        """Where the run was made that is there already; None if none, or one of another command, is."""
+        note = self.out / "run.json"
+        made = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+        return made["env"] if made.get("command") == list(self.command) else None
 
-    @property
-    def log(self) -> Path:
-        """What its processes print."""
-        return self.out / "log.txt"
+    def train(self, env: dict[str, Any]) -> str:
+        """Trains; returns the end of the log if that failed, else ""."""
+        note, log = self.out / "run.json", self.out / "log.txt"
+        self.out.mkdir(parents=True, exist_ok=True)
+        note.unlink(missing_ok=True)
+        print(f"{self}: {shlex.join(self.command)}", flush=True)
+        threads = {"OMP_NUM_THREADS": "1"} | os.environ  # else every run would want all cores for itself
+        # --standalone finds a free port, so that runs side by side do not meet.
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        with log.open("wb") as file:
+            done = subprocess.run(
+                [*launcher, *self.command, "--out", str(self.out)], stdout=file, stderr=subprocess.STDOUT, env=threads
+            )
+        if done.returncode:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            return "\n".join([f"exit code {done.returncode}", *lines[-LOG_LINES:]])
+        shutil.rmtree(self.out / "checkpoints", ignore_errors=True)  # a model and its moments, of every run
+        note.write_text(json.dumps({"command": self.command, "env": env}, indent=1) + "\n", encoding="utf-8")
+        return ""
 
     def steps(self) -> Steps:
         """Of a run that has ended well."""
         return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
-    @property
-    def _note(self) -> Path:
-        return self.out / "run.json"
 
-    def note(self, env: dict[str, Any]) -> None:
-        """Writes down that the run has ended well, and where."""
-        made = {"ranks": self.ranks, "options": self.chosen, "env": env}
-        self._note.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-
-    def forget(self) -> None:
-        """Takes back the note of a run that is made again."""
-        self._note.unlink(missing_ok=True)
-
-    def env(self) -> dict[str, Any] | None:
-        """Where the run was made that is there already; None if none, or one with other options, is."""
-        if not self._note.exists():
-            return None
-        made = json.loads(self._note.read_text(encoding="utf-8"))
-        same = (made["ranks"], tuple(made["options"])) == (self.ranks, self.chosen)
-        return made["env"] if same else None
-
-
-def runs_of(options: argparse.Namespace, folder: Path) -> list[Run]:
-    """Seed by seed, each in all ways: if time is up, what is there can be compared."""
+def runs_of(options: argparse.Namespace) -> list[Run]:
+    """Seed by seed, each in all ways."""
     steps = ("--steps", str(options.steps)) if options.steps else ()
     runs = []
     for seed in options.seeds:
         for name in (BASELINE, *(way for way in options.ways if way != BASELINE)):
-            out = folder / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
+            out = options.out / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
             chosen = ("--preset", options.preset, "--bf16", "--seed", str(seed), *WAYS[name].options, *steps)
-            runs.append(Run(name, seed, out, options.ranks, chosen))
+            command = (f"--nproc-per-node={options.ranks}", str(EXAMPLE), *chosen)
+            runs.append(Run(name, seed, out, command))
     return runs
-
-
-class Training:
-    """A run that is under way."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self._start = run, time.monotonic()
-        run.forget()
-        run.out.mkdir(parents=True, exist_ok=True)
-        threads = {"OMP_NUM_THREADS": "1"} | os.environ  # else every run would want all cores for itself
-        with run.log.open("wb") as log:
-            self._process = subprocess.Popen(run.command, stdout=log, stderr=subprocess.STDOUT, env=threads)
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._start
-
-    def problem(self) -> str | None:
-        """None while it runs; "" if it has ended well."""
-        code = self._process.poll()
-        return code if code is None else f"exit code {code}" if code else ""
-
-    def ask_to_stop(self) -> None:
-        """torchrun passes it on; its ranks lead sessions of their own, and would outlive a SIGKILL."""
-        self._process.terminate()
-
-    def stop(self) -> None:
-        """Returns when it has ended."""
-        self.ask_to_stop()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def train(runs: Sequence[Run], *, num_jobs: int, seconds: float, timeout_s: float) -> Iterator[tuple[Run, float, str]]:
-    """Trains, and yields each run as it ends: how long it took, and what has gone wrong ("": nothing).
-
-    Args:
-        num_jobs: most runs at a time.
-        seconds: after which no run starts.
-        timeout_s: after which a run is stopped.
-    """
-    waiting, started = deque(runs), list[Training]()
-    start_until = time.monotonic() + seconds
-    try:
-        while True:
-            while waiting and len(started) < num_jobs and time.monotonic() < start_until:
-                print(waiting[0], shlex.join(waiting[0].chosen), flush=True)
-                started.append(Training(waiting.popleft()))
-            if not started:
-                return
-            for training in [*started]:
-                problem = training.problem()
-                if problem is None and training.seconds > timeout_s:
-                    training.stop()
-                    problem = f"stopped after {timeout_s:.0f} s"
-                if problem is not None:
-                    started.remove(training)
-                    yield training.run, training.seconds, problem
-            time.sleep(POLL_S)
-    finally:
-        for training in started:
-            training.ask_to_stop()
-        for training in started:
-            training.stop()
 
 
 def heldout(steps: Steps) -> dict[int, float]:
@@ -309,117 +228,39 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--preset", default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, help="default: the preset's")
-    parser.add_argument("--seeds", type=_seeds, default=[0], help="with commas between (default: 0)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=_list_of_ways())
-    parser.add_argument("--jobs", type=_positive, default=1, help="runs side by side on the same devices (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no more runs after that time")
-    parser.add_argument("--timeout-s", type=float, default=3600.0, help="of one run")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where runs are kept, and looked for")
+    parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))], default=[0], help="as in 0,1 (0)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="besides bf16 (all)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side on the same devices (%(default)s)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where runs are kept, and looked for")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--plot", help="where to draw the curves (PNG)")
     return parser.parse_args()
 
 
-def _list_of_ways() -> str:
-    return f"besides bf16 (default: all): {', '.join(repr(way) for way in WAYS if way != BASELINE)}"
-
-
-def _seeds(text: str) -> list[int]:
-    return list(dict.fromkeys(int(seed) for seed in text.split(",")))
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
-
-
-class Comparison:
-    """The runs that are wanted, and what is known of them so far."""
-
-    def __init__(self, wanted: Sequence[Run], env: dict[str, Any]) -> None:
-        self._wanted, self._env = wanted, env
-        self._failed: list[dict[str, Any]] = []
-        self._kept: list[dict[str, Any]] = []
-        self._found: Curves = {}
-
-    def take_kept(self) -> list[Run]:
-        """Takes the runs that are there already; returns the others."""
-        others = []
-        for run in self._wanted:
-            if (env := run.env()) is None:
-                others.append(run)
-            else:
-                self._kept.append({"way": run.way, "seed": run.seed, "env": env})
-                self._found.setdefault(run.way, {})[run.seed] = run.steps()
-        return others
-
-    def add(self, run: Run, problem: str) -> None:
-        """A run that has ended, well if there is no problem."""
-        if problem:
-            log = "\n".join(run.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
-            print(f"{run}: {problem}\n{log}", flush=True)
-            self._failed.append({"way": run.way, "seed": run.seed, "problem": problem, "log": log})
-        else:
-            shutil.rmtree(run.out / "checkpoints", ignore_errors=True)  # a model and its moments, of every run
-            run.note(self._env)
-            self._found.setdefault(run.way, {})[run.seed] = run.steps()
-
-    @property
-    def curves(self) -> Curves:
-        """Of the runs that have ended well, in the order of WAYS and seeds."""
-        return {way: dict(sorted(self._found[way].items())) for way in WAYS if way in self._found}
-
-    def record(self) -> dict[str, Any]:
-        """As JSON has it."""
-        ended = {(run["way"], run["seed"]) for run in self._failed}
-        ended |= {(way, seed) for way, by_seed in self._found.items() for seed in by_seed}
-        return {
-            "env": self._env,
-            "results": results_of(self.curves),
-            "failed": self._failed,
-            "missing": [{"way": r.way, "seed": r.seed} for r in self._wanted if (r.way, r.seed) not in ended],
-            "kept": self._kept,
-        }
-
-
-def write(record: dict[str, Any], path: Path | None) -> None:
-    """Writes the record, if anybody wants it: the old one stays until the new one is whole."""
-    if path is not None:
-        aside = path.with_name(path.name + ".part")
-        aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        aside.replace(path)
-
-
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who stops it still gets what is there
     on_gpu = options.preset.startswith("gpu") and torch.cuda.is_available()
     env = machine(torch.device("cuda" if on_gpu else "cpu")) | {"command": shlex.join(["python", *sys.argv])}
-    with tempfile.TemporaryDirectory() as temporary:
-        comparison = Comparison(runs_of(options, options.keep or Path(temporary)), env)
-        to_do = comparison.take_kept()
-        try:
-            training = train(to_do, num_jobs=options.jobs, seconds=options.seconds, timeout_s=options.timeout_s)
-            with closing(training):
-                for run, seconds, problem in training:
-                    comparison.add(run, problem)
-                    write(comparison.record(), options.json)
-                    print(f"{run}: {'failed' if problem else 'done'} after {seconds:.0f} s", flush=True)
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-    record, curves = comparison.record(), comparison.curves
-    write(record, options.json)
-    for way, result in record["results"].items():
+    runs = runs_of(options)
+    kept = [{"way": run.way, "seed": run.seed, "env": where} for run in runs if (where := run.env()) is not None]
+    to_do = [run for run in runs if run.env() is None]
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        logs = dict(zip(to_do, jobs.map(lambda run: run.train(env), to_do), strict=True))
+    failed = [{"way": run.way, "seed": run.seed, "log": log} for run, log in logs.items() if log]
+    ended = [run for run in runs if not logs.get(run)]
+    curves = {way: {run.seed: run.steps() for run in ended if run.way == way} for way in WAYS}
+    curves = {way: by_seed for way, by_seed in curves.items() if by_seed}
+    results = results_of(curves)
+    if options.json:
+        record = {"env": env, "results": results, "failed": failed, "kept": kept}
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for way, result in results.items():
         print(line_of(way, result))
-    for run in record["failed"]:
-        print(f"failed: {run['way']}, seed {run['seed']}: {run['problem']}")
-    for run in record["missing"]:
-        print(f"missing: {run['way']}, seed {run['seed']}")
+    for run in failed:
+        print(f"failed: {run['way']}, seed {run['seed']}: {run['log']}")
     if options.plot and curves:
         draw(curves, options.plot)
-    whole = not (record["failed"] or record["missing"])
-    return 0 if whole and all(is_within(result) for result in record["results"].values()) else 1
+    return 0 if not failed and all(map(is_within, results.values())) else 1
 
 
 if __name__ == "__main__":

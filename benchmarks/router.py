@@ -5,21 +5,17 @@
 8,192 tokens in bf16, weights in fp32. fp32 and tf32 need an fp32 copy of the tokens, and keep it for backward; their
 times have the copy and the rounding of the tokens' gradient. bf16 rounds weights and logits, which routers in fp32 are
 to avoid. Times are of CUDA graphs that go through so many different inputs that those do not stay in the L2 cache;
-medians of --reps, all ways in turn. Errors are of logits: the largest one against float64, relative to the sum of the
+medians, all ways in turn. Errors are of logits: the largest one against float64, relative to the sum of the
 terms' magnitudes. They are looked at before anything is timed.
 """
 
-import argparse
-import json
-import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from one_gpu import medians_in_turn_ms, parser_of, write
 
 from symmoe.moe.router_logits import router_logits
-from symmoe.tools.bench.records import machine
 
 SHAPES = {  # experts, hidden size
     "qwen3-30b": (128, 2048),
@@ -66,15 +62,6 @@ def captured(way: str, xs: list[torch.Tensor], weight: torch.Tensor, d_logits: t
     return graph.replay
 
 
-def time_us(replay: Callable) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * start.elapsed_time(end)
-
-
 def error_of(way: str, x: torch.Tensor, weight: torch.Tensor) -> float:
     torch.backends.cuda.matmul.allow_tf32 = way == "tf32"
     x, weight = x[:1024].detach(), weight.detach()
@@ -84,7 +71,8 @@ def error_of(way: str, x: torch.Tensor, weight: torch.Tensor) -> float:
     return float(((logits - x @ weight.t()).abs() / (x.abs() @ weight.abs().t())).max())
 
 
-def compare(shape: str, reps: int) -> dict[str, dict[str, float]]:
+def compare(shape: str, repetitions: int) -> dict[str, dict[str, float]]:
+    """By way, its error and microseconds."""
     num_experts, hidden = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(0)
     numbers = {"device": "cuda", "generator": generator}
@@ -93,44 +81,30 @@ def compare(shape: str, reps: int) -> dict[str, dict[str, float]]:
     weight = (torch.randn(num_experts, hidden, **numbers) / hidden**0.5).requires_grad_()
     d_logits = torch.randn(TOKENS, num_experts, **numbers)
     results: dict[str, dict[str, float]] = {}
+    replays = {}
     for way in WAYS:
         results[way] = {"error": error_of(way, xs[0], weight)}
         if not results[way]["error"] <= MOST_ERROR[way]:
             sys.exit(f"{shape}, {way}: the logits are off by {results[way]['error']:.1e}")
-    replays = {
-        (way, direction): captured(way, xs, weight, d)
-        for way in WAYS
-        for direction, d in (("forward_us", None), ("both_us", d_logits))
-    }
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in replays}
-    for replay in replays.values():
-        replay()
-    for _ in range(reps):
-        for key, replay in replays.items():
-            times[key].append(time_us(replay) / num_inputs)
-    for (way, direction), measured in times.items():
-        results[way][direction] = round(statistics.median(measured), 2)
+        for key, gradient in (("forward_us", None), ("both_us", d_logits)):
+            replays[f"{way} {key}"] = captured(way, xs, weight, gradient)
+    for name, ms in medians_in_turn_ms(replays, repetitions).items():
+        way, key = name.split()
+        results[way][key] = round(1e3 * ms / num_inputs, 2)
     for result in results.values():
         result["backward_us"] = round(result["both_us"] - result["forward_us"], 2)
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--reps", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    options = parser.parse_args()
-    record = {"env": machine(torch.device("cuda")) | {"command": " ".join(["python", *sys.argv])}, "results": {}}
+    options = parser_of(__doc__, SHAPES).parse_args()
+    results = {}
     for shape in options.shapes:
-        record["results"][shape] = compare(shape, options.reps)
-        for way, result in record["results"][shape].items():
-            print(
-                f"{shape:14} {way:5} forward {result['forward_us']:7.1f} us, backward {result['backward_us']:7.1f} us, "
-                f"error {result['error']:.1e}"
-            )
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        results[shape] = compare(shape, options.repetitions)
+        for way, result in results[shape].items():
+            times = f"forward {result['forward_us']:7.1f} us, backward {result['backward_us']:7.1f} us"
+            print(f"{shape:14} {way:5} {times}, error {result['error']:.1e}")
+    write(options.json, results, torch.device("cuda"))
 
 
 if __name__ == "__main__":

@@ -45,19 +45,15 @@ class StepTrace:
 
     Attributes:
         kernels: name to launches.
-        kernel_us: name to microseconds on the GPU, of all launches together.
         copies: kind ("Memcpy DtoD (Device -> Device)", "Memset (Device)", ...) to launches.
         waits: waiting call to how often it was made.
         row_copies: copying operator and shape to how often, for tensors of at least `row_numel` elements.
-        copy_callers: operator, with those it was called from, to how often it had the driver copy something.
     """
 
     kernels: Counter[str]
-    kernel_us: Counter[str]
     copies: Counter[str]
     waits: Counter[str]
     row_copies: Counter[str]
-    copy_callers: Counter[str]
 
     @property
     def findings(self) -> list[str]:
@@ -81,32 +77,21 @@ def trace_step(step: Callable[[], object], *, row_numel: int) -> StepTrace:
         torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
     events = profiler.events()
     whole = next(e.time_range for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
-    kernels, kernel_us, copies, waits, row_copies, callers = (Counter() for _ in range(6))
+    kernels, copies, waits, row_copies = (Counter() for _ in range(4))
     for event in events:
         if event.device_type == DeviceType.CUDA:
             if event.name.startswith(("Memcpy", "Memset")):
                 copies[event.name] += 1
             elif event.name != STEP:
                 kernels[event.name] += 1
-                kernel_us[event.name] += event.time_range.elapsed_us()
         elif whole.start <= event.time_range.start <= whole.end:
-            if event.name.startswith(("cudaMemcpy", "cuMemcpy")):
-                callers[calling_operators(event)] += 1
             if event.name in WAITING_CALLS:
                 waits[event.name] += 1
             elif event.name in COPYING_OPERATORS and event.input_shapes and event.input_shapes[0]:
                 shape = event.input_shapes[0]
                 if torch.Size(shape).numel() >= row_numel:
                     row_copies[f"{event.name} {shape}"] += 1
-    return StepTrace(kernels, kernel_us, copies, waits, row_copies, callers)
-
-
-def calling_operators(event: torch.autograd.profiler_util.FunctionEvent) -> str:
-    """Names of the operators that an event is part of, innermost first."""
-    names = []
-    while (event := event.cpu_parent) is not None:
-        names.append(event.name)
-    return " < ".join(names)
+    return StepTrace(kernels, copies, waits, row_copies)
 
 
 def training_step(layer: symmoe.MoELayer, num_tokens: int) -> Callable[[], None]:
@@ -169,10 +154,8 @@ def summary(trace: StepTrace, config: symmoe.MoEConfig, num_ranks: int, num_toke
         *(f"finding: {text}" for text in trace.findings),
         "copies and fills by the driver:",
         *(f"{count:5d}  {name}" for name, count in sorted(trace.copies.items())),
-        "operators that copy by the driver:",
-        *(f"{count:5d}  {name}" for name, count in sorted(trace.copy_callers.items())),
-        f"kernels: {trace.kernels.total()}, {trace.kernel_us.total():.1f} us",
-        *(f"{us:10.1f} us {trace.kernels[name]:5d}  {name[:100]}" for name, us in trace.kernel_us.most_common()),
+        f"kernels: {trace.kernels.total()}",
+        *(f"{count:5d}  {name[:100]}" for name, count in sorted(trace.kernels.items())),
     ]
     return "\n".join(lines)
 

@@ -13,18 +13,15 @@ checkpoint with the same files, which plain transformers reads at the end.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before a process group exists: see lm/ranks.py
 import transformers
 from lm.data import Corpus, heldout_batch, load_corpus, train_batch
+from lm.ranks import Ranks, open_ranks
 
 import symmoe
 from symmoe.integrations.transformers import from_pretrained, save_checkpoint
@@ -44,23 +41,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.out.exists() and any(arguments.out.iterdir()):
         parser.error(f"--out: {arguments.out} is not empty")
     return arguments
-
-
-@contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """The ranks that torchrun has started, or this process alone."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        torch.set_num_threads(1)  # one core per process
-    if "RANK" not in os.environ:
-        yield
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def write_random_checkpoint(folder: Path) -> None:
@@ -103,13 +83,6 @@ def heap_bytes(config: transformers.PretrainedConfig, *, num_ranks: int, num_tok
     return plan.heap_bytes
 
 
-def mean_over_ranks(value: torch.Tensor, num_ranks: int) -> float:
-    """Mean of a scalar. Collective."""
-    if num_ranks > 1:
-        dist.all_reduce(value)
-    return value.item() / num_ranks
-
-
 @torch.no_grad()
 def heldout_loss(model: torch.nn.Module, corpus: Corpus, sequences: range, *, context: int) -> torch.Tensor:
     """Mean cross entropy over some of the held-out sequences."""
@@ -121,15 +94,14 @@ def heldout_loss(model: torch.nn.Module, corpus: Corpus, sequences: range, *, co
     return loss.detach()
 
 
-def finetune(model: torch.nn.Module, heap: symmoe.SymmetricHeap, corpus: Corpus, arguments: argparse.Namespace) -> None:
+def finetune(model: torch.nn.Module, ranks: Ranks, corpus: Corpus, arguments: argparse.Namespace) -> None:
     """Trains the model in place. Collective."""
-    rank, num_ranks, device = heap.rank, heap.num_ranks, heap.device
-    tokens_per_step = num_ranks * arguments.sequences * arguments.context
+    device, sequences = ranks.device, ranks.size * arguments.sequences
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.0)
     model.train()
     shown_step, shown_at = 0, time.perf_counter()
     for step in range(1, arguments.steps + 1):
-        mine = range(rank * arguments.sequences, (rank + 1) * arguments.sequences)
+        mine = ranks.share(sequences)
         batch = train_batch(corpus, seed=0, step=step, sequences=mine, context=arguments.context - 1).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(batch, labels=batch).loss
@@ -139,10 +111,10 @@ def finetune(model: torch.nn.Module, heap: symmoe.SymmetricHeap, corpus: Corpus,
         optimizer.step()
         optimizer.zero_grad()
         if step == 1 or step % 10 == 0 or step == arguments.steps:
-            mean_loss = mean_over_ranks(loss.detach(), num_ranks)  # waits for the device
+            mean_loss = ranks.mean(loss.detach()).item()  # waits for the device
             now = time.perf_counter()
-            rate = (step - shown_step) * tokens_per_step / (now - shown_at)
-            if rank == 0:
+            rate = (step - shown_step) * sequences * arguments.context / (now - shown_at)
+            if ranks.is_main:
                 print(f"step {step:4d}  loss {mean_loss:.4f}  {rate:,.0f} tokens/s")
             shown_step, shown_at = step, now
 
@@ -151,36 +123,33 @@ def main() -> None:
     arguments = parse_arguments()
     corpus = load_corpus()
     context = arguments.context
-    with process_group(), tempfile.TemporaryDirectory() as scratch:
-        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    with open_ranks(device_type) as ranks, tempfile.TemporaryDirectory() as scratch:
         source = arguments.checkpoint
         if source is None:
             where = [str(Path(scratch) / "checkpoint")]
-            if rank == 0:
+            if ranks.is_main:
                 write_random_checkpoint(Path(where[0]))
-            if num_ranks > 1:
+            if ranks.group is not None:
                 dist.broadcast_object_list(where)  # rank 0's folder, and the news that it is complete
             source = Path(where[0])
         config = transformers.AutoConfig.from_pretrained(source)
-        num_bytes = heap_bytes(config, num_ranks=num_ranks, num_tokens=arguments.sequences * context)
+        num_bytes = heap_bytes(config, num_ranks=ranks.size, num_tokens=arguments.sequences * context)
 
         with symmoe.SymmetricHeap(num_bytes=num_bytes) as heap:
             model = from_pretrained(source, heap, dtype=torch.float32)
             here = sum(parameter.numel() for parameter in model.parameters())
-            if rank == 0:
-                print(f"{num_ranks} ranks on {heap.backend}, {here:,} parameters on each, heap {num_bytes >> 20} MiB")
-            finetune(model, heap, corpus, arguments)
-            each = HELDOUT_SEQUENCES // num_ranks
-            mine = range(rank * each, (rank + 1) * each)
-            heldout = mean_over_ranks(heldout_loss(model, corpus, mine, context=context), num_ranks)
+            if ranks.is_main:
+                print(f"{ranks.size} ranks on {heap.backend}, {here:,} parameters on each, heap {num_bytes >> 20} MiB")
+            finetune(model, ranks, corpus, arguments)
+            mine = ranks.share(HELDOUT_SEQUENCES)
+            heldout = ranks.mean(heldout_loss(model, corpus, mine, context=context)).item()
             save_checkpoint(model, arguments.out, like=source)
-        if rank == 0:
+        if ranks.is_main:
             whole = transformers.AutoModelForCausalLM.from_pretrained(arguments.out)
-            everything = range(each * num_ranks)
-            plain = heldout_loss(whole, corpus, everything, context=context).item()
+            plain = heldout_loss(whole, corpus, range(HELDOUT_SEQUENCES), context=context).item()
             print(f"held-out loss {heldout:.4f}; of {arguments.out} in plain transformers {plain:.4f}")
-        if num_ranks > 1:
-            dist.barrier()  # the source goes when rank 0 leaves
+        ranks.barrier()  # the source goes when rank 0 leaves
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from lm.data import load_corpus, train_batch
 from lm.model import LanguageModel, heap_bytes, init_parameters
 from lm.presets import PRESETS
-from lm.ranks import open_ranks
+from lm.ranks import make_deterministic, open_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,6 +61,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def main() -> None:
     arguments = parse_arguments()
     preset = PRESETS[arguments.preset]
+    if preset.device == "cuda":
+        make_deterministic()
     with open_ranks(preset.device) as ranks:
         ep = arguments.ep or ranks.size
         mesh = init_device_mesh(preset.device, (ranks.size // ep, ep), mesh_dim_names=("efsdp", "ep"))

@@ -45,52 +45,26 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """Shape of the model, of a micro-batch (micro_batch sequences), and of a step (micro_batches of them)."""
+    """Shape of the model, of a micro-batch (micro_batch sequences), and of a step (micro_batches of them); "tiny"."""
 
-    layers: int
-    hidden: int
-    heads: int
-    query_groups: int
-    ffn: int
-    num_experts: int
-    top_k: int
-    sequence: int
-    micro_batch: int
-    micro_batches: int
-    steps: int
-    learning_rate: float
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    query_groups: int = 2
+    ffn: int = 64
+    num_experts: int = 8
+    top_k: int = 2
+    sequence: int = 64
+    micro_batch: int = 4
+    micro_batches: int = 1
+    steps: int = 40
+    learning_rate: float = 2e-3
 
 
-PRESETS = {
-    "tiny": Preset(
-        layers=2,
-        hidden=64,
-        heads=4,
-        query_groups=2,
-        ffn=64,
-        num_experts=8,
-        top_k=2,
-        sequence=64,
-        micro_batch=4,
-        micro_batches=1,
-        steps=40,
-        learning_rate=2e-3,
-    ),
-    "qwen3-30b": Preset(
-        layers=4,
-        hidden=2048,
-        heads=32,
-        query_groups=4,
-        ffn=768,
-        num_experts=128,
-        top_k=8,
-        sequence=2048,
-        micro_batch=4,
-        micro_batches=8,
-        steps=20,
-        learning_rate=3e-4,
-    ),
-}
+_ATTENTION = {"hidden": 2048, "heads": 32, "query_groups": 4}
+_EXPERTS = {"ffn": 768, "num_experts": 128, "top_k": 8}
+_BATCH = {"sequence": 2048, "micro_batches": 8, "steps": 20, "learning_rate": 3e-4}
+PRESETS = {"tiny": Preset(), "qwen3-30b": Preset(layers=4, **_ATTENTION, **_EXPERTS, **_BATCH)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from symmoe.tools.bench.timing import clock_for
 
 WARM_UP = 5  # kernels are compiled, buffers grow
 # Between the results of two layers, as a share of the first one's norm: what rounding can do.
@@ -51,29 +52,28 @@ def time_layers(
         RuntimeError: two layers differ by more than rounding does.
     """
     _compare(layers, x, dy, reseed)
-    marks: dict[str, list[tuple[Any, Any, Any]]] = {name: [] for name in layers}
+    clock = clock_for(x.device)
+    marks: dict[str, list[list[Any]]] = {name: [] for name in layers}
     for repetition in range(WARM_UP + repetitions):
         for name, layer in layers.items():
             _align(x.device)
-            start = _mark(x.device)
+            start = clock.mark()
             y = layer(leaf := x.detach().requires_grad_())[0]
-            middle = _mark(x.device)
+            middle = clock.mark()
             y.backward(dy)
-            end = _mark(x.device)
+            end = clock.mark()
             del y, leaf
             layer.zero_grad(set_to_none=True)
             if repetition >= WARM_UP:
-                marks[name].append((start, middle, end))
-    if x.is_cuda:
-        torch.cuda.synchronize()
+                marks[name].append([start, middle, end])
     times = {}
     for name, points in marks.items():
-        forward = _slowest([_milliseconds(start, middle) for start, middle, _ in points], x.device)
-        total = _slowest([_milliseconds(start, end) for start, _, end in points], x.device)
-        backward = _slowest([_milliseconds(middle, end) for _, middle, end in points], x.device)
+        phases = torch.tensor([clock.intervals_ms(each) for each in points], dtype=torch.float64, device=x.device)
+        phases = torch.cat([phases, phases.sum(1, keepdim=True)], dim=1)
+        dist.all_reduce(phases, op=dist.ReduceOp.MAX)  # of each repetition, the time on its slowest rank
         times[name] = {
             f"{phase}_ms": dataclasses.asdict(Summary.of(values))
-            for phase, values in (("forward", forward), ("backward", backward), ("total", total))
+            for phase, values in zip(("forward", "backward", "total"), phases.T.tolist(), strict=True)
         }
     return times
 
@@ -98,22 +98,3 @@ def _compare(layers: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, reseed: 
 def _align(device: torch.device) -> None:
     """The ranks' streams meet; hosts of GPUs do not wait."""
     dist.all_reduce(torch.zeros(1, device=device))
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
-
-
-def _slowest(values: list[float], device: torch.device) -> list[float]:
-    """Of each repetition, the time on its slowest rank. Collective."""
-    slowest = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()

@@ -27,18 +27,20 @@ from collections import deque
 from pathlib import Path
 
 import torch
-from lm import checkpoint, report
+from lm import report
 from lm.data import Corpus, byte_frequency_bits, heldout_batch, load_corpus, train_batch
 from lm.model import LanguageModel, ModelOutput, generate, heap_bytes, init_parameters
 from lm.presets import PRESETS, Preset
-from lm.ranks import Ranks, open_ranks
+from lm.ranks import Ranks, make_deterministic, open_ranks
 from torch.nn import functional as F
 
 import symmoe
+from symmoe.checkpoint import load_checkpoint, read_manifest, save_checkpoint
 from symmoe.precision import PRECISIONS
 from symmoe.training.gradients import clip_grad_norm, reduce_gradients
 
 PROMPT = b"def "
+KEPT_CHECKPOINTS = 2
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -115,28 +117,28 @@ def evaluate(model: LanguageModel, corpus: Corpus, preset: Preset, ranks: Ranks)
     return ranks.mean(torch.stack(losses).mean()).item() / math.log(2)
 
 
+def check_settings(folder: Path, settings: dict[str, str | int]) -> None:
+    """Raises ValueError if the newest checkpoint is of a run with other settings; the text has both values."""
+    saved = read_manifest(folder).extra
+    for name, value in settings.items():
+        if saved.get(name) != value:
+            raise ValueError(f"--resume: {name} is {value!r}, but the checkpoint was made with {saved.get(name)!r}")
+
+
 def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: symmoe.SymmetricHeap) -> None:
     """The whole run: model, data, optimizer, loop, sample. Collective."""
     corpus = load_corpus()
     model = LanguageModel(preset, heap, device=ranks.device)
     init_parameters(model, seed=arguments.seed, ep_rank=heap.rank)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    state = {
-        "folder": arguments.out / "checkpoints",
-        "settings": {
-            "preset": repr(preset),
-            "seed": arguments.seed,
-            "steps": arguments.steps,
-            "corpus": corpus.digest,
-        },
-        "model": model,
-        "optimizer": optimizer,
-        "ranks": ranks,
-    }
-    start = checkpoint.load(**state) if arguments.resume else 0
-    reporter = report.Reporter(
-        arguments.out / "metrics.jsonl", steps=arguments.steps, start=start, enabled=ranks.is_main
-    )
+    folder, state = arguments.out / "checkpoints", {"model": model, "optimizer": optimizer, "group": ranks.group}
+    settings = {"preset": repr(preset), "seed": arguments.seed, "steps": arguments.steps, "corpus": corpus.digest}
+    start = 0
+    if arguments.resume:
+        check_settings(folder, settings)
+        start = load_checkpoint(folder, **state).step
+    path = arguments.out / "metrics.jsonl"
+    reporter = report.Reporter(path, steps=arguments.steps, start=start, enabled=ranks.is_main)
     byte_frequency = byte_frequency_bits(corpus, total=preset.eval_sequences, context=preset.context)
     seconds: deque[float] = deque(maxlen=20)  # of the last steps; their median is the speed
     for step in range(start, arguments.steps):
@@ -155,7 +157,7 @@ def train(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, heap: sym
             record["byte_frequency_bits_per_byte"] = byte_frequency
         reporter.record(record)
         if last or (step + 1) % arguments.save_every == 0:
-            checkpoint.save(step=step + 1, **state)
+            save_checkpoint(folder, step + 1, **state, extra=settings, keep_last=KEPT_CHECKPOINTS)
     reporter.close()
 
     sample = generate(model, PROMPT, num_bytes=preset.sample_bytes, context=preset.context, seed=arguments.seed)
@@ -177,6 +179,8 @@ def main() -> None:
     if arguments.bf16:
         preset = dataclasses.replace(preset, autocast=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if preset.device == "cuda":
+        make_deterministic()
     with open_ranks(preset.device, arguments.ep) as ranks:
         num_bytes = heap_bytes(preset, num_ranks=arguments.ep or ranks.size)
         backend = "nvshmem" if preset.device == "cuda" else "host"

@@ -10,10 +10,11 @@ import multiprocessing as mp
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from limits import HANG_S
@@ -24,6 +25,12 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "symmoe.symm_mem.
 
 class RankFailure(AssertionError):
     """A rank raised; the text holds every rank's traceback."""
+
+
+def on_ranks(*, cpu: Sequence[int], cuda: Sequence[int]) -> pytest.MarkDecorator:
+    """Cases (num_ranks, device) of a test; those on GPUs have the mark."""
+    on_gpus = [pytest.param(num_ranks, "cuda", marks=pytest.mark.gpu) for num_ranks in cuda]
+    return pytest.mark.parametrize(("num_ranks", "device"), [*((num_ranks, "cpu") for num_ranks in cpu), *on_gpus])
 
 
 class Cluster:
@@ -68,6 +75,10 @@ class Cluster:
             self.close()
             raise RankFailure("\n".join(failures))
         return results
+
+    def findings(self, check: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
+        """What `check` has found wrong on any rank; see `worker.Findings`. Raises as `run`."""
+        return [text for texts in self.run(check, *args, **kwargs) for text in texts]
 
     @property
     def alive(self) -> bool:

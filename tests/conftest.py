@@ -7,11 +7,14 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from cluster import Cluster
+
+if TYPE_CHECKING:
+    from symmoe import SymmetricHeap
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -42,7 +45,6 @@ _FIRST = (
     "test_low_precision_layer",
     "test_layer",
     "test_docs_code",
-    "test_docs_errors",
     "test_gpu_kernels_interpreter",
     "test_types",
     "test_exit",
@@ -103,6 +105,15 @@ def cluster() -> Iterator[Callable[..., Cluster]]:
     yield get
     for ranks in started.values():
         ranks.close()
+
+
+@pytest.fixture
+def heap() -> Iterator[SymmetricHeap]:
+    """A heap of this process only."""
+    from symmoe import SymmetricHeap
+
+    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
+        yield heap
 
 
 @pytest.fixture(scope="session", autouse=True)

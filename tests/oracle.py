@@ -264,11 +264,6 @@ def swiglu_expert(x: torch.Tensor, prob: torch.Tensor, w1: torch.Tensor, w2: tor
     return w2 @ (gate * torch.sigmoid(gate) * up * prob)
 
 
-def linear_expert(x: torch.Tensor, prob: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """W x * prob of one row: the experts of somebody else."""
-    return weight @ x * prob
-
-
 @dataclass
 class Dense:
     """A whole MoE layer over the tokens of all ranks, in float64. Lists over ranks; gradients are of sum(y * dy)."""
@@ -286,13 +281,11 @@ def dense_moe(
     probs: list[torch.Tensor],
     weights: list[torch.Tensor],
     dy: list[torch.Tensor],
-    *,
-    expert=swiglu_expert,
 ) -> Dense:
     """Forward and backward by autograd over a plain loop. Slots that the layout dropped take no part.
 
     Args:
-        weights: each [E, ., .], all experts; `expert(x, prob, *weights_of_it)` computes one row.
+        weights: each [E, ., .], all experts.
     """
     x = [t.detach().double().requires_grad_() for t in x]
     probs = [t.detach().double().requires_grad_() for t in probs]
@@ -305,7 +298,7 @@ def dense_moe(
             for k in range(ids.shape[1]):
                 if layout.slot_to_row[source][token, k] >= 0:
                     chosen = [w[int(ids[token, k])] for w in weights]
-                    total = total + expert(x[source][token], probs[source][token, k], *chosen)
+                    total = total + swiglu_expert(x[source][token], probs[source][token, k], *chosen)
             tokens.append(total)
         y.append(torch.stack(tokens) if tokens else torch.zeros_like(x[source]))
     loss = sum((a * b.double()).sum() for a, b in zip(y, dy, strict=True))

@@ -235,13 +235,14 @@ def half(second: bool) -> list[int]:
 
 # Ranks and cases that an oracle compares: on 2 and 4 ranks together, every case. The rest takes long.
 RANKS_AND_CASES = pytest.mark.parametrize(
-    ("num_ranks", "numbers"),
+    ("num_ranks", "device", "numbers"),
     [
-        pytest.param(1, chosen(), id="1"),
-        pytest.param(2, half(False), id="2"),
-        pytest.param(2, half(True), id="2, second half", marks=pytest.mark.slow),
-        pytest.param(3, chosen(), id="3", marks=pytest.mark.slow),
-        pytest.param(4, half(True), id="4, second half"),
-        pytest.param(4, half(False), id="4", marks=pytest.mark.slow),
+        pytest.param(1, "cpu", chosen(), id="1"),
+        pytest.param(2, "cpu", half(False), id="2"),
+        pytest.param(2, "cpu", half(True), id="2, second half", marks=pytest.mark.slow),
+        pytest.param(3, "cpu", chosen(), id="3", marks=pytest.mark.slow),
+        pytest.param(4, "cpu", half(True), id="4, second half"),
+        pytest.param(4, "cpu", half(False), id="4", marks=pytest.mark.slow),
+        *(pytest.param(n, "cuda", chosen(), id=f"{n} GPUs", marks=pytest.mark.gpu) for n in (1, 2, 4)),
     ],
 )

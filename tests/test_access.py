@@ -9,7 +9,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -29,17 +28,6 @@ NUM_STEPS = 40
 def heap() -> Iterator[SymmetricHeap]:
     with SymmetricHeap(num_bytes=NUM_BYTES, backend="host") as heap:
         yield heap
-
-
-@contextmanager
-def switching_often() -> Iterator[None]:
-    """Threads are interrupted after some microseconds: what they do to each other shows in few steps."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -66,20 +54,26 @@ def train(layer: MoELayer, seed: int) -> list[Step | str]:
     return steps
 
 
+def in_threads(*functions: Callable[[], object]) -> None:
+    """Runs them at the same time. Threads are interrupted after some microseconds: what they do to each other shows in
+    few steps."""
+    start = threading.Barrier(len(functions))
+    threads = [threading.Thread(target=lambda f=f: [start.wait(), f()]) for f in functions]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+
+
 def train_in_threads(layers: list[MoELayer]) -> list[list[Step | str]]:
     """Of a thread per layer, at the same time."""
     results: list[list[Step | str]] = [[] for _ in layers]
-
-    def run(index: int) -> None:
-        start.wait()
-        results[index] = train(layers[index], index)
-
-    start = threading.Barrier(len(layers))
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(layers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(lambda i=i: results[i].extend(train(layers[i], i)) for i in range(len(layers))))
     return results
 
 
@@ -99,8 +93,7 @@ def is_same(got: Step | str, want: Step | str) -> bool:
 def test_two_threads_on_one_heap_have_no_wrong_results(heap: SymmetricHeap):
     layers = layers_on(heap, heap)
     want = [train(layer, seed) for seed, layer in enumerate(layers)]
-    with switching_often():
-        got = train_in_threads(layers)
+    got = train_in_threads(layers)
     errors = [step for steps in got for step in steps if isinstance(step, str)]
     assert set(errors) == {"ConcurrentUse"}, "they have not met, or something else was raised"
     wrong = [
@@ -122,8 +115,7 @@ def test_a_heap_per_thread_works():
     ):
         layers = layers_on(one, other)
         want = [train(layer, seed) for seed, layer in enumerate(layers)]
-        with switching_often():
-            got = train_in_threads(layers)
+        got = train_in_threads(layers)
         assert all(map(is_same, got[0] + got[1], want[0] + want[1]))
 
 
@@ -131,12 +123,10 @@ def test_threads_may_take_turns(heap: SymmetricHeap):
     """Forward in one thread, backward in another, and so on."""
     [layer] = layers_on(heap)
     x = torch.ones(3, CONFIG["hidden"], requires_grad=True)
-    done: list[object] = []
 
     def in_a_thread(step: Callable[[], object]) -> object:
-        thread = threading.Thread(target=lambda: done.append(step()))
-        thread.start()
-        thread.join()
+        done: list[object] = []
+        in_threads(lambda: done.append(step()))
         return done.pop()
 
     for _ in range(3):
@@ -154,8 +144,7 @@ def train_on_two_ranks(rank: int, num_ranks: int) -> list[str]:
     [layer] = layers_on(heap)
     want = train(layer, 0)
     dist.barrier()
-    with switching_often():
-        got = train_in_threads([layer, layer])
+    got = train_in_threads([layer, layer])
     for step in range(NUM_STEPS):
         result = got[0][step] if step < len(got[0]) else ""
         if not isinstance(result, str):
@@ -173,7 +162,7 @@ def train_on_two_ranks(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_two_threads_on_each_of_two_ranks(cluster):
-    assert [text for texts in cluster(2).run(train_on_two_ranks) for text in texts] == []
+    assert cluster(2).run(train_on_two_ranks) == [[]] * 2
 
 
 def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
@@ -191,12 +180,7 @@ def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
             if turn % 3:
                 lease.release()
 
-    threads = [threading.Thread(target=churn, args=(value,)) for value in range(4)]
-    with switching_often():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    in_threads(*(lambda value=value: churn(value) for value in range(4)))
     assert wrong == []
     gc.collect()
     assert heap.leased_bytes == 0
@@ -205,25 +189,18 @@ def test_leases_come_and_go_in_any_thread(heap: SymmetricHeap):
 
 def test_an_error_is_raised_by_the_thread_whose_call_it_is(heap: SymmetricHeap):
     """A second thread that looks while the first is in a call does not take its error away."""
-    ids = torch.zeros(8, 1, dtype=torch.int64)
-    names: list[str] = []
+    ids, names = torch.zeros(8, 1, dtype=torch.int64), []
 
     def look() -> None:
-        while not names:
+        while len(names) < 300:
             outcome(heap.check)
 
-    thread = threading.Thread(target=look)
-    with switching_often():
-        thread.start()
-        try:
-            for _ in range(300):
-                name, _ = outcome(make_plan, ids, num_experts=1, heap=heap, capacity=4)
-                if name != "CapacityError":
-                    break
-        finally:
-            names.append(name)
-            thread.join()
-    assert names == ["CapacityError"]
+    def call() -> None:
+        for _ in range(300):
+            names.append(outcome(make_plan, ids, num_experts=1, heap=heap, capacity=4)[0])
+
+    in_threads(look, call)
+    assert set(names) == {"CapacityError"}
 
 
 def test_another_thread_does_not_close_a_heap_in_a_call_but_may_give_it_up():
@@ -273,30 +250,12 @@ def in_a_fork(step: Callable[[], object]) -> object:
     return result
 
 
-def leave_block(heap: SymmetricHeap) -> None:
-    with heap:
-        pass
-
-
-def leave_block_by_exception(heap: SymmetricHeap) -> None:
-    try:
-        with heap:
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
-
-
-def drop(holder: list[SymmetricHeap]) -> None:
-    holder.clear()
-    gc.collect()
-
-
 WAYS: dict[str, Callable[[list[SymmetricHeap]], object]] = {
     "close": lambda holder: holder[0].close(),
-    "with": lambda holder: leave_block(holder[0]),
-    "exception": lambda holder: leave_block_by_exception(holder[0]),
+    "with": lambda holder: holder[0].__enter__().__exit__(None, None, None),
+    "exception": lambda holder: holder[0].__enter__().__exit__(ZeroDivisionError, ZeroDivisionError(), None),
     "abort": lambda holder: holder[0].abort("of a child"),
-    "drop": drop,
+    "drop": lambda holder: [holder.clear(), gc.collect()] and None,
     "exit": lambda holder: None,
     "release": lambda holder: holder[0].release_graphs(),
 }
@@ -334,7 +293,7 @@ def fork_in_a_step(rank: int, num_ranks: int) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_forked_process_does_nothing_to_the_heap(cluster, num_ranks: int):
-    assert [text for texts in cluster(num_ranks).run(fork_in_a_step) for text in texts] == []
+    assert cluster(num_ranks).run(fork_in_a_step) == [[]] * num_ranks
 
 
 def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
@@ -364,6 +323,19 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
     assert last == ("", "False")
     assert heap.offset_of(lease.tensor) == lease.offset
     loss.backward()
+    assert round_trip(heap)
+
+
+def test_a_layer_is_not_pickled(heap: SymmetricHeap):
+    [layer], [other] = layers_on(heap), layers_on(heap)
+    name, text = outcome(pickle.dumps, layer)
+    assert (name, "belongs to this process and cannot be pickled: save the layer's state_dict()" in text) == (
+        "ArgumentError",
+        True,
+    )
+    torch.nn.init.zeros_(other.router.weight)
+    other.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))
+    assert torch.equal(other.router.weight, layer.router.weight)
     assert round_trip(heap)
 
 

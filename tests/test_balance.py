@@ -97,10 +97,12 @@ def test_z_loss_equals_numpy():
 def test_no_tokens_give_zero_with_a_graph():
     scores = torch.empty(0, EXPERTS, requires_grad=True)
     total = balance.load_balance_loss(scores, torch.zeros(EXPERTS, dtype=torch.int32)) + balance.z_loss(scores)
+    ids, mask = torch.empty(0, TOP_K, dtype=torch.int32), torch.empty(0, dtype=torch.bool)
+    for length in (0, 5):
+        total = total + balance.sequence_balance_loss(scores, ids, length, mask)
     assert total.item() == 0
     total.backward()
     assert scores.grad.shape == (0, EXPERTS)
-    assert balance.imbalance(torch.zeros(EXPERTS, dtype=torch.int32)).item() == 0
 
 
 def test_update_expert_bias_moves_towards_balance():
@@ -128,3 +130,9 @@ def test_update_expert_bias_refuses(bias: torch.Tensor):
 )
 def test_imbalance(load: list[int], expected: float):
     assert balance.imbalance(torch.tensor(load, dtype=torch.int32)).item() == expected
+    assert balance.max_violation(torch.tensor(load)).item() == expected - 1
+
+
+def test_nothing_is_balanced():
+    nothing = torch.zeros(EXPERTS, dtype=torch.int32)
+    assert balance.imbalance(nothing).item() == balance.max_violation(nothing).item() == 0

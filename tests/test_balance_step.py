@@ -75,12 +75,6 @@ def loads_of(model: Model, numbers: range) -> np.ndarray:
     return loads
 
 
-@pytest.fixture
-def heap():
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        yield heap
-
-
 def biases(model: Model) -> np.ndarray:
     return np.array([block.moe.router.expert_bias.tolist() for block in model.blocks])
 
@@ -265,4 +259,4 @@ def check_replicas(rank: int, num_ranks: int, ep_size: int) -> list[str]:
 
 @pytest.mark.parametrize(("num_ranks", "ep_size"), [(4, 2), (2, 1)])
 def test_replicas_make_one_update(cluster, num_ranks: int, ep_size: int):
-    assert [text for texts in cluster(num_ranks).run(check_replicas, ep_size) for text in texts] == []
+    assert cluster(num_ranks).findings(check_replicas, ep_size) == []

@@ -61,7 +61,6 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_every_suite_measures(measured: tuple[int, list[dict], str]):
     num_ranks, records, output = measured
-    assert "deepep: not measured: deep_ep is not installed" in output
     for suite, names in VARIANTS.items():
         assert names <= {record["variant"] for record in records if record["suite"] == suite}, suite
     for record in records:
@@ -146,16 +145,11 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
 def test_a_wrong_kernel_is_not_timed(kernel: str, argument: str, suite: str, monkeypatch: pytest.MonkeyPatch):
     _spoil(monkeypatch, kernel, argument)
     with pytest.raises(WrongResult, match="relative error"):
-        cli.main(["bench", suite, *SIZES, "--peers", "none"])
+        cli.main(["bench", suite, *SIZES])
 
 
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     right = stock.swiglu
     monkeypatch.setattr(stock, "swiglu", lambda h, scale: right(h, scale * 1.1))
     with pytest.raises(WrongResult, match="stock torch is wrong"):
-        cli.main(["bench", "layer", *SIZES, "--peers", "none"])
-
-
-def test_nothing_is_wrong_without_a_change(capsys: pytest.CaptureFixture):
-    assert cli.main(["bench", *SUITES, *SIZES, "--repetitions", "1", "--peers", "none"]) == 0
-    assert "stash=none" in capsys.readouterr().out
+        cli.main(["bench", "layer", *SIZES])

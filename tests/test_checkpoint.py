@@ -170,8 +170,11 @@ def load_on(rank: int, num_ranks: int, directory: str, weights: str, *, fresh: b
         return bits(model, optimizer), bits(*expected), dataclasses.asdict(result)
 
 
-ROUTES = [(source, target, "packed", "packed") for source, target in ((4, 2), (2, 1), (1, 4), (2, 4), (2, 2))]
-ROUTES += [(4, 2, "discrete", "packed"), (1, 4, "packed", "discrete")]
+ROUTES = [(2, 1, "packed", "packed"), (2, 2, "packed", "packed"), (2, 1, "discrete", "packed")]
+ROUTES += [(1, 2, "packed", "discrete")]
+FOUR_RANKS = [(4, 2, "packed", "packed"), (1, 4, "packed", "packed"), (2, 4, "packed", "packed")]
+FOUR_RANKS += [(4, 2, "discrete", "packed"), (1, 4, "packed", "discrete")]
+ROUTES += [pytest.param(*route, marks=pytest.mark.slow) for route in FOUR_RANKS]
 
 
 @pytest.mark.parametrize(("source", "target", "written", "read"), ROUTES)
@@ -546,14 +549,6 @@ def test_every_flipped_bit_is_caught(saved: Path):
         path.unlink()
         path.write_bytes(whole)
     assert newest(saved) == 2
-
-
-def test_a_link_is_no_file_of_a_checkpoint(saved: Path):
-    path = saved / "step-00000002" / FILE
-    path.rename(saved / "elsewhere")
-    path.symlink_to(saved / "elsewhere")
-    with pytest.raises(CheckpointError, match="is no plain file"):
-        newest(saved)
 
 
 def change(tensors: dict[str, Any], case: str) -> None:

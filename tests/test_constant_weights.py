@@ -11,11 +11,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_layer import flat, tokens_of
+from test_layer import tokens_of
 from test_low_precision import every_recipe
-from test_low_precision_layer import Watching, config_for, count_calls
+from test_low_precision_layer import config_for, count_calls
 from torch.utils.checkpoint import checkpoint
-from worker import Findings, open_heap
+from worker import Findings, Watching, open_heap
 
 from symmoe import GroupedLinear, GroupedMLP, MoELayer, ScaledSwiGLU, Sequential, add_lora, constant_weights
 from symmoe.errors import ArgumentError
@@ -415,7 +415,7 @@ def check_layer(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none")], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers(cluster, num_ranks: int, recipe, wire: str):
-    assert flat(cluster(num_ranks).run(check_layer, recipe, wire)) == []
+    assert cluster(num_ranks).findings(check_layer, recipe, wire) == []
 
 
 def check_dispatch_mode(rank: int, num_ranks: int) -> list[str]:
@@ -433,4 +433,4 @@ def check_dispatch_mode(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_under_a_dispatch_mode(cluster):
-    assert flat(cluster(1).run(check_dispatch_mode)) == []
+    assert cluster(1).findings(check_dispatch_mode) == []

@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import oracle
-import pytest
 import routings
 import torch
 from worker import Findings, is_poison, on_device, open_heap, poison, poisoned_lease
@@ -166,16 +165,8 @@ def _check_index(plan: Plan, layout: oracle.Layout, rank: int, findings: Finding
 
 
 @routings.RANKS_AND_CASES
-def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, numbers: list[int]):
-    results = cluster(num_ranks).run(check_dispatch, numbers, "cpu")
-    assert [text for texts in results for text in texts] == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_dispatch_is_the_oracle_byte_for_byte_on_gpus(cluster, num_ranks: int):
-    results = cluster(num_ranks, "cuda").run(check_dispatch, routings.chosen(), "cuda", timeout_s=280)
-    assert [text for texts in results for text in texts] == []
+def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, device: str, numbers: list[int]):
+    assert cluster(num_ranks, device).findings(check_dispatch, numbers, device) == []
 
 
 def test_the_cases_hold_what_they_promise():

@@ -6,7 +6,6 @@ has `<!-- skip: next "the reason" -->` before it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -20,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
+from unittest.mock import Mock, call, patch
 
 import pytest
 
@@ -27,7 +27,7 @@ pytest.importorskip("sybil")
 
 import torch
 import torch.distributed as dist
-from cluster import Cluster, RankFailure
+from cluster import Cluster
 from packaging.requirements import Requirement
 from sybil import Document
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
@@ -182,29 +182,16 @@ def near_the_rows(scope: Scope) -> None:
     assert (scope["about"] - scope["rows"]).abs().max() < 0.07 * scope["rows"].abs().max()
 
 
-class StandIn:
-    """A logger's object that is not installed here: notes what it is called with."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.made_with, self.calls = (args, kwargs), []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.calls.append((name, value, step))
-
-    def log(self, numbers: dict[str, float], *, step: int) -> None:
-        self.calls.append((numbers, step))
-
-
 def loggers(scope: Scope) -> None:
-    sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=StandIn)
-    sys.modules["wandb"] = types.SimpleNamespace(init=StandIn)
+    sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Mock())
+    sys.modules["wandb"] = types.SimpleNamespace(init=Mock())
 
 
 def recorded(scope: Scope) -> None:
     assert all(Path(name).stat().st_size for name in ("step.json", "step.png", "step.txt", "load.jsonl"))
     scope["sink"]({"moe/drops": 0.0}, 3)
-    assert scope["run"].calls == [({"moe/drops": 0.0}, 3)]
-    assert scope["writer"].made_with == (("runs/moe",), {})
+    assert scope["run"].mock_calls == [call.log({"moe/drops": 0.0}, step=3)]
+    assert sys.modules["torch.utils.tensorboard"].SummaryWriter.mock_calls[0] == call("runs/moe")
     del sys.modules["torch.utils.tensorboard"], sys.modules["wandb"]
 
 
@@ -268,7 +255,8 @@ def run_page(rank: int, num_ranks: int, path: str, page: str | None, folder: str
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": how.num_ranks, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in where.items()}, MASTER_PORT=str(port))
     torch.manual_seed(rank)
-    with working_in(folder):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
         if how.num_ranks > 1 and "init_process_group" not in document.text:
             dist.init_process_group("gloo")
         how.prepare(document.namespace)
@@ -281,16 +269,6 @@ def run_page(rank: int, num_ranks: int, path: str, page: str | None, folder: str
     if dist.is_initialized():
         dist.destroy_process_group()
     return skipped
-
-
-@contextlib.contextmanager
-def working_in(folder: str) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def free_port() -> int:
@@ -349,10 +327,12 @@ def test_every_block_of_every_page_is_found():
         assert len(found) == count, page
 
 
-@pytest.mark.parametrize("block", ["assert 1 == 2", "symmoe.no_such_name"])
-def test_a_wrong_block_fails(ranks, block: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("block", "error"), [("assert 1 == 2", AssertionError), ("symmoe.no_such_name", AttributeError)]
+)
+def test_a_wrong_block_fails(block: str, error: type[Exception], tmp_path: Path):
     """Negative control."""
     path = tmp_path / "page.md"
     path.write_text(f"```python\nimport symmoe\n```\n\n```python\n{block}\n```\n")
-    with pytest.raises(RankFailure, match=r"page\.md"):
-        ranks().run(run_page, str(path), None, str(tmp_path), free_port())
+    with patch.dict(os.environ), patch.object(sys, "path", [*sys.path]), pytest.raises(error):
+        run_page(0, 1, str(path), None, str(tmp_path), 0)

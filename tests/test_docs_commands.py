@@ -15,7 +15,7 @@ from symmoe.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TOOLS = "symmoe|torchrun|make|pip|pytest|python"
-GONE = {"benchmarks/overhead.py"}  # the page that has it says what it is now
+GONE = {f"benchmarks/{name}.py" for name in ("gemm", "overhead")}  # the page that has them says so
 YOURS = {"train.py"}  # files of the reader
 
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -15,17 +18,25 @@ PAGE = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
 Table = dict[str, dict[str, str]]  # cells by the names of row and column
 
 
+@cache
 def record(name: str) -> list | dict:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def table_with(text: str, heading: str, words: str) -> Table:
-    """The one of a section that has these words in it."""
+def block_of(text: str, heading: str, words: str) -> str:
+    """The table of a section that has these words in it."""
     _, found, rest = f"\n{text}".partition(f"\n{heading}\n")
     assert found, f"there is no section {heading!r}"
     section = re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
     (block,) = [block for block in re.findall(r"(?:^\|.*\|\n)+", section, re.MULTILINE) if words in block]
-    (_, *columns), _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines())
+    return block
+
+
+def table_with(text: str, heading: str, words: str) -> Table:
+    """Its cells."""
+    (_, *columns), _, *rows = (
+        [cell.strip() for cell in line[1:-1].split("|")] for line in block_of(text, heading, words).splitlines()
+    )
     table = {name: dict(zip(columns, cells, strict=True)) for name, *cells in rows}
     assert len(table) == len(rows), "two rows have the same name"
     return table
@@ -73,12 +84,8 @@ def precision_steps() -> dict[tuple[str, str], list[dict]]:
     return found
 
 
-def layer_table(text: str) -> Table:
-    return table_with(text, "## FP8 on Hopper", SPEED_UPS)
-
-
 def wrong_layers(text: str) -> list[str]:
-    table, steps = layer_table(text), precision_steps()
+    table, steps = table_with(text, "## FP8 on Hopper", SPEED_UPS), precision_steps()
     wanted = {}
     for preset in PRESETS:
         for name, variant in VARIANTS.items():
@@ -97,37 +104,10 @@ def wrong_layers(text: str) -> list[str]:
     return differing(wanted)
 
 
-def test_times_of_layers_in_float8():
-    assert not wrong_layers(PAGE)
-
-
-def test_every_variant_of_the_layer_has_its_row():
-    others = {"gemms alone", "stock torch"}  # which the table does not have
-    assert {variant for _, variant in precision_steps()} - others == set(VARIANTS.values())
-
-
-def test_a_changed_time_is_found():
-    """The negative control: each of the cells, one after the other."""
-    table = layer_table(PAGE)
-    for name in (*VARIANTS, SPEED_UPS):
-        (line,) = [
-            line for line in PAGE.splitlines() if line.startswith(f"| {name} |") and table[name][PRESETS[0]] in line
-        ]
-        for preset in PRESETS:
-            cell = table[name][preset]
-            changed = cell[:3] + str((int(cell[3]) + 1) % 10) + cell[4:]
-            (wrong,) = wrong_layers(PAGE.replace(line, line.replace(f"| {cell} |", f"| {changed} |", 1)))
-            assert wrong.startswith(f"{name}, {preset}: {changed!r}")
-
-
 # -- reliability suites on GPUs ---------------------------------------------------------------------------------------
 
 RANKS = (4, 2)  # as in "failed on 4 / on 2"
 CASES, FAILED, SECONDS = "cases", "failed on 4 / on 2", "s"
-
-
-def reliability_table(text: str) -> Table:
-    return table_with(text, "### On GPUs", FAILED)
 
 
 def suites() -> dict[str, list[dict]]:
@@ -179,7 +159,7 @@ def summed(cell: str) -> str:
 
 
 def wrong_suites(text: str) -> list[str]:
-    table, wanted = reliability_table(text), {}
+    table, wanted = table_with(text, "### On GPUs", FAILED), {}
     for name, both in suites().items():
         row = row_of(table, name)
         cases = summed(row[CASES]) if name in ("determinism", "lifecycle") else row[CASES]
@@ -189,34 +169,10 @@ def wrong_suites(text: str) -> list[str]:
     return differing(wanted)
 
 
-def test_reliability_suites_on_gpus():
-    assert not wrong_suites(PAGE)
-    assert len(suites()) == 9
-
-
-def test_a_changed_suite_is_found():
-    """The negative control: each number of each cell."""
-    before, _, section = PAGE.partition("\n### On GPUs\n")
-    for line in section.splitlines():
-        name = re.match(r"\| (\w+)", line)
-        if name is None or name[1] not in suites():
-            continue
-        for place in re.finditer(r"\d+", line):
-            if place.start() < line.index("|", 1):  # in the row's name
-                continue
-            other = line[: place.start()] + str(int(place[0]) + 1) + line[place.end() :]
-            (wrong,) = wrong_suites(f"{before}\n### On GPUs\n{section.replace(line, other, 1)}")
-            assert wrong.startswith(f"{name[1]}, ")
-
-
 # -- the router's products --------------------------------------------------------------------------------------------
 
 ROUTER_WAYS = ("ours", "fp32", "tf32", "bf16")
 ERRORS = "error: ours, fp32, tf32, bf16"
-
-
-def router_table(text: str) -> Table:
-    return table_with(text, "## Router", ERRORS)
 
 
 def short_error(error: float) -> str:
@@ -225,7 +181,7 @@ def short_error(error: float) -> str:
 
 
 def wrong_router(text: str) -> list[str]:
-    table, wanted = router_table(text), {}
+    table, wanted = table_with(text, "## Router", ERRORS), {}
     for preset, ways in record("router-h200")["results"].items():
         for way in ROUTER_WAYS:
             figure = f"{ways[way]['forward_us']:.0f} / {ways[way]['backward_us']:.0f}"
@@ -233,24 +189,6 @@ def wrong_router(text: str) -> list[str]:
         figure = ", ".join(short_error(ways[way]["error"]) for way in ROUTER_WAYS)
         wanted[preset, ERRORS] = table[preset][ERRORS], figure
     return differing(wanted)
-
-
-def test_times_of_the_router():
-    assert not wrong_router(PAGE)
-    assert len(router_table(PAGE)) == len(record("router-h200")["results"]) == 4
-
-
-def test_a_changed_time_of_the_router_is_found():
-    """The negative control: each number of each cell."""
-    before, _, section = PAGE.partition("\n## Router\n")
-    for preset in record("router-h200")["results"]:
-        (line,) = re.findall(rf"^\| {preset} \| \d+, .*$", section, re.MULTILINE)
-        for place in re.finditer(r"\d+", line):
-            if place.start() < line.index("|", line.index("|", 1) + 1):  # the names, and the layer's sizes
-                continue
-            other = line[: place.start()] + str(int(place[0]) + 1) + line[place.end() :]
-            (wrong,) = wrong_router(f"{before}\n## Router\n{section.replace(line, other, 1)}")
-            assert wrong.startswith(f"{preset}, ")
 
 
 # -- convergence ------------------------------------------------------------------------------------------------------
@@ -280,20 +218,37 @@ def wrong_convergence(text: str) -> list[str]:
     return differing(wanted)
 
 
-def test_convergence_on_gpus():
-    assert not wrong_convergence(PRECISION_PAGE)
+# -- all tables -------------------------------------------------------------------------------------------------------
+
+TABLES = {  # page, section, words of the table, what it has wrong, columns that are not compared
+    "layers in FP8": (PAGE, "## FP8 on Hopper", SPEED_UPS, wrong_layers, 1),
+    "suites on GPUs": (PAGE, "### On GPUs", FAILED, wrong_suites, 1),
+    "router": (PAGE, "## Router", ERRORS, wrong_router, 2),
+    "convergence": (PRECISION_PAGE, "## Convergence", "seed 3", wrong_convergence, 1),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_has_the_figures_of_its_record_and_a_changed_one_is_found(name: str):
+    """The negative control: each number of each cell."""
+    text, heading, words, wrong_of, num_names = TABLES[name]
+    assert not wrong_of(text)
+    block = block_of(text, heading, words)
+    for line in block.splitlines()[2:]:
+        names = line.split("|")[: num_names + 1]
+        for place in re.finditer(r"\d+", line):
+            if place.start() < len("|".join(names)):
+                continue
+            other = line[: place.start()] + str(int(place[0]) + 1) + line[place.end() :]
+            (wrong,) = wrong_of(text.replace(block, block.replace(line, other)))
+            assert wrong.startswith(re.match(r"\w+", names[1].strip())[0])
+
+
+def test_records_are_whole():
+    assert len(suites()) == 9
+    others = {"gemms alone", "stock torch"}  # which the table does not have
+    assert {variant for _, variant in precision_steps()} - others == set(VARIANTS.values())
+    assert len(record("router-h200")["results"]) == 4
     found = record("convergence-h200")
     assert not found["failed"] + found["missing"]
     assert set(found["results"]) == set(WAYS.values())
-
-
-def test_a_changed_result_of_convergence_is_found():
-    """The negative control: the last digit of each cell."""
-    before, heading, section = PRECISION_PAGE.partition("| seed 3 |")
-    for line in section.splitlines()[2:8]:
-        for place in re.finditer(r"\d(?= (?:%|\|))", line):
-            if place.start() < line.index("|", 1):  # in the way's name
-                continue
-            other = line[: place.start()] + str((int(place[0]) + 1) % 10) + line[place.end() :]
-            (wrong,) = wrong_convergence(before + heading + section.replace(line, other, 1))
-            assert wrong.startswith(line.split(" |")[0][2:] + ", ")

@@ -4,6 +4,7 @@ import copy
 import itertools
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -189,14 +190,7 @@ def test_keywords_may_come_in_any_order_and_for_any_parameter(launch):
         keywords = dict(reversed([*zip(names[split:], args[split:], strict=True), *kwargs.items()]))
         compiled = kernel[(1,)](*args[:split], **keywords)
         assert kernel[(1,)](*args[:split], **keywords) is compiled
-        assert compiled.launches[0][9:] == (
-            args[0].data_ptr(),
-            args[1].data_ptr(),
-            args[2].data_ptr(),
-            *args[3:],
-            64,
-            "some",
-        )
+        assert compiled.launches[0][9:] == (*(arg.data_ptr() for arg in args[:3]), *args[3:], 64, "some")
     assert len(jit.calls) == len(args) + 1
     by_position = kernel[(1,)](*args, 64, "other", num_warps=4)
     assert kernel[(1,)](*args, 64, "other", num_warps=4) is by_position
@@ -300,8 +294,7 @@ def test_wrong_calls_are_refused_by_the_jit(fake_driver):
             kernel[(1,)](*wrong_args, **wrong_kwargs)
 
 
-def no_hook(*args, **kwargs):
-    pass
+no_hook = Mock()
 
 
 @pytest.mark.parametrize(
@@ -395,20 +388,26 @@ def test_what_is_no_jit_function_stays_as_it_is():
     assert fast_launch(anything) is anything
 
 
-def entry_kernels(*modules):
-    """(name, wrapper) of all kernels of some modules."""
-    return [(name, getattr(module, name)) for module in modules for name in dir(module) if name.endswith("_kernel")]
-
-
 def fake_jits(monkeypatch, *modules):
     """The JITs of all kernels of some modules replaced: by kernel."""
     jits = {}
-    for name, kernel in entry_kernels(*modules):
+    for name, kernel in ((name, getattr(m, name)) for m in modules for name in dir(m) if name.endswith("_kernel")):
         assert isinstance(kernel, FastLaunch), name
         jits[name] = FakeJIT(kernel.kernel)
         monkeypatch.setattr(kernel.kernel, "run", jits[name], raising=False)
         monkeypatch.setattr(kernel, "_calls", {})
     return jits
+
+
+def assert_only_the_first_compiles(jits, step, sizes):
+    """Every JIT sees the launches of the first step, and none of a later one."""
+    first, *others = sizes
+    step(first)
+    before = {name: len(jit.calls) for name, jit in jits.items()}
+    assert all(before.values()), before
+    for size in others:
+        step(size)
+    assert {name: len(jit.calls) for name, jit in jits.items()} == before
 
 
 def test_every_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch):
@@ -427,12 +426,8 @@ def test_every_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch
         sync.wait_for_signal(peers, number % 2, arrived, status, phase=number, timeout_ns=number)
 
     case = Case(tokens=(64, 32), num_experts=24, top_k=3, hidden=320, dtype=torch.bfloat16, capacity=1600)
-    step(case, 0)
-    before = {name: len(jit.calls) for name, jit in jits.items()}
-    assert all(before.values()), before
-    step(replace(case, tokens=(1, 35), capacity=1), 1)
-    step(replace(case, tokens=(7, 100), capacity=3000), 2)
-    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+    others = replace(case, tokens=(1, 35), capacity=1), replace(case, tokens=(7, 100), capacity=3000)
+    assert_only_the_first_compiles(jits, lambda numbered: step(numbered[1], numbered[0]), enumerate((case, *others)))
 
 
 def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkeypatch):
@@ -463,12 +458,7 @@ def test_every_gemm_launcher_makes_calls_that_are_understood(fake_driver, monkey
         gpu.sum_dact_partials(workspace, row_start, dscale, partials)
         gpu.grouped_gemm(x, wide, ranges, empty(num_rows, 512, dtype=dtype), columns=(256, 512), num_sms=8)
 
-    step(64)
-    before = {name: len(jit.calls) for name, jit in jits.items()}
-    assert all(before.values()), before
-    for num_rows in (1, 64, 65, 4096):
-        step(num_rows)
-    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+    assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
 def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, monkeypatch):
@@ -498,12 +488,7 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, 
         rows.launch_pre_reduce(wide, table, empty(3, dtype=torch.int32), rank=0, columns=None, num_ctas=3)
         rows.launch_pull(table, table, table, peers, received, wide, column=0, columns=None, num_ctas=3)
 
-    step(64)
-    before = {name: len(jit.calls) for name, jit in jits.items()}
-    assert all(before.values()), before
-    for num_rows in (1, 64, 65, 4096):
-        step(num_rows)
-    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+    assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
 def test_parts_of_a_gemm_are_other_variants(fake_driver, monkeypatch):
@@ -528,16 +513,6 @@ def table(matrices):
     return TensorTable(torch.zeros(len(matrices), dtype=torch.int64), tuple(matrices.shape), matrices.dtype)
 
 
-class Native:
-    """Stands in for the launcher in C: keeps its arguments."""
-
-    def __init__(self):
-        self.launches = []
-
-    def __call__(self, *args):
-        self.launches.append(args)
-
-
 def parts(launched):
     """(what comes first, the kernel's arguments) of a launch in C, in the form of the Triton that is installed."""
     if compiled.VERSION == (3, 6):
@@ -550,7 +525,7 @@ class Tiled:
     """A kernel that takes descriptors, compiled for Triton's real CudaLauncher around a fake launcher in C."""
 
     def __init__(self, monkeypatch):
-        self.native, self.encoded, self.compiled = Native(), 0, []
+        self.native, self.encoded, self.compiled = Mock(), 0, []  # the launcher in C
         monkeypatch.setattr(nvidia, "make_tensordesc_arg", self.encode)
         monkeypatch.setattr(example_kernel, "run", self.run, raising=False)
         self.kernel = fast_launch(example_kernel)
@@ -582,7 +557,7 @@ class Tiled:
 
     def launch(self, desc, x=F32, index=None):
         launches.launch(self.kernel, (3, 2), self.constants, desc, x, index, 7, 7, 7, 0.5, 7)
-        return self.native.launches[-1] if self.native.launches else None
+        return self.native.call_args and self.native.call_args.args
 
 
 @pytest.fixture
@@ -632,7 +607,7 @@ def test_the_launcher_in_c_gets_what_triton_would_give_it(tiled, index):
     pointer = None if index is None else index.data_ptr()
     values = (TensorDescriptor.from_tensor(x, [4, 8]), x.data_ptr(), pointer, 7, 7, 7, 0.5, 7, 64, "some")
     tiled.compiled[0].run(3, 2, 1, STREAM, 5, ("metadata",), None, None, None, *values)
-    assert parts(ours) == parts(tiled.native.launches[-1])
+    assert parts(ours) == parts(tiled.native.call_args.args)
 
 
 def test_triton_3_7_takes_the_arguments_as_one(tiled, monkeypatch):
@@ -655,12 +630,12 @@ UNKNOWN = {
     "profile": lambda launcher: setattr(launcher, "profile_scratch_size", 1),
     "no flag": lambda launcher: delattr(launcher, "launch_pdl"),
     "wrapper": lambda launcher: setattr(launcher, "launch", another_wrapper(launcher.launch)),
-    "unwrapped": lambda launcher: setattr(launcher, "launch", Native()),
+    "unwrapped": lambda launcher: setattr(launcher, "launch", Mock()),
     "no metadata": lambda launcher: setattr(
-        launcher, "launch", nvidia.wrap_handle_tensordesc(Native(), {0: "tensordesc<fp32[4, 8]>"}, None)
+        launcher, "launch", nvidia.wrap_handle_tensordesc(Mock(), {0: "tensordesc<fp32[4, 8]>"}, None)
     ),
     "another place": lambda launcher: setattr(
-        launcher, "launch", nvidia.wrap_handle_tensordesc(Native(), {0: "*fp32", 1: "tensordesc<fp32[4, 8]>"}, ["m"])
+        launcher, "launch", nvidia.wrap_handle_tensordesc(Mock(), {0: "*fp32", 1: "tensordesc<fp32[4, 8]>"}, ["m"])
     ),
     "version": None,
 }
@@ -677,7 +652,7 @@ def test_unknown_launchers_are_called_as_triton_calls_them(tiled, monkeypatch, w
     for tensor in (F32, F32, torch.ones(8, 8)):
         tiled.launch(tensor)
     assert len(tiled.compiled) == 1
-    assert not tiled.native.launches
+    assert not tiled.native.called
     assert not tiled.encoded
     assert [args[:9] for args in ran] == [(3, 2, 1, STREAM, 5, ("metadata",), None, None, None)] * 2
     assert ran[0][9].base is F32

@@ -131,30 +131,16 @@ def test_a_timeout_leaves_records(cluster, folder: Path, num_ranks: int, missing
         times = [call["launched_unix_s"] for call in calls]
         assert times == sorted(times)
         assert facts["before_s"] - 0.01 <= calls[-1]["launched_unix_s"] <= record["written_unix_s"]
-    # As if the missing one were dead, which leaves no record:
-    assert main(["doctor", "--read", *map(str, files.values())]) == 0
-    sentence = capsys.readouterr().out
-    names = {1: "rank {}", 2: "ranks {} and {}", 3: "ranks {}, {} and {}"}[len(waiting)].format(*waiting)
+    # As if the missing one were dead, which leaves no record. What is said in which words: test_doctor.py.
     epoch = results[waiting[0]]["epoch"]
-    assert sentence.startswith(f"{names} waited for rank {missing} at 'combine: ready' (epoch {epoch}) since 20")
-    assert (
-        f"the last known call of rank {missing} is 'dispatch: arrived' (epoch {epoch - 1}); rank {missing} left no"
-        in sentence
-    )
-    assert sentence.count("\n") == 1
     assert main(["doctor", "--json", "--read", *map(str, files.values())]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["culprits"], found["witnesses"]) == ("timeout", [missing], waiting)
     assert (found["phase"], found["epoch"], found["without_record"]) == ("combine: ready", epoch, [missing])
     assert found["last_call"] == {"phase": "dispatch: arrived", "epoch": epoch - 1, "at_unix_s": None, "own": False}
-    assert found["sentence"] == sentence.strip()
-    # It lives, and has left one of its own.
+    # It lives, and has left one of its own; and one record is enough.
     assert main(["doctor", "--read", str(of_missing), *map(str, files.values())]) == 0
-    sentence = capsys.readouterr().out
-    assert sentence.startswith(f"{names} waited for rank {missing} at 'combine: ready' (epoch {epoch}) since 20")
-    assert f"rank {missing} is 'dispatch: arrived' (epoch {epoch - 1}, launched 20" in sentence
-    assert "and it came to 'close' too late, 20" in sentence
-    # One record is enough.
+    assert "and it came to 'close' too late, 20" in capsys.readouterr().out
     assert main(["doctor", "--read", str(files[min(files)])]) == 0
     assert f"waited for rank {missing} at 'combine: ready'" in capsys.readouterr().out
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_fast_launch import fake_driver, fake_jits  # noqa: F401
+from test_fast_launch import assert_only_the_first_compiles, fake_driver, fake_jits  # noqa: F401
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
@@ -40,13 +40,8 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
                 out = empty(G, O, C)
                 launch(dout, dout_scale, columns, columns_scale, bounds, out, accumulate=accumulate, num_sms=8)
 
-    step(64)
-    before = {name: len(jit.calls) for name, jit in jits.items()}
-    assert len(before) == 4
-    assert all(before.values()), before
-    for num_rows in (1, 64, 65, 4096):
-        step(num_rows)
-    assert {name: len(jit.calls) for name, jit in jits.items()} == before
+    assert len(jits) == 4
+    assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 
 
 def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # noqa: F811

@@ -12,15 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example_runs import EXAMPLES, module_of
 from limits import HANG_S
 
-EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
-sys.path.insert(0, EXAMPLES)
+import symmoe
 
-from lm import data, model, presets, report  # noqa: E402
-
-import symmoe  # noqa: E402
-
+data, model, presets, report = (module_of(f"lm.{name}") for name in ("data", "model", "presets", "report"))
 TINY = presets.PRESETS["tiny"]
 
 
@@ -176,7 +173,7 @@ print([open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdi
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env=os.environ | environment | {"PYTHONPATH": EXAMPLES},
+        env=os.environ | environment | {"PYTHONPATH": str(EXAMPLES)},
         capture_output=True,
         text=True,
         timeout=HANG_S,

@@ -7,7 +7,7 @@ import gc
 import pytest
 import test_nan_isolation
 import torch
-from test_layer import flat, tokens_of
+from test_layer import tokens_of
 from test_low_precision import RECIPES
 from test_no_host_reads import NoReads
 from worker import Findings, open_heap, poison
@@ -33,7 +33,7 @@ def wires(recipe: Recipe) -> tuple[str, ...]:
 def test_bad_tokens_stay_alone(cluster, recipe, what):
     """As in test_nan_isolation.py, also where a token shares blocks of columns, and a group's scale, with others."""
     for wire in wires(recipe):
-        assert flat(cluster(2).run(test_nan_isolation.check_recipe, what, recipe, wire)) == []
+        assert cluster(2).findings(test_nan_isolation.check_recipe, what, recipe, wire) == []
 
 
 # -- padding, duplicates, drops ---------------------------------------------------------------------------------------
@@ -95,61 +95,46 @@ def check_odd_routing(rank: int, num_ranks: int, recipe: Recipe, wire: str) -> l
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_padding_duplicates_and_drops(cluster, recipe):
     for wire in wires(recipe):
-        assert flat(cluster(2).run(check_odd_routing, recipe, wire)) == []
+        assert cluster(2).findings(check_odd_routing, recipe, wire) == []
 
 
 # -- what is kept, and for how long -----------------------------------------------------------------------------------
 
 
-def transposed_weights_alive(*shapes: tuple[int, ...]) -> int:
+def alive(dtype: torch.dtype, *shapes: tuple[int, ...]) -> int:
+    """Tensors like these."""
     gc.collect()
     tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
-    return sum(tensor.dtype == torch.float8_e4m3fn and tuple(tensor.shape) in shapes for tensor in tensors)
+    return sum(tensor.dtype == dtype and tuple(tensor.shape) in shapes for tensor in tensors)
 
 
-def test_delayed_weight_gradients_keep_no_weights():
+MLP_WEIGHTS = [(3, 48, 160), (3, 80, 48)]  # transposed
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "dtype", "shapes"),
+    [
+        (GroupedLinear, Float8Block(), torch.float8_e4m3fn, [(3, 48, 80)]),
+        (GroupedMLP, Float8Block(), torch.float8_e4m3fn, MLP_WEIGHTS),
+        (GroupedLinear, None, torch.bfloat16, [(3, 80, 48)]),  # autocast's copies
+        (GroupedLinear, Float8Block(), torch.bfloat16, [(3, 80, 48)]),
+    ],
+)
+def test_delayed_weight_gradients_keep_no_weights(make, precision, dtype: torch.dtype, shapes: list):
     """Until backward_dw, which comes much later in some schedules, the operands of dgrad are gone."""
-    linear = GroupedLinear(3, 48, 80, precision=Float8Block(), delay_wgrad=True)
-    mlp = GroupedMLP(3, 48, 80, precision=Float8Block(), delay_wgrad=True)
-    for module, arguments, shapes in (
-        (linear, (), [(3, 48, 80)]),
-        (mlp, (torch.ones(6),), [(3, 48, 160), (3, 80, 48)]),
-    ):
-        x = torch.randn(6, 48, requires_grad=True)
-        y = module(x, [1, 2, 3], *arguments)
-        node = y.grad_fn
-        kept = [tensor for tensor in node.saved_tensors if tensor is not None and tuple(tensor.shape) in shapes]
-        assert transposed_weights_alive(*shapes) == len(kept) == len(shapes)  # the count finds them
-        del kept, node
-        y.sum().backward()
-        assert x.grad.any()
-        del y
-        assert transposed_weights_alive(*shapes) == 0
-        module.backward_dw()
-        assert all(parameter.grad.any() for name, parameter in module.named_parameters() if "weight" in name)
-
-
-def test_delayed_weight_gradients_keep_no_cast_weights():
-    """With a recipe or without: autocast's copies of the weights are gone after backward."""
-    for precision in (None, Float8Block()):
-        linear = GroupedLinear(3, 48, 80, precision=precision, delay_wgrad=True)
-        x = torch.randn(6, 48, requires_grad=True)
-
-        def cast_weights() -> int:
-            gc.collect()
-            tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
-            return sum(t.dtype == torch.bfloat16 and tuple(t.shape) == (3, 80, 48) for t in tensors)
-
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = linear(x, [1, 2, 3])
-        kept = [tensor for tensor in y.grad_fn.saved_tensors if tensor is not None]
-        assert cast_weights() == 1
-        del kept
-        y.sum().backward()
-        del y
-        assert cast_weights() == 0
-        linear.backward_dw()
-        assert linear.weight.grad.any()
+    module = make(3, 48, 80, precision=precision, delay_wgrad=True)
+    x = torch.randn(6, 48, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        y = module(x, [1, 2, 3], *([torch.ones(6)] if make is GroupedMLP else []))
+    kept = [tensor for tensor in y.grad_fn.saved_tensors if tensor is not None]
+    assert alive(dtype, *shapes) == len(shapes)  # the count finds them
+    del kept
+    y.sum().backward()
+    assert x.grad.any()
+    del y
+    assert alive(dtype, *shapes) == 0
+    module.backward_dw()
+    assert all(parameter.grad.any() for name, parameter in module.named_parameters() if "weight" in name)
 
 
 @pytest.mark.parametrize("stash", ["all", "rows", "hidden", "none"])

@@ -10,13 +10,12 @@ import oracle
 import pytest
 import torch
 from low_precision_oracle import relative_error
-from test_layer import WAYS, flat, global_weights, local_part, tokens_of
+from test_layer import WAYS, global_weights, local_part, tokens_of
 from test_low_precision import ONE_PRODUCT, RECIPES, TWO_LAYERS, every_recipe
 from test_memory import bytes_kept
 from test_schedules import Stack, compare_bits, pipeline, run_schedule, step
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from worker import Findings, open_heap, poison
+from worker import Findings, Watching, open_heap, poison
 
 from symmoe import GroupedLinear, GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, add_lora, make_plan, plan_memory
 from symmoe.errors import ArgumentError, HeapExhausted
@@ -120,7 +119,7 @@ def check_ways(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtyp
 @every_recipe
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
-    assert flat(cluster(num_ranks).run(check_ways, "cpu", recipe, torch.bfloat16)) == []
+    assert cluster(num_ranks).findings(check_ways, "cpu", recipe, torch.bfloat16) == []
 
 
 # -- any number of ranks ----------------------------------------------------------------------------------------------
@@ -176,13 +175,6 @@ def config_for(num_ranks: int, **options) -> MoEConfig:
     )
 
 
-class Watching(TorchDispatchMode):
-    """Sees operators, and lets them be."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def check_layer(rank: int, num_ranks: int, device: str, recipe, wire: str) -> list[str]:
     """Two layers in a row, as they are, watched (so as operators), and recomputed: the same bits."""
     findings = Findings()
@@ -223,7 +215,7 @@ def check_layer(rank: int, num_ranks: int, device: str, recipe, wire: str) -> li
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers(cluster, num_ranks: int, recipe, wire):
-    assert flat(cluster(num_ranks).run(check_layer, "cpu", recipe, wire)) == []
+    assert cluster(num_ranks).findings(check_layer, "cpu", recipe, wire) == []
 
 
 def check_biases(rank: int, num_ranks: int, device: str, recipe, wire: str) -> list[str]:
@@ -250,7 +242,7 @@ def check_biases(rank: int, num_ranks: int, device: str, recipe, wire: str) -> l
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_biases(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks).run(check_biases, "cpu", Float8Block(), "both")) == []
+    assert cluster(num_ranks).findings(check_biases, "cpu", Float8Block(), "both") == []
 
 
 def test_rows_on_their_way_are_waited_for():
@@ -394,7 +386,7 @@ def check_bytes(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_rows_that_are_kept_take_half_the_heap(cluster):
-    assert flat(cluster(2).run(check_bytes)) == []
+    assert cluster(2).findings(check_bytes) == []
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -436,7 +428,7 @@ def check_heap_size(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
 
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "backward"), (NVFP4(), "none")])
 def test_the_heap_is_as_large_as_planned(cluster, recipe, wire):
-    assert flat(cluster(2).run(check_heap_size, recipe, wire)) == []
+    assert cluster(2).findings(check_heap_size, recipe, wire) == []
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -109,13 +109,7 @@ def check_records(rank: int, num_ranks: int, order: str) -> list[str]:
 @pytest.mark.parametrize("order", ["rank", "slot"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_records_are_what_happened(cluster, num_ranks: int, order: str):
-    assert [text for texts in cluster(num_ranks).run(check_records, order) for text in texts] == []
-
-
-@pytest.fixture
-def heap():
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        yield heap
+    assert cluster(num_ranks).findings(check_records, order) == []
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -195,62 +195,42 @@ def test_wire_bytes_are_those_of_uniform_routing():
     assert abs(sizes.wire_bytes - remote) < 0.02 * remote
 
 
-def rows_that_formulas_get(rank: int, num_ranks: int) -> dict[str, int]:
-    """num_rows of `overlap`'s sizes by the capacity: 16 tokens with two slots each, all of them for rank 0."""
-    found: dict[str, int] = {}
-    with open_heap("cpu") as heap:
-        experts = GroupedMLP(2, 16, 8)
-        x, probs = torch.randn(16, 16), torch.full((16, 2), 0.5)
-        topk_idx = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)
-        capacities = {"exact": None, "more than all slots": 100, "fewer": 64}
-        chosen = ep_step.overlap
-        for name, capacity in capacities.items():
-            tokens = {} if capacity is None else {"max_tokens": 40 if name == "fewer" else 16}
-            plan = make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap, capacity=capacity, **tokens)
-
-            def noting(sizes: Sizes, num_sms: int, rates: Rates, name: str = name) -> Overlap:
-                found[name] = sizes.num_rows
-                return chosen(sizes, num_sms, rates)
-
-            ep_step.overlap = noting
-            try:
-                ep_step.expert_parallel_mlp(x, probs, experts, plan)
-            finally:
-                ep_step.overlap = chosen
-    return found
+FEWER = {"capacity": 64, "max_tokens": 40}
+PLAN = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)  # 16 tokens with two slots each, all of them for rank 0
+# (precision, what travels quantised, limits of the plan) to (rows, rates, bytes of a row and of its gradient). The rows
+# are those that are expected, not the capacity, which is larger.
+FORMULAS_GET = [
+    (None, "none", {}, (64, H200, None, None)),
+    (None, "none", {"capacity": 100, "max_tokens": 16}, (32, H200, None, None)),
+    (None, "none", FEWER, (64, H200, None, None)),
+    (MXFP8(), "none", {}, (64, H200, None, None)),
+    (Float8Block(), "none", {}, (64, H200_FLOAT8, None, None)),
+    (Float8Block(), "backward", {}, (64, H200_FLOAT8, None, 176)),
+]
 
 
-def rates_and_bytes_that_formulas_get(rank: int, num_ranks: int) -> list[tuple[Rates, int | None, int | None]]:
-    """Of a layer in each of some precisions, and with its rows on the wire."""
+def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int | None, int | None]]:
+    """Of a call for each of FORMULAS_GET."""
     found = []
-    with open_heap("cpu") as heap:
-        chosen = ep_step.overlap
+    chosen = ep_step.overlap
 
-        def noting(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
-            found.append((rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
-            return chosen(sizes, num_sms, rates)
+    def noting(sizes: Sizes, num_sms: int, rates: Rates) -> Overlap:
+        found.append((sizes.num_rows, rates, sizes.sent_row_bytes, sizes.sent_gradient_row_bytes))
+        return chosen(sizes, num_sms, rates)
 
-        ep_step.overlap = noting
-        try:
-            for precision, wire in (
-                (None, "none"),
-                (MXFP8(), "none"),
-                (Float8Block(), "none"),
-                (Float8Block(), "backward"),
-            ):
-                experts = GroupedMLP(2, 160, 32, precision=precision)
-                topk_idx = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 2)
-                plan = make_plan(topk_idx, num_experts=2 * num_ranks, heap=heap)
-                x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
-                ep_step.expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
-        finally:
-            ep_step.overlap = chosen
+    with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ep_step, "overlap", noting)
+        for precision, wire, limits, _ in FORMULAS_GET:
+            experts = GroupedMLP(2, 160, 32, precision=precision)
+            plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)
+            x, probs = torch.randn(16, 160), torch.full((16, 2), 0.5)
+            ep_step.expert_parallel_mlp(x, probs, experts, plan, quantized_wire=wire)
     return found
 
 
-def test_formulas_get_the_rates_and_bytes_of_a_precision(cluster):
-    wanted = [(H200, None, None), (H200, None, None), (H200_FLOAT8, None, None), (H200_FLOAT8, None, 176)]
-    assert cluster(2).run(rates_and_bytes_that_formulas_get) == [wanted] * 2
+def test_what_formulas_get(cluster):
+    """The same on all ranks."""
+    assert cluster(2).run(what_formulas_get) == [[wanted for *_, wanted in FORMULAS_GET]] * 2
 
 
 def test_fewer_bytes_on_the_wire_take_fewer_programs():
@@ -260,12 +240,6 @@ def test_fewer_bytes_on_the_wire_take_fewer_programs():
     assert one.dispatch.num_ctas > other.dispatch.num_ctas
     assert one.gradient_dispatch.num_ctas > other.gradient_dispatch.num_ctas
     assert (one.combine, one.gradient_combine) == (other.combine, other.gradient_combine)
-
-
-def test_formulas_get_the_rows_that_are_expected(cluster):
-    """Not the capacity, which is larger; and the same number on all ranks."""
-    for found in cluster(2).run(rows_that_formulas_get):
-        assert found == {"exact": 64, "more than all slots": 32, "fewer": 64}
 
 
 @pytest.mark.parametrize("number", [1, 15, 16, 17, 1000, 65536, 65537, 78643])

@@ -154,25 +154,13 @@ def test_the_example_jobs_log_is_read_and_half_a_line_is_not(tmp_path: Path):
     assert_is_picture(tmp_path / "load.png")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "no whole line"),
-        ("not json\n", "no log of expert loads"),
-        ('{"loss": 1}\n', "no log of expert loads"),
-        ("[1]\n", "no log of expert loads"),
-        ('{"step": 1, "expert_load": [[1, 2]]}\n{"step": 2, "expert_load": [[1, 2, 3]]}\n', "different models"),
-    ],
-)
-def test_what_is_no_log_is_refused(text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("text", ["", "not json\n", '{"loss": 1}\n', "[1]\n", "two models"])
+def test_what_is_no_log_is_refused(text: str, tmp_path: Path):
     path = tmp_path / "x.jsonl"
-    path.write_text(text)
-    with pytest.raises(ArgumentError, match=says):
+    models = ('{"step": 1, "expert_load": [[1, 2]]}\n', '{"step": 2, "expert_load": [[1, 2, 3]]}\n')
+    path.write_text("".join(models) if text == "two models" else text)
+    with pytest.raises(ArgumentError, match=r"no whole line|no log of expert loads|different models"):
         read_loads(path)
-    with pytest.raises(SystemExit):
-        cli.main(["plot", "load", str(path), "--png", str(tmp_path / "x.png")])
-    assert says in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
 
 
 # -- benchmarks -------------------------------------------------------------------------------------------------------
@@ -206,28 +194,31 @@ def bars_of(axis: Any) -> dict[str, list[float]]:
     return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axis.containers}
 
 
-def test_bars_of_the_layer_are_the_records(tmp_path: Path, figures: dict[str, Any]):
-    records = committed(*LAYER)
-    (path,) = bench.draw_benchmarks(records, str(tmp_path))
-    assert_is_picture(Path(path))
-    axes = figures["layer-h200.png"].axes
-    assert len(axes) == 4
-    for axis in axes:
-        direction, ranks = re.fullmatch(r"(\w+), (\d) GPUs", axis.get_title(loc="left")).groups()
+@pytest.mark.parametrize(
+    ("name", "files", "along", "figure", "num_panels"),
+    [
+        ("layer-h200.png", LAYER, "preset", "tflops", 4),
+        ("skew-h200.png", ("layer-h200-ep2", "layer-skew-h200-ep2"), "skew", "ms_median", 2),
+    ],
+)
+def test_bars_are_the_records(
+    name: str, files: tuple[str, ...], along: str, figure: str, num_panels: int, tmp_path: Path, figures: dict[str, Any]
+):
+    records = committed(*files)
+    bench.draw_benchmarks(records, str(tmp_path))
+    assert_is_picture(tmp_path / name)
+    assert len(figures[name].axes) == num_panels
+    for axis in figures[name].axes:
+        direction, *preset, ranks = axis.get_title(loc="left").split(", ")
+        mine = [r for r in records if (r["direction"], f"{r['ep']} GPUs") == (direction, ranks)]
+        mine = [r for r in mine if r["preset"] in (preset or r["preset"])]
+        places = [tick.get_text() for tick in axis.get_xticklabels()]
+        assert len(places) == 3
         bars = bars_of(axis)
         assert set(bars) == set(LABELS)
         for label, heights in bars.items():
-            wanted = []
-            for preset in (tick.get_text() for tick in axis.get_xticklabels()):
-                (one,) = [
-                    record["tflops"]
-                    for record in records
-                    if (record["preset"], record["ep"], record["direction"]) == (preset, int(ranks), direction)
-                    and record["variant"] == LABELS[label]
-                ]
-                wanted.append(one)
-            assert heights == wanted
-            assert len(wanted) == 3
+            of = {r[along]: r[figure] for r in mine if r["variant"] == LABELS[label]}
+            assert heights == [of[place] for place in places]
 
 
 def test_time_over_tokens_comes_from_the_sweep_alone(tmp_path: Path, figures: dict[str, Any]):
@@ -251,75 +242,29 @@ def test_time_over_tokens_comes_from_the_sweep_alone(tmp_path: Path, figures: di
     assert drawn[0] == next(r["tflops"] for r in qwen if (r["variant"], r["direction"]) == ("static", "forward"))
 
 
-def test_bars_of_skew_are_the_records(tmp_path: Path, figures: dict[str, Any]):
-    records = committed("layer-h200-ep2", "layer-skew-h200-ep2")
-    bench.draw_benchmarks(records, str(tmp_path))
-    assert_is_picture(tmp_path / "skew-h200.png")
-    for axis, direction in zip(figures["skew-h200.png"].axes, ("forward", "backward"), strict=True):
-        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["uniform", "zipf", "hot"]
-        for label, heights in bars_of(axis).items():
-            mine = {
-                r["skew"]: r["ms_median"]
-                for r in records
-                if (r["preset"], r["variant"], r["direction"]) == ("qwen3-30b", LABELS[label], direction)
-            }
-            assert heights == [mine[skew] for skew in ("uniform", "zipf", "hot")]
-
-
-def test_bars_of_stash_are_what_is_kept(tmp_path: Path, figures: dict[str, Any]):
-    """qwen3-30b, T 8192, K 8, 2 ranks, uniform routing, bf16: by hand, to what the plan's index tensors take."""
-    (path,) = bench.draw_benchmarks(committed("variants-h200-ep2"), str(tmp_path))
-    assert_is_picture(Path(path))
-    axes = figures["stash-h200.png"].axes
-    (axis,) = [axis for axis in axes if axis.get_title(loc="left").startswith("qwen3-30b")]
-    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["all", "rows", "hidden", "none"]
-    heap, ordinary = (np.array(values) for values in bars_of(axis).values())
-    rows, tokens = 8192 * 8, 8192
-    h, x = rows * 2 * 768 * 2 / 2**30, tokens * 2048 * 2 / 2**30
-    assert (heap[2:] == 0).all()
-    # ffn 768 is above where rows come expert-major: one received row per (token, expert).
-    assert heap[:2] == pytest.approx(rows * 2048 * 2 / 2**30, rel=0.01)
-    assert ordinary == pytest.approx([h, 0, h + x, x], abs=0.01)
-    texts = {text.get_text() for text in axis.texts}
-    records = [r for r in committed("variants-h200-ep2") if (r["preset"], r["variant"]) == ("qwen3-30b", "stash=rows")]
-    assert f"{sum(r['ms_median'] for r in records):.3g} ms" in texts
-
-
-def test_the_later_of_two_measurements_counts(tmp_path: Path, figures: dict[str, Any]):
+def test_the_latest_figures_count_and_others_get_their_own(tmp_path: Path, figures: dict[str, Any]):
     records = committed("layer-h200-ep2")
-    again = [record | {"tflops": 1.0, "date": "2099-01-01"} for record in records if record["variant"] == "static"]
-    for order in ([*records, *again], [*again, *records]):
-        bench.draw_benchmarks(order, str(tmp_path))
-        bars = bars_of(figures["layer-h200.png"].axes[0])
-        assert bars["symmoe"] == [1.0] * 3
-        assert min(bars["stock torch"]) > 1
-
-
-def test_peers_and_other_gpus_get_their_own(tmp_path: Path, figures: dict[str, Any]):
-    records = committed("layer-h200-ep2")
+    again = [r | {"tflops": 1.0, "date": "2099-01-01"} for r in records if r["variant"] == "static"]
     peer = [r | {"variant": "deepep", "tflops": 99.0} for r in records if r["variant"] == "stock torch"]
     other = [record | {"gpu": "NVIDIA B200 (PCIe)"} for record in records]
-    paths = bench.draw_benchmarks([*records, *peer, *other], str(tmp_path))
-    assert [Path(path).name for path in paths] == ["layer-b200-pcie.png", "layer-h200.png"]
-    assert bars_of(figures["layer-h200.png"].axes[0])["deepep"] == [99.0] * 3
-    assert "deepep" not in bars_of(figures["layer-b200-pcie.png"].axes[0])
+    for order in ([*records, *again, *peer, *other], [*again, *other, *peer, *records]):
+        paths = bench.draw_benchmarks(order, str(tmp_path))
+        assert [Path(path).name for path in paths] == ["layer-b200-pcie.png", "layer-h200.png"]
+        bars = bars_of(figures["layer-h200.png"].axes[0])
+        assert (bars["symmoe"], bars["deepep"]) == ([1.0] * 3, [99.0] * 3)
+        assert min(bars["stock torch"]) > 1
+        assert "deepep" not in bars_of(figures["layer-b200-pcie.png"].axes[0])
 
 
 def test_the_same_records_give_the_same_bytes_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    files = [str(RESULTS / f"{name}.json") for name in (*LAYER, "layer-skew-h200-ep2", "variants-h200-ep2")]
+    files = [str(RESULTS / f"{name}.json") for name in (*LAYER, "layer-skew-h200-ep2")]
     for folder in ("a", "b"):
         assert cli.main(["plot", "bench", *files, "--out", str(tmp_path / folder)]) == 0
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert names == ["layer-h200.png", "skew-h200.png", "stash-h200.png"]
+    assert names == ["layer-h200.png", "skew-h200.png"]
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert str(tmp_path / "b" / "layer-h200.png") in capsys.readouterr().out
-
-
-def test_records_without_figures_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        cli.main(["plot", "bench", str(RESULTS / "trips-h200-ep2.json"), "--out", str(tmp_path)])
-    assert "no figures for any picture" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layer import flat, tokens_of
+from test_layer import tokens_of
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer
@@ -208,7 +208,7 @@ def check_ranks(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_ranks_that_choose_differently_find_out(cluster):
-    assert flat(cluster(2).run(check_ranks)) == []
+    assert cluster(2).findings(check_ranks) == []
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,11 +19,11 @@ import torch
 import torch.distributed as dist
 from conftest import left_in_shared_memory
 from limits import HANG_S, PROMPT_S
-from test_heap import round_trip
-from worker import Findings, open_heap, wait_for_arrivals
+from test_heap import outcome, round_trip
+from worker import Findings, difference, free_bytes, open_heap, wait_for_arrivals
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
-from symmoe.errors import ConfigMismatch, HeapExhausted, HeapPoisoned, PeerAborted, PeerError, PeerTimeout, SymmoeError
+from symmoe.errors import HeapPoisoned, PeerAborted, PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels.twin import sync
 
 T, K, H = 12, 2, 16
@@ -30,12 +31,7 @@ T, K, H = 12, 2, 16
 
 def attempt(heap: SymmetricHeap, call: Callable[[], object]) -> tuple[str, str]:
     """(class, text) of what the call raises on this rank, at the latest when the rank waits for its stream."""
-    try:
-        call()
-        heap.synchronize()
-    except SymmoeError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return outcome(lambda: [call(), heap.synchronize()])
 
 
 def tokens(heap: SymmetricHeap, hidden: int = H, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -48,79 +44,67 @@ def new_plan(heap: SymmetricHeap, **kwargs):
 
 
 def check_disagreement(rank: int, num_ranks: int, device: str) -> list[str]:
+    """Ranks whose calls do not fit together: all raise it, and nobody writes beyond a peer's buffer."""
     findings = Findings()
-    last = rank == num_ranks - 1
+    ready, back = "dispatch: ready", "combine: ready"
     with open_heap(device) as heap:
-        findings.check(round_trip(heap), "the first call is wrong")
 
-        def hidden() -> None:
-            # A neighbour of the receive buffers: rows that are too long must not reach it.
-            plan = new_plan(heap)
-            with heap.lease((512,), torch.int32, name="neighbour") as lease:
-                lease.tensor.fill_(7)
-                try:
-                    dispatch_tokens(tokens(heap, 4 * H if last else H), plan)
-                    heap.synchronize()
-                finally:
-                    findings.check(bool((lease.tensor == 7).all()), "a neighbour was overwritten")
+        def dispatch(*, hidden: int = H, dtype: torch.dtype = torch.float32, **options) -> None:
+            dispatch_tokens(tokens(heap, hidden, dtype), new_plan(heap), **options)
 
-        def dtype() -> None:
-            dispatch_tokens(tokens(heap, dtype=torch.bfloat16 if last else torch.float32), new_plan(heap))
-
-        def probs() -> None:
-            weights = torch.rand(T, K, device=heap.device)
-            dispatch_tokens(tokens(heap), new_plan(heap), probs=weights if last else None)
-
-        def order() -> None:
-            plan = new_plan(heap)
-            rows, _ = dispatch_tokens(tokens(heap), plan)
-            combine_tokens(rows, plan, order="rank" if last else "slot")
-
-        def another_call() -> None:
-            plan = new_plan(heap)
-            rows, _ = dispatch_tokens(tokens(heap), plan)
-            if last:
-                new_plan(heap)
-            else:
-                combine_tokens(rows, plan)
-
-        def layout() -> None:
-            different(layout="expert-major" if last else "packed")
-
-        def schedule() -> None:
-            different(schedule="always-overlapped" if last else "serial")
-
-        def buffers() -> None:
+        def into_a_buffer() -> None:
             plan = new_plan(heap)
             with heap.lease((plan.row_capacity, H), torch.float32, name="rows") as rows:
-                dispatch_tokens(tokens(heap), plan, out=rows.tensor if last else None)
+                dispatch_tokens(tokens(heap), plan, out=rows.tensor)
 
-        def different(**options: str) -> None:
-            # Rows in another layout would land beyond the peers' buffers.
+        def combine(*, hidden: int = H, dtype: torch.dtype = torch.float32, order: str = "slot") -> None:
+            plan = new_plan(heap)
+            dispatch_tokens(tokens(heap), plan)
+            combine_tokens(torch.ones(plan.num_rows, hidden, dtype=dtype, device=heap.device), plan, order=order)
+
+        def layer(**options: str) -> None:
             sizes = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K}
+            MoELayer(MoEConfig(**sizes, **options), heap)(tokens(heap))
+
+        def plan_again() -> None:
+            plan = new_plan(heap)
+            dispatch_tokens(tokens(heap), plan)
+            new_plan(heap)
+
+        probs, half = torch.rand(T, K, device=heap.device), torch.bfloat16
+        # (field and phase, the usual value and the culprit's, both calls)
+        cases = [
+            ("hidden", ready, H, 4 * H, dispatch, partial(dispatch, hidden=4 * H)),
+            ("dtype", ready, torch.float32, half, dispatch, partial(dispatch, dtype=half)),
+            ("probs", ready, "without", "with", dispatch, partial(dispatch, probs=probs)),
+            ("layout", ready, "packed", "expert-major", dispatch, into_a_buffer),
+            (
+                "layout",
+                ready,
+                "packed",
+                "expert-major",
+                *(partial(layer, layout=x) for x in ("packed", "expert-major")),
+            ),
+            ("schedule", ready, "serial", "overlapped", layer, partial(layer, schedule="always-overlapped")),
+            ("hidden", back, H, 2 * H, combine, partial(combine, hidden=2 * H)),
+            ("dtype", back, torch.float32, half, combine, partial(combine, dtype=half)),
+            ("order", back, "slot", "rank", combine, partial(combine, order="rank")),
+            ("", "", back, "plan: counts", combine, plan_again),
+            ("", "", "plan: counts", ready, lambda: [new_plan(heap), new_plan(heap)], dispatch),
+        ]
+        findings.check(round_trip(heap), "the first call is wrong")
+        for turn, (culprit, (field, phase, usual, other, call, wrong)) in enumerate(product((0, num_ranks - 1), cases)):
+            findings.where = f"{field}: {other} at {phase} on rank {culprit}, rank {rank} of {num_ranks}"
+            if field:
+                text = difference(f"{field} differs at '{phase}'", culprit, usual, other)
+            else:
+                text = difference("ranks are in different calls", culprit, f"'{usual}'", f"'{other}'").replace(
+                    "has", "at"
+                )
             with heap.lease((4096,), torch.int32, name="neighbour") as lease:
                 lease.tensor.fill_(7)
-                try:
-                    MoELayer(MoEConfig(**sizes, **options), heap)(tokens(heap))
-                    heap.synchronize()
-                finally:
-                    findings.check(bool((lease.tensor == 7).all()), "a neighbour was overwritten")
-
-        wanted = {
-            hidden: f"hidden differs at 'dispatch: ready': rank 0 has {H}, rank {num_ranks - 1} has {4 * H}",
-            dtype: "dtype differs at 'dispatch: ready': rank 0 has torch.float32, "
-            f"rank {num_ranks - 1} has torch.bfloat16",
-            probs: f"probs differs at 'dispatch: ready': rank 0 has without, rank {num_ranks - 1} has with",
-            order: f"order differs at 'combine: ready': rank 0 has slot, rank {num_ranks - 1} has rank",
-            layout: f"layout differs at 'dispatch: ready': rank 0 has packed, rank {num_ranks - 1} has expert-major",
-            schedule: f"schedule differs at 'dispatch: ready': rank 0 has serial, rank {num_ranks - 1} has overlapped",
-            buffers: f"layout differs at 'dispatch: ready': rank 0 has packed, rank {num_ranks - 1} has expert-major",
-            another_call: "ranks are in different calls: rank 0 at 'combine: ready', "
-            f"rank {num_ranks - 1} at 'plan: counts'",
-        }
-        for turn, (call, text) in enumerate(wanted.items()):
-            findings.where = f"{call.__name__}, rank {rank} of {num_ranks}"
-            findings.equal("the error", attempt(heap, call), (ConfigMismatch.__name__, text))
+                findings.equal("the error", attempt(heap, wrong if rank == culprit else call), ("ConfigMismatch", text))
+                findings.check(bool((lease.tensor == 7).all()), "a neighbour was overwritten")
             findings.check(round_trip(heap, turn), "the next correct call is wrong")
             findings.equal("leased bytes", heap.leased_bytes, 0)
     return findings.texts
@@ -130,34 +114,18 @@ def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[
     """Hosts on GPUs run ahead of their peers' faults; wherever they are, all go on from the same epoch."""
     findings = Findings()
     last = rank == num_ranks - 1
-    experts = 2 * num_ranks
     with open_heap(device) as heap:
-        sizes = {"hidden": H, "ffn": H, "num_experts": experts, "top_k": K, "schedule": schedule}
+        sizes = {"hidden": H, "ffn": H, "num_experts": 2 * num_ranks, "top_k": K, "schedule": schedule}
         exact = MoELayer(MoEConfig(**sizes), heap)
         static = MoELayer(MoEConfig(**sizes, capacity=T * K * num_ranks), heap)
         tight = MoELayer(MoEConfig(**sizes, capacity=1), heap)
 
-        def wrong_shape(layer: MoELayer) -> None:
-            layer(tokens(heap, H + 8 if last else H))
-
-        def no_room() -> None:
+        def without_room(call: Callable[[], object]) -> None:
             taken = []
-            while last and heap._memory.arena.largest_free_bytes > 1024:
-                taken.append(heap.lease((heap._memory.arena.largest_free_bytes,), torch.uint8, name="everything"))
+            while last and free_bytes(heap) > 1024:
+                taken.append(heap.lease((free_bytes(heap),), torch.uint8, name="everything"))
             try:
-                static(tokens(heap))
-                heap.synchronize()
-            finally:
-                for lease in taken:
-                    lease.release()
-
-        def in_backward() -> None:
-            y, _ = static(tokens(heap).requires_grad_())
-            taken = (
-                [heap.lease((heap._memory.arena.largest_free_bytes,), torch.uint8, name="everything")] if last else []
-            )
-            try:
-                y.sum().backward()
+                call()
                 heap.synchronize()
             finally:
                 for lease in taken:
@@ -167,17 +135,21 @@ def check_faults(rank: int, num_ranks: int, device: str, schedule: str) -> list[
             plan = new_plan(heap)
             if rank == 0:
                 dispatch_tokens(tokens(heap), plan, order="no such order")
-            elif last:
-                dispatch_tokens(tokens(heap)[1:], plan)
             else:
-                dispatch_tokens(tokens(heap), plan)
+                dispatch_tokens(tokens(heap)[int(last) :], plan)
 
+        wide = H + 8 if last else H
         cases = [
-            ("wrong shape, exact", lambda: wrong_shape(exact), "ArgumentError", f"hidden ({H})"),
-            ("wrong shape, static", lambda: wrong_shape(static), "ArgumentError", f"hidden ({H})"),
+            ("wrong shape, exact", lambda: exact(tokens(heap, wide)), "ArgumentError", f"hidden ({H})"),
+            ("wrong shape, static", lambda: static(tokens(heap, wide)), "ArgumentError", f"hidden ({H})"),
             ("overflow", lambda: tight(tokens(heap)), "CapacityError", "more than capacity (1)"),
-            ("no room in forward", no_room, HeapExhausted.__name__, "high-water mark"),
-            ("no room in backward", in_backward, HeapExhausted.__name__, "high-water mark"),
+            ("forward", lambda: without_room(lambda: static(tokens(heap))), "HeapExhausted", "high-water mark"),
+            (
+                "backward",
+                lambda: without_room(static(tokens(heap).requires_grad_())[0].sum().backward),
+                "HeapExhausted",
+                "high-water mark",
+            ),
             ("two at once", two_at_once, "ArgumentError", "order ('no such order')"),
         ]
         for turn, (name, call, error, text) in enumerate(cases):
@@ -197,13 +169,13 @@ CHECK_IDS = ["disagreement", "faults, serial", "faults, overlapped"]
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=CHECK_IDS)
 def test_every_rank_raises_and_all_go_on(cluster, num_ranks: int, check):
-    assert [text for texts in cluster(num_ranks).run(check[0], "cpu", *check[1:]) for text in texts] == []
+    assert cluster(num_ranks).run(check[0], "cpu", *check[1:]) == [[]] * num_ranks
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=CHECK_IDS)
 def test_every_rank_raises_and_all_go_on_on_gpus(cluster, check):
-    assert [text for texts in cluster(2, "cuda").run(check[0], "cuda", *check[1:]) for text in texts] == []
+    assert cluster(2, "cuda").run(check[0], "cuda", *check[1:]) == [[]] * 2
 
 
 def lose_a_signal(rank: int, num_ranks: int) -> tuple[str, bool]:
@@ -252,34 +224,32 @@ def give_up(rank: int, num_ranks: int, victim: int, where: str, by_exception: bo
             raise ZeroDivisionError("a bug of the user")
         heap.abort("a bug of the user")
 
-    def step() -> None:
-        if rank == victim and where == "before":
-            return own_error()
-        if rank == slow:
-            time.sleep(0.5)
+    def step() -> Iterator[str]:
+        """Yields where the victim may give up."""
         x = tokens(heap).requires_grad_()
         if where == "in a trip beside GEMMs":
             if rank == victim:
                 heap.send_signal = lambda peer: own_error()
             layer(x)
-            return None
+            return
+        yield "before"
         plan = new_plan(heap)
-        if rank == victim and where == "between":
-            return own_error()
+        yield "between"
         rows, _ = dispatch_tokens(x, plan)
-        if rank == victim and where == "in the experts":
-            return own_error()
+        yield "in the experts"
         y = combine_tokens(rows * 2.0, plan)
-        if rank == victim and where == "in backward":
-            return own_error()
+        yield "in backward"
         y.sum().backward()
-        if rank == victim and where == "in close":
-            return own_error()
-        return None
+        yield "in close"
 
     try:
         with heap:
-            step()
+            if rank == slow:
+                time.sleep(0.5)
+            for place in step():
+                if rank == victim and place == where:
+                    own_error()
+                    break
     except PeerAborted as error:
         facts |= {"raised": error.rank, "reason": error.reason, "seen_at": time.monotonic()}
     except (ZeroDivisionError, HeapPoisoned):
@@ -334,37 +304,29 @@ def test_an_error_of_all_is_not_hidden_by_who_leaves_first(cluster):
     assert cluster(3).run(leave_with_the_same_error, 6) == [["ArgumentError"] * 6] * 3
 
 
-def use_after_abort(rank: int, num_ranks: int) -> dict:
+def use_after_abort(rank: int, num_ranks: int) -> list[str]:
+    findings = Findings()
+    findings.where = f"rank {rank}"
     heap = SymmetricHeap(num_bytes=1 << 20, backend="host", timeout_s=60.0)
-    plan = new_plan(heap)
+    plan, reason = new_plan(heap), "this rank gave up: first" if rank == 0 else "rank 0 gave up: first"
     dist.barrier()
-    facts: dict = {}
     if rank == 0:
         heap.abort("first")
         heap.abort("second")  # nobody hears it
-        facts["use"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
-        facts["plan"] = attempt(heap, lambda: new_plan(heap))[0]
-        dist.barrier()
-        heap.close()
-        heap.abort("after close: nothing happens")
     else:
-        facts["raised"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
-        facts["use"] = attempt(heap, lambda: dispatch_tokens(tokens(heap), plan))
-        dist.barrier()
-        heap.close()
-    facts["closed"] = attempt(heap, heap.check)[0]
-    return facts
+        findings.equal("error", attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)), ("PeerAborted", reason))
+    wanted = ("HeapPoisoned", f"an earlier call failed: {reason}")
+    findings.equal("next error", attempt(heap, lambda: dispatch_tokens(tokens(heap), plan)), wanted)
+    findings.equal("error of a plan", attempt(heap, lambda: new_plan(heap)), wanted)
+    dist.barrier()
+    heap.close()
+    heap.abort("after close: nothing happens")
+    findings.equal("after close", attempt(heap, heap.check)[0], "HeapClosed")
+    return findings.texts
 
 
 def test_an_aborted_heap_is_of_no_use(cluster):
-    zero, *others = cluster(3).run(use_after_abort)
-    assert zero["use"] == ("HeapPoisoned", "an earlier call failed: this rank gave up: first")
-    assert zero["plan"] == "HeapPoisoned"
-    assert zero["closed"] == "HeapClosed"
-    for facts in others:
-        assert facts["raised"] == ("PeerAborted", "rank 0 gave up: first")
-        assert facts["use"] == ("HeapPoisoned", "an earlier call failed: rank 0 gave up: first")
-        assert facts["closed"] == "HeapClosed"
+    assert cluster(3).run(use_after_abort) == [[]] * 3
 
 
 JOB = """
@@ -401,8 +363,7 @@ for step in range(1000):
 """
 
 
-def run_job(folder: Path, num_ranks: int, device: str, how: str, timeout_s: float) -> tuple[list[int], list[str]]:
-    """Exit statuses and what every rank has printed to stderr."""
+def check_job(folder: Path, num_ranks: int, device: str, how: str, timeout_s: float) -> None:
     ranks = [
         subprocess.Popen(
             [
@@ -423,19 +384,16 @@ def run_job(folder: Path, num_ranks: int, device: str, how: str, timeout_s: floa
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-    return [process.returncode for process in ranks], texts
-
-
-def check_job(folder: Path, num_ranks: int, device: str, how: str, timeout_s: float) -> None:
-    codes, texts = run_job(folder, num_ranks, device, how, timeout_s)
+    codes = [process.returncode for process in ranks]
     assert codes == [-9 if rank == 1 and how == "killed" else 1 for rank in range(num_ranks)], texts
     wanted = "PeerAborted: rank 1 gave up: ZeroDivisionError" if how == "raises" else "PeerTimeout: rank 1 did not"
     assert all(wanted in texts[rank] for rank in range(num_ranks) if rank != 1), texts
 
 
-@pytest.mark.parametrize(
-    "how", ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raises", "stays away"))]
-)
+HOWS = ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raises", "stays away"))]
+
+
+@pytest.mark.parametrize("how", HOWS)
 def test_a_job_ends_by_itself(tmp_path: Path, shared_memory_before, how: str):
     """Nobody catches anything, nobody closes: every process ends, and none with 0."""
     check_job(tmp_path, 3, "cpu", how, 10 * PROMPT_S if how == "raises" else 3.0)
@@ -443,9 +401,7 @@ def test_a_job_ends_by_itself(tmp_path: Path, shared_memory_before, how: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "how", ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raises", "stays away"))]
-)
+@pytest.mark.parametrize("how", HOWS)
 def test_a_job_ends_by_itself_on_gpus(tmp_path: Path, how: str):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA GPUs")
@@ -488,9 +444,8 @@ def check_one_plan_for_several_calls(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_plan_for_several_calls(cluster, num_ranks: int):
-    assert [text for texts in cluster(num_ranks).run(check_one_plan_for_several_calls) for text in texts] == []
+def test_one_plan_for_several_calls(cluster):
+    assert cluster(2).run(check_one_plan_for_several_calls) == [[]] * 2
 
 
 def close_alone(rank: int, num_ranks: int) -> tuple[str, float]:

@@ -110,9 +110,10 @@ def release(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Release:
 def environment(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`bin` of a fresh environment that has the wheel."""
     folder = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", folder, cwd=folder)
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     python = folder / "bin" / "python"
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", release.wheel, cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet")
+    run(*pip, release.wheel, cwd=folder)
     # Folders named in a .pth file come after the environment's own, and .pth files in them (as those of an editable
     # installation of the checkout) have no effect.
     (site_packages,) = folder.glob("lib/python*/site-packages")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -96,26 +95,6 @@ def test_without_a_mutant_nothing_is_found(launcher: Launcher, part: str):
     assert mutations.found_in_twins(Run((), 3, patience=PATIENCE), launcher, None, part) == ""
 
 
-GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
-LOST = "symmoe.errors.PeerLost: rank 0 is gone"
-
-
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
-        ((f"[rank0]: {GLOO}", "IndexError: index out of range"), "IndexError: index out of range"),
-        ((f"[rank0]: {LOST}", "[rank1]: AssertionError"), "AssertionError"),
-        ((GLOO, "symmoe.errors.StalePlan: it is"), "symmoe.errors.StalePlan: it is"),
-        (("KeyError: 'a'", GLOO, "IndexError: b"), "KeyError: 'a'"),
-        (("  raise ValueError: c", GLOO), GLOO),
-        (("nobody has raised anything",), "rank 1 ended with exit code 1"),
-    ],
-)
-def test_what_a_rank_raised_comes_before_what_its_end_did_to_others(lines: tuple[str, ...], found: str):
-    text = "\n".join(("rank 1 ended with exit code 1", "-- log of rank 0:", "Traceback:", *lines))
-    assert mutations.line_of(JobFailure(text)) == found
-
-
 def test_wrong_calls_that_there_are():
     """On GPUs a process has one heap, and scores that are not finite are no error: nothing stands in for such calls."""
     cpu, cuda = (fuzz.mutations_for(2, device) for device in ("cpu", "cuda"))
@@ -132,7 +111,7 @@ def test_wrong_calls_that_there_are():
 
 def test_cases_are_shared_among_jobs(launcher: Launcher):
     run = Run(tuple(range(5)), 2, num_jobs=2)
-    assert sorted(outcome.case for outcome in litmus.run_cases(run, launcher)) == [0, 1, 2, 3, 4]
+    assert sorted(outcome.case for outcome in litmus.SUITE.run(run, launcher)) == [0, 1, 2, 3, 4]
 
 
 def test_heaps_that_keep_memory_are_told_from_jobs_that_come_and_go():
@@ -144,14 +123,6 @@ def test_heaps_that_keep_memory_are_told_from_jobs_that_come_and_go():
     kept = [free - others - arena * number for number, others in enumerate(taken)]
     assert lifecycle.lost_bytes(kept) > lifecycle.LOST_BYTES
     assert lifecycle.lost_bytes(kept[:2]) == 0  # too few to tell
-
-
-def test_some_cases_again():
-    assert command.case_numbers("17") == (17,)
-    assert command.case_numbers("17-20") == (17, 18, 19, 20)
-    assert command.case_numbers("17-17") == (17,)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"first case \(20\) must not be after the last one \(17\)"):
-        command.case_numbers("20-17")
 
 
 def test_an_exception_of_one_work_ends_all():

@@ -14,12 +14,6 @@ from symmoe.training.replay import balanced_choice, balanced_routing, record_rou
 EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
 
 
-@pytest.fixture
-def heap():
-    with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        yield heap
-
-
 class Model(nn.Module):
     def __init__(self, heap: SymmetricHeap, seed: int, **options) -> None:
         super().__init__()

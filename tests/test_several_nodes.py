@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from example_runs import EXAMPLES
 
 from symmoe.checkpoint import read_manifest
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 STEPS = 4
 DEADLINE_S = 400
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -108,19 +108,20 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.timeout(900)
-def test_two_nodes_train_as_one_does(tmp_path: Path):
+@pytest.mark.parametrize("ranks_of_node", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
     """EP groups inside a node, replicas of the experts across: every bit as in one node with as many ranks."""
-    two = train(tmp_path / "two", nodes(2, 2), "--ep=2")
-    one = train(tmp_path / "one", nodes(1, 4), "--ep=2")
+    two = train(tmp_path / "two", nodes(2, ranks_of_node), f"--ep={ranks_of_node}")
+    one = train(tmp_path / "one", nodes(1, 2 * ranks_of_node), f"--ep={ranks_of_node}")
     assert [record["step"] for record in two] == list(range(1, STEPS + 1))
     assert two == one
     # Weights and moments of all ranks, and the text that the model writes.
     found, expected = tree(tmp_path / "two" / "checkpoints"), tree(tmp_path / "one" / "checkpoints")
     assert found == expected
-    assert sum(name.endswith(".safetensors") for name in found) == 4
+    assert sum(name.endswith(".safetensors") for name in found) == 2 * ranks_of_node
     assert (tmp_path / "two" / "sample.txt").read_bytes() == (tmp_path / "one" / "sample.txt").read_bytes()
     manifest = read_manifest(tmp_path / "two" / "checkpoints")
-    assert (manifest.num_ranks, manifest.ep_size) == (4, 2)
+    assert (manifest.num_ranks, manifest.ep_size) == (2 * ranks_of_node, ranks_of_node)
     assert two[-1]["loss"] < two[0]["loss"] - 0.05
     for record in two:  # every slot of the global batch, in every layer
         assert [sum(load) for load in record["expert_load"]] == [8 * 64 * 2] * 2

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from reliability.delays import before_steps
-from test_layer import WAYS, flat, tokens_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from worker import Findings, open_heap
+from test_layer import WAYS, tokens_of
+from worker import Findings, Watching, open_heap
 
 from symmoe import (
     GroupedMLP,
@@ -145,7 +144,7 @@ def check_mlp(rank: int, num_ranks: int, device: str, dtype: torch.dtype, option
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_mlp_computes_what_is_asked_for(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks).run(check_mlp, "cpu", torch.float32, OPTIONS)) == []
+    assert cluster(num_ranks).findings(check_mlp, "cpu", torch.float32, OPTIONS) == []
 
 
 # -- dispatch_tokens --------------------------------------------------------------------------------------------------
@@ -175,17 +174,10 @@ def check_dispatch(rank: int, num_ranks: int, device: str) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_dispatch_computes_what_is_asked_for(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks).run(check_dispatch, "cpu")) == []
+    assert cluster(num_ranks).findings(check_dispatch, "cpu") == []
 
 
 # -- MoELayer ---------------------------------------------------------------------------------------------------------
-
-
-class Watching(TorchDispatchMode):
-    """Under any mode the step is an operator."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def check_layer(rank: int, num_ranks: int, device: str) -> list[str]:
@@ -225,7 +217,7 @@ def check_layer(rank: int, num_ranks: int, device: str) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_first_layer_with_adapters(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks).run(check_layer, "cpu")) == []
+    assert cluster(num_ranks).findings(check_layer, "cpu") == []
 
 
 # -- ranks that do not ask for the same -------------------------------------------------------------------------------
@@ -276,4 +268,4 @@ def check_mismatches(rank: int, num_ranks: int, device: str) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_ask_for_other_gradients(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks).run(check_mismatches, "cpu")) == []
+    assert cluster(num_ranks).findings(check_mismatches, "cpu") == []

@@ -61,6 +61,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return fake
 
 
+@pytest.fixture
+def order(fake: Fake) -> StreamOrder:
+    return StreamOrder(torch.device("cuda", 0))
+
+
 def one_call(order: StreamOrder) -> OneCall:
     return OneCall(Access(), threading.RLock(), order)
 
@@ -71,8 +76,7 @@ def call(fake: Fake, order: StreamOrder, stream: int) -> int:
         return fake.launch()
 
 
-def test_one_stream_keeps_no_marks(fake: Fake):
-    order = StreamOrder(torch.device("cuda", 0))
+def test_one_stream_keeps_no_marks(fake: Fake, order: StreamOrder):
     for _ in range(3):
         call(fake, order, 1)
         order.released(SPAN)
@@ -82,8 +86,7 @@ def test_one_stream_keeps_no_marks(fake: Fake):
     assert fake.seen == {1: {}, 2: {}}
 
 
-def test_calls_follow_each_other(fake: Fake):
-    order = StreamOrder(torch.device("cuda", 0))
+def test_calls_follow_each_other(fake: Fake, order: StreamOrder):
     for stream in (1, 2, 2, 1, 2):
         before = dict(fake.work)
         call(fake, order, stream)
@@ -91,8 +94,7 @@ def test_calls_follow_each_other(fake: Fake):
             assert not work or fake.has_waited_for(other, work), (stream, other)
 
 
-def test_a_call_that_raises_is_waited_for(fake: Fake):
-    order = StreamOrder(torch.device("cuda", 0))
+def test_a_call_that_raises_is_waited_for(fake: Fake, order: StreamOrder):
     call(fake, order, 1)
     call(fake, order, 2)
     fake.current = 1
@@ -109,8 +111,7 @@ def test_a_call_that_raises_is_waited_for(fake: Fake):
     assert fake.has_waited_for(1, work)
 
 
-def test_memory_is_taken_after_its_last_user(fake: Fake):
-    order = StreamOrder(torch.device("cuda", 0))
+def test_memory_is_taken_after_its_last_user(fake: Fake, order: StreamOrder):
     call(fake, order, 1)
     call(fake, order, 2)
     fake.current = 1
@@ -123,8 +124,7 @@ def test_memory_is_taken_after_its_last_user(fake: Fake):
     assert fake.has_waited_for(1, work)
 
 
-def test_memory_from_before_the_second_streams_first_call(fake: Fake):
-    order = StreamOrder(torch.device("cuda", 0))
+def test_memory_from_before_the_second_streams_first_call(fake: Fake, order: StreamOrder):
     work = call(fake, order, 1)
     order.released(SPAN)
     fake.current = 2
@@ -132,9 +132,8 @@ def test_memory_from_before_the_second_streams_first_call(fake: Fake):
     assert fake.has_waited_for(1, work)
 
 
-def test_dropped_memory_may_have_been_used_on_any_stream(fake: Fake):
+def test_dropped_memory_may_have_been_used_on_any_stream(fake: Fake, order: StreamOrder):
     """Found dropped on one stream, read last on the other by a kernel that is no call of the heap."""
-    order = StreamOrder(torch.device("cuda", 0))
     call(fake, order, 1)
     call(fake, order, 2)
     fake.current = 1
@@ -146,8 +145,7 @@ def test_dropped_memory_may_have_been_used_on_any_stream(fake: Fake):
 
 
 @pytest.mark.parametrize("part", [(512, 512), (1536, 512)])
-def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, part: tuple[int, int]):
-    order = StreamOrder(torch.device("cuda", 0))
+def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, order: StreamOrder, part: tuple[int, int]):
     fake.work[3], fake.seen[3] = 0, {}
     for stream in fake.work:
         call(fake, order, stream)
@@ -166,9 +164,9 @@ def test_what_is_left_of_a_span_is_still_waited_for(fake: Fake, part: tuple[int,
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_marks_do_not_pile_up_and_none_is_missing(fake: Fake, seed: int):
+def test_marks_do_not_pile_up_and_none_is_missing(fake: Fake, order: StreamOrder, seed: int):
     """Random spans on random streams, beside a table of the last release of every byte of 512."""
-    order, arena, draw = StreamOrder(torch.device("cuda", 0)), Arena(0, 1 << 20), random.Random(seed)
+    arena, draw = Arena(0, 1 << 20), random.Random(seed)
     fake.work[3], fake.seen[3] = 0, {}
     last: dict[int, tuple[int, int]] = {}  # by unit of 512 bytes: a stream, and how much was on it
     for stream in fake.work:
@@ -196,8 +194,7 @@ def units(span: tuple[int, int]) -> range:
     return range(offset // 512, (offset + size) // 512)
 
 
-def test_a_capture_has_an_order_of_its_own(fake: Fake):
-    order = StreamOrder(torch.device("cuda", 0))
+def test_a_capture_has_an_order_of_its_own(fake: Fake, order: StreamOrder):
     call(fake, order, 1)
     fake.capture = 7
     call(fake, order, 2)

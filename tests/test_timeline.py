@@ -27,7 +27,7 @@ from symmoe.timeline.events import Event, Timeline
 from symmoe.timeline.kineto import gpu_events
 from symmoe.timeline.phases import BY_KERNEL, BY_OPERATOR, PHASES
 from symmoe.timeline.recording import _mark_start, timeline_of
-from symmoe.timeline.replays import capture_step, directed, record_replays
+from symmoe.timeline.replays import directed, record_replays
 from symmoe.timeline.report import chrome_trace, lanes_of, table
 from symmoe.timeline.step import trace_layer
 from symmoe.tools import picture as symmoe_picture
@@ -88,15 +88,6 @@ def test_exposed_times_are_those_counted_microsecond_by_microsecond(seed: int):
         assert all(left[1] < right[0] for left, right in pairwise(exposed))
         last = int(max(e.end_us for each in made.ranks for e in each))
         assert made.idle_us(rank) == last - cells(list(events)).sum()
-
-
-def test_made_up_timelines_have_what_is_exposed_and_what_is_not():
-    """Or the test above would say little."""
-    times = [t for seed in range(25) for t in made_up(seed).phases() if t.phase in ("push", "pull", "wait")]
-    shares = [exposed / busy for t in times for busy, exposed in zip(t.busy_us, t.exposed_us, strict=True) if busy]
-    assert sum(share == 0 for share in shares) > 5
-    assert sum(share == 1 for share in shares) > 5
-    assert sum(0 < share < 1 for share in shares) > 5
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
@@ -224,20 +215,19 @@ def test_what_was_launched_before_the_start_is_left_out():
         annotation("symmoe/forward/push_rows", 10, 20, thread=1),
         launch(11, 1, thread=1),
         annotation("symmoe/start", 15, 15, thread=1),
-        launch(16, 2, thread=1),
+        launch(16, 2, thread=1),  # a graph: all kernels of a replay carry its correlation
         annotation("symmoe/start", 40, 41, thread=1),  # started again: the last one counts
         launch(42, 3, thread=1),
         launch(50, 4, thread=2),  # autograd's thread
         kernel("push_rows_kernel", 45, 1),
         kernel("pull_sums_kernel", 46, 2),
+        kernel("pull_sums_kernel", 62, 2),
         kernel("barrier_kernel", 39, 3),
         kernel("fan_out_kernel", 60, 4),
-        kernel("gather_values_kernel", 38, 98),  # of a graph: by its own time
+        kernel("gather_values_kernel", 38, 98),  # of no launch that is known: by its own time
         kernel("lay_out_kernel", 61, 99),
     ]
     assert [e.phase for e in gpu_events({"traceEvents": items})] == ["wait", "fan-out", "plan"]
-    everything = [item for item in items if item["name"] != "symmoe/start"]
-    assert len(gpu_events({"traceEvents": everything})) == 6
 
 
 # -- replays ----------------------------------------------------------------------------------------------------------
@@ -258,13 +248,11 @@ REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: 
 )
 
 
-def replayed(turns: int, spoil: str = "") -> tuple[list[Event], list[tuple[str, str, str, float]]]:
+def replayed(turns: int) -> tuple[list[Event], list[tuple[str, str, str, float]]]:
     """(what a profiler sees of replays, on streams as they come, what is right: phase, direction, lane, begin)."""
     seen, right = [event("wait", -9, -8, name="barrier_kernel", lane="stream 7")], [("wait", "", "communication", -9.0)]
     for turn in range(turns):
         for place, ((begin, end, phase, name), known) in enumerate(REPLAY):
-            if name == SPIN and spoil == "no marks":
-                continue
             seen.append(event(phase, 100 * turn + begin, 100 * turn + end, name=name, lane=f"stream {place % 5}"))
             if known is not None:
                 right.append((*known, 100.0 * turn + begin))
@@ -285,60 +273,6 @@ def test_kernels_of_replays_get_their_pass_from_marks_and_their_lane_from_their_
     assert problems_of(chrome_trace(made)) == []
 
 
-def test_without_marks_nobody_knows_the_pass():
-    """Or the test above would say little."""
-    seen, right = replayed(2, "no marks")
-    made = directed(Timeline(ranks=(tuple(seen),), clock_error_us=(0.0,), device="made up"))
-    assert {e.direction for e in made.ranks[0]} == {""}
-    assert [e.phase for e in made.ranks[0]].count("GEMM") == 4
-    assert len(made.ranks[0]) == len(right)
-
-
-def test_the_head_start_is_no_mark():
-    """What a profiler writes of a start, where the stream sleeps, and of two replays, as a timeline."""
-    ranks = []
-    for ahead in (0.0, 500.0):  # the clock of the second rank
-        items = [annotation("symmoe/start", 10, 11, thread=1), launch(12, 1, thread=1), kernel(SPIN, 20 + ahead, 1)]
-        for turn in range(16):
-            items += [
-                annotation("symmoe/forward/barrier", 30 + turn, 30.5 + turn, thread=1),
-                launch(30.2 + turn, 2 + turn, thread=1),
-                kernel("barrier_kernel", 100 + 10 * turn + ahead, 2 + turn),
-            ]
-        for turn in range(2):
-            items.append(launch(50 + turn, 20 + turn, thread=1, category="cuda_runtime"))
-            names = [SPIN, "hopper_gemm_kernel", SPIN, "hopper_gemm_kernel", "hopper_wgrad_kernel"]
-            begin = 300 + 100 * turn + ahead
-            items += [kernel(name, begin + 10 * place, 20 + turn) for place, name in enumerate(names)]
-        ranks.append(gpu_events({"traceEvents": items}))
-    made = directed(timeline_of(ranks, "made up", 16))
-    of_replay = [("FC2", "forward"), ("FC1 dgrad", "backward"), ("wgrad", "backward")]
-    for events in made.ranks:
-        assert [(e.phase, e.direction) for e in events] == of_replay * 2
-        assert events[0].begin_us == pytest.approx(310 - (100 + 10 * 15 + 4))
-
-
-def test_a_captured_step_is_marked_where_each_pass_begins(monkeypatch: pytest.MonkeyPatch):
-    done: list[object] = []
-
-    @contextmanager
-    def capturing(graph: object) -> Iterator[None]:
-        done.append("capture")
-        yield
-        done.append("end")
-
-    for name, fake in (
-        ("synchronize", lambda: done.append("wait")),
-        ("CUDAGraph", lambda: "the graph"),
-        ("graph", capturing),
-        ("_sleep", lambda cycles: done.append("mark")),
-    ):
-        monkeypatch.setattr(torch.cuda, name, fake)
-    graph = capture_step(lambda: (done.append("forward"), 7)[1], lambda outputs: done.append(("backward", outputs)))
-    assert graph == "the graph"
-    assert done == ["wait", "capture", "mark", "forward", "mark", ("backward", 7), "end"]
-
-
 def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
@@ -351,18 +285,6 @@ def test_what_is_written_of_replays_is_what_is_returned(tmp_path: Path):
     names = {item["args"]["name"] for item in items if item["name"] == "thread_name"}
     assert names == lanes | {"exposed communication"}
     assert (tmp_path / "replays.txt").read_text(encoding="utf-8").startswith("cpu, 1 ranks")
-
-
-def test_kernels_of_a_replay_belong_to_the_launch_of_their_graph():
-    """All of them carry its correlation: what was replayed before the start is left out."""
-    items = [
-        launch(10, 1, thread=1, category="cuda_runtime"),
-        annotation("symmoe/start", 40, 41, thread=1),
-        launch(50, 2, thread=1, category="cuda_runtime"),
-        *(kernel(name, begin, 1) for name, begin in (("push_rows_kernel", 45), ("pull_sums_kernel", 60))),
-        *(kernel(name, begin, 2) for name, begin in (("barrier_kernel", 39), ("fan_out_kernel", 70))),
-    ]
-    assert [(e.phase, e.direction) for e in gpu_events({"traceEvents": items})] == [("wait", ""), ("fan-out", "")]
 
 
 def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
@@ -384,48 +306,35 @@ def test_ranges_are_what_a_profiler_sees_and_only_while_they_are_on():
         assert seen() == []
 
 
-def test_ranges_are_found_in_what_the_profiler_writes(tmp_path: Path):
+def test_ranges_and_the_start_are_found_in_what_the_profiler_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A real trace, into which launches and kernels are put where the ranges are: no GPU is needed to have ranges."""
-    path = tmp_path / "profile.json"
+    path, slept = tmp_path / "profile.json", []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
         layer = MoELayer(MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, schedule="always-overlapped"), heap)
         x = torch.randn(8, 16, requires_grad=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         with timeline.annotate(heap), torch.profiler.profile(activities=activities) as profiler:
             layer(x)[0].sum().backward()
+            _mark_start()
+            layer(x)[0].sum().backward()
         profiler.export_chrome_trace(str(path))
+    assert len(slept) == 1
     trace = json.loads(path.read_text(encoding="utf-8"))
-    ranges = [item for item in trace["traceEvents"] if str(item.get("name")).startswith("symmoe/")]
-    assert len(ranges) > 20
+    (start,) = [item for item in trace["traceEvents"] if item.get("name") == "symmoe/start"]
+    ranges = [item for item in trace["traceEvents"] if str(item.get("name")).startswith("symmoe/") and item != start]
+    assert len(ranges) > 40
     items, wanted = [], []
     for number, item in enumerate(ranges):
         _, direction, operator = item["name"].split("/")
         inside = launch(item["ts"] + item["dur"] / 2, number, thread=item["tid"]) | {"pid": item["pid"]}
         items += [inside, kernel("somebody's kernel", 10.0 * number, number)]
-        wanted.append((BY_OPERATOR[operator].name, direction))
+        if item["ts"] > start["ts"]:
+            wanted.append((BY_OPERATOR[operator].name, direction))
     found = gpu_events(trace | {"traceEvents": [*trace["traceEvents"], *items]})
     assert [(e.phase, e.direction) for e in found] == wanted
+    assert len(wanted) == len(ranges) / 2
     assert {direction for _, direction in wanted} == {"forward", "backward"}
-
-
-def test_the_start_is_found_in_what_the_profiler_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As above: a real trace with the mark of a real start, and kernels that were launched before and after it."""
-    path, slept = tmp_path / "profile.json", []
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        for name in ("before", "after"):
-            with torch.profiler.record_function(name):
-                torch.ones(3).sum()
-            if name == "before":
-                _mark_start()
-    assert len(slept) == 1
-    profiler.export_chrome_trace(str(path))
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    items = trace["traceEvents"]
-    begins = {name: next(i["ts"] for i in items if i.get("name") == name) for name in ("before", "after")}
-    for number, (name, begin) in enumerate(begins.items()):
-        items += [launch(begin, number, thread=1), kernel(name, 10.0, number)]
-    assert [e.name for e in gpu_events(trace)] == ["after"]
 
 
 # -- real steps -------------------------------------------------------------------------------------------------------
@@ -501,27 +410,16 @@ def test_a_step_has_every_phase_once_per_layer_and_direction(way: str, cluster: 
     assert "rank clocks agree within" in text
 
 
-def problems_of(trace: dict) -> list[str]:
+def problems_of(trace: dict) -> list[dict]:
     """What would keep Perfetto from showing a trace (Trace Event Format, JSON object form)."""
-    problems, named = [], set()
-    items = trace["traceEvents"]
-    for item in items:
-        if item["ph"] == "M":
-            named.add((item["pid"], item["tid"]))
-            if item["name"] not in ("process_name", "process_sort_index", "thread_name", "thread_sort_index"):
-                problems.append(f"unknown metadata {item}")
-    for item in items:
-        if item["ph"] == "M":
-            continue
-        if item["ph"] != "X" or not {"name", "cat", "pid", "tid", "ts", "dur"} <= set(item):
-            problems.append(f"not a complete event: {item}")
-        elif not (np.isfinite([item["ts"], item["dur"]]).all() and item["dur"] >= 0):
-            problems.append(f"bad times: {item}")
-        elif (item["pid"], item["tid"]) not in named:
-            problems.append(f"no name for the thread of {item}")
-        elif not all(isinstance(item[key], int) for key in ("pid", "tid")):
-            problems.append(f"ids are integers: {item}")
-    return problems
+    named = {(item["pid"], item["tid"]) for item in trace["traceEvents"] if item["ph"] == "M"}
+
+    def is_shown(item: dict) -> bool:
+        is_complete = item["ph"] == "X" and {"name", "cat", "pid", "tid", "ts", "dur"} <= set(item)
+        times = is_complete and np.isfinite([item["ts"], item["dur"]]).all() and item["dur"] >= 0
+        return bool(times) and (item["pid"], item["tid"]) in named
+
+    return [item for item in trace["traceEvents"] if item["ph"] != "M" and not is_shown(item)]
 
 
 def test_a_trace_that_perfetto_would_not_show_is_noticed():
@@ -552,8 +450,8 @@ def test_the_table_says_what_the_timeline_says():
     assert rows["nothing", "runs"] == ["0.0", "6.0"]
 
 
-def drawn(made: Timeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The figure of a timeline, as it is when it is written."""
+def test_the_picture_has_every_lane_colour_and_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    pytest.importorskip("matplotlib")
     seen = []
 
     @contextmanager
@@ -563,103 +461,57 @@ def drawn(made: Timeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> An
             seen.append(figure)
 
     monkeypatch.setattr(timeline_picture, "picture", keep)
-    timeline_picture.draw(made, str(tmp_path / "made.png"))
-    return seen[0]
-
-
-def test_the_picture_names_every_lane_and_every_colour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    pytest.importorskip("matplotlib")
     made = made_up(7)
-    figure = drawn(made, monkeypatch, tmp_path)
-    (axis,) = figure.axes
+    timeline_picture.draw(made, str(tmp_path / "made.png"))
+    (axis,) = seen[0].axes
     lanes = [f"rank {r}, {lane}" for r in range(3) for lane in ("stream 0", "stream 1", "exposed")]
     assert [label.get_text() for label in axis.get_yticklabels()] == lanes
-    assert axis.get_xlabel().startswith("µs from")
-    (legend,) = figure.legends
-    *phases, exposed = (text.get_text() for text in legend.get_texts())
+    (legend,) = seen[0].legends
+    *phases, _ = (text.get_text() for text in legend.get_texts())
     assert sorted(name for label in phases for name in label.split(", ")) == sorted(
         part for name in {e.phase for events in made.ranks for e in events} for part in name.split(", ")
     )
-    assert exposed.startswith("exposed:")
     colors = {patch.get_facecolor() for patch in legend.get_patches()}
-    bars = {tuple(color) for bars in axis.collections for color in bars.get_facecolor()}
-    assert bars == colors
+    assert {tuple(color) for bars in axis.collections for color in bars.get_facecolor()} == colors
+    assert legend.get_window_extent().x1 <= seen[0].bbox.width  # nothing is cut off
     hatched = [bars for bars in axis.collections if bars.get_hatch()]
     assert len(hatched) == 3
     for rank, bars in enumerate(hatched):
         shown = [(path.get_extents().x0, path.get_extents().x1) for path in bars.get_paths()]
         assert np.array(shown) == pytest.approx(np.array(made.exposed_communication(rank)))
-    width = figure.bbox.width
-    assert legend.get_window_extent().x1 <= width  # nothing is cut off
-
-
-def test_long_timelines_are_in_milliseconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    made = Timeline(
-        ranks=((event("push", 0, 15_000, "forward"), event("FC1", 15_000, 20_000, "forward")),) * 9,
-        clock_error_us=(0.0,) * 9,
-        device="made up",
-    )
-    (axis,) = drawn(made, monkeypatch, tmp_path).axes
-    assert axis.get_xlabel().startswith("ms from")
-    assert axis.get_xlim() == (0, 20)
-    assert axis.get_title(loc="left") == "made up, 20.0 ms; communication exposed on each rank: at most 15.0 ms"
-    assert [text.get_text() for text in axis.texts] == ["push", "FC1"] * 9 + ["forward"]
-
-
-def test_the_picture_says_where_the_passes_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    step = (
-        event("other", 0, 5),
-        event("push", 10, 30, "forward"),
-        event("FC1", 20, 50, "forward"),
-        event("other", 50, 52),  # between the passes, of nobody knows which
-        event("FC2", 60, 90, "forward"),
-        event("wgrad", 100, 200, "backward"),
-    )
-    later = tuple(event(e.phase, e.begin_us + 200, e.end_us + 200, e.direction) for e in step)
-    made = Timeline(ranks=(step + later,) * 2, clock_error_us=(0.0, 0.0), device="made up")
-    (axis,) = drawn(made, monkeypatch, tmp_path).axes
-    names = [(text.get_text(), text.xy[0]) for text in axis.texts if text.get_text() in ("forward", "backward")]
-    assert names == [("forward", 10), ("backward", 100), ("forward", 210), ("backward", 300)]
-    assert "other" not in {text.get_text() for text in axis.texts}
-
-
-def test_names_of_short_passes_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    passes = tuple(event("FC1", 10 * i, 10 * i + 9, "backward" if i % 2 else "forward") for i in range(100))
-    figure = drawn(Timeline(ranks=(passes,), clock_error_us=(0.0,), device="made up"), monkeypatch, tmp_path)
-    (axis,) = figure.axes
-    boxes = [text.get_window_extent() for text in axis.texts if text.get_text() in ("forward", "backward")]
-    assert 5 <= len(boxes) < 100
-    assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
+    known = [e for e in made.ranks[0] if e.direction]
+    begins = [(direction, next(events).begin_us) for direction, events in groupby(known, lambda e: e.direction)]
+    texts = [(text.get_text(), text.xy[0]) for text in axis.texts if text.get_text() in ("forward", "backward")]
+    assert texts == begins
 
 
 # -- what can go wrong ------------------------------------------------------------------------------------------------
 
 
-def wrong_path_on_one(rank: int, num_ranks: int, folder: str) -> list[str]:
+def misuse(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Errors of a path that is wrong on one rank, of one that nobody can write, and of no start; then it works."""
     raised = []
     with SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        for path in (f"{folder}/{'x.png' if rank else 'x.json'}", f"{folder}/missing/x.json"):
+        paths = {f"{folder}/{'x.png' if rank else 'x.json'}": True, f"{folder}/missing/x.json": True}
+        for path, starts in {**paths, f"{folder}/never.json": False}.items():
             try:
                 with timeline.record(path, heap) as recording:
-                    recording.start()
+                    if starts:
+                        recording.start()
             except ArgumentError as error:
                 raised.append(str(error))
-        with timeline.record(f"{folder}/x.json", heap) as recording:  # works afterwards
+        with timeline.record(f"{folder}/x.json", heap) as recording:
             recording.start()
-        raised.append(str([len(events) for events in recording.timeline.ranks]))
+        assert [len(events) for events in recording.timeline.ranks] == [0, 0]
     return raised
 
 
-def test_a_wrong_path_is_the_same_error_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
-    found = cluster(2).run(wrong_path_on_one, str(tmp_path))
-    assert [len(each) for each in found] == [3, 3]
+def test_what_is_wrong_is_the_same_error_on_every_rank(cluster: Callable[..., Cluster], tmp_path: Path):
+    found = cluster(2).run(misuse, str(tmp_path))
     for each in found:
-        assert "must end with .json" in each[0]
-        assert "cannot be written" in each[1]
-        assert each[2] == "[0, 0]"
+        for text, said in zip(each, ("must end with .json", "cannot be written", "recording.start()"), strict=True):
+            assert said in text
+    assert {path.stem for path in tmp_path.iterdir()} == {"x"}
 
 
 def starting_late(rank: int, num_ranks: int, folder: str, where: str) -> float:
@@ -693,21 +545,6 @@ def test_ranks_start_together_however_late_one_was_before(where: str, cluster: C
         assert found[0] > LATE_S * 1e6 / 2
 
 
-def not_started(rank: int, num_ranks: int, folder: str) -> str:
-    with open_heap("cpu") as heap:
-        with pytest.raises(ArgumentError) as caught, timeline.record(f"{folder}/x.json", heap):
-            pass
-        with timeline.record(f"{folder}/y.json", heap) as recording:  # works afterwards
-            recording.start()
-    return str(caught.value)
-
-
-def test_a_recording_that_was_not_started_is_an_error(cluster: Callable[..., Cluster], tmp_path: Path):
-    assert all("recording.start()" in text for text in cluster(2).run(not_started, str(tmp_path)))
-    assert not list(tmp_path.glob("x.*"))
-    assert (tmp_path / "y.json").is_file()
-
-
 def failing_body(rank: int, num_ranks: int, folder: str) -> str:
     before = twin.push_rows
     try:
@@ -727,8 +564,8 @@ def test_a_rank_that_fails_does_not_hold_up_the_others(cluster: Callable[..., Cl
 
 
 def traced(rank: int, num_ranks: int, path: str) -> str:
-    config = MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, capacity=40, overflow="drop")
-    return trace_layer(config, num_tokens=16, num_steps=2, path=path)
+    config = MoEConfig(hidden=32, ffn=16, num_experts=4, top_k=2, capacity=40, overflow="drop", aux_loss_coef=0.01)
+    return trace_layer(config, num_tokens=16, path=path)
 
 
 def test_the_command_traces_on_several_ranks_and_on_one(
@@ -745,7 +582,7 @@ def test_the_command_traces_on_several_ranks_and_on_one(
         f"{n}.{e}" for n in ("one", "two") for e in ("json", "png", "txt")
     }
     steps = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["traceEvents"]
-    assert sum(item["name"] == "FC2" for item in steps) == 2 * 2  # ranks, steps
+    assert sum(item["name"] == "FC2" for item in steps) == 2  # ranks
 
 
 def test_the_command_traces_low_precision(tmp_path: Path):
@@ -760,20 +597,3 @@ def test_the_command_traces_low_precision(tmp_path: Path):
     # Both ways as bytes, and all six products.
     assert {"encode_rows", "unpack_rows", "grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"} <= operators
     assert not {"grouped_gemm_act", "grouped_gemm", "grouped_gemm_wgrad"} & operators
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--quantized-wire", "both"], "quantized_wire ('both'): precision (None) must be a recipe"),
-        (["--experts", "3", "--hidden", "8", "--ffn", "8", "--top-k", "4"], "top_k (4)"),
-        (["--steps", "0"], "steps (0) must be finite and greater than 0"),
-        (["--capacity-factor", "nan"], "capacity-factor (nan)"),
-        (["--preset", "all"], "preset (all) must be one"),
-        (["--hidden", "8"], "explicit sizes also need --ffn"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        cli.main(["trace", *arguments])
-    assert text in capsys.readouterr().err

@@ -22,45 +22,34 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = Path(__file__).with_name("typed_user.py")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What mypy knows of torch, which takes it half a minute to read."""
-    return tmp_path_factory.mktemp("mypy")
+WRONG = """import torch
+import symmoe
+symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, order='ranks')
+def f(heap: symmoe.SymmetricHeap, x: torch.Tensor, plan: symmoe.Plan) -> torch.Tensor:
+    y: torch.Tensor = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)(x)
+    rows, row_probs = symmoe.dispatch_tokens(x, plan)
+    return y + rows + row_probs
+symmoe.no_such_name
+"""
 
 
 @pytest.mark.slow
-def test_a_user_sees_annotations(tmp_path: Path, cache: Path) -> None:
+def test_a_user_sees_annotations_and_is_told_what_is_wrong(tmp_path: Path) -> None:
     python, installed = _environment_with_symmoe(tmp_path)
-    program = shutil.copy(PROGRAM, tmp_path)
-    status, printed = _mypy(tmp_path, cache, python, program)
-    assert (status, printed) == (0, "Success: no issues found in 1 source file\n")
+    program, wrong = shutil.copy(PROGRAM, tmp_path), tmp_path / "wrong.py"
+    wrong.write_text(WRONG)
+    assert _mypy(tmp_path, python, program) == (0, "Success: no issues found in 1 source file\n")
+    status, printed = _mypy(tmp_path, python, wrong)
+    assert status == 1
+    found = [(int(line), code) for line, code in re.findall(r"wrong\.py:(\d+): error: .* \[([\w-]+)\]", printed)]
+    assert found == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
     (installed / "py.typed").unlink()
-    status, printed = _mypy(tmp_path, cache, python, program)
+    status, printed = _mypy(tmp_path, python, program)
     assert status == 1
     assert "missing library stubs or py.typed marker" in printed
     num_asserted = PROGRAM.read_text(encoding="utf-8").count("assert_type(")
     # Of None and of classes that mypy does not know, it says nothing.
     assert printed.count("[assert-type]") >= num_asserted // 2
-
-
-@pytest.mark.slow
-def test_a_user_who_is_wrong_is_told(tmp_path: Path, cache: Path) -> None:
-    python, _ = _environment_with_symmoe(tmp_path)
-    program = tmp_path / "wrong.py"
-    program.write_text(
-        "import torch\n"
-        "import symmoe\n"
-        "symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2, order='ranks')\n"
-        "def f(heap: symmoe.SymmetricHeap, x: torch.Tensor, plan: symmoe.Plan) -> torch.Tensor:\n"
-        "    y: torch.Tensor = symmoe.MoELayer(symmoe.MoEConfig(hidden=16, ffn=8, num_experts=4, top_k=2), heap)(x)\n"
-        "    rows, row_probs = symmoe.dispatch_tokens(x, plan)\n"
-        "    return y + rows + row_probs\n"
-        "symmoe.no_such_name\n"
-    )
-    status, printed = _mypy(tmp_path, cache, python, program)
-    assert status == 1
-    wrong = [(int(line), code) for line, code in re.findall(r"wrong\.py:(\d+): error: .* \[([\w-]+)\]", printed)]
-    assert wrong == [(3, "arg-type"), (5, "assignment"), (7, "operator"), (8, "attr-defined")]
 
 
 def test_the_program_runs() -> None:
@@ -98,12 +87,12 @@ def _environment_with_symmoe(folder: Path) -> tuple[Path, Path]:
     return environment / "bin" / "python", installed
 
 
-def _mypy(folder: Path, cache: Path, python: Path, program: Path | str) -> tuple[int, str]:
+def _mypy(folder: Path, python: Path, program: Path | str) -> tuple[int, str]:
     """Status and output of mypy --strict on a user's program."""
     alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
     command = [sys.executable, "-m", "mypy", "--strict", "--untyped-calls-exclude=torch", "--python-executable", python]
     done = subprocess.run(
-        [*command, "--cache-dir", cache, program],
+        [*command, "--cache-dir", folder / "cache", program],
         cwd=folder,
         env=alone,  # or another symmoe may be found, with its marker
         capture_output=True,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 from limits import HANG_S
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
@@ -76,6 +77,18 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
     return experts
 
 
+class Watching(TorchDispatchMode):
+    """Lets operators be, and notes them in `seen`. Under any mode a layer's step is an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[object] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
+
+
 class Findings:
     """What is wrong, as text. A rank that raised would leave its peers waiting, so ranks collect and go on."""
 
@@ -117,6 +130,12 @@ class Findings:
         elif not torch.allclose(got, want, rtol=rtol, atol=atol):
             worst = (got - want).abs().max()
             self.check(False, f"{name} is off by up to {worst:.3g} (largest wanted {want.abs().max():.3g})")
+
+
+def difference(what: str, culprit: int, usual: object, other: object) -> str:
+    """The text of a ConfigMismatch between all ranks and one culprit: it names rank 0 and the first that differs."""
+    zero, first, its = (other, 1, usual) if culprit == 0 else (usual, culprit, other)
+    return f"{what}: rank 0 has {zero}, rank {first} has {its}"
 
 
 def on_device(tensor: torch.Tensor, heap: SymmetricHeap) -> torch.Tensor:

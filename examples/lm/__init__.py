@@ -1,1 +1,1 @@
-"""The parts of `train_lm.py`: data, model, ranks, checkpoint, report."""
+"""The parts of `train_lm.py`: data, model, presets, ranks, report."""

@@ -39,9 +39,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
             (heldout if bucket == 0 else train).extend(path.read_bytes())
     digest = hashlib.sha256(train + b"\0" + heldout).hexdigest()
     return Corpus(
-        train=np.frombuffer(train, dtype=np.uint8),
-        heldout=np.frombuffer(heldout, dtype=np.uint8),
-        digest=digest,
+        train=np.frombuffer(train, dtype=np.uint8), heldout=np.frombuffer(heldout, dtype=np.uint8), digest=digest
     )
 
 

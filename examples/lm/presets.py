@@ -11,61 +11,41 @@ from symmoe import MoEConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """One size of language model and how to train it.
+    """One size of language model and how to train it; what is not given is that of the preset "cpu".
 
     The batch is global: `sequences` are cut over however many ranks there are, so that a run at 1, 2 or 4
     ranks is the same training.
     """
 
     moe: MoEConfig
-    layers: int
-    heads: int
-    context: int  # bytes a sequence
-    sequences: int  # sequences a step, over all ranks
-    steps: int
-    learning_rate: float
-    warmup_steps: int
-    eval_every: int
-    save_every: int
-    eval_sequences: int  # held-out sequences an evaluation, over all ranks
-    sample_bytes: int
-    device: str
-    autocast: bool  # bf16 products with fp32 parameters
+    layers: int = 3
+    heads: int = 6
+    context: int = 256  # bytes a sequence
+    sequences: int = 8  # sequences a step, over all ranks
+    steps: int = 500
+    learning_rate: float = 6e-3
+    warmup_steps: int = 40
+    eval_every: int = 100
+    save_every: int = 200
+    eval_sequences: int = 64  # held-out sequences an evaluation, over all ranks
+    sample_bytes: int = 300
+    device: str = "cpu"
+    autocast: bool = False  # bf16 products with fp32 parameters
 
     def with_moe(self, **changes: Any) -> Preset:
         """This preset with other fields of its MoEConfig."""
         return dataclasses.replace(self, moe=dataclasses.replace(self.moe, **changes))
 
 
+_LOSSES = {"aux_loss_coef": 0.01, "z_loss_coef": 1e-4}
+
 PRESETS = {
     # Two processes of one thread each, under three minutes.
-    "cpu": Preset(
-        moe=MoEConfig(hidden=192, ffn=128, num_experts=8, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
-        layers=3,
-        heads=6,
-        context=256,
-        sequences=8,
-        steps=500,
-        learning_rate=6e-3,
-        warmup_steps=40,
-        eval_every=100,
-        save_every=200,
-        eval_sequences=64,
-        sample_bytes=300,
-        device="cpu",
-        autocast=False,
-    ),
+    "cpu": Preset(moe=MoEConfig(hidden=192, ffn=128, num_experts=8, top_k=2, **_LOSSES)),
     # About 2 billion parameters: 32 GB of weights, gradients and Adam moments in fp32 on a single GPU.
     "gpu": Preset(
-        moe=MoEConfig(
-            hidden=2048,
-            ffn=768,
-            num_experts=32,
-            top_k=8,
-            aux_loss_coef=0.01,
-            z_loss_coef=1e-4,
-            layout="packed",  # an eighth of the rows that 12 layers keep for backward
-        ),
+        # Packed: an eighth of the rows that 12 layers keep for backward.
+        moe=MoEConfig(hidden=2048, ffn=768, num_experts=32, top_k=8, layout="packed", **_LOSSES),
         layers=12,
         heads=16,
         context=2048,
@@ -75,14 +55,13 @@ PRESETS = {
         warmup_steps=30,
         eval_every=50,
         save_every=300,  # 24 GB over all ranks
-        eval_sequences=64,
         sample_bytes=600,
         device="cuda",
         autocast=True,
     ),
     # Some ten million parameters, two minutes on a GPU that six such runs share: to compare ways to train.
     "gpu-small": Preset(
-        moe=MoEConfig(hidden=512, ffn=256, num_experts=16, top_k=4, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        moe=MoEConfig(hidden=512, ffn=256, num_experts=16, top_k=4, **_LOSSES),
         layers=6,
         heads=8,
         context=512,
@@ -90,20 +69,17 @@ PRESETS = {
         steps=600,
         learning_rate=3e-3,
         warmup_steps=60,
-        eval_every=100,
         save_every=600,
         eval_sequences=128,
-        sample_bytes=300,
         device="cuda",
         autocast=True,
     ),
     # For tests: seconds, and too small to learn much.
     "tiny": Preset(
-        moe=MoEConfig(hidden=32, ffn=64, num_experts=4, top_k=2, aux_loss_coef=0.01, z_loss_coef=1e-4),
+        moe=MoEConfig(hidden=32, ffn=64, num_experts=4, top_k=2, **_LOSSES),
         layers=2,
         heads=2,
         context=64,
-        sequences=8,
         steps=20,
         learning_rate=3e-3,
         warmup_steps=4,
@@ -111,7 +87,5 @@ PRESETS = {
         save_every=10,
         eval_sequences=8,
         sample_bytes=16,
-        device="cpu",
-        autocast=False,
     ),
 }

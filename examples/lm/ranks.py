@@ -81,7 +81,6 @@ def open_ranks(device_type: str, ep: int | None = None) -> Iterator[Ranks]:
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        _make_deterministic()
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)  # one core per process
@@ -101,7 +100,7 @@ def open_ranks(device_type: str, ep: int | None = None) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def _make_deterministic() -> None:
+def make_deterministic() -> None:
     """Makes a GPU run repeat bit for bit: by default attention's backward adds in the order of arrival."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Not `warn_only`: flash attention's backward takes its deterministic form only if it must.

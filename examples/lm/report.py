@@ -68,10 +68,13 @@ def plot(folder: Path) -> None:
     except ImportError:
         print("no loss.png and experts.png: matplotlib is not installed (pip install 'symmoe[plots]')")
         return
+    from symmoe.tools.plot.load import draw_load
+    from symmoe.tools.plot.load_log import read_loads
+
     matplotlib.use("Agg")
     records = read_records(folder / "metrics.jsonl")
     _plot_loss(records, folder / "loss.png")
-    _plot_experts(records, folder / "experts.png")
+    draw_load(read_loads(folder / "metrics.jsonl"), str(folder / "experts.png"))
 
 
 def _plot_loss(records: list[Record], path: Path) -> None:
@@ -81,37 +84,10 @@ def _plot_loss(records: list[Record], path: Path) -> None:
     evaluated = [r for r in records if "heldout_bits_per_byte" in r]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(steps, [r["train_bits_per_byte"] for r in records], lw=0.8, color="0.6", label="training batch")
-    axes.plot(
-        [r["step"] for r in evaluated],
-        [r["heldout_bits_per_byte"] for r in evaluated],
-        "o-",
-        label="held-out",
-    )
+    heldout = [r["heldout_bits_per_byte"] for r in evaluated]
+    axes.plot([r["step"] for r in evaluated], heldout, "o-", label="held-out")
     axes.axhline(records[-1]["byte_frequency_bits_per_byte"], ls="--", color="C3", label="byte frequencies")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None), title="Byte-level MoE language model")
     axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _plot_experts(records: list[Record], path: Path) -> None:
-    """One heat map per layer: time to the right, experts upwards, colour is load over mean load."""
-    import numpy as np
-    from matplotlib import pyplot as plt
-
-    load = np.array([r["expert_load"] for r in records], dtype=float)  # [steps, layers, E]
-    load /= load.mean(axis=2, keepdims=True)
-    num_layers, num_experts = load.shape[1:]
-    figure, axes = plt.subplots(
-        num_layers, 1, figsize=(8, 1.5 * num_layers + 1), sharex=True, squeeze=False, layout="constrained"
-    )
-    extent = (records[0]["step"] - 0.5, records[-1]["step"] + 0.5, -0.5, num_experts - 0.5)
-    for layer, axis in enumerate(axes[:, 0]):
-        image = axis.imshow(
-            load[:, layer].T, aspect="auto", origin="lower", extent=extent, vmin=0, vmax=2, cmap="RdBu_r"
-        )
-        axis.set_ylabel(f"layer {layer}\nexpert")
-    axes[-1, 0].set_xlabel("step")
-    figure.colorbar(image, ax=axes, label="load / mean load")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -10,6 +10,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.precision.names import PRECISIONS
 from symmoe.tools.bench.command import add_shape_arguments, shapes_of
 
+_CAPACITY_FACTOR = 1.25  # static capacity, in T * K rows: a graph needs one
 _DESCRIPTION = """\
 Records training steps of one MoELayer, router to gradients, on the ranks that torchrun has started or on one alone:
 
@@ -36,8 +37,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--quantized-wire", choices=CHOICES["quantized_wire"], default="none", help="see MoEConfig (%(default)s)"
     )
-    parser.add_argument("--capacity-factor", type=float, default=1.25, help="static capacity, in T * K rows (1.25)")
-    parser.add_argument("--steps", type=int, default=1, help="that are recorded (1)")
     parser.add_argument("--eager", action="store_true", help="the step as the host launches it; always so on CPUs")
     parser.add_argument("--out", default="step.json", metavar="FILE.json", help="the trace (%(default)s)")
     parser.set_defaults(run=_run)
@@ -47,9 +46,8 @@ def _run(args: argparse.Namespace) -> int:
     shapes = shapes_of(args)
     if len(shapes) != 1:
         raise ArgumentError(f"preset ({args.preset}) must be one")
-    for name, value in (("tokens", args.tokens), ("steps", args.steps), ("capacity-factor", args.capacity_factor)):
-        if not 0 < value < float("inf"):
-            raise ArgumentError(f"{name} ({value}) must be finite and greater than 0")
+    if args.tokens < 1:
+        raise ArgumentError(f"tokens ({args.tokens}) must be at least 1")
     from symmoe.timeline.step import trace_layer
 
     shape = shapes[0]
@@ -58,20 +56,13 @@ def _run(args: argparse.Namespace) -> int:
         ffn=shape.ffn,
         num_experts=shape.num_experts,
         top_k=shape.top_k,
-        capacity=int(args.capacity_factor * args.tokens * shape.top_k) or 1,
+        capacity=int(_CAPACITY_FACTOR * args.tokens * shape.top_k),
         overflow="drop",
         schedule=args.schedule,
         precision=None if args.precision is None else PRECISIONS[args.precision],
         quantized_wire=args.quantized_wire,
         aux_loss_coef=1e-2,
     )
-    report = trace_layer(
-        config,
-        num_tokens=args.tokens,
-        num_steps=args.steps,
-        path=args.out,
-        launch="eager" if args.eager else "graph",
-    )
-    if report:
+    if report := trace_layer(config, num_tokens=args.tokens, path=args.out, eager=args.eager):
         print(report, flush=True)
     return 0

@@ -13,14 +13,9 @@ from symmoe.tools.picture import BLACK, BLUE, GREEN, VERMILION, picture
 
 _LANE_INCHES = 0.34
 _FRAME_INCHES = 1.9  # height of title, names of passes, axis and legend
-_BAR = 0.8  # height of a bar, as a part of its lane
-_EDGE_POINTS = 0.5
+_BAR, _EXPOSED_BAR = 0.8, 0.5  # heights, as parts of a lane
 _CHARACTER_SHARE = 0.0095  # width of a character of a bar's name, as a share of the picture
 _DARK = (BLACK, BLUE, GREEN, VERMILION)  # phases whose names are white
-_EXPOSED_BAR = 0.5
-_TITLE_POINTS = 16  # above the lanes, with the names of the passes between
-_LISTED_RANKS = 8  # ranks that the title lists
-_MOST_COLUMNS = 4  # columns of the legend
 # Not a colour of any phase.
 _EXPOSED: dict[str, Any] = {"facecolor": "white", "edgecolor": BLACK, "hatch": "//////", "linewidth": 0.5}
 
@@ -31,63 +26,53 @@ def draw(timeline: Timeline, path: str) -> None:
     Raises:
         ArgumentError: matplotlib is not installed.
     """
-    lanes = [(rank, lane) for rank in range(len(timeline.ranks)) for lane in (*lanes_of(timeline, rank), "exposed")]
-    unit_us, unit, digits = (1e3, "ms", 1) if timeline.end_us >= 10_000 else (1.0, "µs", 0)
+    ranks = range(len(timeline.ranks))
+    lanes = [(rank, lane) for rank in ranks for lane in (*lanes_of(timeline, rank), "exposed")]
     with picture(path, height_inches=_FRAME_INCHES + _LANE_INCHES * len(lanes)) as figure:
         axis = figure.subplots()
         for place, (rank, lane) in enumerate(lanes):
             if lane == "exposed":
-                _bars(axis, place, timeline.exposed_communication(rank), unit_us, _EXPOSED_BAR, **_EXPOSED)
+                _bars(axis, place, timeline.exposed_communication(rank), _EXPOSED_BAR, **_EXPOSED)
                 axis.axhline(place + 0.5, color="#dddddd", linewidth=0.8, zorder=0)
             else:
-                _draw_lane(axis, place, timeline, rank, lane, unit_us)
+                _draw_lane(axis, place, timeline, rank, lane)
         axis.set_yticks(range(len(lanes)), [f"rank {rank}, {lane}" for rank, lane in lanes])
         axis.set_ylim(len(lanes) - 0.5, -0.5)
-        axis.set_xlim(0, timeline.end_us / unit_us or 1.0)
+        axis.set_xlim(0, timeline.end_us or 1.0)
         error_us = max(timeline.clock_error_us)
-        axis.set_xlabel(f"{unit} from when all ranks were ready (their clocks agree within {error_us:.1f} µs)")
-        exposed = [length(timeline.exposed_communication(rank)) for rank in range(len(timeline.ranks))]
-        whole, *shown = (f"{value / unit_us:.{digits}f}" for value in (timeline.end_us, *exposed))
-        each = ", ".join(shown) if len(shown) <= _LISTED_RANKS else f"at most {max(exposed) / unit_us:.{digits}f}"
-        about = f"{timeline.device}, {whole} {unit}; communication exposed on each rank: {each} {unit}"
-        axis.set_title(about, loc="left", pad=_TITLE_POINTS)
-        _draw_directions(axis, timeline, unit_us)
+        axis.set_xlabel(f"µs from when all ranks were ready (their clocks agree within {error_us:.1f} µs)")
+        exposed = [length(timeline.exposed_communication(rank)) for rank in ranks]
+        about = f"{timeline.device}, {timeline.end_us:.0f} µs; communication exposed on a rank: "
+        axis.set_title(f"{about}{min(exposed):.0f} to {max(exposed):.0f} µs", loc="left", pad=16)
+        _draw_directions(axis, timeline)
         _legend(figure, timeline)
 
 
-def _draw_lane(axis: Any, place: int, timeline: Timeline, rank: int, lane: str, unit_us: float) -> None:
+def _draw_lane(axis: Any, place: int, timeline: Timeline, rank: int, lane: str) -> None:
     events = [event for event in timeline.ranks[rank] if event.lane == lane]
     for phase in PHASES:
         mine = [event for event in events if event.phase == phase.name]
-        edge = _EDGE_POINTS if phase.is_gemm else 0.0  # neighbours have one colour
+        edge = 0.5 if phase.is_gemm else 0.0  # neighbours have one colour
         look = {"facecolor": phase.color, "edgecolor": "white", "linewidth": edge}
-        _bars(axis, place, [(e.begin_us, e.end_us) for e in mine], unit_us, _BAR, **look)
+        _bars(axis, place, [(e.begin_us, e.end_us) for e in mine], _BAR, **look)
         for begin, end in () if phase is OTHER else spans_of(mine):
-            room = _CHARACTER_SHARE * len(phase.name) * timeline.end_us
-            widest = max((e for e in mine if begin <= e.begin_us <= end), key=lambda e: e.end_us - e.begin_us)
-            if widest.end_us - widest.begin_us >= room:  # rather than on an edge between two
-                begin, end = widest.begin_us, widest.end_us
-            if end - begin >= room:
+            if end - begin >= _CHARACTER_SHARE * len(phase.name) * timeline.end_us:
                 color = "white" if phase.color in _DARK else "black"
-                axis.text((begin + end) / 2 / unit_us, place, phase.name, ha="center", va="center", color=color, size=7)
+                axis.text((begin + end) / 2, place, phase.name, ha="center", va="center", color=color, size=7)
 
 
-def _draw_directions(axis: Any, timeline: Timeline, unit_us: float) -> None:
-    """Where rank 0's passes begin: lines through all lanes, and their names above, where there is room."""
+def _draw_directions(axis: Any, timeline: Timeline) -> None:
+    """Where rank 0's passes begin: lines through all lanes, and their names above."""
     known = [event for event in timeline.ranks[0] if event.direction]
     place = {"textcoords": "offset points", "xycoords": ("data", "axes fraction"), "annotation_clip": False}
-    free_us = 0.0
     for direction, events in groupby(known, key=lambda event: event.direction):
         begin_us = next(events).begin_us
-        axis.axvline(begin_us / unit_us, color="#666666", linewidth=0.8, linestyle=":", zorder=0)
-        if begin_us >= free_us:
-            axis.annotate(direction, (begin_us / unit_us, 1.0), (2, 3), ha="left", color="#444444", size=8, **place)
-            free_us = begin_us + _CHARACTER_SHARE * (len(direction) + 1) * timeline.end_us
+        axis.axvline(begin_us, color="#666666", linewidth=0.8, linestyle=":", zorder=0)
+        axis.annotate(direction, (begin_us, 1.0), (2, 3), ha="left", color="#444444", size=8, **place)
 
 
-def _bars(axis: Any, place: int, spans: list[Span], unit_us: float, height: float, **look: Any) -> None:
-    bars = [(begin / unit_us, (end - begin) / unit_us) for begin, end in spans]
-    axis.broken_barh(bars, (place - height / 2, height), **look)
+def _bars(axis: Any, place: int, spans: list[Span], height: float, **look: Any) -> None:
+    axis.broken_barh([(begin, end - begin) for begin, end in spans], (place - height / 2, height), **look)
 
 
 def _legend(figure: Any, timeline: Timeline) -> None:
@@ -101,8 +86,4 @@ def _legend(figure: Any, timeline: Timeline) -> None:
             names[phase.color].append(phase.name)
     patches = [Patch(color=color, label=", ".join(phases)) for color, phases in names.items()]
     patches.append(Patch(**_EXPOSED, label="exposed: communication, and no GEMM runs beside it"))
-    for columns in range(_MOST_COLUMNS, 0, -1):
-        legend = figure.legend(handles=patches, loc="outside lower left", ncols=columns)
-        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
-            break
-        legend.remove()
+    figure.legend(handles=patches, loc="outside lower left", ncols=2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -11,14 +12,12 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.layer import MoELayer
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.timeline.events import Timeline
-from symmoe.timeline.recording import record
+from symmoe.timeline.recording import Recording, record
 from symmoe.timeline.replays import capture_step, record_replays
 from symmoe.timeline.report import table
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.ranks import join
 from symmoe.training.memory_plan import plan_memory
-
-Launch = Literal["graph", "eager"]
 
 _WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3  # under the profiler, before what is recorded: its start makes hosts late
@@ -38,23 +37,20 @@ class _LayerStep:
         return y, metrics.aux_loss
 
     def backward(self, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-        heads, seeds = list(outputs), [self.dy, torch.ones_like(outputs[1])]
-        if not outputs[1].requires_grad:  # the configuration has no balance loss
-            del heads[1], seeds[1]
-        torch.autograd.grad(heads, (self.x, *self.layer.parameters()), seeds)
+        torch.autograd.grad(outputs, (self.x, *self.layer.parameters()), (self.dy, torch.ones_like(outputs[1])))
 
     def run(self) -> None:
         self.backward(self.forward())
 
 
-def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str, launch: Launch = "graph") -> str:
-    """Records steps of a layer with random weights, tokens and routing, bf16. Collective.
+def trace_layer(config: MoEConfig, *, num_tokens: int, path: str, eager: bool = False) -> str:
+    """Records a step of a layer with random weights, tokens and routing, bf16. Collective.
 
     Args:
-        config: the layer's configuration. Steps that are captured need a static capacity.
+        config: the layer's configuration: with a balance loss; a step that is captured needs a static capacity.
         num_tokens: T, tokens of a rank.
         path: path of the trace, see :func:`symmoe.timeline.record`.
-        launch: "graph" records replays of a captured step, on GPUs; on CPUs both are eager.
+        eager: the step as the host launches it, as always on CPUs, instead of a replay of the captured step.
 
     Returns:
         the table on rank 0; "" elsewhere.
@@ -64,7 +60,7 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str
     """
     with join() as ranks:
         plan = plan_memory(config, num_ranks=ranks.num_ranks, num_tokens=num_tokens, dtype=DTYPE)
-        replays = launch == "graph" and ranks.device.type == "cuda"
+        replays = not eager and ranks.device.type == "cuda"
         heap_bytes = plan.heap_bytes * (_REPLAYED_HEAP if replays else 1)
         with SymmetricHeap(num_bytes=heap_bytes) as heap:
             torch.manual_seed(0)  # the router is the same on all ranks
@@ -74,32 +70,24 @@ def trace_layer(config: MoEConfig, *, num_tokens: int, num_steps: int, path: str
             step = _LayerStep(layer, x, torch.randn_like(x))
             for _ in range(_WARM_UP_STEPS):
                 step.run()
-            timeline = (_record_replays if replays else _record_eager)(step, path, heap, num_steps)
+            if replays:
+                graph = capture_step(step.forward, step.backward)
+                try:
+                    timeline = _record(record_replays(path, heap), graph.replay)
+                finally:
+                    del graph
+                    heap.release_graphs()
+            else:
+                timeline = _record(record(path, heap), step.run)
             return table(timeline) if heap.rank == 0 else ""
 
 
-def _record_eager(step: _LayerStep, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
-    with record(path, heap) as recording:
+def _record(recording_of: AbstractContextManager[Recording], run: Callable[[], object]) -> Timeline:
+    """One run, after some that are not recorded."""
+    with recording_of as recording:
         for _ in range(_PROFILED_STEPS):
-            step.run()
+            run()
         recording.start()
-        for _ in range(num_steps):
-            step.run()
-    assert recording.timeline is not None
-    return recording.timeline
-
-
-def _record_replays(step: _LayerStep, path: str, heap: SymmetricHeap, num_steps: int) -> Timeline:
-    graph = capture_step(step.forward, step.backward)
-    try:
-        with record_replays(path, heap) as recording:
-            for _ in range(_PROFILED_STEPS):
-                graph.replay()
-            recording.start()
-            for _ in range(num_steps):
-                graph.replay()
-    finally:
-        del graph
-        heap.release_graphs()
+        run()
     assert recording.timeline is not None
     return recording.timeline

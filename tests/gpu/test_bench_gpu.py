@@ -22,19 +22,7 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
         pytest.skip(f"needs {num_ranks} CUDA GPUs, this machine has {torch.cuda.device_count()}")
     path = tmp_path / "out.json"
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-    command = [
-        sys.executable,
-        "-m",
-        *torchrun,
-        "symmoe",
-        "bench",
-        *SUITES,
-        *SIZES,
-        "--peers",
-        "none",
-        "--json",
-        str(path),
-    ]
+    command = [sys.executable, "-m", *torchrun, "symmoe", "bench", *SUITES, *SIZES, "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     records = json.loads(path.read_text())

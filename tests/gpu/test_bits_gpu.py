@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 from grouped_cases import PATHS, Case, Sizes, assert_same_results, make_inputs, run_experts
-from test_layer import WAYS, flat
+from test_layer import WAYS
 from worker import Findings, open_heap
 
 from symmoe import ScaledClampedSwiGLU, ScaledSReLU, make_plan
@@ -90,4 +90,4 @@ def check_ways(rank: int, num_ranks: int, ffn: int, dtype: torch.dtype) -> list[
 @pytest.mark.parametrize("ffn", WIDTHS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_ways_have_the_same_bits(cluster, num_ranks, ffn, dtype):
-    assert flat(cluster(num_ranks, "cuda").run(check_ways, ffn, dtype, timeout_s=400.0)) == []
+    assert cluster(num_ranks, "cuda").findings(check_ways, ffn, dtype, timeout_s=400.0) == []

@@ -27,7 +27,7 @@ from grouped_cases import (
 )
 from low_precision_oracle import relative_error
 from quantize_cases import FORMATS, bounds, filled, hard_rows
-from test_layer import WAYS, flat
+from test_layer import WAYS
 from test_low_precision import CASES, NUMBERS, TINY, every_recipe, rows_of_groups
 from test_low_precision_layer import NAMES, WIRE_RECIPES, check_biases, check_layer, check_ways, run_cut
 from test_step_gpu import check_replays
@@ -159,7 +159,7 @@ def test_buffers_of_the_caller(recipe):
 @every_recipe
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_all_ways_give_the_same_bits(cluster, num_ranks: int, recipe):
-    assert flat(cluster(num_ranks, "cuda").run(check_ways, "cuda", recipe, BF16, timeout_s=280)) == []
+    assert cluster(num_ranks, "cuda").findings(check_ways, "cuda", recipe, BF16, timeout_s=280) == []
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_any_number_of_ranks_gives_the_same_bits(cluster, recipe, wire):
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers(cluster, num_ranks: int, recipe, wire):
-    assert flat(cluster(num_ranks, "cuda").run(check_layer, "cuda", recipe, wire)) == []
+    assert cluster(num_ranks, "cuda").findings(check_layer, "cuda", recipe, wire) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_biases(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks, "cuda").run(check_biases, "cuda", Float8Block(), "both")) == []
+    assert cluster(num_ranks, "cuda").findings(check_biases, "cuda", Float8Block(), "both") == []
 
 
 @pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "none"), (NVFP4(), "none")], ids=str)
@@ -190,4 +190,4 @@ def test_biases(cluster, num_ranks: int):
 def test_replays_equal_eager_steps(cluster, num_ranks: int, recipe, wire):
     """Of a CUDA graph, with other tokens and other gradients each time: stochastic rounding goes along."""
     way = {**WAYS[2], "precision": recipe, "quantized_wire": wire}
-    assert flat(cluster(num_ranks, "cuda").run(check_replays, 21, "all", False, way, timeout_s=240)) == []
+    assert cluster(num_ranks, "cuda").findings(check_replays, 21, "all", False, way, timeout_s=240) == []

@@ -8,8 +8,7 @@ if not torch.cuda.is_available():
 
 from quantize_cases import FORMATS, as_bytes, bounds, encode_rows, filled, hard_rows
 from row_ranges import random_ranges, rows_of
-from test_layer import flat
-from test_low_precision_parts import check_bits
+from test_low_precision_parts import check_parts
 
 from symmoe.kernels import gpu, twin
 from symmoe.kernels.activation import Activation
@@ -80,4 +79,4 @@ def test_activations_that_are_quantised(activation):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("recipe", [Float8Block(), Float8Block(power_of_two=True)], ids=str)
 def test_parts_have_the_bits_of_the_whole(cluster, num_ranks: int, recipe):
-    assert flat(cluster(num_ranks, "cuda").run(check_bits, "cuda", recipe, BF16, timeout_s=190)) == []
+    assert cluster(num_ranks, "cuda").findings(check_parts, "cuda", recipe, BF16, timeout_s=190) == []

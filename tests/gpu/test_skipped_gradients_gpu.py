@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_layer import flat
 from test_skipped_gradients import OPTIONS, check_dispatch, check_layer, check_mismatches, check_mlp
 
 from symmoe.precision import Float8Block
@@ -19,14 +18,14 @@ QUANTIZED = [options for options in OPTIONS if isinstance(options.get("precision
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_mlp_computes_what_is_asked_for(cluster, num_ranks: int, dtype: torch.dtype):
-    assert flat(cluster(num_ranks, "cuda").run(check_mlp, "cuda", dtype, PLAIN, timeout_s=280)) == []
+    assert cluster(num_ranks, "cuda").findings(check_mlp, "cuda", dtype, PLAIN, timeout_s=280) == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_so_do_quantised_experts(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks, "cuda").run(check_mlp, "cuda", torch.bfloat16, QUANTIZED, timeout_s=280)) == []
+    assert cluster(num_ranks, "cuda").findings(check_mlp, "cuda", torch.bfloat16, QUANTIZED, timeout_s=280) == []
 
 
 @pytest.mark.parametrize("check", [check_dispatch, check_layer, check_mismatches])
 def test_dispatch_layers_and_ranks_that_disagree(cluster, check):
-    assert flat(cluster(2, "cuda").run(check, "cuda", timeout_s=280)) == []
+    assert cluster(2, "cuda").findings(check, "cuda", timeout_s=280) == []

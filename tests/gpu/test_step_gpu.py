@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from step_trace import StepTrace, trace_step, training_step
-from test_layer import WAYS, flat
+from test_layer import WAYS
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
@@ -160,12 +160,12 @@ def check_replays(
 @pytest.mark.parametrize(("stash", "way"), [("all", WAYS[0]), ("none", WAYS[0]), ("all", WAYS[3]), ("none", WAYS[2])])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_replays_equal_eager_steps(cluster, num_ranks: int, stash: str, way: dict[str, str]):
-    assert flat(cluster(num_ranks, "cuda").run(check_replays, 101, stash, True, way)) == []
+    assert cluster(num_ranks, "cuda").findings(check_replays, 101, stash, True, way) == []
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=str)
 def test_a_thousand_replays(cluster, way: dict[str, str]):
-    assert flat(cluster(2, "cuda").run(check_replays, 1000, "all", False, way, timeout_s=240.0)) == []
+    assert cluster(2, "cuda").findings(check_replays, 1000, "all", False, way, timeout_s=240.0) == []
 
 
 def check_refusals(rank: int, num_ranks: int) -> list[str]:
@@ -193,7 +193,7 @@ def check_refusals(rank: int, num_ranks: int) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_a_graph_cannot_hold(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks, "cuda").run(check_refusals)) == []
+    assert cluster(num_ranks, "cuda").findings(check_refusals) == []
 
 
 def check_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
@@ -243,7 +243,7 @@ def check_overflow_in_graphs(rank: int, num_ranks: int) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_overflow_in_graphs(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks, "cuda").run(check_overflow_in_graphs)) == []
+    assert cluster(num_ranks, "cuda").findings(check_overflow_in_graphs) == []
 
 
 # -- several streams, several groups ----------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def check_streams(rank: int, num_ranks: int, num_steps: int, way: dict[str, str]
 
 @pytest.mark.parametrize(("num_ranks", "way"), [(1, WAYS[0]), (2, WAYS[0]), (2, WAYS[2])])
 def test_micro_batches_on_two_streams(cluster, num_ranks: int, way: dict[str, str]):
-    assert flat(cluster(num_ranks, "cuda").run(check_streams, 500, way, timeout_s=240.0)) == []
+    assert cluster(num_ranks, "cuda").findings(check_streams, 500, way, timeout_s=240.0) == []
 
 
 def check_groups(rank: int, num_ranks: int) -> list[str]:
@@ -330,4 +330,4 @@ def check_groups(rank: int, num_ranks: int) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_disjoint_groups(cluster, num_ranks: int):
-    assert flat(cluster(num_ranks, "cuda").run(check_groups)) == []
+    assert cluster(num_ranks, "cuda").findings(check_groups) == []

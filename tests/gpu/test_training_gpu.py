@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_layer import flat
 from worker import Findings, open_heap
 
 from symmoe import MetricsLogger, MoEConfig, MoELayer, add_lora, balance_step
@@ -101,4 +100,4 @@ def check_features(rank: int, num_ranks: int, options: dict) -> list[str]:
 @pytest.mark.parametrize("options", FEATURES, ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_features_in_a_graph(cluster, num_ranks: int, options: dict):
-    assert flat(cluster(num_ranks, "cuda").run(check_features, options)) == []
+    assert cluster(num_ranks, "cuda").findings(check_features, options) == []

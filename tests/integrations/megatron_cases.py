@@ -163,6 +163,22 @@ def opened_heap() -> Iterator[Any]:
         yield heap
 
 
+def forms_of(spec: Any, heap: Any, **options: Any) -> dict[str, Any]:
+    """Layer specs: Megatron's own; with our dispatcher and Megatron's experts; with both of ours."""
+    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
+
+    choice = DispatchOptions(**{"order": "slot", **options})
+    forms = {"megatron": spec, "experts": use_symmoe(spec, heap, options=choice)}
+    if "capacity" not in options:  # which others' experts cannot have
+        forms["dispatcher"] = use_symmoe_dispatcher(spec, heap, options=choice)
+    return forms
+
+
+def changes_of(found: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, float]]:
+    """Differences of each form to Megatron's."""
+    return {form: differences(found[form], found["megatron"]) for form in found if form != "megatron"}
+
+
 def batch_of(num_sequences: int = BATCH) -> dict[str, torch.Tensor]:
     """Tokens of this data-parallel rank."""
     from megatron.core import parallel_state
@@ -229,17 +245,13 @@ def compare(
     Returns:
         the differences of ours to Megatron's, and figures of the run with both.
     """
-    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher, use_symmoe_experts
+    from symmoe.integrations.megatron import use_symmoe_experts
 
     use_groups(ep=ep)
     config = config_of(**fields)
-    choice = DispatchOptions(**{"order": "slot", **(options or {})})
     with opened_heap() as heap:
         spec = reference_spec(config)
-        forms = {"megatron": spec, "experts": use_symmoe(spec, heap, options=choice)}
-        if options is None or "capacity" not in options:
-            forms["dispatcher"] = use_symmoe_dispatcher(spec, heap, options=choice)
-            forms["experts alone"] = use_symmoe_experts(spec)
+        forms = {**forms_of(spec, heap, **(options or {})), "experts alone": use_symmoe_experts(spec)}
         found, received = {}, []
         for form, form_spec in forms.items():
             model = model_of(config, form_spec)
@@ -261,7 +273,7 @@ def compare(
         left = heap.leased_bytes
         high_water = heap.high_water_bytes
     return {
-        **{form: differences(found[form], found["megatron"]) for form in forms if form != "megatron"},
+        **changes_of(found),
         "num_tensors": len(found["megatron"]),
         "num_nonzero": sum(bool(tensor.abs().sum() > 0) for tensor in found["megatron"].values()),
         "received": received,
@@ -278,20 +290,11 @@ def compare_layers(rank: int, num_ranks: int, *, ep: int, tp: int, fault: str | 
     """
     from megatron.core import parallel_state
 
-    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
-
     use_groups(ep=ep, tp=tp)
     config = config_of(moe_shared_expert_intermediate_size=40)
     found = {}
     with opened_heap() as heap:
-        spec = reference_spec(config)
-        options = DispatchOptions(order="slot")
-        forms = {
-            "megatron": spec,
-            "experts": use_symmoe(spec, heap, options=options),
-            "dispatcher": use_symmoe_dispatcher(spec, heap, options=options),
-        }
-        for form, form_spec in forms.items():
+        for form, form_spec in forms_of(reference_spec(config), heap).items():
             layer = form_spec.submodules.mlp(config=config)
             layer.set_layer_number(1)
             filled(layer)
@@ -303,11 +306,7 @@ def compare_layers(rank: int, num_ranks: int, *, ep: int, tp: int, fault: str | 
             y.square().sum().backward()
             found[form] = {**gradients_of(layer), "y": y.detach(), "x": x.grad}
     sizes = (parallel_state.get_tensor_model_parallel_world_size(), config.sequence_parallel)
-    return {
-        **{form: differences(found[form], found["megatron"]) for form in forms if form != "megatron"},
-        "num_tensors": len(found["megatron"]),
-        "tensor parallel": sizes,
-    }
+    return {**changes_of(found), "num_tensors": len(found["megatron"]), "tensor parallel": sizes}
 
 
 def note_rows(layer: Any, received: list[list[int]]) -> None:

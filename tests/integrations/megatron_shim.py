@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from example_runs import module_of
 from torch.overrides import TorchFunctionMode
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def install() -> None:
     """Makes megatron.core run on CPUs in this process; nothing where torch sees a GPU."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    import megatron_cpu
-
-    megatron_cpu.install()
+    module_of("megatron_cpu").install()
 
 
 class CudaIsCpu(TorchFunctionMode):

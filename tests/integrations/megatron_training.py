@@ -14,9 +14,11 @@ from megatron_cases import (
     BATCH,
     SEQUENCE,
     batch_of,
+    changes_of,
     config_of,
     differences,
     filled,
+    forms_of,
     gradients_of,
     model_of,
     named_parameters,
@@ -29,7 +31,7 @@ from megatron_cases import (
 from small_model import without_semaphores
 
 import symmoe
-from symmoe.errors import SymmoeError
+from symmoe.errors import ArgumentError, SymmoeError
 
 PACKAGE = Path(symmoe.__file__).parent
 NUM_MICRO_BATCHES = 2
@@ -41,13 +43,7 @@ SIGMOID_BIAS = {
 
 
 def main_grads(
-    rank: int,
-    num_ranks: int,
-    *,
-    ep: int,
-    overlap: bool,
-    bias: dict[int, float] | None = None,
-    fault: bool = False,
+    rank: int, num_ranks: int, *, ep: int, overlap: bool, bias: dict[int, float] | None = None, fault: bool = False
 ) -> dict[str, Any]:
     """Gradients in `main_grad` after Megatron's DDP has reduced them, of five models.
 
@@ -162,19 +158,11 @@ def _scale_wgrad(linear: Any) -> None:
 
 def interleaved(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
     """Three micro-batches as a pipeline runs them (forward, forward, backward, forward, backward, backward)."""
-    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
-
     use_groups(ep=2)
     config = config_of(**fields)
     found = {}
     with opened_heap() as heap:
-        spec = reference_spec(config)
-        forms = {
-            "megatron": spec,
-            "dispatcher": use_symmoe_dispatcher(spec, heap, options=DispatchOptions(order="slot")),
-            "experts": use_symmoe(spec, heap, options=DispatchOptions(order="slot")),
-        }
-        for form, form_spec in forms.items():
+        for form, form_spec in forms_of(reference_spec(config), heap).items():
             model = model_of(config, form_spec)
             batches = [_changed_batch(step) for step in range(3)]
             waiting = [model(**batches[0]).mean(), model(**batches[1]).mean()]
@@ -183,15 +171,13 @@ def interleaved(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[st
             while waiting:
                 waiting.pop(0).backward()
             found[form] = {name: parameter.grad for name, parameter in named_parameters(model)}
-    return {form: differences(found[form], found["megatron"]) for form in ("dispatcher", "experts")}
+    return changes_of(found)
 
 
 def pipelined(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, Any]:
     """Four micro-batches through two stages of two layers each, by Megatron's own 1F1B schedule, at EP 2."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
 
     use_groups(ep=2, pp=2)
     config = config_of(num_layers=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, **fields)
@@ -202,13 +188,7 @@ def pipelined(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str,
 
     found = {}
     with opened_heap() as heap:
-        spec, options = reference_spec(config), DispatchOptions(order="slot")
-        forms = {
-            "megatron": spec,
-            "dispatcher": use_symmoe_dispatcher(spec, heap, options=options),
-            "experts": use_symmoe(spec, heap, options=options),
-        }
-        for form, form_spec in forms.items():
+        for form, form_spec in forms_of(reference_spec(config), heap).items():
             model = model_of(config, form_spec)
             with megatron_shim.CudaIsCpu():
                 reports = get_forward_backward_func()(
@@ -223,7 +203,7 @@ def pipelined(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str,
             found[form] = {name: parameter.grad for name, parameter in named_parameters(model)}
             found[form] |= {f"losses {i}": report["loss"] for i, report in enumerate(reports)}
     return {
-        **{form: differences(found[form], found["megatron"]) for form in ("dispatcher", "experts")},
+        **changes_of(found),
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "num_losses": len(reports),
         "num_tensors": len(found["megatron"]),
@@ -286,10 +266,6 @@ def smallest_heap(rank: int, num_ranks: int, *, fields: dict[str, Any], bias: di
 
 def watched(rank: int, num_ranks: int, *, fields: dict[str, Any], form: str) -> dict[str, Any]:
     """Records of our layers beside the routing maps of Megatron's own model's routers, on the same tokens."""
-    import symmoe
-    from symmoe.errors import ArgumentError
-    from symmoe.integrations.megatron import DispatchOptions, use_symmoe, use_symmoe_dispatcher
-
     use_groups(ep=2)
     config = config_of(**fields)
     maps: list[torch.Tensor] = []
@@ -303,8 +279,7 @@ def watched(rank: int, num_ranks: int, *, fields: dict[str, Any], form: str) -> 
     for load in loads:
         dist.all_reduce(load)
     with opened_heap() as heap:
-        swap = use_symmoe if form == "experts" else use_symmoe_dispatcher
-        model = model_of(config, swap(spec, heap, options=DispatchOptions(order="slot"))).train()
+        model = model_of(config, forms_of(spec, heap)[form]).train()
         logger = symmoe.MetricsLogger(model, times_forward=True)
         for _ in range(2):
             model(**batch_of()).mean().backward()
@@ -339,14 +314,11 @@ def watched(rank: int, num_ranks: int, *, fields: dict[str, Any], form: str) -> 
 
 def compiled(rank: int, num_ranks: int, *, form: str) -> dict[str, Any]:
     """A layer in torch.compile: what that leaves alone, and differences to the same layer without it."""
-    from symmoe.integrations.megatron import use_symmoe, use_symmoe_dispatcher
-
     without_semaphores()
     use_groups(ep=2)
     config = config_of()
     with opened_heap() as heap:
-        swap = use_symmoe if form == "experts" else use_symmoe_dispatcher
-        layer = filled(swap(reference_spec(config), heap).submodules.mlp(config=config))
+        layer = filled(forms_of(reference_spec(config), heap)[form].submodules.mlp(config=config))
         layer.set_layer_number(1)
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(SEQUENCE, BATCH, config.hidden_size, generator=generator, requires_grad=True)
@@ -456,35 +428,24 @@ def refused(rank: int, num_ranks: int, *, what: str) -> tuple[str, str]:
     from symmoe.integrations.megatron import DispatchOptions, open_heap, use_symmoe, use_symmoe_dispatcher
 
     use_groups(ep=2)
+    num_bytes, use, options = {
+        "capacity with others' experts": (1 << 20, use_symmoe_dispatcher, {"capacity": 64}),
+        "too small a capacity": (1 << 20, use_symmoe, {"capacity": 8}),
+        "too small a heap": (24 << 10, use_symmoe, {}),
+    }.get(what, (1 << 20, use_symmoe, {}))
+    if what == "expert tensor parallelism":
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=2, expert_model_parallel_size=1, expert_tensor_parallel_size=2
+        )
     try:
-        if what == "expert tensor parallelism":
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=2, expert_model_parallel_size=1, expert_tensor_parallel_size=2
-            )
-            # The field alone would be refused first: it and the groups come from different command lines.
-            config = config_of(num_layers=1, sequence_parallel=False)
-            with open_heap(1 << 20) as heap:
-                model_of(config, use_symmoe(reference_spec(config), heap))
-        elif what == "another group's heap":
-            with open_heap(1 << 20) as heap:
+        with open_heap(num_bytes) as heap:
+            if what == "another group's heap":
                 use_groups(ep=1)
-                config = config_of(num_layers=1)
-                model_of(config, use_symmoe(reference_spec(config), heap))
-        elif what == "capacity with others' experts":
-            config = config_of(num_layers=1)
-            with open_heap(1 << 20) as heap:
-                options = DispatchOptions(capacity=64)
-                model_of(config, use_symmoe_dispatcher(reference_spec(config), heap, options=options))
-        elif what == "too small a capacity":
-            config = config_of(num_layers=1)
-            with open_heap(1 << 20) as heap:
-                options = DispatchOptions(capacity=8)
-                model_of(config, use_symmoe(reference_spec(config), heap, options=options))(**batch_of())
-        elif what == "too small a heap":
-            config = config_of(num_layers=1)
-            with open_heap(24 << 10) as heap:
-                model_of(config, use_symmoe(reference_spec(config), heap))(**batch_of())
+            # With tensor parallelism the field would be refused first: it and the groups are of different commands.
+            config = config_of(num_layers=1, sequence_parallel=False)
+            spec = use(reference_spec(config), heap, options=DispatchOptions(**options))
+            model_of(config, spec)(**batch_of())
     except SymmoeError as error:
         return type(error).__name__, str(error)
     return "nothing", ""

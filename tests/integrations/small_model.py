@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import symmoe
 
 HIDDEN, FFN, EXPERTS, TOP_K, FEATURES = 16, 8, 4, 2, 8
 TOKENS = 48  # of the global batch
+LEARNING_RATE = 0.1
 CONFIG = symmoe.MoEConfig(
     hidden=HIDDEN, ffn=FFN, num_experts=EXPERTS, top_k=TOP_K, order="slot", z_loss_coef=1e-2, route_scale=2.0
 )
@@ -89,6 +91,75 @@ def rank_loss(model: nn.Module, step: int, rank: int, shares: tuple[int, ...]) -
     y, aux_loss = model(x[own])
     weight = len(shares) / TOKENS
     return weight * ((y - target[own]).square().mean(1).sum() + shares[rank] * aux_loss)
+
+
+def curve_of(
+    model: nn.Module,
+    rank: int,
+    shares: tuple[int, ...],
+    after_backward: Callable[[], Any] = lambda: None,
+    *,
+    steps: int = 20,
+    group: dist.ProcessGroup | None = None,
+) -> list[tuple[float, Any]]:
+    """(loss of the global batch, what `after_backward` returns) of every step. Collective.
+
+    SGD, because Adam would hide a gradient of the wrong scale.
+    """
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    curve = []
+    for number in range(steps):
+        loss = rank_loss(model, number, rank, shares)
+        loss.backward()
+        found = after_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        curve.append((total.item() / len(shares), found))
+    return curve
+
+
+def equal_shares(num_ranks: int) -> tuple[int, ...]:
+    return (TOKENS // num_ranks,) * num_ranks
+
+
+def step(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and every gradient of one step, and the auxiliary loss where the module returns one; clears gradients."""
+    y, *others = found if isinstance(found := module(x), tuple) else (found,)
+    loss, results = y.square().sum(), {"y": y.detach()}
+    if others and others[0].dim() == 0:  # in the mean over y, so that it counts
+        loss, results["aux_loss"] = loss / max(1, y.numel()) + others[0], others[0].detach()
+    loss.backward()
+    results["x"] = x.grad
+    results |= {name.removeprefix("_orig_mod."): p.grad for name, p in module.named_parameters()}
+    x.grad = None
+    module.zero_grad()
+    return results
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The operators give the eager bits; what torch's own decompositions round differently is around them."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@contextmanager
+def counted_barriers(heap: symmoe.SymmetricHeap) -> Iterator[list[int]]:
+    """The phases of the barriers that this rank enters."""
+    phases: list[int] = []
+    barrier = heap.barrier
+
+    def count(phase: int, **kwargs) -> torch.Tensor:
+        phases.append(phase)
+        return barrier(phase, **kwargs)
+
+    heap.barrier = count
+    try:
+        yield phases
+    finally:
+        del heap.barrier
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cluster import Cluster
-from small_model import CONFIG, FFN, HIDDEN, TOKENS, Model, open_heap, open_mesh, rank_loss, set_weights, whole
+from small_model import CONFIG, FFN, HIDDEN, Model, equal_shares, open_heap, open_mesh, rank_loss, set_weights, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -44,7 +44,7 @@ def build(mesh, heap: symmoe.SymmetricHeap, wrap: str, experts: int) -> tuple[nn
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int, steps: range) -> float:
     """The last loss of this rank."""
     for step in steps:
-        loss = rank_loss(model, step, rank, (TOKENS // num_ranks,) * num_ranks)
+        loss = rank_loss(model, step, rank, equal_shares(num_ranks))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -22,6 +22,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("psutil", reason="megatron's checkpoint writer hangs without it")
 
 ROUNDING = 1e-5
+_SLOW = pytest.mark.slow
 SHARED = {"moe_shared_expert_intermediate_size": 40}
 FIELDS = {
     "plain": {},
@@ -47,17 +48,9 @@ FIELDS = {
     "capacity, padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "shared expert with gate": {**SHARED, "moe_shared_expert_gate": True},
     "overlapped shared expert": {**SHARED, "moe_shared_expert_overlap": True},
-    "overlapped shared expert with gate": {
-        **SHARED,
-        "moe_shared_expert_overlap": True,
-        "moe_shared_expert_gate": True,
-    },
+    "overlapped shared expert with gate": {**SHARED, "moe_shared_expert_overlap": True, "moe_shared_expert_gate": True},
     "recomputed MoE layers": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "recomputed layers": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "recomputed layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "recomputed shared experts": {
         **SHARED,
         "recompute_granularity": "selective",
@@ -68,11 +61,7 @@ FIELDS = {
         "recompute_granularity": "selective",
         "recompute_modules": ["moe_act"],
     },
-    "clamped, gpt-oss": {
-        "activation_func": "quick_gelu",
-        "activation_func_clamp_value": 0.5,
-        "glu_linear_offset": 1.0,
-    },
+    "clamped, gpt-oss": {"activation_func": "quick_gelu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
     "squared relu": {"activation_func": "squared_relu", "gated_linear_unit": False},
 }
 
@@ -112,7 +101,7 @@ def test_equals_alltoall_on_two_ranks(ranks: Callable[[int], Cluster], name: str
 
 
 @pytest.mark.parametrize("name", ["plain", "sigmoid, expert bias, groups", "overlapped shared expert"])
-@pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), *(pytest.param(4, ep, marks=_SLOW) for ep in (4, 2))])
 def test_equals_alltoall_on_other_layouts(ranks: Callable[[int], Cluster], num_ranks: int, ep: int, name: str):
     assert_equal(ranks(num_ranks).run(compare, ep=ep, fields=FIELDS[name]))
 
@@ -168,7 +157,7 @@ def assert_main_grads(result: dict[str, Any], *, ep: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "ep"), [(2, 1), pytest.param(4, 2, marks=_SLOW), (2, 2)])
 def test_main_grad(ranks: Callable[[int], Cluster], num_ranks: int, ep: int, overlap: bool):
     """Under Megatron's DDP, with two micro-batches: fused, delayed, both. Four ranks: experts have two replicas."""
     for result in ranks(num_ranks).run(megatron_training.main_grads, ep=ep, overlap=overlap):
@@ -198,7 +187,7 @@ def test_interleaved_micro_batches(ranks: Callable[[int], Cluster], name: str):
         assert max(result["experts"].values()) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["plain", "overlapped shared expert"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("overlapped shared expert", marks=_SLOW)])
 def test_pipeline_of_two_stages(ranks: Callable[[int], Cluster], name: str):
     results = ranks(4).run(megatron_training.pipelined, fields=FIELDS[name])
     assert_equal(results)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from limits import HANG_S
-from megatron_shim import EXAMPLES
+from example_runs import module_of, output_of
 from torch import nn
 
 pytest.importorskip("megatron.core")
@@ -23,13 +20,9 @@ pytest.importorskip("megatron.core")
 STEPS = 12
 
 
-def output_of(*arguments: str) -> str:
-    """What a run prints."""
-    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, str(EXAMPLES / "megatron_gpt.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(*arguments: str) -> str:
+    """What two ranks print."""
+    return output_of("megatron_gpt.py", *arguments, num_ranks=2)
 
 
 def assert_ordered(summary: dict[str, float]) -> None:
@@ -39,7 +32,7 @@ def assert_ordered(summary: dict[str, float]) -> None:
 
 def losses_of(*arguments: str) -> list[float]:
     """The losses that a run of a few steps prints."""
-    text = output_of(f"--steps={STEPS}", "--layer-steps=0", *arguments)
+    text = run(f"--steps={STEPS}", "--layer-steps=0", *arguments)
     lines = re.findall(r"^step (\d+) loss (\S+) tokens/s (\d+)$", text, flags=re.MULTILINE)
     assert [int(step) for step, _, _ in lines] == list(range(1, STEPS + 1))
     assert all(int(speed) > 0 for _, _, speed in lines)
@@ -81,7 +74,7 @@ def test_times_layers_beside_each_other(tmp_path: Path):
     file = tmp_path / "figures.jsonl"
     compared = ["alltoall", "alltoall+symmoe", "symmoe", "symmoe+megatron", "alltoall+sequential"]
     options = ["--steps=0", "--dtype=bf16", "--force-balance", "--layer-steps=3", f"--json={file}"]
-    text = output_of(f"--compare={','.join(compared)}", *options)
+    text = run(f"--compare={','.join(compared)}", *options)
     figures = json.loads(text.splitlines()[-1])
     assert json.loads(file.read_text()) == figures
     assert {name: layer["experts"] for name, layer in figures["layers"].items()} == classes
@@ -95,7 +88,7 @@ def test_times_layers_beside_each_other(tmp_path: Path):
 
 
 def test_trains_in_bf16_with_a_capacity_and_times_its_layer():
-    text = output_of("--steps=6", "--dtype=bf16", "--load-factor=2", "--layer-steps=2")
+    text = run("--steps=6", "--dtype=bf16", "--load-factor=2", "--layer-steps=2")
     figures = json.loads(text.splitlines()[-1])
     assert figures["trained"] == "symmoe+symmoe"
     assert figures["last_loss"] < figures["first_loss"]
@@ -103,12 +96,6 @@ def test_trains_in_bf16_with_a_capacity_and_times_its_layer():
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The examples' modules can be imported."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 @pytest.fixture
@@ -132,7 +119,7 @@ class Scaled(nn.Module):
         return y, None
 
 
-@pytest.mark.usefixtures("examples", "one_rank")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
@@ -144,8 +131,7 @@ class Scaled(nn.Module):
     ids=["same", "output", "gradient", "NaN"],
 )
 def test_layers_that_do_not_agree_are_not_timed(layer: nn.Module, text: str | None):
-    from megatron_layers import time_layers
-
+    time_layers = module_of("megatron_layers").time_layers
     x = torch.randn(4, 2, 8)
     layers: dict[str, Any] = {"a": Scaled(2.0), "b": layer}
     seeds: list[int] = []
@@ -159,46 +145,36 @@ def test_layers_that_do_not_agree_are_not_timed(layer: nn.Module, text: str | No
         time_layers(layers, x, torch.randn_like(x), **arguments)
 
 
-@pytest.mark.usefixtures("examples")
 @pytest.mark.parametrize("trans_b", [False, True])
 def test_grouped_gemm_stand_in(trans_b: bool):
     """As the package: one product per group, and gradients of both operands; groups without rows too."""
-    from megatron_without_te import gmm
-
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([5, 0, 2, 9])
     a = torch.randn(16, 16, generator=generator).bfloat16().requires_grad_()
     b = torch.randn(4, 24, 16, generator=generator).bfloat16()
     b = (b if trans_b else b.transpose(1, 2).contiguous()).requires_grad_()
     dy = torch.randn(16, 24, generator=generator).bfloat16()
-    y = gmm(a, b, sizes, trans_b)
+    y = module_of("megatron_without_te").gmm(a, b, sizes, trans_b)
     y.backward(dy)
-    want_y, want_a, want_b = torch.zeros(16, 24), torch.zeros(16, 16), torch.zeros(4, 24, 16)
-    start = 0
-    for g, size in enumerate(sizes.tolist()):
-        matrix = b[g].detach().float() if trans_b else b[g].detach().float().t()
-        for row in range(start, start + size):
-            want_y[row] = matrix @ a[row].detach().float()
-            want_a[row] = matrix.t() @ dy[row].float()
-            want_b[g] += torch.outer(dy[row].float(), a[row].detach().float())
-        start += size
+    matrices = (b if trans_b else b.transpose(1, 2)).detach().float()  # [G, 24, 16]
+    groups = [part.tolist() for part in torch.arange(16).split(sizes.tolist())]
+    want_y = torch.cat([a[rows].detach().float() @ matrices[g].t() for g, rows in enumerate(groups)])
+    want_a = torch.cat([dy[rows].float() @ matrices[g] for g, rows in enumerate(groups)])
+    want_b = torch.stack([dy[rows].float().t() @ a[rows].detach().float() for rows in groups])
     found_b = b.grad if trans_b else b.grad.transpose(1, 2)
     for found, want in ((y, want_y), (a.grad, want_a), (found_b, want_b)):
         torch.testing.assert_close(found.detach().float(), want, rtol=2e-2, atol=5e-2)
     assert not b.grad[1].any()
 
 
-@pytest.mark.usefixtures("examples")
 @pytest.mark.parametrize("num_groups", [4, 2])
 def test_fused_attention(num_groups: int):
     """Softmax of the scaled scores of a position and those before it, times their values; heads share a group's."""
-    from megatron_without_te import FusedAttention
-
     generator = torch.Generator().manual_seed(0)
     length, batch, num_heads, width = 5, 3, 4, 8
     query = torch.randn(length, batch, num_heads, width, generator=generator)
     key, value = (torch.randn(length, batch, num_groups, width, generator=generator) for _ in range(2))
-    found = FusedAttention(None, 1)(query, key, value, None)
+    found = module_of("megatron_without_te").FusedAttention(None, 1)(query, key, value, None)
     want = torch.zeros(length, batch, num_heads, width)
     for position in range(length):
         for head in range(num_heads):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,12 +33,6 @@ from symmoe.integrations.megatron.buffers import SharedBuffers
 from symmoe.integrations.megatron.compat import experts_problem, layer_problem
 from symmoe.integrations.megatron.dispatcher import select_slots
 from symmoe.integrations.megatron.experts import activation_of
-
-
-@pytest.fixture
-def heap() -> Iterator[SymmetricHeap]:
-    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
-        yield heap
 
 
 @pytest.fixture

@@ -108,12 +108,6 @@ def test_results_and_gradients_are_those_of_a_loop(cluster: Callable[..., Cluste
     cluster(2).run(against_a_loop, compiled)
 
 
-@pytest.fixture
-def heap():
-    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        yield heap
-
-
 OPTIONS = [{}, {"capacity_factor": 0.8}, {"order": "slot", "stash": "none"}, {"capacity": 64}]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
-from small_model import CONFIG, TOKENS, Model, open_heap, rank_loss, set_weights
+from small_model import CONFIG, TOKENS, Model, curve_of, equal_shares, open_heap, set_weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -20,7 +20,7 @@ from symmoe.checkpoint import load_checkpoint, save_checkpoint
 from symmoe.integrations.parallel import parameter_groups
 from symmoe.moe.ownership import named_parameters
 
-STEPS, LEARNING_RATE, MAX_NORM = 20, 0.1, 0.5
+MAX_NORM = 0.5
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -65,19 +65,12 @@ WAYS = {"copied": copied, "assigned": assigned, "materialised": materialised, "c
 
 def train(model: Model, rank: int, shares: tuple[int, ...], group: dist.ProcessGroup | None) -> list[float]:
     """The loss of the global batch at every step."""
-    optimizer = torch.optim.SGD(parameter_groups(model), lr=LEARNING_RATE)
-    losses = []
-    for step in range(STEPS):
-        loss = rank_loss(model, step, rank, shares)
-        loss.backward()
+
+    def reduce_and_clip() -> None:
         symmoe.reduce_gradients(model, group=group)
         symmoe.clip_grad_norm(model, MAX_NORM, group=group)
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        losses.append(total.item() / len(shares))
-    return losses
+
+    return [loss for loss, _ in curve_of(model, rank, shares, reduce_and_clip, group=group)]
 
 
 def trained(rank: int, num_ranks: int, way: str) -> tuple[list[float], list[float]]:
@@ -90,7 +83,7 @@ def trained(rank: int, num_ranks: int, way: str) -> tuple[list[float], list[floa
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         model = WAYS[way](Model(heap))
         set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
-        return train(model, rank, (TOKENS // num_ranks,) * num_ranks, dist.group.WORLD), expected
+        return train(model, rank, equal_shares(num_ranks), dist.group.WORLD), expected
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -98,12 +91,6 @@ def test_training_is_that_of_one_process(cluster: Callable[..., Cluster], way: s
     for losses, expected in cluster(2).run(trained, way):
         assert losses == pytest.approx(expected, rel=2e-6)
         assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.fixture(scope="module")
-def heap():
-    with symmoe.SymmetricHeap(num_bytes=4 << 20, backend="host") as heap:
-        yield heap
 
 
 def experts_of(model: nn.Module) -> set[str]:

@@ -19,6 +19,8 @@ from small_model import (
     HIDDEN,
     TOKENS,
     Model,
+    curve_of,
+    equal_shares,
     open_heap,
     open_mesh,
     rank_loss,
@@ -37,36 +39,23 @@ import symmoe
 from symmoe.errors import ArgumentError
 from symmoe.integrations.parallel import data_parallel, parallelize, parameter_groups, shard_experts
 
-STEPS, LEARNING_RATE, MAX_NORM = 50, 0.1, 0.5
+STEPS, MAX_NORM = 50, 0.5
 # Sums in another order differ by fp32's rounding: in 50 steps by 2e-7 relative, measured.
 CURVE_BOUND = 2e-6
 
 # (replicas, ep): EP x FSDP is ep x replicas
-LAYOUTS = {"EP2": (1, 2), "FSDP2": (2, 1), "EP2 x FSDP2": (2, 2)}
+LAYOUTS = {"EP2": (1, 2), "EP2 x FSDP2": (2, 2), "FSDP2": (2, 1)}
+EP_AND_REPLICAS = ["EP2", pytest.param("EP2 x FSDP2", marks=pytest.mark.slow)]
 Curve = list[tuple[float, float]]
 
 
-def equal_shares(num_ranks: int) -> tuple[int, ...]:
-    return (TOKENS // num_ranks,) * num_ranks
-
-
 def train(model: nn.Module, rank: int, shares: tuple[int, ...], *, steps: int = STEPS, group=None) -> Curve:
-    """(loss of the global batch, gradient norm before clipping) of every step.
+    """(loss of the global batch, gradient norm before clipping) of every step."""
 
-    SGD, because Adam would hide a gradient of the wrong scale.
-    """
-    optimizer = torch.optim.SGD(parameter_groups(model), lr=LEARNING_RATE)
-    curve = []
-    for step in range(steps):
-        loss = rank_loss(model, step, rank, shares)
-        loss.backward()
-        norm = symmoe.clip_grad_norm(model, MAX_NORM, group=group)
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        curve.append((total.item() / len(shares), norm.item()))
-    return curve
+    def clip() -> float:
+        return symmoe.clip_grad_norm(model, MAX_NORM, group=group).item()
+
+    return curve_of(model, rank, shares, clip, steps=steps, group=group)
 
 
 def reference(
@@ -153,7 +142,7 @@ def test_fsdp_curves_are_those_of_one_process(cluster: Callable[..., Cluster], a
     assert len({tuple(curve) for curve, _ in results}) == 1  # the same bits on every rank
 
 
-@pytest.mark.parametrize("layout", ["EP2", "EP2 x FSDP2"])
+@pytest.mark.parametrize("layout", EP_AND_REPLICAS)
 def test_ddp_curves_are_those_of_one_process(cluster: Callable[..., Cluster], alone, layout: str):
     replicas, ep = LAYOUTS[layout]
     steps = STEPS if layout == "EP2" else 15
@@ -168,7 +157,7 @@ def test_ranks_with_few_or_no_tokens(cluster: Callable[..., Cluster], alone, sha
         assert_same_training(result, alone)
 
 
-@pytest.mark.parametrize("layout", ["EP2", "EP2 x FSDP2"])
+@pytest.mark.parametrize("layout", EP_AND_REPLICAS)
 def test_wrong_scale_of_expert_gradients_is_seen(cluster: Callable[..., Cluster], alone, layout: str):
     replicas, ep = LAYOUTS[layout]
     result = cluster(replicas * ep).run(sharded, (replicas, ep), wrong_factor=True, steps=10)[0]
@@ -180,28 +169,33 @@ def test_wrong_scale_of_expert_gradients_is_seen(cluster: Callable[..., Cluster]
     assert deviation > 100 * CURVE_BOUND
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1, 2), pytest.param((2, 2, 1), marks=pytest.mark.slow)], ids=str)
 def test_hybrid_sharding_of_experts(cluster: Callable[..., Cluster], alone, layout: tuple[int, ...]):
     for result in cluster(4).run(sharded, layout, steps=10):
         assert_same_training(result, alone)
 
 
-def dense_hybrid(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """Dense parameters sharded over pairs of ranks, and the first block alone a unit of its own."""
-    mesh = open_mesh(2, 2)
-    dense_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def first_gradients(rank: int, num_ranks: int, how: str) -> dict[str, torch.Tensor]:
+    """Dense parameters on a mesh of their own, over pairs of ranks, and the first block alone a unit; or sums."""
+    mesh = open_mesh(num_ranks // 2, 2)
     with open_heap(mesh) as heap:
         model = Model(heap)
         set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
-        parallelize(model, mesh, dense_mesh=dense_mesh, units=[model.blocks[0]], reshard_after_forward=False)
-        assert model.first.weight.to_local().shape[0] == HIDDEN // 2
-        assert not isinstance(model.blocks[1], FSDPModule)
-        rank_loss(model, 0, rank, equal_shares(4)).backward()
+        if how == "dense mesh":
+            dense_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            parallelize(model, mesh, dense_mesh=dense_mesh, units=[model.blocks[0]], reshard_after_forward=False)
+            assert model.first.weight.to_local().shape[0] == HIDDEN // 2
+            assert not isinstance(model.blocks[1], FSDPModule)
+        else:
+            parallelize(model, mesh, gradient_divide_factor=1.0)
+        divisor = num_ranks if how == "sums" else 1
+        (rank_loss(model, 0, rank, equal_shares(num_ranks)) / divisor).backward()
         return whole_gradients(model)
 
 
-def test_dense_parameters_on_a_mesh_of_their_own(cluster: Callable[..., Cluster], alone):
-    for gradients in cluster(4).run(dense_hybrid):
+@pytest.mark.parametrize(("num_ranks", "how"), [(2, "sums"), pytest.param(4, "dense mesh", marks=pytest.mark.slow)])
+def test_dense_mesh_and_loss_divided_by_all_tokens(cluster: Callable[..., Cluster], alone, num_ranks: int, how: str):
+    for gradients in cluster(num_ranks).run(first_gradients, how):
         for name, gradient in alone[1].items():
             assert_close(gradients[name], gradient, name)
 
@@ -295,22 +289,6 @@ def test_every_kind_of_optimizer_takes_the_groups(cluster: Callable[..., Cluster
     cluster(2).run(optimised, wrap)
 
 
-def summed(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    mesh = open_mesh(1, 2)
-    with open_heap(mesh) as heap:
-        model = Model(heap)
-        set_weights(model, ep_rank=heap.rank, num_ep_ranks=heap.num_ranks)
-        parallelize(model, mesh, gradient_divide_factor=1.0)
-        (rank_loss(model, 0, rank, equal_shares(2)) / num_ranks).backward()
-        return whole_gradients(model)
-
-
-def test_loss_divided_by_the_tokens_of_all_ranks(cluster: Callable[..., Cluster], alone):
-    for gradients in cluster(2).run(summed):
-        for name, gradient in alone[1].items():
-            assert_close(gradients[name], gradient, name)
-
-
 def in_bf16(rank: int, num_ranks: int) -> float:
     mesh = open_mesh(2, 1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -341,61 +319,38 @@ def test_bf16_parameters_and_an_fp32_router(cluster: Callable[..., Cluster], alo
         assert loss == pytest.approx(alone[0][0][0], rel=0.02)
 
 
-def with_biases(rank: int, num_ranks: int) -> None:
-    """Experts with biases, sharded: the outputs and gradients are those of this rank's experts alone."""
+def with_more(rank: int, num_ranks: int, more: str, wrap: str) -> None:
+    """Experts with biases, or with LoRA: outputs and gradients are those of this rank's layer without a wrapper."""
     mesh = open_mesh(1, 2)
     with open_heap(mesh) as heap:
         torch.manual_seed(rank)
-        experts = symmoe.GroupedMLP(EXPERTS // 2, HIDDEN, FFN, bias=True)
+        experts = symmoe.GroupedMLP(EXPERTS // 2, HIDDEN, FFN, bias=True) if more == "biases" else None
         layer = symmoe.MoELayer(CONFIG, heap, experts=experts)
         dist.broadcast(layer.router.weight.data, 0)
-        x = torch.randn(9, HIDDEN)
-        y, _ = layer(x)
-        y.square().sum().backward()
-        expected = {name: parameter.grad / 2 for name, parameter in layer.named_parameters() if "experts" in name}
-        layer.zero_grad()
-        model = parallelize(nn.Sequential(layer), mesh)
-        found, _ = model(x)
-        found.square().sum().backward()
-        torch.testing.assert_close(found, y, rtol=0, atol=0)
-        for name, gradient in expected.items():
-            torch.testing.assert_close(layer.get_parameter(name).grad.to_local(), gradient, rtol=0, atol=0)
-        assert layer.experts.fc2.bias.shape == (EXPERTS, HIDDEN)
-
-
-def test_biases(cluster: Callable[..., Cluster]):
-    cluster(2).run(with_biases)
-
-
-def with_adapters(rank: int, num_ranks: int, wrap: str) -> None:
-    """LoRA, sharded or replicated: outputs and the adapters' gradients are those of the layer alone."""
-    mesh = open_mesh(1, 2)
-    with open_heap(mesh) as heap:
-        torch.manual_seed(rank)
-        layer = symmoe.MoELayer(CONFIG, heap)
-        dist.broadcast(layer.router.weight.data, 0)
-        for adapter in symmoe.add_lora(layer, rank=2, alpha=3.0):
+        for adapter in symmoe.add_lora(layer, rank=2, alpha=3.0) if more == "adapters" else ():
             with torch.no_grad():
                 adapter.normal_()
         x = torch.randn(9, HIDDEN)
         y, _ = layer(x)
         y.square().sum().backward()
-        expected = {n: parameter.grad / 2 for n, parameter in layer.named_parameters() if "lora" in n}
+        kind = "lora" if more == "adapters" else "experts"
+        expected = {name: parameter.grad / 2 for name, parameter in layer.named_parameters() if kind in name}
         assert len(expected) == 4
         layer.zero_grad()
-        model = parallelize(nn.Sequential(layer), mesh) if wrap == "fsdp" else data_parallel(nn.Sequential(layer), mesh)
+        model = {"fsdp": parallelize, "ddp": data_parallel}[wrap](nn.Sequential(layer), mesh)
         found, _ = model(x)
         found.square().sum().backward()
         torch.testing.assert_close(found, y, rtol=0, atol=0)
         for name, gradient in expected.items():
             got = layer.get_parameter(name).grad
             got = got.to_local() if isinstance(got, DTensor) else got
-            torch.testing.assert_close(got, gradient, rtol=1e-6, atol=0)
+            torch.testing.assert_close(got, gradient, rtol=1e-6 if more == "adapters" else 0, atol=0)
+        assert more == "adapters" or layer.experts.fc2.bias.shape == (EXPERTS, HIDDEN)
 
 
-@pytest.mark.parametrize("wrap", ["fsdp", "ddp"])
-def test_adapters(cluster: Callable[..., Cluster], wrap: str):
-    cluster(2).run(with_adapters, wrap)
+@pytest.mark.parametrize(("more", "wrap"), [("biases", "fsdp"), ("adapters", "ddp"), ("adapters", "fsdp")])
+def test_biases_and_adapters(cluster: Callable[..., Cluster], more: str, wrap: str):
+    cluster(2).run(with_more, more, wrap)
 
 
 def refused(rank: int, num_ranks: int) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from cluster import Cluster
-from small_model import Block, without_semaphores
+from small_model import Block, counted_barriers, without_semaphores
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import symmoe
@@ -45,23 +44,6 @@ CHECKPOINTS = {
 
 
 KEEP_ROWS = {"none", "selective, experts saved", "selective, list of operators"}
-
-
-@contextmanager
-def counted_barriers(heap: symmoe.SymmetricHeap) -> Iterator[list[int]]:
-    """The phases of the barriers that this rank enters."""
-    phases: list[int] = []
-    barrier = heap.barrier
-
-    def count(phase: int, **kwargs) -> torch.Tensor:
-        phases.append(phase)
-        return barrier(phase, **kwargs)
-
-    heap.barrier = count
-    try:
-        yield phases
-    finally:
-        del heap.barrier
 
 
 def train(rank: int, num_ranks: int, fields: dict) -> dict[str, dict]:

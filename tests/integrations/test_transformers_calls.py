@@ -12,7 +12,7 @@ pytest.importorskip("transformers", minversion="5.17")
 import torch
 import torch.distributed as dist
 from hf_cases import FAMILIES, batch_of, random_model
-from small_model import without_semaphores
+from small_model import assert_same, counted_barriers, step, without_semaphores
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from worker import open_heap
@@ -36,24 +36,6 @@ def heap():
 
 def tokens(rank: int = 0, num: int = 18) -> torch.Tensor:
     return torch.randn(1, num, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-
-
-def step(block: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and all gradients of an MoE block; clears the gradients."""
-    y = block(x)
-    y = y[0] if isinstance(y, tuple) else y
-    y.square().sum().backward()
-    found = {"y": y.detach(), "x": x.grad}
-    found |= {name.removeprefix("_orig_mod."): p.grad for name, p in block.named_parameters()}
-    x.grad = None
-    block.zero_grad()
-    return found
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # -- torch.compile ------------------------------------------------------------------------------------------------
@@ -148,18 +130,14 @@ def test_compiled_block_with_adapters(heap):
 def test_checkpoint_that_saves_the_operator_crosses_the_wire_once(heap):
     block = swap_moe(random_model("mixtral"), heap).model.layers[-1].mlp
     expected = step(block, tokens())
-    phases: list[int] = []
-    barrier = heap.barrier
-    heap.barrier = lambda phase, **kwargs: (phases.append(phase), barrier(phase, **kwargs))[1]
     policies = {"full": None, "saved": [torch.ops.symmoe.moe_forward.default]}
     barriers = {}
     for name, saved in policies.items():
         contexts = {} if saved is None else {"context_fn": partial(create_selective_checkpoint_contexts, saved)}
-        phases.clear()
-        found = step(Checkpointed(block, contexts), tokens())
+        with counted_barriers(heap) as phases:
+            found = step(Checkpointed(block, contexts), tokens())
         barriers[name] = len(phases)
         assert_same({key.removeprefix("block."): value for key, value in found.items()}, expected)
-    del heap.barrier
     assert barriers["full"] - barriers["saved"] == 5  # plan 1, dispatch 2, combine 2
 
 

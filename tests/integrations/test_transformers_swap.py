@@ -131,22 +131,6 @@ def test_four_ranks(cluster, family: str):
         assert max(found["errors"].values()) < BOUND
 
 
-def union(rank: int, num_ranks: int) -> float:
-    """The worst error against one run of the unmodified model on the union of all ranks' tokens."""
-    reference = random_model("gpt_oss", output_router_logits=False)
-    batches = [batch_of(r, num_tokens=12) for r in range(num_ranks)]
-    with open_heap("cpu") as heap:
-        model = swap_moe(copy.deepcopy(reference), heap)
-        gradients, _ = mean_gradients(reference, [torch.cat(batches)])
-        model(batches[rank], labels=batches[rank]).loss.backward()
-        symmoe.reduce_gradients(model)
-        return max(errors_of(model, gradients).values())
-
-
-def test_equal_batches_are_one_batch(cluster):
-    assert max(cluster(2).run(union)) < BOUND
-
-
 def replicated_experts(rank: int, num_ranks: int) -> float:
     """The worst error with two EP groups of two ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -161,6 +145,7 @@ def replicated_experts(rank: int, num_ranks: int) -> float:
         return max(errors_of(model, gradients, groups[rank // 2]).values())
 
 
+@pytest.mark.slow
 def test_two_groups_of_two(cluster):
     assert max(cluster(4).run(replicated_experts)) < BOUND
 
@@ -241,26 +226,6 @@ def test_rank_and_experts_without_tokens(cluster, family: str):
     assert none1
     assert some0
     assert not some1  # rank 1 took part in backward and received nothing
-
-
-def silent(rank: int, num_ranks: int) -> float:
-    """Rank 1 brings no tokens at all to the experts, and its experts get rank 0's: error of their gradient."""
-    reference = random_model("olmoe").model.layers[0].mlp
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(11, 32, generator=generator, requires_grad=True)
-    with open_heap("cpu") as heap:
-        holder = torch.nn.Module()
-        holder.mlp, holder.config = copy.deepcopy(reference), random_model("olmoe").config
-        mine = x[: 11 if rank == 0 else 0].unsqueeze(0)
-        y = swap_moe(holder, heap).mlp(mine)
-        y.square().sum().backward()
-        got = gathered(holder.mlp.experts.mlp.fc2.weight.grad, None)
-    reference(x.detach().unsqueeze(0)).square().sum().backward()
-    return error(got, reference.experts.down_proj.grad)
-
-
-def test_rank_without_tokens_of_its_own(cluster):
-    assert max(cluster(2).run(silent)) < BOUND
 
 
 # -- how people train ---------------------------------------------------------------------------------------------

@@ -13,8 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
-from hf_cases import batch_of, random_model
-from small_model import CONFIG, FEATURES, HIDDEN, TOKENS, Model, open_mesh, rank_loss, set_weights, without_semaphores
+from small_model import (
+    CONFIG,
+    FEATURES,
+    HIDDEN,
+    LEARNING_RATE,
+    Model,
+    curve_of,
+    equal_shares,
+    open_mesh,
+    rank_loss,
+    set_weights,
+    without_semaphores,
+)
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +36,7 @@ from symmoe.errors import ArgumentError
 from symmoe.integrations.parallel import data_parallel, parallelize
 from symmoe.integrations.transformers import swap_moe
 
-STEPS, LEARNING_RATE = 20, 0.1
+STEPS = 20
 # Sums in another order: DDP adds dense gradients up in buckets.
 BOUND = 2e-6
 
@@ -86,20 +97,9 @@ WRAPS = {
 }
 
 
-def curve_of(model: nn.Module, rank: int, num_ranks: int, reduce: Callable[[], None]) -> list[float]:
-    """The mean loss of every step. SGD, because Adam would hide a gradient of the wrong scale."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    shares, losses = (TOKENS // num_ranks,) * num_ranks, []
-    for step in range(STEPS):
-        loss = rank_loss(model, step, rank, shares)
-        loss.backward()
-        reduce()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / num_ranks)
-    return losses
+def losses_of(model: nn.Module, rank: int, num_ranks: int, reduce: Callable[[], object] = lambda: None) -> list[float]:
+    """The mean loss of every step."""
+    return [loss for loss, _ in curve_of(model, rank, equal_shares(num_ranks), reduce, steps=STEPS)]
 
 
 def assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
@@ -120,9 +120,9 @@ def trained(rank: int, num_ranks: int, wrap: str, with_adapters: bool = False) -
     without_semaphores()
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         plain = model_of(heap, with_adapters=with_adapters)
-        expected = curve_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
+        expected = losses_of(plain, rank, num_ranks, lambda: symmoe.reduce_gradients(plain))
         wrapped = WRAPS[wrap](model_of(heap, with_adapters=with_adapters))
-        losses = curve_of(wrapped, rank, num_ranks, lambda: None)
+        losses = losses_of(wrapped, rank, num_ranks)
         torch._dynamo.reset()
         return losses, expected
 
@@ -184,6 +184,7 @@ def test_a_bare_layer_needs_nothing(cluster: Callable[..., Cluster], how: str):
 
 def in_a_trainer(rank: int, num_ranks: int, folder: str) -> tuple[list[float], list[float]]:
     """transformers' Trainer on a swapped model, against a loop with reduce_gradients."""
+    from hf_cases import batch_of, random_model
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -242,7 +243,7 @@ def test_transformers_trainer(cluster: Callable[..., Cluster], tmp_path):
 def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
     """Two EP groups of two ranks: gradients as reduce_gradients makes them, with the experts of rank 0 and 1."""
     mesh = open_mesh(2, 2)
-    shares = (TOKENS // num_ranks,) * num_ranks
+    shares = equal_shares(num_ranks)
     replicas = mesh["efsdp"].get_group()
     with symmoe.SymmetricHeap(mesh.get_group("ep"), num_bytes=4 << 20) as heap:
         plain = model_of(heap)
@@ -265,7 +266,9 @@ def replicated(rank: int, num_ranks: int, accumulate: bool) -> None:
             symmoe.reduce_gradients(ddp)
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["one batch", "no_sync"])
+@pytest.mark.parametrize(
+    "accumulate", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one batch", "no_sync"]
+)
 def test_replicas_are_averaged(cluster: Callable[..., Cluster], accumulate: bool):
     cluster(4).run(replicated, accumulate)
 
@@ -273,7 +276,7 @@ def test_replicas_are_averaged(cluster: Callable[..., Cluster], accumulate: bool
 def one_rank_groups(rank: int, num_ranks: int) -> None:
     """EP groups of one rank: every rank has all experts, and DDP treats them as anything else."""
     groups = [dist.new_group([r]) for r in range(num_ranks)]
-    shares = (TOKENS // num_ranks,) * num_ranks
+    shares = equal_shares(num_ranks)
     with symmoe.SymmetricHeap(groups[rank], num_bytes=4 << 20) as heap:
         plain = model_of(heap)
         rank_loss(plain, 0, rank, shares).backward()
@@ -291,7 +294,7 @@ def test_groups_of_one_rank_are_plain_data_parallel(cluster: Callable[..., Clust
 def unwrapped_again(rank: int, num_ranks: int) -> None:
     """When the DDP is gone, gradients are what backward leaves, and reduce_gradients works."""
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
-        model, shares = model_of(heap), (TOKENS // num_ranks,) * num_ranks
+        model, shares = model_of(heap), equal_shares(num_ranks)
         rank_loss(model, 0, rank, shares).backward()
         expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if "experts" in name}
         model.zero_grad()
@@ -313,7 +316,7 @@ def test_a_model_leaves_its_ddp(cluster: Callable[..., Cluster]):
 
 def clipped(rank: int, num_ranks: int) -> str:
     """Clipped by symmoe, ranks stay together; by torch, they drift apart, and that is noticed."""
-    shares = (TOKENS // num_ranks,) * num_ranks
+    shares = equal_shares(num_ranks)
     with symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         plain, model = model_of(heap), model_of(heap)
         wrapped = DistributedDataParallel(prepared(model))
@@ -322,12 +325,12 @@ def clipped(rank: int, num_ranks: int) -> str:
             symmoe.reduce_gradients(plain)
             symmoe.clip_grad_norm(plain, 0.05)
 
-        expected = curve_of(plain, rank, num_ranks, reduce_and_clip)
-        found = curve_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
+        expected = losses_of(plain, rank, num_ranks, reduce_and_clip)
+        found = losses_of(wrapped, rank, num_ranks, lambda: symmoe.clip_grad_norm(wrapped, 0.05))
         assert found == pytest.approx(expected, rel=BOUND)
         wrapped = DistributedDataParallel(prepared(model_of(heap)))
         with pytest.raises(ArgumentError) as caught:
-            curve_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
+            losses_of(wrapped, rank, num_ranks, lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05))
         rank_loss(plain, 0, rank, shares).backward()
         return str(caught.value)
 
@@ -368,6 +371,8 @@ def refused(rank: int, num_ranks: int, wrap: str, in_transformers: bool) -> str:
     without_semaphores()
     with launched(rank, num_ranks), symmoe.SymmetricHeap(num_bytes=4 << 20) as heap:
         if in_transformers:
+            from hf_cases import batch_of, random_model
+
             model, batch = swap_moe(random_model("qwen3_moe"), heap), (batch_of(rank),)
             vars(model).pop("_ddp_params_and_buffers_to_ignore", None)
         else:

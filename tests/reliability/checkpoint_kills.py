@@ -1,8 +1,8 @@
 """Checkpoints under `kill -9` and flipped bits.
 
-    python -m tests.reliability checkpoint_kills                     50 kills, 100 flips; JSON to --json
-    python -m tests.reliability checkpoint_kills --case 17           one kill again
-    python -m tests.reliability checkpoint_kills --flip 17           one flip again
+    python -m tests.reliability.checkpoint_kills                     50 kills, 100 flips; JSON to --json
+    python -m tests.reliability.checkpoint_kills --case 17           one kill again
+    python -m tests.reliability.checkpoint_kills --flip 17           one flip again
 
 A kill ends one rank or both, while two ranks save, with another checkpoint there already. Half of the kills come at
 the k-th line of Python that a rank runs in symmoe.checkpoint, or in its part that changes files (these replay
@@ -41,6 +41,8 @@ from typing import Any
 import safetensors
 import torch
 import torch.distributed as dist
+from test_checkpoint import bits as content
+from test_checkpoint import fill
 from torch import nn
 
 import symmoe
@@ -53,7 +55,6 @@ NUM_RANKS, EXPERTS, HIDDEN, FFN = 2, 8, 64, 128
 OLD, NEW = 10, 20
 DEADLINE_S = 600.0
 SOURCES = os.path.dirname(symmoe.checkpoint.__file__)
-KINDS = ("step", "exp_avg", "exp_avg_sq")
 TARGETS = ("shard", "manifest", "seal", "latest")
 
 
@@ -89,47 +90,16 @@ class Model(nn.Module):
     def __init__(self, num_local: int) -> None:
         super().__init__()
         self.dense = nn.Linear(HIDDEN, HIDDEN)
-        self.experts = GroupedMLP(num_local, HIDDEN, FFN)
+        self.moe = nn.ModuleDict({"experts": GroupedMLP(num_local, HIDDEN, FFN)})
 
 
-def values(label: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of this name: the same wherever it is asked for."""
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(label.encode()).digest()[:6], "little"))
-    return torch.randn(shape, generator=generator)
-
-
-def fill(label: str, name: str, tensor: torch.Tensor, first: int) -> None:
-    """Sets a parameter or moment to what it is in the state `label`; rows of experts are numbered from `first`."""
-    if name.split("/")[0].startswith("experts"):
-        for row, part in enumerate(tensor):
-            part.copy_(values(f"{label}/{name}/{first + row}", tuple(part.shape)))
-    else:
-        tensor.copy_(values(f"{label}/{name}", tuple(tensor.shape)))
-
-
-@torch.no_grad()
 def build(label: str, rank: int, num_ranks: int) -> tuple[Model, torch.optim.Optimizer]:
     """Model and optimizer of one rank in the state `label`."""
     num_local = EXPERTS // num_ranks
     model = Model(num_local)
-    number = int.from_bytes(hashlib.sha256(label.encode()).digest()[:2], "little")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=number / 7)
-    for name, parameter in model.named_parameters():
-        fill(label, name, parameter, rank * num_local)
-        moments = {kind: torch.empty_like(parameter) for kind in KINDS[1:]}
-        for kind, tensor in moments.items():
-            fill(label, f"{name}/{kind}", tensor, rank * num_local)
-        optimizer.state[parameter] = {"step": torch.tensor(float(number))} | moments
+    optimizer = torch.optim.AdamW(model.parameters())
+    fill(model, optimizer, rank * num_local, int.from_bytes(hashlib.sha256(label.encode()).digest()[:3], "little"))
     return model, optimizer
-
-
-def content(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
-    """Every bit of a model and its optimizer."""
-    bits = {name: parameter.detach().numpy().tobytes() for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        for kind, tensor in optimizer.state[parameter].items():
-            bits[f"{name}/{kind}"] = tensor.numpy().tobytes()
-    return bits | {"lr": repr(optimizer.param_groups[0]["lr"]).encode()}
 
 
 def loaded(directory: Path, *, step: int | None = None) -> tuple[int, str, dict[str, bytes]]:
@@ -429,18 +399,9 @@ def _tell(name: str, record: dict[str, Any]) -> None:
         print(f"{name}: {record}", flush=True)
 
 
-def main(arguments: list[str] | None = None, *, program: str = "python -m tests.reliability.checkpoint_kills") -> int:
-    """The exit code is 0 if nothing failed.
-
-    Args:
-        program: the command that the arguments follow.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main(arguments: list[str]) -> int:
+    """The exit code is 0 if nothing failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--flips", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -452,7 +413,7 @@ def main(arguments: list[str] | None = None, *, program: str = "python -m tests.
     logging.getLogger("symmoe.checkpoint").setLevel(logging.ERROR)  # half of the cases are there to provoke warnings
     with tempfile.TemporaryDirectory(prefix="symmoe-checkpoint-kills-") as scratch:
         record = run(options, Path(scratch))
-    record["command"] = shlex.join([*program.split(), *arguments])
+    record["command"] = shlex.join(["python", "-m", "tests.reliability.checkpoint_kills", *arguments])
     text = json.dumps(record, indent=1)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
@@ -461,4 +422,4 @@ def main(arguments: list[str] | None = None, *, program: str = "python -m tests.
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

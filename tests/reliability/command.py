@@ -28,10 +28,6 @@ SUITES = {
     "model": ("model", "every interleaving of the protocol's model, as written and with faults and deaths"),
     "mutations": ("mutations", "a step of the protocol removed, in the model and in the twins: something fails"),
 }
-# Suites that read their own options, which are all that follows the name.
-WITH_OWN_OPTIONS = {
-    "checkpoint_kills": ("checkpoint_kills", "a save under kill -9, flipped bits; its own options: --help after it"),
-}
 
 
 def suite_of(name: str) -> Suite:
@@ -51,18 +47,13 @@ def case_numbers(text: str) -> tuple[int, ...]:
 def main(arguments: list[str] | None = None) -> int:
     """Runs one suite; the exit code is 0 if every case has passed."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in WITH_OWN_OPTIONS:
-        name = arguments[0]
-        module = import_module(f"reliability.{WITH_OWN_OPTIONS[name][0]}")
-        return module.main(arguments[1:], program=f"python -m tests.reliability {name}")
-    suites = SUITES | WITH_OWN_OPTIONS
-    shown = "\n".join(f"  {name:16} {what}" for name, (_, what) in suites.items())
+    shown = "\n".join(f"  {name:16} {what}" for name, (_, what) in SUITES.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.reliability",
-        description=f"suites:\n{shown}",
+        description=f"suites, and tests.reliability.checkpoint_kills by itself:\n{shown}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suite", choices=suites, metavar="SUITE")
+    parser.add_argument("suite", choices=SUITES, metavar="SUITE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, help="processes of the EP group (default: the suite's, mostly 2)")
     parser.add_argument("--cases", type=int, help="how many, from case 0 (default: all that the suite promises)")
@@ -72,8 +63,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="take no more results after that time")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args(arguments)
-    if options.suite in WITH_OWN_OPTIONS:
-        parser.error(f"the options of {options.suite} come after its name")
     suite = suite_of(options.suite)
     full = suite.num_cases if options.device == "cpu" else suite.num_gpu_cases or suite.num_cases
     count = full if options.cases is None else options.cases

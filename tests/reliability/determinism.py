@@ -15,7 +15,7 @@ from worker import open_heap
 
 from reliability.launch import JobFailure, Launcher
 from reliability.step import hash_of_step, make_layer, tokens_of
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, merged, on_ranks
+from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Run, Suite, merged, on_ranks
 from symmoe import SymmetricHeap
 
 NUM_STEPS, REPEATS, SKEWED, RESTARTS = 10, 100, 40, 3
@@ -38,9 +38,7 @@ def hash_of(heap: SymmetricHeap, step: int, seed: int) -> str:
     return hash_of_step(make_layer(heap, number, **options), tokens_of(heap, number, 17 + step + 3 * heap.rank))
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per repeat."""
     first: dict[int, str] = {}
     with open_heap(device) as heap:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from test_heap import round_trip
 
-from reliability.launch import Launcher
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
+from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks
 from symmoe import Lease, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import SymmoeError
 
@@ -474,9 +474,7 @@ def mutations_for(num_ranks: int, device: str) -> list[Callable[[Call], None]]:
     return [mutation for mutation in MUTATIONS if mutation not in left_out]
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per case."""
     backend = "nvshmem" if device == "cuda" else "host"
     mutations = mutations_for(num_ranks, device)
@@ -524,13 +522,9 @@ def problems_with(heap: SymmetricHeap, mutation: Callable[[Call], None], number:
     return problems
 
 
-def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
-    return on_ranks(run, launcher, check, deadline_s=30.0)
-
-
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     names = Counter(outcome.facts["mutation"][0] for outcome in outcomes if "mutation" in outcome.facts)
     return {"mutations": dict(sorted(names.items()))}
 
 
-SUITE = Suite(run_cases, num_cases=500, summarize=summarize)
+SUITE = Suite(partial(on_ranks, check=check, deadline_s=30.0), num_cases=500, summarize=summarize)

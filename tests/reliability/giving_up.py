@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from reliability.suite import Numbers, Results
 from symmoe import SymmetricHeap
 from symmoe.errors import PeerAborted, PeerError, PeerTimeout
 from symmoe.kernels import control
@@ -95,9 +95,7 @@ def what_had_come(rank: int, num_ranks: int) -> list[str]:
 CASES = (rows_of_a_failed_call, a_late_rank, what_had_come)
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per case."""
     for number in numbers:
         yield 0.0, CASES[number](rank, num_ranks), {}

@@ -8,9 +8,8 @@ other case one rank dawdles.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
 
 import routings
 import test_combine_oracle as combine
@@ -19,8 +18,7 @@ import torch
 from worker import Findings, open_heap
 
 from reliability.delays import dawdling
-from reliability.launch import Launcher
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
+from reliability.suite import SEED_STRIDE, Numbers, Results, Suite, on_ranks
 from symmoe import kernels
 
 _FINITE = [index for index, stratum in enumerate(routings.STRATA) if stratum != "nonfinite"]
@@ -34,9 +32,7 @@ def case_number(number: int, seed: int) -> int:
     return first + turn * len(routings.STRATA) + _FINITE[index]
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per case; the ranks share one heap for all of them."""
     with open_heap(device) as heap:
         for number in numbers:
@@ -55,8 +51,4 @@ def check(
             yield 1e3 * (time.perf_counter() - start), findings.texts, {}
 
 
-def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
-    return on_ranks(run, launcher, check, deadline_s=60.0)
-
-
-SUITE = Suite(run_cases, num_cases=200)
+SUITE = Suite(partial(on_ranks, check=check, deadline_s=60.0), num_cases=200)

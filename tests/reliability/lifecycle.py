@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from conftest import left_in_shared_memory, shared_memory
@@ -21,7 +20,7 @@ from test_heap import round_trip
 
 from reliability.launch import JobFailure, Launcher
 from reliability.step import num_arenas_mapped, num_open_files
-from reliability.suite import Outcome, Run, Suite, merged, on_ranks, side_by_side
+from reliability.suite import Numbers, Outcome, Results, Run, Suite, merged, on_ranks, side_by_side
 from symmoe import SymmetricHeap
 
 CYCLES, JOBS = 50, 20
@@ -29,9 +28,7 @@ ARENA_BYTES = {"cpu": 1 << 20, "cuda": 32 << 20}
 LOST_BYTES = 50 << 20  # allowed from the earlier half of the cycles to the later one: 2 MiB of each
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per cycle. What the first two leave (libraries that are loaded) may stay; later ones add nothing."""
     before, free_bytes = None, []
     for turn, number in enumerate(numbers):

@@ -18,14 +18,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from reliability.launch import Launcher
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
+from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks
 from symmoe import SymmetricHeap
 from symmoe.kernels import control
 from symmoe.kernels.twin import sync
@@ -184,9 +183,7 @@ def kind_of(number: int) -> str:
     return KINDS[number % len(KINDS)] if number < NUM_CASES else CONTROLS[number - NUM_CASES]
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per case."""
     backend = "nvshmem" if device == "cuda" else "host"
     with SymmetricHeap(num_bytes=32 << 20, backend=backend) as heap:
@@ -214,10 +211,6 @@ def check(
         rounds.close()
 
 
-def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
-    return on_ranks(run, launcher, check, deadline_s=60.0)
-
-
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     """Sums over cases and ranks."""
     kinds: dict[str, dict[str, int]] = {}
@@ -229,4 +222,5 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     return {"observations": observations, "kinds": kinds}
 
 
-SUITE = Suite(run_cases, NUM_CASES + 1, NUM_CASES + len(CONTROLS), summarize=summarize)
+_RUN = partial(on_ranks, check=check, deadline_s=60.0)
+SUITE = Suite(_RUN, NUM_CASES + 1, NUM_CASES + len(CONTROLS), summarize=summarize)

@@ -21,7 +21,7 @@ from reliability import faults, fuzz, giving_up, gradients, random_routings
 from reliability.delays import dawdling
 from reliability.launch import Job, JobFailure, Launcher
 from reliability.protocol import Model, Protocol, scenarios
-from reliability.suite import Outcome, Run, Suite
+from reliability.suite import Numbers, Outcome, Results, Run, Suite
 from reliability.twin_mutants import MUTANTS, DoesNotApply, mutated, slow_waits
 from symmoe import make_plan
 from symmoe.kernels import twin
@@ -84,9 +84,7 @@ _SOUND_CASE_S = 60.0
 NAMES = [("model", name) for name in OF_THE_MODEL] + [("twins", name) for name in MUTANTS]
 
 
-def check_plans(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check_plans(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Plans without a trip between them, of ranks that dawdle: every rank's load is what the ids say."""
     num_experts = 2 * num_ranks
     with open_heap(device) as heap, dawdling(twin, rank, longest_s=3e-3):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import routings
@@ -18,14 +18,11 @@ import test_dispatch_oracle as dispatch
 from worker import Findings, open_heap
 
 from reliability.delays import dawdling
-from reliability.launch import Launcher
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
+from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks
 from symmoe import kernels
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per case; the ranks share one heap for all of them."""
     with open_heap(device) as heap:
         for number in numbers:
@@ -44,13 +41,9 @@ def check(
             yield 1e3 * (time.perf_counter() - start), findings.texts, {"stratum": case.stratum}
 
 
-def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
-    return on_ranks(run, launcher, check, deadline_s=60.0)
-
-
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     strata = Counter(outcome.facts["stratum"][0] for outcome in outcomes if "stratum" in outcome.facts)
     return {"strata": dict(sorted(strata.items()))}
 
 
-SUITE = Suite(run_cases, num_cases=2000, summarize=summarize)
+SUITE = Suite(partial(on_ranks, check=check, deadline_s=60.0), num_cases=2000, summarize=summarize)

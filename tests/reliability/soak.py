@@ -13,14 +13,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import oracle
 import torch
 
-from reliability.launch import Launcher
 from reliability.step import (
     EXPERTS_PER_RANK,
     TOP_K,
@@ -32,7 +31,7 @@ from reliability.step import (
     tokens_of,
     weights_of,
 )
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks
+from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks
 from symmoe import MoELayer, SymmetricHeap
 
 MAX_TOKENS = 24
@@ -44,9 +43,7 @@ _SLACK_BYTES = 2e6  # a page here and there: in a short run it is more than the 
 _WEIGHTS_SEED = 5
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per step; what has grown is a problem of the last one, and of some on the way."""
     backend = "nvshmem" if device == "cuda" else "host"
     with SymmetricHeap(num_bytes=8 << 20, backend=backend) as heap:
@@ -134,13 +131,9 @@ def slope(x: list[float], y: list[float]) -> float:
     return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else 0.0
 
 
-def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
-    return on_ranks(run, launcher, check, deadline_s=60.0)
-
-
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     facts = [outcome.facts for outcome in outcomes if outcome.facts]
     return {"footprint": facts[-1]} if facts else {}
 
 
-SUITE = Suite(run_cases, num_cases=20_000, summarize=summarize)
+SUITE = Suite(partial(on_ranks, check=check, deadline_s=60.0), num_cases=20_000, summarize=summarize)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from test_heap import round_trip
 
-from reliability.launch import Launcher
-from reliability.suite import SEED_STRIDE, Outcome, Run, Suite, on_ranks, percentiles
+from reliability.suite import SEED_STRIDE, Numbers, Outcome, Results, Suite, on_ranks, percentiles
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 
 TIMEOUT_S = 4.0
@@ -52,9 +52,7 @@ class Round:
         return [] if exact else ["the round trip is not exact"]
 
 
-def check(
-    rank: int, num_ranks: int, numbers: tuple[int, ...], seed: int, device: str
-) -> Iterator[tuple[float, list[str], dict[str, Any]]]:
+def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -> Results:
     """Yields per call. A timeout ends the rank, and is the case's failure."""
     backend = "nvshmem" if device == "cuda" else "host"
     with SymmetricHeap(num_bytes=1 << 20, backend=backend) as heap:
@@ -74,13 +72,9 @@ def check(
             yield 1e3 * (time.perf_counter() - start), problems, {"stall_ms": 1e3 * stall_s} if stall_s else {}
 
 
-def run_cases(run: Run, launcher: Launcher) -> Iterator[Outcome]:
-    return on_ranks(run, launcher, check, deadline_s=30.0)
-
-
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
     stalls = [ms for outcome in outcomes for ms in outcome.facts.get("stall_ms", []) if ms]
     return {"timeout_ms": 1e3 * TIMEOUT_S, "num_stalls": len(stalls), "stall_ms": percentiles(stalls)}
 
 
-SUITE = Suite(run_cases, num_cases=10_000, summarize=summarize)
+SUITE = Suite(partial(on_ranks, check=check, deadline_s=30.0), num_cases=10_000, summarize=summarize)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reliability.launch import Job, JobFailure, Launcher
+from reliability.launch import JobFailure, Launcher
 from symmoe.tools.bench.records import machine
 
 SEED_STRIDE = 1_000_000  # case I of seed S is number S * SEED_STRIDE + I of an endless list
@@ -64,7 +64,9 @@ class Outcome:
 # Runs cases; outcomes come as they are known.
 RunCases = Callable[[Run, Launcher], Iterator[Outcome]]
 # On every rank: (rank, num_ranks, numbers, seed, device), a generator of (milliseconds, problems, facts) per number.
-CheckCases = Callable[[int, int, tuple[int, ...], int, str], Iterator[tuple[float, list[str], dict[str, Any]]]]
+Numbers = tuple[int, ...]
+Results = Iterator[tuple[float, list[str], dict[str, Any]]]
+CheckCases = Callable[[int, int, Numbers, int, str], Results]
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,3 @@ def percentiles(values: Iterable[float]) -> dict[str, float | None]:
 def describe(rank: int, num_ranks: int, device: str) -> Iterator[dict[str, Any]]:
     """Where and with what a run is made; on a rank, because it may touch the GPU."""
     yield machine(torch.device(device))
-
-
-def check_on(job: Job, check: CheckCases, run: Run, *, deadline_s: float) -> list[Outcome]:
-    """Outcomes of all cases of a run on a job that is there already."""
-    stream = job.stream(check, run.numbers, run.seed, run.device, deadline_s=run.seconds(deadline_s))
-    return [merged(number, results) for number, results in zip(run.numbers, stream, strict=True)]

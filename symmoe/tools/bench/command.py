@@ -9,8 +9,6 @@ from collections.abc import Collection
 from symmoe.errors import ArgumentError
 from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, Shape
 from symmoe.tools.bench.options import Options
-from symmoe.tools.bench.peers.run import PEERS
-from symmoe.tools.bench.ranks import GROUP_TIMEOUT_S
 
 SUITES = ("layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead")
 DEFAULT_SUITES = ("layer", "dispatch", "combine", "gemm", "overhead")
@@ -41,8 +39,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--repetitions", type=int, default=MIN_REPETITIONS, help="of every variant (%(default)s; show none of fewer)"
     )
-    parser.add_argument("--peers", default="all", help=f"comma-separated, all or none: {', '.join(PEERS)} (all)")
-    parser.add_argument("--peer-timeout", type=float, default=300.0, help="seconds that a peer may take (300)")
     parser.add_argument("--heap-gib", type=float, help="GiB of the symmetric heap (what the cases need)")
     parser.add_argument(
         "--load", nargs="+", default=[], metavar="FILE", help="take the records of these files instead of measuring"
@@ -77,11 +73,8 @@ def parse_options(args: argparse.Namespace) -> Options:
     shapes = shapes_of(args)
     tokens = [_number("tokens", text) for text in args.tokens.split(",")]
     skews = _names("skew", args.skew, SKEWS)
-    for name, value in (("repetitions", args.repetitions), ("peer-timeout", args.peer_timeout)):
-        if not value > 0:
-            raise ArgumentError(f"{name} ({value}) must be greater than 0")
-    if args.peer_timeout >= GROUP_TIMEOUT_S:
-        raise ArgumentError(f"peer-timeout ({args.peer_timeout}) must be less than {GROUP_TIMEOUT_S}, the ranks' own")
+    if args.repetitions < 1:
+        raise ArgumentError(f"repetitions ({args.repetitions}) must be greater than 0")
     if args.heap_gib is not None and not 0 < args.heap_gib < 1 << 30:
         raise ArgumentError(f"heap-gib ({args.heap_gib}) must be greater than 0, and less than 2**30")
     if args.plot and not args.plot.endswith(".png"):
@@ -93,8 +86,6 @@ def parse_options(args: argparse.Namespace) -> Options:
         suites=_names("suite", ",".join(args.suites or DEFAULT_SUITES), SUITES),
         cases=tuple(Case(shape, count, skew) for shape in shapes for count in tokens for skew in skews),
         repetitions=args.repetitions,
-        peers={name: PEERS[name] for name in _names("peers", args.peers, PEERS, none=True)},
-        peer_timeout_s=args.peer_timeout,
         heap_gib=args.heap_gib,
         load=tuple(args.load),
         json=args.json,
@@ -117,9 +108,7 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
     return [Shape("x".join(map(str, sizes.values())), *sizes.values())]
 
 
-def _names(what: str, text: str, known: Collection[str], *, none: bool = False) -> tuple[str, ...]:
-    if none and text == "none":
-        return ()
+def _names(what: str, text: str, known: Collection[str]) -> tuple[str, ...]:
     names = tuple(known) if text == "all" else tuple(text.split(","))
     for name in names:
         if name not in known:

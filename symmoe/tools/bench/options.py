@@ -15,8 +15,6 @@ class Options:
         suites: suites to run, in this order.
         cases: cases that the suites run on.
         repetitions: repetitions of every variant.
-        peers: peers to measure, module by name.
-        peer_timeout_s: time limit of each peer.
         heap_gib: size of the heap; None is what the cases need.
         load: files with records to use instead of measuring.
         json, plot: files to write.
@@ -26,8 +24,6 @@ class Options:
     suites: tuple[str, ...]
     cases: tuple[Case, ...]
     repetitions: int
-    peers: dict[str, str]
-    peer_timeout_s: float
     heap_gib: float | None
     load: tuple[str, ...]
     json: str | None

@@ -16,7 +16,7 @@ from symmoe.symm_mem.bootstrap import Bootstrap
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-GROUP_TIMEOUT_S = 600  # limit of the process group: a rank may compile for minutes
+_GROUP_TIMEOUT_S = 600  # limit of the process group: a rank may compile for minutes
 _HEAD_START_CYCLES = 2_000_000  # about a millisecond: a trip has a dozen launches of 10 us
 
 
@@ -67,11 +67,6 @@ class Ranks:
         gathered = self._messages.all_gather_bytes(payload, num_bytes=len(payload))
         return np.stack([np.frombuffer(data, dtype=values.dtype).reshape(values.shape) for data in gathered])
 
-    def texts(self, text: str, *, num_bytes: int) -> list[str]:
-        """Every rank's text, cut to `num_bytes` of UTF-8."""
-        gathered = self._messages.all_gather_bytes(text.encode()[:num_bytes], num_bytes=num_bytes)
-        return [data.rstrip(b"\0").decode(errors="replace") for data in gathered]
-
     def largest(self, value: float) -> float:
         """The largest of all ranks' values; NaN if any is NaN."""
         return float(np.max(self.gather(np.array([value], dtype=np.float64))))
@@ -97,7 +92,7 @@ def join(init_method: str | None = None, rank: int = -1, num_ranks: int = -1) ->
             init_method=init_method,
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+            timeout=timedelta(seconds=_GROUP_TIMEOUT_S),
         )
     try:
         yield Ranks(device)

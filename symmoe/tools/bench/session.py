@@ -12,20 +12,18 @@ import torch
 
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench import ranks as launch
-from symmoe.tools.bench import regression
 from symmoe.tools.bench.cases import check_case
 from symmoe.tools.bench.gemm import bench_gemm
 from symmoe.tools.bench.heap_size import heap_bytes
-from symmoe.tools.bench.layer import CEILING, PRECISION, VARIANTS, bench_layer, bench_precision, bench_variants
+from symmoe.tools.bench.layer import PRECISION, VARIANTS, bench_layer, bench_precision, bench_variants
 from symmoe.tools.bench.options import Options
 from symmoe.tools.bench.overhead import bench_overhead
-from symmoe.tools.bench.peers.run import measure_peers
 from symmoe.tools.bench.plot import draw
 from symmoe.tools.bench.problem import Problem, routing_of
 from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, load, machine, save
+from symmoe.tools.bench.regression import compare
 from symmoe.tools.bench.run import Run
-from symmoe.tools.bench.stock import STOCK
 from symmoe.tools.bench.table import render
 from symmoe.tools.bench.trips import bench_combine, bench_dispatch, bench_plan
 
@@ -38,7 +36,6 @@ CASE_SUITES: dict[str, Callable[[Problem, Run], list[Record]]] = {
     "combine": bench_combine,
     "gemm": bench_gemm,
 }
-PEER_SUITES = ("layer", "dispatch", "combine")
 
 
 def run_session(options: Options) -> int:
@@ -58,9 +55,9 @@ def run_session(options: Options) -> int:
         draw(records, options.plot)
     if baseline is None:
         return 0
-    comparison = regression.compare(records, baseline)
-    print(comparison.report(), flush=True)
-    return 0 if comparison.passed else 1
+    passed, report = compare(records, baseline)
+    print(report, flush=True)
+    return 0 if passed else 1
 
 
 class _Report:
@@ -78,8 +75,6 @@ class _Report:
             print(text, flush=True)
 
     def add(self, heading: str, records: list[Record]) -> None:
-        if not records:
-            return
         self.records += [record | self._facts for record in records]
         self.say(f"\n{heading}\n{render(records)}")
         if self._speaks and self._path:
@@ -87,7 +82,7 @@ class _Report:
 
 
 def _measure_all(options: Options, ranks: Ranks) -> list[Record]:
-    """The records of all suites and peers, complete on rank 0. Collective."""
+    """The records of all suites, complete on rank 0. Collective."""
     for case in options.cases:
         check_case(case, ranks.num_ranks)
     report = _Report(options, ranks)
@@ -103,38 +98,7 @@ def _measure_all(options: Options, ranks: Ranks) -> list[Record]:
             _free(ranks)
         if "overhead" in options.suites:
             report.add("overhead", bench_overhead(run))
-    _free(ranks)
-    _measure_peers(options, ranks, report)
     return report.records
-
-
-def _measure_peers(options: Options, ranks: Ranks, report: _Report) -> None:
-    """Adds the peers' records, with the yardsticks of this run."""
-    suites = [suite for suite in PEER_SUITES if suite in options.suites]
-    if not suites or not options.peers:
-        return
-    records, reasons = measure_peers(
-        options.cases,
-        suites,
-        ranks,
-        repetitions=options.repetitions,
-        timeout_s=options.peer_timeout_s,
-        peers=options.peers,
-    )
-    for record in records:
-        if record["suite"] == "layer":
-            record["ceiling_tflops"] = _tflops_of(CEILING, record, report.records)
-            record["stock_tflops"] = _tflops_of(STOCK, record, report.records)
-    report.add("peers", records)
-    for name, reason in reasons.items():
-        report.say(f"{name}: not measured: {reason}")
-
-
-def _tflops_of(variant: str, record: Record, records: list[Record]) -> float | None:
-    same = ("suite", "preset", "ep", "tokens", "skew", "direction")
-    return next(
-        (r["tflops"] for r in records if r["variant"] == variant and all(r[key] == record[key] for key in same)), None
-    )
 
 
 def _heap_bytes(options: Options, ranks: Ranks) -> int:

@@ -108,15 +108,6 @@ class Variant:
     reuses_marks: bool = False
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Median and percentiles of the milliseconds of all repetitions."""
-
-    ms_median: float
-    ms_p10: float
-    ms_p90: float
-
-
 def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
     """A Variant's call: the steps one after the other, with marks around each."""
 
@@ -178,9 +169,3 @@ def measure(
             times[name] += [clock.intervals_ms(m) for m in marks]
     ranks.barrier()
     return {name: ranks.gather(np.array(rows)).max(axis=0) for name, rows in times.items()}
-
-
-def summarize(times_ms: npt.NDArray[np.float64]) -> Summary:
-    """Median and percentiles (linear between neighbours) of [repetitions]."""
-    low, median, high = np.percentile(times_ms, [10, 50, 90])
-    return Summary(float(median), float(low), float(high))

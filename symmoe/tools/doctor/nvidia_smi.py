@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _TIMEOUT_S = 10.0  # without persistence mode, the first call wakes every GPU
-_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used", "compute_mode", "mig.mode.current")
+_FIELDS = ("index", "uuid", "name", "driver_version", "memory.used", "compute_mode", "mig.mode.current")
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")  # the topology's header is underlined
 _LINK = re.compile(r"Link \d+: (?:([\d.]+) GB/s|<inactive>)")
 
@@ -18,7 +18,7 @@ class Device:
     """A GPU as nvidia-smi numbers it, which is not always how torch does.
 
     Attributes:
-        memory_bytes, used_bytes: all memory, and the used part of it; None if nvidia-smi does not say.
+        used_bytes: memory in use; None if nvidia-smi does not say.
         compute_mode: "Default", "Exclusive_Process" or "Prohibited".
         has_mig: whether the GPU is divided into instances.
     """
@@ -27,7 +27,6 @@ class Device:
     uuid: str
     name: str
     driver: str
-    memory_bytes: int | None
     used_bytes: int | None
     compute_mode: str
     has_mig: bool
@@ -78,13 +77,12 @@ def parse_devices(text: str) -> tuple[Device, ...]:
         values = [value.strip() for value in line.split(",")]
         if len(values) != len(_FIELDS) or not values[0].isdigit():
             continue  # "No devices were found", or a warning
-        index, uuid, name, driver, total, used, compute_mode, mig = values
+        index, uuid, name, driver, used, compute_mode, mig = values
         device = Device(
             index=int(index),
             uuid=uuid,
             name=name,
             driver=driver,
-            memory_bytes=int(total) << 20 if total.isdigit() else None,
             used_bytes=int(used) << 20 if used.isdigit() else None,
             compute_mode=compute_mode,
             has_mig=mig == "Enabled",

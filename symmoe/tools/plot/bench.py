@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from symmoe.checks.words import Stash
 from symmoe.errors import ArgumentError
-from symmoe.moe.config import MoEConfig
 from symmoe.tools.bench.layer import CEILING, LAYER
-from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.records import Record, identity
 from symmoe.tools.bench.stock import STOCK
 from symmoe.tools.bench.timing import DIRECTIONS
 from symmoe.tools.picture import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW, picture
-from symmoe.training.memory_plan import plan_memory
 
-_GIB = 2**30
-_PANEL_INCHES = 2.5
+_PANEL_INCHES = 2.6
 # Variants that pictures show, and how. Others of ours would be too many; peers take what colours are left.
 _SHOWN = {"static": ("symmoe", BLUE), "graph": ("symmoe, CUDA graph", SKY), STOCK: (STOCK, ORANGE)}
 _CEILING = ("the GEMMs alone", BLACK)
 _PEER_COLORS = (PURPLE, GREEN, YELLOW)
-_STASHES: dict[str, Stash] = {"static": "all", "stash=rows": "rows", "stash=hidden": "hidden", "stash=none": "none"}
 _SKEWS = ("uniform", "zipf", "hot")
 _LINES = {  # told apart without colour too
     "static": {"marker": "o"},
@@ -38,9 +33,8 @@ Panel = tuple[str, int]  # preset, ranks
 def draw_benchmarks(records: Sequence[Record], folder: str) -> list[str]:
     """Writes the pictures that the records have figures for, `<picture>-<gpu>.png`, one set for each kind of GPU.
 
-    layer: TFLOP/s of whole steps, their ceiling, stock torch and peers. tokens: time over tokens per rank. skew:
-    time by routing. stash: memory kept for backward, and the time of a step. Of what was measured twice, the later
-    figure counts.
+    layer: TFLOP/s of whole steps, their ceiling, stock torch and others. tokens: time over tokens per rank. skew: time
+    by routing. Of what was measured twice, the later figure counts.
 
     Returns:
         the paths written.
@@ -61,7 +55,7 @@ def draw_benchmarks(records: Sequence[Record], folder: str) -> list[str]:
                     raise ArgumentError(f"out ({folder}) cannot be written: {error}") from error
                 written.append(path)
     if not written:
-        raise ArgumentError("the records hold no figures for any picture: suites layer and variants have them")
+        raise ArgumentError("the records hold no figures for any picture: the suite layer has them")
     return written
 
 
@@ -125,122 +119,84 @@ def _choose_skew(records: list[Record]) -> list[Record]:
     return [record for record in layer if (*_panel(record), record["tokens"]) in largest.values()]
 
 
-def _choose_stash(records: list[Record]) -> list[Record]:
-    """Steps with every stash."""
-    stashed = latest(r for r in records if r["suite"] == "variants" and r["variant"] in _STASHES)
-    found = {(*_panel(record), record["variant"]) for record in stashed}
-    return [record for record in stashed if all((*_panel(record), variant) in found for variant in _STASHES)]
-
-
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
 def _draw_layer(records: list[Record], gpu: str, path: str) -> None:
-    presets, ranks = _ordered(record["preset"] for record in records), sorted({record["ep"] for record in records})
-    shown = _shown(records)
-    with picture(path, height_inches=0.9 + _PANEL_INCHES * len(ranks)) as figure:
-        axes = figure.subplots(len(ranks), 2, squeeze=False, sharey=True)
-        for line, ep in zip(axes, ranks, strict=True):
-            for axis, direction in zip(line, DIRECTIONS, strict=True):
-                of = {(r["preset"], r["variant"]): r["tflops"] for r in records if _is(r, ep, direction)}
-                _grouped_bars(axis, presets, shown, of, fmt="{:.0f}")
-                axis.set_title(f"{direction}, {ep} GPUs", loc="left")
-            line[0].set_ylabel("TFLOP/s per GPU")
-        _legend(figure, axes[0, 0])
-        figure.suptitle(f"A MoE layer on {gpu}s, {records[0]['tokens']} tokens per GPU; more is better", fontsize=10)
+    presets, shown = _ordered(record["preset"] for record in records), _shown(records)
+    lines = {f"{ep} GPUs": [r for r in records if r["ep"] == ep] for ep in sorted({r["ep"] for r in records})}
+    title = f"A MoE layer on {gpu}s, {records[0]['tokens']} tokens per GPU; more is better"
+    with _panels(path, lines, title, labels=("", "TFLOP/s per GPU"), sharey=True) as panels:
+        for axis, mine in panels:
+            of = {(r["preset"], r["variant"]): r["tflops"] for r in mine}
+            _grouped_bars(axis, presets, shown, of, fmt="{:.0f}")
 
 
 def _draw_tokens(records: list[Record], gpu: str, path: str) -> None:
-    panels, shown = sorted({_panel(record) for record in records}), _shown(records)
-    shown[CEILING] = _CEILING
-    with picture(path, height_inches=0.9 + (_PANEL_INCHES + 0.3) * len(panels)) as figure:
-        from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator
 
-        axes = figure.subplots(len(panels), 2, squeeze=False, sharex=True, sharey="row")
-        for line, (preset, ep) in zip(axes, panels, strict=True):
-            for axis, direction in zip(line, DIRECTIONS, strict=True):
-                mine = [r for r in records if r["preset"] == preset and _is(r, ep, direction)]
-                for variant, (label, color) in shown.items():
-                    points = sorted((r for r in mine if r["variant"] == variant), key=lambda r: r["tokens"])
-                    _line(axis, points, label=label, color=color, **_LINES.get(variant, {"marker": "D"}))
-                axis.set_xscale("log", base=2)
-                axis.set_yscale("log")
-                tokens = sorted({r["tokens"] for r in mine})
-                axis.set_xticks(tokens, [_count(number) for number in tokens])
-                axis.minorticks_off()
-                axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axis.yaxis.set_major_formatter("{x:g}")
-                axis.grid(color="#e5e5e5", linewidth=0.6)
-                axis.set_title(f"{preset}, {direction}, {ep} GPUs", loc="left")
-                axis.tick_params(axis="x", labelsize=8)
-            line[0].set_ylabel("ms")
-        for axis in axes[-1]:
-            axis.set_xlabel("tokens per GPU")
-        _legend(figure, axes[0, 0])
-        figure.suptitle(f"Time of a MoE layer on {gpu}s; bands: 10th to 90th percentile", fontsize=10)
+    shown = _shown(records) | {CEILING: _CEILING}
+    title = f"Time of a MoE layer on {gpu}s; bands: 10th to 90th percentile"
+    sharing = {"sharex": True, "sharey": "row"}
+    with _panels(path, _by_panel(records), title, labels=("tokens per GPU", "ms"), **sharing) as panels:
+        for axis, mine in panels:
+            for variant, (label, color) in shown.items():
+                points = sorted((r for r in mine if r["variant"] == variant), key=lambda r: r["tokens"])
+                _line(axis, points, label=label, color=color, **_LINES.get(variant, {"marker": "D"}))
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            tokens = sorted({r["tokens"] for r in mine})
+            axis.set_xticks(tokens, [_count(number) for number in tokens])
+            axis.minorticks_off()
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.grid(color="#e5e5e5", linewidth=0.6)
+            axis.tick_params(axis="x", labelsize=8)
 
 
 def _draw_skew(records: list[Record], gpu: str, path: str) -> None:
-    panels, shown = sorted({_panel(record) for record in records}), _shown(records)
-    with picture(path, height_inches=0.9 + _PANEL_INCHES * len(panels)) as figure:
-        axes = figure.subplots(len(panels), 2, squeeze=False)
-        for line, (preset, ep) in zip(axes, panels, strict=True):
-            for axis, direction in zip(line, DIRECTIONS, strict=True):
-                mine = [r for r in records if r["preset"] == preset and _is(r, ep, direction)]
-                skews = [skew for skew in _SKEWS if any(r["skew"] == skew for r in mine)]
-                of = {(r["skew"], r["variant"]): r["ms_median"] for r in mine}
-                _grouped_bars(axis, skews, shown, of, fmt=_ms)
-                axis.set_title(f"{preset}, {direction}, {ep} GPUs, {_count(mine[0]['tokens'])} tokens", loc="left")
-            line[0].set_ylabel("ms")
-        for axis in axes[-1]:
-            axis.set_xlabel("routing")
-        _legend(figure, axes[0, 0])
-        figure.suptitle(f"Time of a MoE layer on {gpu}s by routing; less is better", fontsize=10)
-
-
-def _draw_stash(records: list[Record], gpu: str, path: str) -> None:
-    panels = _ordered(map(_panel, records))
-    with picture(path, height_inches=1.1 + _PANEL_INCHES) as figure:
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, panel in zip(axes, panels, strict=True):
-            of = {(r["variant"], r["direction"]): r for r in records if _panel(r) == panel}
-            kept = [_kept_bytes(of[variant, "forward"], stash) for variant, stash in _STASHES.items()]
-            heap, ordinary = ([sizes[i] / _GIB for sizes in kept] for i in range(2))
-            places = range(len(_STASHES))
-            axis.bar(places, heap, color=BLUE, label="symmetric heap")
-            bars = axis.bar(places, ordinary, bottom=heap, color=SKY, label="ordinary memory")
-            times = [sum(of[v, direction]["ms_median"] for direction in DIRECTIONS) for v in _STASHES]
-            axis.bar_label(bars, [f"{_ms(time)} ms" for time in times], padding=2, fontsize=7)
-            axis.set_xticks(places, list(_STASHES.values()))
-            axis.set_xlabel("stash")
-            axis.margins(y=0.12)
-            axis.set_title(f"{panel[0]}, {panel[1]} GPUs", loc="left")
-        axes[0].set_ylabel("GiB per layer, forward to backward")
-        _legend(figure, axes[0])
-        tokens = _count(records[0]["tokens"])
-        figure.suptitle(
-            f"What a call keeps for backward ({tokens} tokens per GPU, by `symmoe plan`),\n"
-            f"and what a step then takes on {gpu}s (measured, over the bars)",
-            fontsize=10,
-        )
-
-
-def _kept_bytes(record: Record, stash: Stash) -> tuple[int, int]:
-    """On the heap and in ordinary memory: what one call of a layer keeps, with exact capacity and uniform routing."""
-    sizes = {name: record[name] for name in ("hidden", "ffn", "num_experts", "top_k")}
-    config = MoEConfig(**sizes, stash=stash)
-    plan = plan_memory(config, num_ranks=record["ep"], num_tokens=record["tokens"], dtype=DTYPE)
-    return plan.lease_bytes_per_call, plan.activation_bytes_per_call
+    shown, tokens = _shown(records), ", ".join(map(_count, sorted({record["tokens"] for record in records})))
+    title = f"Time of a MoE layer on {gpu}s by routing, {tokens} tokens per GPU; less is better"
+    with _panels(path, _by_panel(records), title, labels=("routing", "ms")) as panels:
+        for axis, mine in panels:
+            skews = [skew for skew in _SKEWS if any(r["skew"] == skew for r in mine)]
+            of = {(r["skew"], r["variant"]): r["ms_median"] for r in mine}
+            _grouped_bars(axis, skews, shown, of, fmt=_ms)
 
 
 _PICTURES: dict[str, tuple[Callable[[list[Record]], list[Record]], Callable[[list[Record], str, str], None]]] = {
     "layer": (_choose_layer, _draw_layer),
     "tokens": (_choose_tokens, _draw_tokens),
     "skew": (_choose_skew, _draw_skew),
-    "stash": (_choose_stash, _draw_stash),
 }
 
 # -- parts of pictures ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _panels(
+    path: str, lines: dict[str, list[Record]], title: str, *, labels: tuple[str, str], **sharing: Any
+) -> Iterator[list[tuple[Any, list[Record]]]]:
+    """(axis, its records): forward and backward of every line, by its name. labels: of x and y."""
+    with picture(path, height_inches=0.9 + _PANEL_INCHES * len(lines)) as figure:
+        axes = figure.subplots(len(lines), 2, squeeze=False, **sharing)
+        panels = []
+        for line, (name, records) in zip(axes, lines.items(), strict=True):
+            line[0].set_ylabel(labels[1])
+            for axis, direction in zip(line, DIRECTIONS, strict=True):
+                axis.set_title(f"{direction}, {name}", loc="left")
+                panels.append((axis, [record for record in records if record["direction"] == direction]))
+        yield panels
+        for axis in axes[-1]:
+            axis.set_xlabel(labels[0])
+        handles, names = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(names)))
+        figure.suptitle(title, fontsize=10)
+
+
+def _by_panel(records: list[Record]) -> dict[str, list[Record]]:
+    panels = sorted({_panel(record) for record in records})
+    return {f"{preset}, {ep} GPUs": [r for r in records if _panel(r) == (preset, ep)] for preset, ep in panels}
 
 
 def _shown(records: list[Record]) -> dict[str, tuple[str, str]]:
@@ -282,17 +238,8 @@ def _line(axis: Any, points: list[Record], *, label: str, color: str, **style: s
         axis.fill_between(tokens, low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def _legend(figure: Any, axis: Any) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
-
-
 def _panel(record: Record) -> Panel:
     return record["preset"], record["ep"]
-
-
-def _is(record: Record, ep: int, direction: str) -> bool:
-    return bool(record["ep"] == ep and record["direction"] == direction)
 
 
 def _ordered(values: Iterable[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     load.add_argument("--layer", action="append", metavar="NAME", help="only this layer; may be given several times")
     load.add_argument("--png", required=True, metavar="OUT.png", help="the picture")
     load.set_defaults(run=_plot_load)
-    bench = kinds.add_parser("bench", help="TFLOP/s, time over tokens and skew, memory by stash: a picture for each")
+    bench = kinds.add_parser("bench", help="TFLOP/s, time over tokens, time by routing: a picture for each")
     bench.add_argument("records", nargs="+", metavar="FILE.json", help="written by `symmoe bench --json`")
     bench.add_argument("--out", required=True, metavar="FOLDER", help="where the pictures go")
     bench.set_defaults(run=_plot_bench)

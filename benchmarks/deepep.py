@@ -1,0 +1,211 @@
+"""DeepEP, measured as `symmoe bench` measures: the layer, and dispatch and combine by themselves.
+
+    torchrun --nproc-per-node=2 benchmarks/deepep.py --preset qwen3-30b,mixtral-8x7b --json deepep.json
+    symmoe bench --load ours.json deepep.json --plot all.png
+
+`deep_ep.Buffer`'s intranode kernels, with a local permutation and torch._grouped_mm for the experts. The backward of
+dispatch is combine with the same handle and the other way round, as DeepEP's documentation has it. Problems, protocol,
+checks and records are those of docs/benchmarking.md. It has not run on GPUs yet: run it under `timeout`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from symmoe.autograd import Context, Function
+from symmoe.tools.bench import ranks as launch
+from symmoe.tools.bench.cases import SKEWS, Case
+from symmoe.tools.bench.command import add_shape_arguments, shapes_of
+from symmoe.tools.bench.problem import DTYPE, Problem
+from symmoe.tools.bench.ranks import Ranks
+from symmoe.tools.bench.records import Record, gbs, machine, save, tflops
+from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
+from symmoe.tools.bench.run import case_record
+from symmoe.tools.bench.steps import eager_step
+from symmoe.tools.bench.stock import torch_experts
+from symmoe.tools.bench.table import render
+from symmoe.tools.bench.timing import DIRECTIONS, Variant, clock_for, in_steps, measure, verify
+
+
+class Measured(NamedTuple):
+    """A variant, the suite that it belongs to, and the bytes of rows that leave this rank in a call."""
+
+    suite: str
+    variant: Variant
+    leaving_bytes: int = 0
+
+
+def open_buffer(cases: list[Case], ranks: Ranks) -> Any:
+    """A Buffer for rows of the widest case. Collective."""
+    from deep_ep import Buffer
+
+    row_bytes = max(case.shape.hidden for case in cases) * DTYPE.itemsize
+    configs = Buffer.get_dispatch_config(ranks.num_ranks), Buffer.get_combine_config(ranks.num_ranks)
+    num_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, ranks.num_ranks) for config in configs)
+    return Buffer(dist.group.WORLD, num_bytes, 0)
+
+
+def variants(problem: Problem, buffer: Any) -> list[Measured]:
+    """The layer, and both trips by themselves: forward with the layout, backward with the handle of the first."""
+    topk_idx, num_experts = problem.topk_idx.long(), problem.case.shape.num_experts
+    x, probs, w1, w2 = problem.inputs
+    experts = torch_experts(w1, w2)
+
+    def forward() -> torch.Tensor:
+        trip = _Trip(buffer, topk_idx, num_experts)
+        arrived, arrived_probs = _Dispatch.apply(x, probs, trip)
+        row_to_packed, slots, ends = trip.local_order()
+        rows = arrived.index_select(0, row_to_packed)
+        out = experts(rows, arrived_probs.reshape(-1).index_select(0, slots), ends)
+        return _Combine.apply(torch.zeros_like(arrived).index_add(0, row_to_packed, out), trip)
+
+    tokens, token_probs = x.detach(), probs.detach()
+    first = _Trip(buffer, topk_idx, num_experts)
+    arrived, _ = first.dispatch(tokens, token_probs)
+
+    def dispatch() -> torch.Tensor:
+        return _Trip(buffer, topk_idx, num_experts).dispatch(tokens, token_probs)[0]
+
+    def dispatch_again() -> torch.Tensor:
+        return first.dispatch_again(tokens)
+
+    def combine() -> torch.Tensor:
+        return first.combine(arrived)[0]
+
+    def dispatch_error() -> float:
+        # Both have their rows ordered by source rank and token.
+        return max(row_error(got, problem.local_rows.packed) for got in (dispatch(), dispatch_again()))
+
+    def combine_error() -> float:
+        copies = problem.routing.goes_to[problem.rank].sum(1).to(problem.device)
+        return row_error(combine(), tokens.float() * copies[:, None])
+
+    goes_to, rank, row_bytes = problem.routing.goes_to, problem.rank, x.shape[1] * x.element_size()
+    own = goes_to[rank, :, rank].sum()
+    leave, come = (int(rows.sum() - own) * row_bytes for rows in (goes_to[rank], goes_to[:, :, rank]))
+    both_ways = in_steps(dispatch, dispatch_again)
+    return [
+        Measured("layer", eager_step("deepep", problem, Reference(problem), forward, problem.inputs)),
+        Measured("dispatch", Variant("deepep", DIRECTIONS, both_ways, dispatch_error), leave),
+        Measured("combine", Variant("deepep", ("forward",), in_steps(combine), combine_error, MAX_ERROR), come),
+    ]
+
+
+class _Trip:
+    """One routing on its way through DeepEP: dispatch first, then everything that needs its handle."""
+
+    def __init__(self, buffer: Any, topk_idx: torch.Tensor, num_experts: int) -> None:
+        self._buffer, self._topk_idx, self._num_experts = buffer, topk_idx, num_experts
+
+    def dispatch(self, x: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [P, H] and probs [P, K] that arrive here. Synchronises the host."""
+        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(self._topk_idx, self._num_experts)
+        rows, self._arrived_idx, row_probs, self._counts, self._handle, _ = self._buffer.dispatch(
+            x,
+            topk_idx=self._topk_idx,
+            topk_weights=probs,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        return rows, row_probs
+
+    def dispatch_again(self, x: torch.Tensor) -> torch.Tensor:
+        """Sends only rows, by the handle."""
+        return self._buffer.dispatch(x, handle=self._handle)[0]
+
+    def combine(self, rows: torch.Tensor, probs: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        """Sums of rows [T, H], and of probs [T, K]."""
+        y, y_probs, *_ = self._buffer.combine(rows, self._handle, topk_weights=probs)
+        return y, y_probs
+
+    def local_order(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For rows sorted by expert: their packed rows and slots, int64 [N], and the ends of the experts, int32 [e]."""
+        chosen = self._arrived_idx.reshape(-1)  # ids of this rank's experts, -1 for those of others
+        slots = chosen.masked_fill(chosen < 0, len(self._counts)).argsort(stable=True)[: sum(self._counts)]
+        ends = torch.tensor(self._counts, device=slots.device).cumsum(0).int()
+        return slots // self._arrived_idx.shape[1], slots, ends
+
+
+class _TripContext(Context, Protocol):
+    trip: _Trip
+
+
+class _Dispatch(Function):
+    @staticmethod
+    def forward(
+        ctx: _TripContext, x: torch.Tensor, probs: torch.Tensor, trip: _Trip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.trip = trip
+        return trip.dispatch(x, probs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _TripContext, d_rows: torch.Tensor, d_probs: torch.Tensor) -> tuple[Any, ...]:
+        return *ctx.trip.combine(d_rows.contiguous(), d_probs.contiguous()), None
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(ctx: _TripContext, rows: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return trip.combine(rows)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _TripContext, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.trip.dispatch_again(dy.contiguous()), None
+
+
+def records_of(problem: Problem, measured: Measured, ranks: Ranks, repetitions: int) -> list[Record]:
+    """One record for each direction, of a variant by itself. Collective.
+
+    Raises:
+        WrongResult: its results are wrong.
+    """
+    suite, variant, leaving_bytes = measured
+    wire_bytes = int(ranks.largest(leaving_bytes)) or None
+    error, align = verify(variant, ranks), ranks.align if suite == "layer" else ranks.align_ahead
+    clock = clock_for(ranks.device)
+    times = measure([variant], ranks, clock, repetitions=repetitions, align=align)[variant.name]
+    records = []
+    for column, direction in enumerate(variant.directions):
+        taken = times[:, column]
+        figures: Record = {"error": error, "wire_bytes": wire_bytes, "wire_gbs": gbs(wire_bytes, taken)}
+        if suite == "layer":
+            figures["tflops"] = tflops((1 + column) * problem.case.forward_flops, taken)
+        records.append(case_record(problem, suite, variant.name, direction, taken, **figures))
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shape_arguments(parser)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a rank (%(default)s)")
+    parser.add_argument("--skew", choices=SKEWS, default="uniform", help="routing (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=30, help="of every variant (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the records to FILE")
+    options = parser.parse_args()
+    cases = [Case(shape, options.tokens, options.skew) for shape in shapes_of(options)]
+    records: list[Record] = []
+    with launch.join() as ranks:
+        facts = machine(ranks.device) | {"command": " ".join(sys.argv)}
+        buffer = open_buffer(cases, ranks)
+        for case in cases:
+            problem = Problem(case, ranks)
+            for measured in variants(problem, buffer):
+                records += [r | facts for r in records_of(problem, measured, ranks, options.repetitions)]
+                if ranks.rank == 0 and options.json:
+                    save(records, options.json)  # the next one may crash
+        if ranks.rank == 0:
+            print(render(records))
+
+
+if __name__ == "__main__":
+    main()

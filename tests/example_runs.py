@@ -1,0 +1,36 @@
+"""Runs of the examples, as their users start them, and their modules."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from limits import HANG_S
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def process_of(name: str, *arguments: str, num_ranks: int | None) -> subprocess.CompletedProcess[str]:
+    """Runs an example on CPUs to its end; None: without torchrun. --standalone takes a free port, so no runs meet."""
+    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, *(launcher if num_ranks else []), str(EXAMPLES / name), *arguments]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment)
+
+
+def output_of(name: str, *arguments: str, num_ranks: int | None) -> str:
+    """What a run prints; it must end well."""
+    done = process_of(name, *arguments, num_ranks=num_ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def module_of(name: str) -> ModuleType:
+    """An example's module, which is not run."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module(name)
