@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
-from step_trace import StepTrace, trace_step, training_step
 from test_layer import WAYS
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import ArgumentError, CapacityError
 from symmoe.moe import schedule
+from symmoe.tools.bench.step_trace import StepTrace, trace_step
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +40,19 @@ def layer_for(heap: SymmetricHeap, config: MoEConfig, shared: bool = False) -> M
     for weight in (layer.experts.fc1.weight, layer.experts.fc2.weight):
         weight.data.normal_(std=0.05)
     return layer
+
+
+def training_step(layer: MoELayer, num_tokens: int) -> Callable[[], None]:
+    """A step on fixed tokens; gradients accumulate."""
+    dtype = next(layer.experts.parameters()).dtype
+    x = torch.randn(num_tokens, layer.config.hidden, device=layer.heap.device, dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(x)
+
+    def step() -> None:
+        y, metrics = layer(x)
+        torch.autograd.backward((y, metrics.aux_loss), (dy, torch.ones_like(metrics.aux_loss)))
+
+    return step
 
 
 # -- what a step launches ---------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster import Cluster
-from step_trace import training_step
-from test_step_gpu import TOKENS, config_for, layer_for
+from test_step_gpu import TOKENS, config_for, layer_for, training_step
 from worker import open_heap
 
 from symmoe import timeline

@@ -10,8 +10,8 @@ from symmoe.errors import ArgumentError
 from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, Shape
 from symmoe.tools.bench.options import Options
 
-SUITES = ("layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead")
-DEFAULT_SUITES = ("layer", "dispatch", "combine", "gemm", "overhead")
+SUITES = ("steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead")
+DEFAULT_SUITES = ("steps", "layer", "dispatch", "combine", "gemm", "overhead")
 MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
 _DESCRIPTION = """\
 Times the layer and its parts beside yardsticks of the same run, on the ranks that torchrun has started or on one alone:

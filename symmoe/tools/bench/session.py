@@ -12,6 +12,7 @@ import torch
 
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tools.bench import ranks as launch
+from symmoe.tools.bench.back_to_back import bench_steps
 from symmoe.tools.bench.cases import check_case
 from symmoe.tools.bench.gemm import bench_gemm
 from symmoe.tools.bench.heap_size import heap_bytes
@@ -28,6 +29,7 @@ from symmoe.tools.bench.table import render
 from symmoe.tools.bench.trips import bench_combine, bench_dispatch, bench_plan
 
 CASE_SUITES: dict[str, Callable[[Problem, Run], list[Record]]] = {
+    "steps": bench_steps,
     "layer": bench_layer,
     "variants": bench_variants,
     "precision": bench_precision,
