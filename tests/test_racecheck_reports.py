@@ -84,12 +84,12 @@ def test_what_was_not_printed_is_another_report_and_a_log_without_an_end_is_no_r
 triton = pytest.importorskip("triton")
 
 import planted_races  # noqa: E402
-from test_gemm_compile import TYPE_NAMES, meta  # noqa: E402
-from test_hopper_compile import SWIGLU, compiled_source  # noqa: E402
+from compiled_launches import catch_launches, meta  # noqa: E402
 from test_hopper_rows_compile import peers_of  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.hopper import act, gemm, rows, wgrad  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
@@ -116,7 +116,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         meta(N, dtype=F32),
         meta(N, 2 * I, dtype=BF16),
         meta(N, I, dtype=BF16),
-        SWIGLU,
+        Activation(),
         num_sms=132,
     ),
     "hopper_dact_kernel": lambda: act.launch_dact(
@@ -128,7 +128,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         meta(N, 2 * I, dtype=BF16),
         meta(N, I, dtype=BF16),
         meta(N, dtype=F32),
-        SWIGLU,
+        Activation(),
         num_sms=132,
     ),
     "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(
@@ -185,12 +185,9 @@ def disassembled(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
     cubin = folder / "lines.cubin"
     if name in LAUNCHES:
-        calls: list[tuple] = []
-        monkeypatch.setitem(TYPE_NAMES, E4M3, "fp8e4nv")
-        for module in (act, hopper_fp8, hopper_fp8_wgrad, gemm, rows, wgrad):
-            monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
+        launches = catch_launches(monkeypatch, act, hopper_fp8, hopper_fp8_wgrad, gemm, rows, wgrad)
         LAUNCHES[name]()
-        cubin.write_bytes(compiled_source(calls).asm["cubin"])
+        cubin.write_bytes(launches.compile().asm["cubin"])
     else:
         source = GluonASTSource(getattr(planted_races, name), {"out": "*i32"}, {}, {})
         cubin.write_bytes(
