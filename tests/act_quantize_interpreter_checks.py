@@ -1,4 +1,4 @@
-"""Run by test_act_quantize_interpreter.py in a process with TRITON_INTERPRET=1: kernels against what they fuse.
+"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: kernels against what they fuse.
 
 Two comparisons, byte for byte: with the Triton kernels that are fused, of any numbers; and with the twin, of numbers
 whose activation is exact in both. The interpreter's casts to E4M3 are replaced, see quantize_interpreter_checks.py.
@@ -107,7 +107,7 @@ def main():
     (found, dscale), (expected, wanted) = backward(gpu, no_rows, "mxfp8"), backward(twin, no_rows, "mxfp8")
     assert differences(found, expected) == []
     assert torch.equal(dscale, wanted)
-    print("all: ok")
+    print("all is well")
 
 
 if __name__ == "__main__":

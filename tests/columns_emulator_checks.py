@@ -1,6 +1,6 @@
 """Runs the sources of the quantisers of columns and weights for Hopper in gluon_emulator.py. A script.
 
-test_columns_emulator.py starts it. The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as
+test_interpreted.py starts it. The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as
 the reference of the quantisers has them. What is checked is which numbers share a scale and where results go.
 """
 

@@ -43,7 +43,7 @@ _FIRST = (
     "test_layer",
     "test_docs_code",
     "test_docs_errors",
-    "test_gpu_kernels_interpreter",
+    "test_interpreted",
     "test_types",
     "test_exit",
 )

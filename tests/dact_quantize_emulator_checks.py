@@ -1,4 +1,4 @@
-"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. A script; test_act_quantize_emulator.py starts it.
+"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. A script; test_interpreted.py starts it.
 
 The arithmetic is Triton's, which the emulator has not. gate * up stands for the activation, and numpy's quantisers for
 those of the kernels: so what is checked is which numbers are computed with, and where results go.
