@@ -1,4 +1,4 @@
-"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: the swizzle kernel against its twin, byte for byte."""
+"""Run by test_interpreted.py with TRITON_INTERPRET=1: the swizzle kernel against its twin, byte for byte."""
 
 import torch
 from interpreter import spare_the_interpreter

@@ -1,9 +1,9 @@
 """Kernels run without a GPU, each script in a process of its own: in Triton's interpreter, or in an emulator of Gluon.
 
-Their results are compared with the twins, or with an oracle. Not covered here: inline assembly (the barrier's wait,
-fence and clock) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: the scripts replace
-them; ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The
-*_compile.py files look at the generated code; tests/gpu runs it.
+Their results are compared with twins, or with an oracle. Not covered here: inline assembly (wait, fence and clock of
+the barrier) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: scripts replace them;
+ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The *_compile.py
+files look at the generated code; tests/gpu runs it.
 """
 
 from pathlib import Path
