@@ -111,6 +111,7 @@ def test_every_number_is_converted_once(launches, operand):
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", code.ptx)) == numbers // threads // 2
 
 
+@pytest.mark.slow
 def test_ranges_of_rows(launches):
     launch_act("swiglu", 2048, "float8_block", "rows", ranges=True)
     code = launches.compile()

@@ -98,6 +98,7 @@ def test_products(launches, shape):
     assert ptx.count("cp.async.bulk.tensor.4d.global") == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranges", "columns", "zero_tail", "dtype"),
     [(False, (256, 512), True, FP16), (True, (512, 712), False, BF16)],

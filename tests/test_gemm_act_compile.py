@@ -108,6 +108,7 @@ def test_bf16_uses_wgmma_and_wide_accesses_and_does_not_spill(launches, kernel, 
         assert code.spilled <= (CONTIGUOUS_SPILLED if kernel == "grouped_gemm_dact_kernel" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["gather", "contiguous"])
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["interleave"]], ids=["halves", "blocks"])
 @pytest.mark.parametrize("kernel", GEMMS)
@@ -125,6 +126,7 @@ def test_ranges_of_rows_are_as_fast_code(launches, kernel, activation, layout):
     assert code.spilled == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kernel", GEMMS)
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["srelu"]], ids=["swiglu", "srelu"])
@@ -158,6 +160,7 @@ def test_widths_that_no_tile_divides(launches, kernel, shape, interleave):
     assert not atomics(code.ptx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["interleave"]], ids=["halves", "blocks"])
 def test_switches_of_the_epilogue(launches, activation):
     """What a sweep may switch on is in the code."""

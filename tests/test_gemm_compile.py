@@ -103,6 +103,7 @@ def test_bf16_is_fast_code(launches, product, shape):
     assert code.spilled <= (SPILLED[VERSION] if set(options) == {"gather", "biased", "accumulate"} else 0)
 
 
+@pytest.mark.slow
 @every_combination(product=named(OTHER_DTYPES), dtype=[torch.float16, torch.float32])
 def test_other_dtypes(launches, product, dtype):
     function, options = product
@@ -140,6 +141,7 @@ LOW_RANK = [
 ]
 
 
+@pytest.mark.slow
 @every_combination(product=named(LOW_RANK), rank=[8, 16, 64], dtype=[torch.bfloat16, torch.float32])
 def test_low_ranks(launches, monkeypatch, product, rank, dtype):
     """Down: [r, H] weights; up: [W, r]."""
@@ -171,6 +173,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "options"), PARTS, ids=str)
 def test_parts_are_as_fast_code(launches, function, options):
     """Ranges of rows and panels of columns cost neither registers nor wide accesses."""

@@ -99,6 +99,7 @@ def test_act(launches, dtype, variant, shape):
     assert compiled(launches).spilled == 0
 
 
+@pytest.mark.slow
 @every_combination(
     part={
         "ranges": (True, None, False),
@@ -121,6 +122,7 @@ def test_parts_of_products(launches, part, k_first, dtype):
     assert compiled(launches).spilled == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ranges_of_the_fused_kernels(launches, variant):
     G, H, I, N = SHAPES["qwen3-30b"]

@@ -166,6 +166,7 @@ def test_rows_put_on_the_wire(launches, name, width, dtype):
     check(launches.compile(), block_format)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_group_of_a_narrow_width(launches, name, monkeypatch):
     """Lanes of groups are one, and tiles of columns end within a block."""
@@ -176,6 +177,7 @@ def test_one_group_of_a_narrow_width(launches, name, monkeypatch):
         in_registers(launches.compile())
 
 
+@pytest.mark.slow
 def test_ranges_of_rows(launches):
     for indexed in (False, True):
         launch_rows(FORMATS["float8_block"], torch.bfloat16, indexed=indexed, ranges=True)
@@ -232,6 +234,7 @@ def test_columns_of_rows_of_the_wire(launches, name):
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
 
 
+@pytest.mark.slow
 def test_the_wire_on_blackwell(launches):
     """Rows that are put on it, taken off it, decoded, and quantised again along tokens."""
     block_format = FORMATS["mxfp8"]

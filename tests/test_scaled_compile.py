@@ -115,6 +115,7 @@ def test_products(compile_launch, arch, shape, name):
     check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options | {"zero_tail": True}), name, arch)
 
 
+@pytest.mark.slow
 @names
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 def test_parts_of_products(compile_launch, arch, name):
