@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from quantize_cases import FORMATS, bounds, filled, filled_column_scale
+from quantize_cases import FORMATS, as_bytes, bounds, filled, filled_column_scale
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
@@ -67,6 +67,39 @@ class Problem:
 
     def blank_dscale(self):
         return torch.full((self.h.shape[0],), torch.nan, device=self.device)
+
+
+def exact_problem(ffn, **options):
+    """relu(h)^2 of numbers with few bits: no result is rounded before it is quantised."""
+    p = Problem(ACTIVATIONS["srelu"], ffn, **options)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in (p.h, p.da):
+        tensor[: p.num_rows] = torch.randint(-5, 6, tensor[: p.num_rows].shape, generator=generator).bfloat16()
+    p.row_scale[: p.num_rows] = torch.exp2(torch.randint(-2, 3, (p.num_rows,), generator=generator).float())
+    return p
+
+
+def reference_operand(p, x, name, *, columns):
+    """(data, scale), bytes, that numpy makes of x [N, C], fp32 numpy; FILL where nothing is written."""
+    import quantize_reference as reference  # which needs more packages than the rest
+
+    block_format = FORMATS[name]
+    fields = {"element": "e4m3", "kind": block_format.scale, "block": block_format.block, "block_lines": 1}
+    data, scale = (as_bytes(tensor) for tensor in p.operand(x.shape[1], name, columns=columns))
+    size, start, first = block_format.scale_dtype.itemsize, 0, 0
+    for length in p.splits:
+        here, start = slice(start, start + length), start + length
+        if length == 0:
+            continue
+        lines = reference.padded_columns(x[here], None) if columns else x[here]
+        codes, scales = map(torch.from_numpy, reference.quantize_lines(lines, **fields, amax=None))
+        if columns:
+            place = first // block_format.block * size
+            data[:, first : first + codes.shape[1]], scale[:, place : place + scales.shape[1]] = codes, scales
+            first += codes.shape[1]
+        else:
+            data[here], scale[here] = codes, scales
+    return data, scale
 
 
 def named(**operands):

@@ -1,6 +1,6 @@
 """Runs the sources of the quantisers of columns and weights for Hopper in gluon_emulator.py. A script.
 
-test_columns_emulator.py starts it. The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as
+test_interpreted.py starts it. The emulator has none of Triton's arithmetic: conversions and scales are numpy's, as
 the reference of the quantisers has them. What is checked is which numbers share a scale and where results go.
 """
 
@@ -35,19 +35,8 @@ SMS = (1, 4, 1, 2)
 NAMES = ("float8_block", "float8_block_powers")
 
 
-def block_scales_or_nan(bits, kind):
-    """Of features whose largest |x| has these bits."""
-    amax = bits.view(torch.float32)
-    scale = (amax.where(torch.isfinite(amax), 0.0) / 448).clamp(min=2.0**-126)
-    if kind == "power_of_two":
-        powers = [float(reference.power_of_two_above(number)) for number in scale.view(-1).numpy()]
-        scale = torch.tensor(powers).view(scale.shape)
-    scale = scale.where(torch.isfinite(amax), torch.nan)
-    return scale, 1.0 / scale
-
-
 def install_arithmetic():
-    hopper_columns.block_scales_or_nan = block_scales_or_nan
+    hopper_columns.block_scales_or_nan = reference.block_scales_or_nan
     hopper_columns.magnitude_bits = lambda x: x.abs().contiguous().view(torch.int32)
     for module in (hopper_columns, hopper_weights):
         module.e4m3_code = e4m3_code

@@ -45,7 +45,7 @@ _FIRST = (
     "test_low_precision_layer",
     "test_layer",
     "test_docs_code",
-    "test_gpu_kernels_interpreter",
+    "test_interpreted",
     "test_types",
     "test_exit",
 )

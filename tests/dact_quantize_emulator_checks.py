@@ -1,4 +1,4 @@
-"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. A script; test_act_quantize_emulator.py starts it.
+"""Runs the source of dact_quantize for Hopper in gluon_emulator.py. A script; test_interpreted.py starts it.
 
 The arithmetic is Triton's, which the emulator has not. gate * up stands for the activation, and numpy's quantisers for
 those of the kernels: so what is checked is which numbers are computed with, and where results go.
@@ -11,26 +11,15 @@ gluon_emulator.install()
 
 import numpy as np  # noqa: E402
 import quantize_reference as reference  # noqa: E402
-from act_quantize_cases import Problem, named  # noqa: E402
-from quantize_cases import FORMATS, as_bytes, differences  # noqa: E402
+from act_quantize_cases import Problem, named, reference_operand  # noqa: E402
+from quantize_cases import FORMATS, differences  # noqa: E402
 
 from symmoe.kernels.activation import SUM_COLUMNS, Activation, num_scale_sums  # noqa: E402
-from symmoe.kernels.formats import TILE  # noqa: E402
 from symmoe.kernels.low_precision import hopper_dact_quantize  # noqa: E402
 
 NAMES = "float8_block", "float8_block_powers"
 # Groups without rows, of one, of a tile, of more; more tiles than a band of rows has; none at all.
 CASES = [((0, 140, 0, 1, 128), 256), ((1300, 5), 128), ((0, 0), 128)]
-
-
-def block_scales_or_nan(bits, kind):
-    """Of blocks whose largest |x| has these bits."""
-    finite = bits < 0x7F800000
-    scale = (bits.where(finite, 0).view(torch.float32) / 448).clamp(min=2.0**-126)
-    if kind == "power_of_two":
-        scale = torch.from_numpy(np.array([reference.power_of_two_above(s) for s in scale.numpy()], np.float32))
-    scale = scale.where(finite, torch.nan)
-    return scale, 1.0 / scale
 
 
 def add_neighbours(x, steps):
@@ -45,34 +34,12 @@ def install_arithmetic():
     hopper_dact_quantize.scale_terms = lambda da, value: da * value
     hopper_dact_quantize.add_neighbours = add_neighbours
     hopper_dact_quantize.magnitude_bits = lambda x: x.contiguous().view(torch.int32) & 0x7FFFFFFF
-    hopper_dact_quantize.block_scales_or_nan = block_scales_or_nan
+    hopper_dact_quantize.block_scales_or_nan = reference.block_scales_or_nan
     hopper_dact_quantize.e4m3_code = lambda x: torch.from_numpy(reference.e4m3(x.numpy()).view(np.uint8))
 
 
-def operands_of(p, x, name, kind, *, columns):
-    """What is to be made of x [N, C]: data and scale, with the bytes that nobody writes."""
-    data, scale = p.operand(x.shape[1], name, columns=columns)
-    codes, scales = as_bytes(data), as_bytes(scale)
-    fields = {"element": "e4m3", "kind": kind, "block": TILE, "block_lines": 1, "amax": None}
-    start = first = 0
-    for length in p.splits:
-        rows = x[start : start + length]
-        if length and columns:
-            got, got_scales = reference.quantize_lines(reference.padded_columns(rows, None), **fields)
-            codes[:, first : first + got.shape[1]] = torch.from_numpy(got)
-            place = first // TILE * 4
-            scales[:, place : place + got_scales.shape[1]] = torch.from_numpy(got_scales)
-            first += got.shape[1]
-        elif length:
-            got, got_scales = reference.quantize_lines(rows, **fields)
-            codes[start : start + length] = torch.from_numpy(got)
-            scales[start : start + length] = torch.from_numpy(got_scales)
-        start += length
-    return codes, scales
-
-
 def expected_of(p, name):
-    n, block_format = p.num_rows, FORMATS[name]
+    n = p.num_rows
     gate, up = (half.float() for half in p.h[:n].chunk(2, dim=1))
     da, factor = p.da[:n].float(), p.row_scale[:n, None]
     ds = da * factor
@@ -82,9 +49,9 @@ def expected_of(p, name):
     while sums.shape[2] > 1:  # neighbours, then neighbouring sums
         sums = sums[:, :, ::2] + sums[:, :, 1::2]
     return named(
-        rows=operands_of(p, dh, name, block_format.scale, columns=False),
-        columns=operands_of(p, dh, name, block_format.scale, columns=True),
-        a_columns=operands_of(p, a, name, block_format.scale, columns=True),
+        rows=reference_operand(p, dh, name, columns=False),
+        columns=reference_operand(p, dh, name, columns=True),
+        a_columns=reference_operand(p, a, name, columns=True),
     ), torch.from_numpy(sums[:, :, 0])
 
 

@@ -1,6 +1,6 @@
 """Runs the sources of the E4M3 kernels for Hopper in gluon_emulator.py and compares every bit with an oracle. A script.
 
-test_fp8_emulator.py starts it. Whole numbers with power-of-two scales: the sums are exact.
+test_interpreted.py starts it. Whole numbers with power-of-two scales: the sums are exact.
 """
 
 import gluon_emulator

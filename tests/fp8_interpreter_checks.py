@@ -1,6 +1,6 @@
 """Runs the Triton GEMMs of E4M3 numbers in Triton's interpreter and compares them with the twins. A script.
 
-test_fp8_interpreter.py starts it with TRITON_INTERPRET=1, which must be set before triton is imported.
+test_interpreted.py starts it with TRITON_INTERPRET=1, which must be set before triton is imported.
 
 Whole numbers with power-of-two scales: the sums are exact, so every bit has to be the same.
 """

@@ -1,4 +1,4 @@
-"""Run by test_gpu_kernels_interpreter.py in a process with TRITON_INTERPRET=1: Triton kernels against the twins.
+"""Run by test_interpreted.py in a process with TRITON_INTERPRET=1: Triton kernels against the twins.
 
 The interpreter has no inline assembly, so the barrier's four helpers that contain it are replaced: a wait looks once
 (everything has arrived by then, or never will), the fence and the clock do nothing.
@@ -214,6 +214,7 @@ def main() -> int:
             wrong = differences(run_case(gpu, case), expected)
             failures += bool(wrong)
             print(f"{name}: {wrong or 'ok'} ({time.perf_counter() - start:.1f} s)")
+    print("all is well" if not failures else f"{failures} failures")
     return failures
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import nn
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledActivation, ScaledSwiGLU, Sequential
+from symmoe.errors import ArgumentError
 
 SENTINEL = -77.0
 MAIN_GRAD_START = 0.5  # what a main_grad holds before the first accumulation
@@ -333,7 +336,68 @@ def run_experts(
     return run(call, {"fc1": fc1, "fc2": fc2}, inputs, case, finish=finish)
 
 
+def run_way(way: str, case: Case, inputs: Inputs, buffers: Buffers | None = None, **options) -> Ran:
+    """One linear layer, "linear", or experts along one of PATHS."""
+    if way == "linear":
+        return run_linear(case, inputs, buffers, **options)
+    return run_experts(way, case, inputs, buffers, **options)
+
+
 # -- checks -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refused(*parts: str) -> Iterator[None]:
+    """What is inside raises an ArgumentError whose text has all parts."""
+    with pytest.raises(ArgumentError) as caught:
+        yield
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def check_case(way: str, case: Case, inputs: Inputs, oracle: dict[str, torch.Tensor]) -> Ran:
+    """In buffers and without: the same bits, where they belong, near the oracle. Returns what was without buffers.
+
+    way: "linear" or one of PATHS.
+    """
+    internal, sizes = run_way(way, case, inputs), inputs.sizes
+    buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
+    with_buffers = run_way(way, case, inputs, buffers)
+    assert_same_results(with_buffers, internal, sizes)
+    assert_buffers_used(with_buffers, buffers, sizes)
+    assert_near_oracle(with_buffers, oracle, case, sizes)
+    for name in ("y", "d_x"):
+        assert (internal.tensors[name].flatten(0, -2)[sizes.num_used :] == 0).all(), "a tail allocated here is zero"
+    if way != "linear":
+        assert not internal.tensors["d_scale"].flatten()[sizes.num_used :].any()
+    return internal
+
+
+def check_discrete_weights(way: str, case: Case, inputs: Inputs) -> None:
+    """They give the bits of packed ones, in the buffers of the caller."""
+    buffers = Buffers.of(case, inputs, out_features=inputs.d_y.shape[-1])
+    discrete = run_way(way, case, inputs, buffers, weights="discrete")
+    assert_same_results(discrete, run_way(way, case, inputs), inputs.sizes)
+    assert_buffers_used(discrete, buffers, inputs.sizes)
+
+
+def check_without_gradients(
+    mode: str, case: Case, inputs: Inputs, model: nn.Module, call: Callable[..., torch.Tensor], want: torch.Tensor
+) -> None:
+    """call(out=..., grad_input_out=...) of the model, twice, as a buffer may be used again: the rows of `want`."""
+    given = Buffers.of(case, inputs, out_features=want.shape[-1])
+    if mode == "eval":
+        model.eval().requires_grad_(False)
+    with {"eval": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]():
+        for _ in range(2):
+            y = call(out=given.out, grad_input_out=given.grad_input_out)
+    assert not y.requires_grad
+    assert_same_bits(used(y, inputs.sizes), used(want, inputs.sizes))
+    if given.out is not None:
+        assert y.data_ptr() == given.out.data_ptr()
+        assert (given.out.flatten(0, -2)[inputs.sizes.num_used :] == SENTINEL).all()
+    if given.grad_input_out is not None:
+        assert (given.grad_input_out == SENTINEL).all()
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor, name: str = "") -> None:

@@ -32,7 +32,16 @@ def interpreted(script: Path) -> str:
 
     In a process of its own: the interpreter has to be chosen before triton is imported.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return _printed(script, TRITON_INTERPRET="1")
+
+
+def emulated(script: Path) -> str:
+    """The same of a script that runs kernels in gluon_emulator, which takes Gluon's place before they are imported."""
+    return _printed(script)
+
+
+def _printed(script: Path, **variables: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-W", "ignore", script]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Run by test_pointers.py in a process with TRITON_INTERPRET=1: the swizzle kernel against its twin, byte for byte."""
+"""Run by test_interpreted.py with TRITON_INTERPRET=1: the swizzle kernel against its twin, byte for byte."""
 
 import torch
 from interpreter import spare_the_interpreter
@@ -26,7 +26,7 @@ def main():
             expected = swizzled(twin, matrices, rows, blocks, strides)
             assert torch.equal(swizzled(gpu, matrices, rows, blocks, strides), expected), (rows, blocks, is_columnwise)
         print(rows, blocks, ": ok")
-    print("all: ok")
+    print("all is well")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
+import torch
 
 F32 = np.float32
 TILE = 128
@@ -93,6 +94,17 @@ def quantize_block(x: np.ndarray, kind: str, amax: np.float32) -> tuple[np.ndarr
     codes = e4m3(x * F32(F32(1) / scale)).view(np.uint8)
     stored = np.array(scale).astype(ml_dtypes.float8_e8m0fnu) if kind == "e8m0" else F32(scale)
     return codes, stored.tobytes()
+
+
+def block_scales_or_nan(bits: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and their reciprocals of blocks whose largest |x|, of fp32, has these bits; for gluon_emulator."""
+    amax = bits.view(torch.float32)
+    scale = (amax.where(torch.isfinite(amax), 0.0) / 448).clamp(min=2.0**-126)
+    if kind == "power_of_two":
+        powers = [float(power_of_two_above(number)) for number in scale.view(-1).numpy()]
+        scale = torch.tensor(powers).view(scale.shape)
+    scale = scale.where(torch.isfinite(amax), torch.nan)
+    return scale, 1.0 / scale
 
 
 def quantize_lines(

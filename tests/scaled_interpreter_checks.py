@@ -1,6 +1,6 @@
 """Runs the Triton GEMMs of MXFP8 and NVFP4 numbers in Triton's interpreter and compares them with the twins. A script.
 
-test_scaled_interpreter.py starts it with TRITON_INTERPRET=1, which must be set before triton is imported.
+test_interpreted.py starts it with TRITON_INTERPRET=1, which must be set before triton is imported.
 
 The interpreter of Triton 3.6 has no dot_scaled: here is one in float64, from the formats' definitions. Numbers are such
 that sums are exact: every bit has to be the same.

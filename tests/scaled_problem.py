@@ -160,9 +160,9 @@ class Problem:
         """The result in float64; the sentinel in the tail."""
         result = self.blank(torch.float64)
         for g, span in enumerate(self.spans):
-            left = dequantised(self.name, self.rows[span], self.row_scale[span])
-            right = dequantised(self.name, self.weight[g], self.weight_scale[g])
-            product = (left @ right.T).to(self.device)
+            left = dequantised(self.name, self.rows[span], self.row_scale[span]).to(self.device)
+            right = dequantised(self.name, self.weight[g], self.weight_scale[g]).to(self.device)
+            product = left @ right.T
             for scale in self.options.values():
                 product = product * scale[g].double()
             result[span] = product
@@ -225,12 +225,12 @@ class WgradProblem:
 
     def expected(self) -> torch.Tensor:
         """The result in float64."""
-        left = dequantised(self.name, self.dout, self.dout_scale)
-        right = dequantised(self.name, self.rows, self.rows_scale)
+        left = dequantised(self.name, self.dout, self.dout_scale).to(self.device)
+        right = dequantised(self.name, self.rows, self.rows_scale).to(self.device)
         result = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
         for g, span in enumerate(self.spans):
             if span.start < span.stop:
-                result[g] = (left[:, span] @ right[:, span].T).to(self.device)
+                result[g] = left[:, span] @ right[:, span].T
                 for scale in self.options.values():
                     result[g] *= scale[g].double()
         return result

@@ -12,12 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from act_quantize_cases import ACTIVATIONS
-from ahead_of_time import compile_for
-from launch_signature import described
+from compiled_launches import access_bits, assert_compiled_once, atomics, catch_launches, meta
 from quantize_cases import FORMATS, bounds
-from test_gpu_kernels_compile import HopperDriver, WarmedUp
-from triton.compiler import ASTSource
-from triton.runtime import driver
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.formats import TILE, max_tiles
@@ -25,7 +21,6 @@ from symmoe.kernels.low_precision import act_quantized
 from symmoe.kernels.triton import gemm_act
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
 N, G = 65536, 32
 MAX_SPILLED = {"mxfp8": 64, "float8_block": 8}  # bytes, of a strip: MXFP8 has four times the blocks
 CASES = [  # activation, FFN width, format
@@ -44,25 +39,8 @@ cases = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def compile_launch(monkeypatch):
-    """compile_launch(arch): PTX, registers and spilled bytes of the one launch since the last call."""
-    launches = []
-    monkeypatch.setattr(act_quantized, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
-    monkeypatch.setattr(gemm_act, "launch", lambda *_: None)  # the sum of dscale's partial sums
-
-    def compile_one(arch):
-        kernel, constants, *args = launches.pop()
-        assert not launches
-        description, options = described(kernel, constants, args, TYPE_NAMES)
-        code = compile_for(arch, ASTSource(kernel, *description), options)
-        print(kernel.__name__, arch, code.registers, "registers,", code.shared, "bytes shared")
-        return code.ptx, code.registers, code.spilled
-
-    return compile_one
-
-
-def meta(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def launches(monkeypatch):
+    return catch_launches(monkeypatch, act_quantized, gemm_act)
 
 
 def buffers(width, name, *, columns=False):
@@ -101,62 +79,54 @@ def launch_dact(name, ffn, block_format, dtype=BF16):
     )
 
 
-def check(ptx, spilled, block_format):
-    assert spilled <= MAX_SPILLED.get(block_format, 0)
+def check(code, block_format):
+    ptx = code.ptx
+    assert code.spilled <= MAX_SPILLED.get(block_format, 0)
     assert set(re.findall(r"\S+\.ftz\S*", ptx)) <= {"ex2.approx.ftz.f32"}  # of the sigmoid
     if FORMATS[block_format].scale == "fp32":  # powers of two need no division
         assert "div.rn.f32" in ptx
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
-    assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
-    widths = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)]
-    assert max(widths) >= 32, widths
-    loads = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
-    assert max(loads) >= 128, loads
+    assert not atomics(ptx)
+    assert max(access_bits(ptx, r"st\.global")) >= 32
+    assert max(access_bits(ptx, r"ld\.global")) >= 128
 
 
 @cases
 @pytest.mark.parametrize("operand", ["rows", "columns"])
-def test_act(compile_launch, name, ffn, block_format, arch, operand):
+def test_act(launches, name, ffn, block_format, arch, operand):
     launch_act(name, ffn, block_format, operand)
-    ptx, _, spilled = compile_launch(arch)
-    check(ptx, spilled, block_format)
+    check(launches.compile(arch=arch), block_format)
 
 
 @pytest.mark.parametrize("operand", ["rows", "columns"])
-def test_every_number_is_converted_once(compile_launch, operand):
+def test_every_number_is_converted_once(launches, operand):
     launch_act("swiglu", 2048, "float8_block", operand, FP16)
-    ptx, registers, spilled = compile_launch(90)
-    check(ptx, spilled, "float8_block")
+    code = launches.compile()
+    check(code, "float8_block")
     if operand == "rows":
         numbers, threads = act_quantized.FEATURES * act_quantized.ROWS, 32 * act_quantized.ROW_WARPS
-        assert registers <= 64  # eight programs to an SM
+        assert code.registers <= 64  # eight programs to an SM
     else:
         numbers, threads = TILE * act_quantized.STRIP, 32 * act_quantized.NUM_WARPS
-    assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == numbers // threads // 2
+    assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", code.ptx)) == numbers // threads // 2
 
 
-def test_ranges_of_rows(compile_launch):
+@pytest.mark.slow
+def test_ranges_of_rows(launches):
     launch_act("swiglu", 2048, "float8_block", "rows", ranges=True)
-    ptx, registers, spilled = compile_launch(90)
-    check(ptx, spilled, "float8_block")
-    assert registers <= 64
+    code = launches.compile()
+    check(code, "float8_block")
+    assert code.registers <= 64
 
 
 @cases
-def test_dact(compile_launch, name, ffn, block_format, arch):
+def test_dact(launches, name, ffn, block_format, arch):
     launch_dact(name, ffn, block_format)
-    ptx, _, spilled = compile_launch(arch)
-    check(ptx, spilled, block_format)
+    check(launches.compile("dact_quantize_kernel", arch), block_format)
 
 
 def test_steps_do_not_compile_again(monkeypatch):
-    """The number of rows is not part of the compiled code: a rank that compiles lets its peers wait."""
-    monkeypatch.setattr(driver, "_active", HopperDriver())
-    warmed = []
-    for module in (act_quantized, gemm_act):
-        for name in [name for name in dir(module) if name.endswith("_kernel")]:
-            warmed.append(WarmedUp(getattr(module, name)))
-            monkeypatch.setattr(module, name, warmed[-1])
+    """The number of rows is not part of the compiled code."""
     from act_quantize_cases import Problem, backward, forward
 
     def step(num_rows):
@@ -165,9 +135,5 @@ def test_steps_do_not_compile_again(monkeypatch):
         forward(act_quantized, p, "mxfp8")
         backward(act_quantized, p, "mxfp8")
 
-    step(16)
-    before = [kernel.num_variants for kernel in warmed]
-    assert sum(before) == 4
-    for num_rows in (1, 333, 500):
-        step(num_rows)
-    assert [kernel.num_variants for kernel in warmed] == before
+    compiled = assert_compiled_once(monkeypatch, (act_quantized, gemm_act), step, (16,), (1,), (333,), (500,))
+    assert sum(compiled.values()) == 4

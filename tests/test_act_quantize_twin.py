@@ -10,8 +10,18 @@ import torch
 
 pytest.importorskip("ml_dtypes")
 
-import quantize_reference as reference
-from act_quantize_cases import ACTIVATIONS, NAMES, Problem, backward, backward_apart, forward, forward_apart, named
+from act_quantize_cases import (
+    ACTIVATIONS,
+    NAMES,
+    Problem,
+    backward,
+    backward_apart,
+    exact_problem,
+    forward,
+    forward_apart,
+    named,
+    reference_operand,
+)
 from grouped_cases import clamped_swiglu, interleaved_order, srelu, swiglu
 from quantize_cases import FILL, FORMATS, as_bytes, differences
 
@@ -33,54 +43,17 @@ FORMULAS = {
 }
 
 
-def reference_operands(x, p, name):
-    """Rows and columns of x [N, C], fp32 numpy, as numpy quantises them; FILL where nothing is written."""
-    block_format, width = FORMATS[name], x.shape[1]
-    fields = {
-        "element": "e4m3",
-        "kind": block_format.scale,
-        "block": block_format.block,
-        "block_lines": 1,
-        "amax": None,
-    }
-    rows, columns = p.operand(width, name), p.operand(width, name, columns=True)
-    (data, scale), (column_data, column_scale) = ([as_bytes(t).numpy() for t in pair] for pair in (rows, columns))
-    size = block_format.scale_dtype.itemsize
-    start = first = 0
-    for length in p.splits:
-        here = slice(start, start + length)
-        if length:
-            data[here], scale[here] = reference.quantize_lines(x[here], **fields)
-            codes, scales = reference.quantize_lines(reference.padded_columns(x[here], None), **fields)
-            column_data[:, first : first + codes.shape[1]] = codes
-            place = first // block_format.block * size
-            column_scale[:, place : place + scales.shape[1]] = scales
-            first += -(-length // TILE) * TILE
-        start += length
-    return tuple(map(torch.from_numpy, (data, scale))), tuple(map(torch.from_numpy, (column_data, column_scale)))
-
-
-def exact_problem(seed=1):
-    """relu(h)^2 of numbers with few bits: no result is rounded before it is quantised."""
-    p = Problem(ACTIVATIONS["srelu"], FFN)
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in (p.h, p.da):
-        tensor[: p.num_rows] = torch.randint(-5, 6, tensor[: p.num_rows].shape, generator=generator).bfloat16()
-    p.row_scale[: p.num_rows] = torch.exp2(torch.randint(-2, 3, (p.num_rows,), generator=generator).float())
-    return p
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_against_numpy(name):
-    p = exact_problem()
+    p = exact_problem(FFN)
     h, da, scale = p.h.float().numpy(), p.da.float().numpy(), p.row_scale.numpy()[:, None]
     with np.errstate(invalid="ignore"):
         positive = np.maximum(h, 0)
         a, dh = positive**2 * scale, da * scale * 2 * positive
         dscale = (da.astype(np.float64) * positive**2).sum(axis=1)
-    rows, columns = reference_operands(a, p, name)
+    rows, columns = (reference_operand(p, a, name, columns=each) for each in (False, True))
     assert differences(forward(twin, p, name), named(rows=rows, columns=columns)) == []
-    dh_rows, dh_columns = reference_operands(dh, p, name)
+    dh_rows, dh_columns = (reference_operand(p, dh, name, columns=each) for each in (False, True))
     found, found_dscale = backward(twin, p, name)
     assert differences(found, named(rows=dh_rows, columns=dh_columns, a_columns=columns)) == []
     dscale[p.num_rows :] = 0

@@ -8,24 +8,17 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from ahead_of_time import compile_for  # noqa: E402
 from combinations import every_combination  # noqa: E402
-from launch_signature import described  # noqa: E402
-from test_gemm_compile import MAX_SHARED  # noqa: E402
-from test_gpu_kernels_compile import HopperDriver, WarmedUp  # noqa: E402
-from test_quantize_compile import FORMATS, C, G, N, column_scale, meta  # noqa: E402
+from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, assert_compiled_once, catch_launches, meta  # noqa: E402
+from test_quantize_compile import FORMATS, C, G, N, column_scale  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.runtime import driver  # noqa: E402
 
 from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
 from symmoe.kernels.low_precision import hopper_columns, hopper_weights  # noqa: E402
 
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-TYPE_NAMES |= {torch.uint8: "u8", torch.int16: "i16"}
-FP32_REGISTERS = 65536
 OPTIONS = ({}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3})
 NUMBERS = TILE**2 // (32 * hopper_columns.NUM_WARPS)  # of a thread
 SMS = 132
@@ -33,23 +26,17 @@ SMS = 132
 
 @pytest.fixture
 def compile_launch(monkeypatch):
-    """compile_launch(): PTX, the names of the instructions of the loop, and the plan of the one launch."""
-    launches = []
-    for module in (hopper_columns, hopper_weights):
-        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
+    """compile_launch(): PTX and the names of the instructions of the loop of the one launch."""
+    launches = catch_launches(monkeypatch, hopper_columns, hopper_weights)
 
     def compile_one():
-        kernel, constants, *args = launches.pop()
-        assert not launches
-        description, options = described(kernel, constants, args, TYPE_NAMES)
-        compiled = compile_for(90, GluonASTSource(kernel, *description), options)
-        assert compiled.stack <= 16  # what a tile needs once; nothing with bf16 and the usual options
-        programs = constants.named["PLAN"].programs_per_sm
-        assert programs * compiled.registers * 32 * hopper_columns.NUM_WARPS <= FP32_REGISTERS
-        assert programs * (compiled.metadata.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
-        (names,) = compiled.loops_of("F2FP.SATFINITE")
-        print(kernel.__name__, compiled.registers, "registers,", len(names), "instructions in the loop")
-        return compiled.asm["ptx"], names
+        programs = launches[-1].kwargs["PLAN"].programs_per_sm
+        code = launches.compile()
+        assert code.stack <= 16  # what a tile needs once; nothing with bf16 and the usual options
+        assert programs * code.registers * 32 * hopper_columns.NUM_WARPS <= REGISTERS
+        assert programs * (code.shared + 1024) <= MAX_SHARED[HOPPER] + 1024  # an SM keeps 1 KB for each program
+        (names,) = code.loops_of("F2FP.SATFINITE")
+        return code.ptx, names
 
     return compile_one
 
@@ -170,14 +157,7 @@ def test_what_is_taken():
 
 
 def test_steps_do_not_compile_again(monkeypatch):
-    """The number of rows is not part of the compiled code: a rank that compiles lets its peers wait."""
-    monkeypatch.setattr(driver, "_active", HopperDriver())
-    warmed = [
-        WarmedUp(hopper_columns.hopper_quantize_columns_kernel),
-        WarmedUp(hopper_columns.hopper_requantize_columns_kernel),
-    ]
-    monkeypatch.setattr(hopper_columns, "hopper_quantize_columns_kernel", warmed[0])
-    monkeypatch.setattr(hopper_columns, "hopper_requantize_columns_kernel", warmed[1])
+    """The number of rows is not part of the compiled code."""
     block_format = FORMATS["float8_block"]
 
     def step(num_rows):
@@ -190,9 +170,4 @@ def test_steps_do_not_compile_again(monkeypatch):
             wire, row_start, data, scale, block_format, torch.bfloat16, num_sms=SMS
         )
 
-    step(128)
-    before = [kernel.num_variants for kernel in warmed]
-    assert all(before)
-    for num_rows in (1, 16, 333):
-        step(num_rows)
-    assert [kernel.num_variants for kernel in warmed] == before
+    assert all(assert_compiled_once(monkeypatch, (hopper_columns,), step, (128,), (1,), (16,), (333,)).values())

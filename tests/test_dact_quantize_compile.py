@@ -7,10 +7,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from ahead_of_time import VERSION, compile_for  # noqa: E402
-from launch_signature import described  # noqa: E402
-from test_act_quantize_compile import TYPE_NAMES, buffers, meta  # noqa: E402
-from test_gemm_compile import MAX_SHARED  # noqa: E402
+from ahead_of_time import VERSION  # noqa: E402
+from compiled_launches import HOPPER, MAX_SHARED, REGISTERS, access_bits, atomics, catch_launches, meta  # noqa: E402
+from test_act_quantize_compile import buffers  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
@@ -55,35 +54,19 @@ def operands(ffn, name="float8_block"):
     }
 
 
-def compiled(launched):
-    """PTX, SASS and spilled bytes."""
-    ((kernel, constants, *args),) = launched
-    description, options = described(kernel, constants, args, TYPE_NAMES)
-    code = compile_for(90, GluonASTSource(kernel, *description), options)
-    programs = hopper_dact_quantize.PROGRAMS_PER_SM
-    assert programs * (code.shared + 1024) <= MAX_SHARED + 1024  # an SM keeps 1 KB for each program
-    assert programs * code.registers * 32 * hopper_dact_quantize.NUM_WARPS <= 65536
-    return code.ptx, code.sass, code.spilled
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The (kernel, constants, arguments) of launches, which do not happen."""
-    calls = []
-    monkeypatch.setattr(
-        hopper_dact_quantize, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest))
-    )
-    return calls
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_every_number_is_computed_once(launched, case):
+def test_every_number_is_computed_once(monkeypatch, case):
+    launches = catch_launches(monkeypatch, hopper_dact_quantize)
     activation, ffn, dtype, block_format, most_spilled = CASES[case]
     buffers_of = operands(ffn, "float8_block")
     inputs = arguments(activation, ffn, dtype)
     launchers.launch_dact_quantize(*inputs[:4], inputs[5], activation, block_format, *buffers_of.values(), num_sms=132)
-    ptx, sass, spilled = compiled(launched)
-    assert spilled <= most_spilled
+    code = launches.compile()
+    ptx = code.ptx
+    programs = hopper_dact_quantize.PROGRAMS_PER_SM
+    assert programs * (code.shared + 1024) <= MAX_SHARED[HOPPER] + 1024  # an SM keeps 1 KB for each program
+    assert programs * code.registers * 32 * hopper_dact_quantize.NUM_WARPS <= REGISTERS
+    assert code.spilled <= most_spilled
     numbers = hopper_dact_quantize.TILE.value**2 // (32 * hopper_dact_quantize.NUM_WARPS)  # of a thread and a matrix
     assert ptx.count("ex2.approx.ftz.f32") == numbers
     assert set(re.findall(r"\S+\.ftz\S*", ptx)) == {"ex2.approx.ftz.f32"}  # of the sigmoid
@@ -93,11 +76,10 @@ def test_every_number_is_computed_once(launched, case):
     assert (
         len(copies) == 2 * 3 * numbers // 8
     )  # of 16 bytes, with zeros past a group's end: the first tile, the next one
-    widths = {int(vector or 1) * int(bits) for vector, bits in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)}
-    assert widths == {32, 64, 128}  # scales and sums, codes of rows, codes of columns
+    assert set(access_bits(ptx, r"st\.global")) == {32, 64, 128}  # scales and sums, codes of rows, codes of columns
     if dtype == BF16:
-        assert not re.search(r"\bF2F\b", sass)  # a quarter as fast as conversions in pairs
-    assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
+        assert not re.search(r"\bF2F\b", code.sass)  # a quarter as fast as conversions in pairs
+    assert not atomics(ptx)
 
 
 def test_shared_memory_has_no_bank_conflicts(tmp_path, monkeypatch):
@@ -138,19 +120,18 @@ def test_rows_have_no_bank_conflicts():
 
 def test_what_is_launched(monkeypatch):
     """This kernel where it fits and all operands are wanted, and Triton's elsewhere."""
-    names = []
-    for module in (hopper_dact_quantize, act_quantized, gemm_act):
-        monkeypatch.setattr(module, "launch", lambda kernel, *_: names.append(kernel.kernel.__name__))
+    launches = catch_launches(monkeypatch, hopper_dact_quantize, act_quantized, gemm_act)
     monkeypatch.setattr(hopper_dact_quantize, "device_num_sms", lambda _: 132)
     monkeypatch.setattr(select, "hopper_kernels", lambda *_: launchers)
 
     def launched_for(activation, ffn, block_format=FLOAT8_BLOCK, **changes):
-        names.clear()
+        launches.clear()
         name = "float8_block" if block_format.block == 128 else "mxfp8"
         wanted = {**operands(ffn, name), **changes}
         act_quantized.dact_quantize(*arguments(activation, ffn), activation, block_format, **wanted)
-        assert names[1] == "sum_dscale_kernel"
-        return names[0]
+        first, second = launches
+        assert second.name == "sum_dscale_kernel"
+        return first.name
 
     on_hopper, general = "hopper_dact_quantize_kernel", "dact_quantize_kernel"
     assert launched_for(Activation(), 256) == on_hopper

@@ -8,9 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from ahead_of_time import VERSION
-from test_gemm_compile import TYPE_NAMES, Recorder, meta
-from test_hopper_compile import compiled, compiled_source
-from test_scaled_compile import BLACKWELL, HOPPER
+from compiled_launches import BLACKWELL, HOPPER, atomics, catch_launches, meta
+from test_hopper_compile import compiled
 
 from symmoe.kernels import select
 from symmoe.kernels.fp8 import BLOCK, num_blocks
@@ -35,13 +34,8 @@ STAGE_PRODUCTS = 16  # 4 to a half, 2 halves, 2 warpgroups
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The (kernel, constants, arguments) of launches, which do not happen."""
-    calls = []
-    for module in (hopper_fp8, hopper_fp8_wgrad):
-        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
-    monkeypatch.setitem(TYPE_NAMES, E4M3, "fp8e4nv")
-    return calls
+def launches(monkeypatch):
+    return catch_launches(monkeypatch, gpu_fp8, hopper_fp8, hopper_fp8_wgrad)
 
 
 def gemm_operands(shape, dtype=BF16, ranges=False):
@@ -91,9 +85,9 @@ def check_column_scales(ptx):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products(launched, shape):
+def test_products(launches, shape):
     launchers.launch_fp8_gemm(*gemm_operands(SHAPES[shape]), zero_tail=True, num_sms=132)
-    code = compiled_source(launched)
+    code = compiled(launches)
     ptx = code.ptx
     assert code.spilled <= GEMM_SPILLED
     stages = code.loops_of("QGMMA")
@@ -104,17 +98,19 @@ def test_products(launched, shape):
     assert ptx.count("cp.async.bulk.tensor.4d.global") == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranges", "columns", "zero_tail", "dtype"),
     [(False, (256, 512), True, FP16), (True, (512, 712), False, BF16)],
     ids=["panel", "ranges"],
 )
-def test_parts_of_products(launched, ranges, columns, zero_tail, dtype):
+def test_parts_of_products(launches, ranges, columns, zero_tail, dtype):
     launchers.launch_fp8_gemm(
         *gemm_operands(SHAPES["odd"], dtype, ranges), columns=columns, zero_tail=zero_tail, num_sms=132
     )
-    ptx, spilled = compiled(launched)
-    assert spilled <= ODD_SPILLED
+    code = compiled(launches)
+    ptx = code.ptx
+    assert code.spilled <= ODD_SPILLED
     check_products(ptx)
 
 
@@ -126,10 +122,11 @@ def test_parts_of_products(launched, ranges, columns, zero_tail, dtype):
     ],
     ids=str,
 )
-def test_weight_gradients(launched, shape, dtype, accumulate):
+def test_weight_gradients(launches, shape, dtype, accumulate):
     launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES[shape], dtype), accumulate=accumulate, num_sms=132)
-    ptx, spilled = compiled(launched)
-    assert spilled <= (ADDED_SPILLED if accumulate and dtype == FP32 else MAX_SPILLED)
+    code = compiled(launches)
+    ptx = code.ptx
+    assert code.spilled <= (ADDED_SPILLED if accumulate and dtype == FP32 else MAX_SPILLED)
     check_products(ptx)
     check_column_scales(ptx)
     stores = 0 if accumulate and dtype != FP32 else 16
@@ -137,12 +134,12 @@ def test_weight_gradients(launched, shape, dtype, accumulate):
     assert re.findall(r"\S+\.bulk\.tensor\.3d\.global\S*", ptx) == stores * [
         f"{kind}.bulk.tensor.3d.global.shared::cta.{'add.' if accumulate else ''}bulk_group"
     ]
-    assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.", ptx, re.MULTILINE)
+    assert not atomics(ptx)
 
 
-def test_weight_gradients_wait_once_for_a_stage(launched):
+def test_weight_gradients_wait_once_for_a_stage(launches):
     launchers.launch_fp8_wgrad(*wgrad_operands(SHAPES["deepseek-like FC1"]), num_sms=132)
-    ptx, _ = compiled(launched)
+    ptx = compiled(launches).ptx
     assert len(re.findall(r"mbarrier\.arrive\.shared", ptx)) == 2  # besides the load's, with bytes
     assert ptx.count("mbarrier.try_wait") == 5  # load's; of either role the first stage's, and the next one's
     assert len(re.findall(r"cp\.async\.bulk\.wait_group\.read\s+1;", ptx)) == 16  # before every part
@@ -151,12 +148,10 @@ def test_weight_gradients_wait_once_for_a_stage(launched):
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 @pytest.mark.parametrize("of_lines", [False, True])
 @pytest.mark.parametrize("name", ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"])
-def test_the_general_kernels(launched, monkeypatch, name, of_lines, arch):
+def test_the_general_kernels(launches, name, of_lines, arch):
     """As another GPU runs them, and as Hopper runs what its own kernels do not take."""
     if of_lines and name == "grouped_gemm_wgrad_fp8":
         pytest.skip("has scales of blocks alone")
-    recorder = Recorder(getattr(gpu_fp8, f"{name}_kernel"))
-    monkeypatch.setattr(gpu_fp8, f"{name}_kernel", recorder)
     if name == "grouped_gemm_fp8":
         operands = list(gemm_operands(SHAPES["odd"], FP32))
         if of_lines:
@@ -165,7 +160,7 @@ def test_the_general_kernels(launched, monkeypatch, name, of_lines, arch):
         gpu_fp8.grouped_gemm_fp8(*operands, zero_tail=True, num_sms=132)
     else:
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(SHAPES["odd"]), accumulate=True, num_sms=132)
-    code = recorder.compile(arch)
+    code = launches.compile(arch=arch)
     ptx, spilled = code.ptx, code.spilled
     assert "cp.async.bulk.tensor" in ptx
     products = set(re.findall(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+", ptx))
@@ -178,12 +173,7 @@ def test_the_general_kernels(launched, monkeypatch, name, of_lines, arch):
         assert spilled == 0
 
 
-def test_the_public_functions_choose_the_kernels_for_hopper(monkeypatch):
-    launches = []
-    for module in (hopper_fp8, hopper_fp8_wgrad):
-        monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
-    monkeypatch.setattr(gpu_fp8, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
-
+def test_the_public_functions_choose_the_kernels_for_hopper(launches, monkeypatch):
     def taken(device, dtype, columns):
         return launchers if dtype in (BF16, FP16) and columns >= 256 else None
 
@@ -191,16 +181,15 @@ def test_the_public_functions_choose_the_kernels_for_hopper(monkeypatch):
     shape = SHAPES["odd"]
     for ranges, end in ((False, 1), (True, 3)):
         gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape, ranges=ranges), columns=(256, 512), num_sms=5)
-        (((grid,), constants),) = launches
-        pipe = constants.named["PIPE"]
-        assert (grid, pipe.end, pipe.first_column, pipe.num_n_tiles, pipe.num_k) == (5, end, 256, 1, 9)
-        launches.clear()
+        launch = launches.pop_one()
+        pipe = launch.kwargs["PIPE"]
+        assert launch.grid == (5,)
+        assert (pipe.end, pipe.first_column, pipe.num_n_tiles, pipe.num_k) == (end, 256, 1, 9)
     for dtype, accumulate in ((BF16, False), (FP32, True)):
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(shape, dtype), accumulate=accumulate, num_sms=5)
-        (((grid,), constants),) = launches
-        assert (grid, constants.named["PIPE"].accumulate) == (5, accumulate)
-        launches.clear()
+        launch = launches.pop_one()
+        assert (launch.grid, launch.kwargs["PIPE"].accumulate) == ((5,), accumulate)
     gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape, FP32), num_sms=5)
     gpu_fp8.grouped_gemm_fp8(*gemm_operands((3, 128, 256, 99)), num_sms=5)
     gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands((3, 256, 128, 99)), num_sms=5)
-    assert launches == ["grouped_gemm_fp8_kernel"] * 2 + ["grouped_gemm_wgrad_fp8_kernel"]
+    assert [launch.name for launch in launches] == ["grouped_gemm_fp8_kernel"] * 2 + ["grouped_gemm_wgrad_fp8_kernel"]

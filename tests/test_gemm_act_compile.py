@@ -1,7 +1,6 @@
 """Compiles the activation kernels, alone and fused with GEMMs, for sm_90 without a GPU. See test_gemm_compile.py."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ pytest.importorskip("triton")
 
 from ahead_of_time import VERSION
 from combinations import every_combination
-from test_gemm_compile import MAX_SHARED, Recorder, meta
+from compiled_launches import atomics, catch_launches, meta
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import SUM_COLUMNS, Activation
@@ -24,14 +23,8 @@ SHAPES = {  # G, H, I, N
     "odd": (3, 1032, 712, 999),  # widths that no tile divides, contractions that no step divides
     "narrow": (65, 136, 72, 999),
 }
-KERNELS = {
-    "grouped_gemm_act_kernel": gemm_act,
-    "grouped_gemm_dact_kernel": gemm_act,
-    "sum_dscale_kernel": gemm_act,
-    "sum_dbias_kernel": gemm_act,
-    "scaled_activation_kernel": gpu_activation,
-    "scaled_activation_grad_kernel": gpu_activation,
-}
+GEMMS = ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"]
+ELEMENTWISE = ["scaled_activation_kernel", "scaled_activation_grad_kernel"]
 ACTIVATIONS = {
     "swiglu": Activation(),
     "gpt-oss": Activation(alpha=1.702, limit=7.0, offset=1.0),
@@ -47,12 +40,8 @@ LAYOUTS = ("gather", "contiguous", "table", "biased")
 
 
 @pytest.fixture
-def recorders(monkeypatch):
-    """Every kernel replaced by a recorder."""
-    result = {name: Recorder(getattr(module, name)) for name, module in KERNELS.items()}
-    for name, module in KERNELS.items():
-        monkeypatch.setattr(module, name, result[name])
-    return result
+def launches(monkeypatch):
+    return catch_launches(monkeypatch, gemm_act, gpu_activation)
 
 
 def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None, ranges=False):
@@ -96,94 +85,94 @@ def launch(shape, activation, dtype=torch.bfloat16, layout="gather", config=None
     gpu_activation.scaled_activation_grad(a, h, scale, h, scale, activation)
 
 
-def compile_and_report(recorder, about):
-    code = recorder.compile()
-    print(f"{about}: {code.registers} registers, {code.spilled} bytes spilled, {code.shared} bytes shared")
-    assert code.shared <= MAX_SHARED
-    return code.ptx, code.spilled
-
-
 @every_combination(
-    kernel=["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"],
+    kernel=GEMMS,
     activation=ACTIVATIONS,
     layout=LAYOUTS,
     shape=["qwen3-30b", "mixtral-8x7b"],
 )
-def test_bf16_uses_wgmma_and_wide_accesses_and_does_not_spill(recorders, kernel, activation, layout, shape):
+def test_bf16_uses_wgmma_and_wide_accesses_and_does_not_spill(launches, kernel, activation, layout, shape):
     launch(shape, activation, layout=layout)
-    ptx, spilled = compile_and_report(recorders[kernel], f"{kernel} {layout} {shape}")
-    assert "wgmma.mma_async" in ptx
-    assert ("cp.async.bulk.tensor" in ptx) == (layout != "table")
-    assert ("cp.async.cg" in ptx) == (layout != "contiguous")
-    assert "st.global.v4.b32" in ptx
+    code = launches.compile(kernel)
+    assert "wgmma.mma_async" in code.ptx
+    assert ("cp.async.bulk.tensor" in code.ptx) == (layout != "table")
+    assert ("cp.async.cg" in code.ptx) == (layout != "contiguous")
+    assert "st.global.v4.b32" in code.ptx
     if kernel == "grouped_gemm_dact_kernel":
-        assert "ld.global.v4.b32" in ptx
+        assert "ld.global.v4.b32" in code.ptx
     if kernel == "grouped_gemm_dact_kernel" and (layout == "biased" or activation.limit < math.inf):
-        assert spilled <= MAX_SPILLED
+        assert code.spilled <= MAX_SPILLED
     elif kernel == "grouped_gemm_dact_kernel" and layout != "contiguous":
-        assert spilled <= MAX_SPILLED_BY_ADDRESSES
+        assert code.spilled <= MAX_SPILLED_BY_ADDRESSES
     else:
-        assert spilled <= (CONTIGUOUS_SPILLED if kernel == "grouped_gemm_dact_kernel" else 0)
+        assert code.spilled <= (CONTIGUOUS_SPILLED if kernel == "grouped_gemm_dact_kernel" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["gather", "contiguous"])
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["interleave"]], ids=["halves", "blocks"])
-@pytest.mark.parametrize("kernel", ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"])
-def test_ranges_of_rows_are_as_fast_code(recorders, kernel, activation, layout):
+@pytest.mark.parametrize("kernel", GEMMS)
+def test_ranges_of_rows_are_as_fast_code(launches, kernel, activation, layout):
     launch("qwen3-30b", activation, layout=layout)
-    whole = {name: recorder.kwargs for name, recorder in recorders.items()}
+    whole, sums = launches.of(kernel).kwargs, launches.of("sum_dscale_kernel").kwargs
     launch("qwen3-30b", activation, layout=layout, ranges=True)
-    assert recorders[kernel].grid == (132,)
-    assert recorders[kernel].kwargs == whole[kernel] | {"END": SHAPES["qwen3-30b"][0]}
-    assert recorders["sum_dscale_kernel"].kwargs == whole["sum_dscale_kernel"]
-    ptx, spilled = compile_and_report(recorders[kernel], f"{kernel} {layout} of ranges")
-    assert "wgmma.mma_async" in ptx
-    assert "cp.async.bulk.tensor" in ptx
-    assert "st.global.v4.b32" in ptx
-    assert spilled == 0
+    assert launches.of(kernel).grid == (132,)
+    assert launches.of(kernel).kwargs == whole | {"END": SHAPES["qwen3-30b"][0]}
+    assert launches.of("sum_dscale_kernel").kwargs == sums
+    code = launches.compile(kernel)
+    assert "wgmma.mma_async" in code.ptx
+    assert "cp.async.bulk.tensor" in code.ptx
+    assert "st.global.v4.b32" in code.ptx
+    assert code.spilled == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kernel", ["grouped_gemm_act_kernel", "grouped_gemm_dact_kernel"])
+@pytest.mark.parametrize("kernel", GEMMS)
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["srelu"]], ids=["swiglu", "srelu"])
-def test_other_dtypes(recorders, kernel, activation, dtype):
+def test_other_dtypes(launches, kernel, activation, dtype):
     launch("qwen3-30b", activation, dtype)
-    ptx, spilled = compile_and_report(recorders[kernel], f"{kernel} {dtype}")
+    code = launches.compile(kernel)
     # FP32 must not be rounded to TF32 on the way.
-    assert ("wgmma.mma_async" in ptx) == (dtype == torch.float16)
-    assert "tf32" not in ptx
-    assert spilled == 0
+    assert ("wgmma.mma_async" in code.ptx) == (dtype == torch.float16)
+    assert "tf32" not in code.ptx
+    assert code.spilled == 0
 
 
-@pytest.mark.parametrize("kernel", ["scaled_activation_kernel", "scaled_activation_grad_kernel"])
+@pytest.mark.parametrize("kernel", ELEMENTWISE)
 @pytest.mark.parametrize("interleave", [None, 32, 8, 4, 1])
-def test_elementwise_kernels_access_16_bytes(recorders, kernel, interleave):
+def test_elementwise_kernels_access_16_bytes(launches, kernel, interleave):
     launch("qwen3-30b", Activation(interleave=interleave))
-    ptx, spilled = compile_and_report(recorders[kernel], f"{kernel} {interleave}")
-    assert "ld.global.v4.b32" in ptx
-    assert "st.global.v4.b32" in ptx
-    assert spilled == 0
+    code = launches.compile(kernel)
+    assert "ld.global.v4.b32" in code.ptx
+    assert "st.global.v4.b32" in code.ptx
+    assert code.spilled == 0
 
 
-@every_combination(kernel=list(KERNELS), shape=["odd", "narrow"], interleave=[None, 4, 8])
-def test_widths_that_no_tile_divides(recorders, kernel, shape, interleave):
+@every_combination(
+    kernel=[*GEMMS, "sum_dscale_kernel", "sum_dbias_kernel", *ELEMENTWISE],
+    shape=["odd", "narrow"],
+    interleave=[None, 4, 8],
+)
+def test_widths_that_no_tile_divides(launches, kernel, shape, interleave):
     launch(shape, Activation(interleave=interleave, limit=7.0), layout="biased")
-    ptx, _ = compile_and_report(recorders[kernel], f"{kernel} {shape} {interleave}")
-    assert re.search(r"\b(atom|red)\.", ptx) is None
+    code = launches.compile(kernel)
+    assert not atomics(code.ptx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [ACTIVATIONS["swiglu"], ACTIVATIONS["interleave"]], ids=["halves", "blocks"])
-def test_switches_of_the_epilogue(recorders, activation):
+def test_switches_of_the_epilogue(launches, activation):
     """What a sweep may switch on is in the code."""
     wide = gemm_act.dact_config(768, torch.bfloat16)
     options = {"prefetch": True, "load_policy": "evict_first", "store_policy": "evict_last"}
     config = gemm_act.DactConfig(**{name: getattr(wide, name) for name in ("block_m", "block_n", "block_k")},
                                  num_stages=3, num_warps=8, parts=8, flatten=True, **options)  # fmt: skip
     launch("qwen3-30b", activation, config=config)
-    ptx, _ = compile_and_report(recorders["grouped_gemm_dact_kernel"], "all switches")
-    assert "prefetch.global.L2" in ptx
-    assert "evict_first" in ptx
-    assert "evict_last" in ptx
+    code = launches.compile("grouped_gemm_dact_kernel")
+    assert "prefetch.global.L2" in code.ptx
+    assert "evict_first" in code.ptx
+    assert "evict_last" in code.ptx
 
 
 @pytest.mark.parametrize("interleave", [3, 64])

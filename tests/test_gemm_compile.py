@@ -4,95 +4,33 @@ What is checked is what the generated code must have to be fast: WGMMA, TMA or 1
 registers that do not spill. The tensors are meta tensors, so the shapes can be real ones.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 import triton.language as tl
-from ahead_of_time import VERSION, compile_for
+from ahead_of_time import VERSION
 from combinations import every_combination
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from compiled_launches import atomics, catch_launches, meta
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.triton import bias, gemm, splits, tiles
 
-TYPE_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-MAX_SHARED = 227 * 1024  # bytes that one program can have on Hopper
+WGMMA, TMA, WIDE_STORE = "wgmma.mma_async", "cp.async.bulk.tensor", "st.global.v4.b32"
+COPY_16, NARROW_COPY = "cp.async.cg", "cp.async.ca"  # of 16 bytes, and of fewer
 SHAPES = {  # G, H, W, N
     "qwen3-30b": (32, 2048, 1536, 65536),
     "mixtral-8x7b": (4, 4096, 28672, 16384),
     "odd": (3, 1032, 1424, 999),  # widths that no tile divides, contractions that no step divides
     "narrow": (65, 136, 72, 999),
 }
-KERNELS = {
-    "grouped_gemm_kernel": gemm,
-    "grouped_gemm_wgrad_kernel": gemm,
-    "zero_matrices_kernel": gemm,
-    "grouped_bias_grad_kernel": bias,
-    "grouped_bias_dot_kernel": bias,
-    "splits_to_row_start_kernel": splits,
-}
-
-
-class Recorder:
-    """Stands in for a kernel: keeps the arguments of its launch."""
-
-    def __init__(self, kernel):
-        self.kernel, self.grid, self.args, self.kwargs = kernel.kernel, None, None, None
-
-    def __getitem__(self, grid):
-        assert all(size > 0 for size in grid)
-        self.grid = grid
-        return self.launch
-
-    def launch(self, *args, **kwargs):
-        self.args, self.kwargs = args, kwargs
-
-    def compile(self, arch=90):
-        """The recorded launch, compiled for sm_`arch` with the specialisations that the JIT would choose."""
-        names = self.kernel.arg_names
-        values = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
-        signature, constants, attributes = {}, {}, {}
-        for i, parameter in enumerate(self.kernel.params):
-            value = values.pop(parameter.name)
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-            elif isinstance(value, TensorDescriptor):
-                signature[parameter.name] = f"tensordesc<{TYPE_NAMES[value.base.dtype]}{list(value.block_shape)}>"
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
-                if not parameter.do_not_specialize_on_alignment:
-                    attributes[i,] = [["tt.divisibility", 16]]
-            else:
-                assert parameter.do_not_specialize
-                signature[parameter.name] = "i32"
-        options = {name: value for name, value in values.items() if value is not None}
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        return compile_for(arch, source, options)
 
 
 @pytest.fixture
-def recorders(monkeypatch):
-    """Every kernel replaced by a recorder."""
-    result = {name: Recorder(getattr(module, name)) for name, module in KERNELS.items()}
-    for name, module in KERNELS.items():
-        monkeypatch.setattr(module, name, result[name])
-    return result
-
-
-def meta(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def launches(monkeypatch):
+    return catch_launches(monkeypatch, bias, gemm, splits)
 
 
 def launch(function, shape, dtype, *, gather=False, table=False, biased=False, accumulate=False, out_dtype=None):
@@ -120,25 +58,6 @@ def launch(function, shape, dtype, *, gather=False, table=False, biased=False, a
         )
 
 
-def examine(recorder, label=""):
-    """What a test wants to know of the code of a recorded launch."""
-    code = recorder.compile()
-    ptx = code.ptx
-    print(f"{label}: {code.registers} registers, {code.spilled} bytes spilled, {code.shared} bytes shared")
-    return SimpleNamespace(
-        ptx=ptx,
-        ttgir=code.asm["ttgir"],
-        spilled=code.spilled,
-        shared=code.shared,
-        wgmma="wgmma.mma_async" in ptx,
-        tma="cp.async.bulk.tensor" in ptx,
-        cp_async_16="cp.async.cg" in ptx,
-        cp_async_narrow="cp.async.ca" in ptx,
-        wide_stores="st.global.v4.b32" in ptx,
-    )
-
-
-KERNEL_OF = {"gemm": "grouped_gemm_kernel", "dgrad": "grouped_gemm_kernel", "wgrad": "grouped_gemm_wgrad_kernel"}
 GEMMS = [
     ("gemm", {}),
     ("gemm", {"gather": True}),
@@ -171,29 +90,28 @@ def named(cases):
 
 
 @every_combination(product=named(GEMMS), shape=["qwen3-30b", "mixtral-8x7b"])
-def test_bf16_is_fast_code(recorders, product, shape):
+def test_bf16_is_fast_code(launches, product, shape):
     function, options = product
     launch(function, shape, torch.bfloat16, **options)
-    code = examine(recorders[KERNEL_OF[function]], f"{function} {options} {shape}")
+    code = launches.compile()
     by_pointers = "gather" in options, "table" in options and function != "wgrad"
-    assert code.wgmma
-    assert code.tma == (not all(by_pointers))
-    assert code.cp_async_16 == any(by_pointers)
-    assert not code.cp_async_narrow
-    assert code.wide_stores
-    assert code.shared <= MAX_SHARED
+    assert WGMMA in code.ptx
+    assert (TMA in code.ptx) == (not all(by_pointers))
+    assert (COPY_16 in code.ptx) == any(by_pointers)
+    assert NARROW_COPY not in code.ptx
+    assert WIDE_STORE in code.ptx
     assert code.spilled <= (SPILLED[VERSION] if set(options) == {"gather", "biased", "accumulate"} else 0)
 
 
+@pytest.mark.slow
 @every_combination(product=named(OTHER_DTYPES), dtype=[torch.float16, torch.float32])
-def test_other_dtypes(recorders, product, dtype):
+def test_other_dtypes(launches, product, dtype):
     function, options = product
     launch(function, "qwen3-30b", dtype, **options)
-    code = examine(recorders[KERNEL_OF[function]], f"{function} {options} {dtype}")
+    code = launches.compile()
     # FP32 must not be rounded to TF32 on the way.
-    assert code.wgmma == (dtype == torch.float16)
+    assert (WGMMA in code.ptx) == (dtype == torch.float16)
     assert "tf32" not in code.ptx
-    assert code.shared <= MAX_SHARED
     assert code.spilled == 0
 
 
@@ -201,12 +119,12 @@ def test_other_dtypes(recorders, product, dtype):
     product=named(case for case in GEMMS if case[1] in ({}, {"gather": True}, {"table": True}, {"accumulate": True})),
     shape=["odd", "narrow"],
 )
-def test_odd_widths(recorders, product, shape):
+def test_odd_widths(launches, product, shape):
     function, options = product
     launch(function, shape, torch.bfloat16, **options)
-    code = examine(recorders[KERNEL_OF[function]], f"{function} {options} {shape}")
-    assert code.wgmma
-    assert not code.cp_async_narrow
+    code = launches.compile()
+    assert WGMMA in code.ptx
+    assert NARROW_COPY not in code.ptx
     assert code.spilled == 0
 
 
@@ -223,24 +141,24 @@ LOW_RANK = [
 ]
 
 
+@pytest.mark.slow
 @every_combination(product=named(LOW_RANK), rank=[8, 16, 64], dtype=[torch.bfloat16, torch.float32])
-def test_low_ranks(recorders, monkeypatch, product, rank, dtype):
+def test_low_ranks(launches, monkeypatch, product, rank, dtype):
     """Down: [r, H] weights; up: [W, r]."""
     function, options, adapter = product
     G, H, W, N = SHAPES["qwen3-30b"]
     monkeypatch.setitem(SHAPES, "adapter", (G, H, rank, N) if adapter == "down" else (G, rank, W, N))
     launch(function, "adapter", dtype, **options)
-    code = examine(recorders[KERNEL_OF[function]], f"{function} {options} {adapter} {rank} {dtype}")
-    assert code.wgmma == (dtype == torch.bfloat16)
-    copies = [line for line in code.ttgir.splitlines() if "async_copy_global_to_local" in line]
+    code = launches.compile()
+    assert (WGMMA in code.ptx) == (dtype == torch.bfloat16)
+    copies = [line for line in code.asm["ttgir"].splitlines() if "async_copy_global_to_local" in line]
     of_bounds = [line for line in copies if "tensor<1x!tt.ptr<i32>" in line]
     # With one step of the contraction, what is fetched ahead is a whole tile, and the bounds of its group.
-    assert code.cp_async_narrow == bool(of_bounds)
+    assert (NARROW_COPY in code.ptx) == bool(of_bounds)
     assert not of_bounds or "accumulate" in options
-    assert code.wide_stores
+    assert WIDE_STORE in code.ptx
     if "accumulate" in options:
         assert "ld.global.v4.b32" in code.ptx
-    assert code.shared <= MAX_SHARED
     assert code.spilled == 0
 
 
@@ -255,8 +173,9 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "options"), PARTS, ids=str)
-def test_parts_are_as_fast_code(recorders, function, options):
+def test_parts_are_as_fast_code(launches, function, options):
     """Ranges of rows and panels of columns cost neither registers nor wide accesses."""
     G, H, W, N = SHAPES["qwen3-30b"]
     dtype = torch.bfloat16
@@ -273,24 +192,23 @@ def test_parts_are_as_fast_code(recorders, function, options):
         gemm.grouped_gemm(x, weight, row_start, h, row_index=index, bias=bias, **parts)
     else:
         gemm.grouped_gemm_dgrad(h, weight, row_start, x, **parts)
-    recorder = recorders["grouped_gemm_kernel"]
-    assert recorder.grid == (100,)
-    code = examine(recorder, f"{function} {options}")
-    assert code.wgmma
-    assert code.tma
-    assert not code.cp_async_narrow
-    assert code.wide_stores
+    assert launches[-1].grid == (100,)
+    code = launches.compile()
+    assert WGMMA in code.ptx
+    assert TMA in code.ptx
+    assert NARROW_COPY not in code.ptx
+    assert WIDE_STORE in code.ptx
     assert code.spilled == 0
 
 
 @pytest.mark.parametrize("function", ["gemm", "dgrad", "wgrad"])
-def test_no_more_programs_than_sms_are_lent(recorders, function):
+def test_no_more_programs_than_sms_are_lent(launches, function):
     """launch gives them 132."""
     launch(function, "qwen3-30b", torch.bfloat16)
-    assert recorders[KERNEL_OF[function]].grid == (132,)
+    assert launches.pop_one().grid == (132,)
 
 
-def test_tiles_that_do_not_fill_a_panel(recorders):
+def test_tiles_that_do_not_fill_a_panel(launches):
     config = tiles.TileConfig(block_m=64, block_n=512, block_k=32, num_stages=2, num_warps=8)
     x, weight, out = (meta(*shape, dtype=torch.bfloat16) for shape in ((64, 64), (2, 1024, 64), (64, 1024)))
     with pytest.raises(ArgumentError, match="tiles of 512 columns do not fill the columns"):
@@ -299,7 +217,7 @@ def test_tiles_that_do_not_fill_a_panel(recorders):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("gather", [False, True])
-def test_bias_gradients(recorders, gather, dtype):
+def test_bias_gradients(launches, gather, dtype):
     """One pass over dout, in pieces of 16 bytes; sums without atomics."""
     G, _, W, N = SHAPES["qwen3-30b"]
     dout = meta(N, W, dtype=dtype)
@@ -309,29 +227,27 @@ def test_bias_gradients(recorders, gather, dtype):
     bias.grouped_bias_grad(dout, row_start, biases, dout_index=index, scale=scale)
     bias.grouped_bias_dot(dout, biases, row_start, scale, dout_index=index, accumulate=True)
     for kernel in ("grouped_bias_grad_kernel", "grouped_bias_dot_kernel"):
-        code = examine(recorders[kernel], f"{kernel} {gather} {dtype}")
-        assert code.cp_async_16 or "ld.global.v4.b32" in code.ptx
-        assert "atom." not in code.ptx
-        assert "red." not in code.ptx.replace("shared.", "")
+        code = launches.compile(kernel)
+        assert COPY_16 in code.ptx or "ld.global.v4.b32" in code.ptx
+        assert not atomics(code.ptx)
         assert code.spilled == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_zeros_of_a_table(recorders, dtype):
+def test_zeros_of_a_table(launches, dtype):
     G, H, W, _ = SHAPES["odd"]
     out = TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype)
     empty = meta(0, H, dtype=dtype), meta(0, W, dtype=dtype)
     gemm.grouped_gemm_wgrad(empty[1], empty[0], meta(G + 1, dtype=torch.int32), out)
-    assert recorders["grouped_gemm_wgrad_kernel"].args is None
-    code = examine(recorders["zero_matrices_kernel"])
-    assert code.wide_stores
+    assert launches[-1].name == "zero_matrices_kernel"
+    assert WIDE_STORE in launches.compile().ptx
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("num_groups", [1, 65])
-def test_splits(recorders, num_groups, dtype):
+def test_splits(launches, num_groups, dtype):
     splits.splits_to_row_start(meta(num_groups, dtype=dtype), meta(num_groups + 1, dtype=torch.int32), 12345)
-    assert examine(recorders["splits_to_row_start_kernel"]).spilled == 0
+    assert launches.compile().spilled == 0
 
 
 def test_types_of_outputs_are_known_to_triton():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,10 +25,14 @@ from grouped_cases import (
     assert_near_oracle,
     assert_same_bits,
     assert_same_results,
+    check_case,
+    check_discrete_weights,
+    check_without_gradients,
     linear_inputs,
     linear_oracle,
     make_linear,
     matrix,
+    refused,
     run,
     run_linear,
     used,
@@ -53,23 +58,12 @@ def layer_and_inputs(case: Case = PLAIN, **options) -> tuple[GroupedLinear, Inpu
 @pytest.mark.parametrize("case", matrix(), ids=str)
 def test_matrix(case):
     inputs = linear_inputs(case)
-    internal = run_linear(case, inputs)
-    buffers = Buffers.of(case, inputs, out_features=OUT)
-    with_buffers = run_linear(case, inputs, buffers)
-    assert_same_results(with_buffers, internal, TINY)
-    assert_buffers_used(with_buffers, buffers, TINY)
-    assert_near_oracle(with_buffers, linear_oracle(inputs, case), case, TINY)
-    for name in ("y", "d_x"):
-        assert (internal.tensors[name].flatten(0, -2)[TINY.num_used :] == 0).all(), "a tail allocated here is zero"
+    check_case("linear", case, inputs, linear_oracle(inputs, case))
 
 
 @pytest.mark.parametrize("case", [c for c in matrix() if len(c.buffers) == 2 and not c.is_nd], ids=str)
 def test_discrete_weights_give_the_same_bits(case):
-    inputs = linear_inputs(case)
-    buffers = Buffers.of(case, inputs, out_features=OUT)
-    discrete = run_linear(case, inputs, buffers, weights="discrete")
-    assert_same_results(discrete, run_linear(case, inputs), TINY)
-    assert_buffers_used(discrete, buffers, TINY)
+    check_discrete_weights("linear", case, linear_inputs(case))
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
@@ -85,21 +79,8 @@ def test_more_than_64_discrete_weights(main_grad):
 def test_forward_without_gradients(mode, is_nd, buffers):
     case = Case(is_nd=is_nd, buffers=buffers)
     layer, inputs = layer_and_inputs(case)
-    given = Buffers.of(case, inputs, out_features=OUT)
     want = run_linear(case, inputs).tensors["y"]
-    if mode == "eval":
-        layer.eval().requires_grad_(False)
-    context = {"eval": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
-    with context():
-        for _ in range(2):  # a buffer may be used again
-            y = layer(inputs.x, inputs.splits, out=given.out, grad_input_out=given.grad_input_out)
-    assert not y.requires_grad
-    assert_same_bits(used(y, TINY), used(want, TINY))
-    if given.out is not None:
-        assert y.data_ptr() == given.out.data_ptr()
-        assert (given.out.flatten(0, -2)[TINY.num_used :] == SENTINEL).all()
-    if given.grad_input_out is not None:
-        assert (given.grad_input_out == SENTINEL).all()
+    check_without_gradients(mode, case, inputs, layer, partial(layer, inputs.x, inputs.splits), want)
 
 
 def test_only_x_takes_a_gradient():
@@ -213,10 +194,8 @@ def test_no_rows(shape):
 )
 def test_wrong_splits(splits, parts):
     layer, inputs = layer_and_inputs()
-    with pytest.raises(ArgumentError) as caught:
+    with refused(*parts):
         layer(inputs.x, splits)
-    for part in parts:
-        assert part in str(caught.value)
     assert_same_bits(layer(inputs.x, inputs.splits), run_linear(PLAIN, inputs).tensors["y"])
 
 
@@ -250,10 +229,8 @@ def test_another_default_device(kind, device):
 )
 def test_wrong_x(change, parts):
     layer, inputs = layer_and_inputs()
-    with pytest.raises(ArgumentError) as caught:
+    with refused(*parts):
         layer(change(inputs.x), inputs.splits)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 def test_rows_and_weights_on_meta():
@@ -478,10 +455,8 @@ def test_bias_scale(dtype, is_nd, scale_dtype):
 def test_wrong_bias_scale(options, change, parts):
     inputs = linear_inputs(PLAIN)
     layer = GroupedLinear(4, TINY.hidden, OUT, **options)
-    with pytest.raises(ArgumentError) as caught:
+    with refused(*parts):
         layer(inputs.x, inputs.splits, bias_scale=change(inputs.scale.nan_to_num()))
-    for part in parts:
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -637,10 +612,8 @@ def test_placeholder_gradients_are_not_shared_state():
 def test_wrong_main_grad(main_grad, parts):
     layer, inputs = layer_and_inputs(Case(main_grad=True))
     layer.weight.main_grad = main_grad
-    with pytest.raises(ArgumentError) as caught:
+    with refused(*parts):
         layer(inputs.x, inputs.splits).backward(inputs.d_y)
-    for part in parts:
-        assert part in str(caught.value)
     layer.weight.main_grad = torch.zeros(4, 24, 16)
     layer(inputs.x, inputs.splits).backward(inputs.d_y)
     assert_near(layer.weight.main_grad, linear_oracle(inputs, PLAIN)["d_fc.weight"], torch.float32)
@@ -803,10 +776,8 @@ def test_discrete_weights_that_do_not_fit_each_other(change, parts):
     inputs = linear_inputs(case)
     layer = make_linear(case, inputs.w1, inputs.b1, weights="discrete")
     layer.weight1.data = change(layer.weight1.data)
-    with pytest.raises(ArgumentError) as caught:
+    with refused(*parts):
         layer(inputs.x, inputs.splits)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])

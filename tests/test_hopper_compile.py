@@ -5,11 +5,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from ahead_of_time import compile_for  # noqa: E402
 from combinations import every_combination  # noqa: E402
-from test_gemm_compile import MAX_SHARED, TYPE_NAMES, meta  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from compiled_launches import catch_launches, meta  # noqa: E402
 
 from symmoe.kernels import select  # noqa: E402
 from symmoe.kernels.activation import Activation  # noqa: E402
@@ -32,56 +29,26 @@ FIRST = {"forward": False, "dgrad": True}  # k_first
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The (kernel, constants, arguments) of launches, which do not happen."""
-    calls = []
-    for module in (act, gemm):
-        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
-    return calls
+def launches(monkeypatch):
+    return catch_launches(monkeypatch, act, gemm)
 
 
-def compiled(launched):
-    """PTX of the launch, and the bytes that ptxas spills; its WGMMAs must run asynchronously."""
-    code = compiled_source(launched)
-    assert "wgmma.mma_async" in code.ptx
-    return code.ptx, code.spilled
-
-
-def compiled_source(launched):
-    """What became of the launch; it must fit."""
-    ((kernel, constants, *args),) = launched
-    named = dict(constants.named)
-    signature, constexprs, attributes = {}, {}, {}
-    values = [*constants.described(tuple(args)), *[None] * (len(kernel.params) - len(args))]
-    for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constexprs[parameter.name] = "constexpr", named.pop(parameter.name, value)
-        elif isinstance(value, TensorDescriptor):
-            block = f"{TYPE_NAMES[value.base.dtype]}{list(value.block_shape)}"
-            signature[parameter.name] = f"tensordesc<{block},{value.layout!r}>"
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
-            if not parameter.do_not_specialize_on_alignment:
-                attributes[i,] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "i32"
-    source = GluonASTSource(kernel, signature, constexprs, attributes)
-    code = compile_for(90, source, named)
-    assert code.shared <= MAX_SHARED
-    assert "C75" not in code.log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+def compiled(launches):
+    """The code of the one launch: products, and registers for each role."""
+    code = launches.compile()
     assert "setmaxnreg" in code.ptx
+    assert "wgmma.mma_async" in code.ptx
     return code
 
 
 @every_combination(k_first=FIRST, dtype=DTYPES, shape=list(SHAPES))
-def test_products(launched, k_first, dtype, shape):
+def test_products(launches, k_first, dtype, shape):
     G, H, I, N = SHAPES[shape]
     narrow, wide = meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
     rows, out = (wide, narrow) if k_first else (narrow, wide)
     weight, row_start = meta(G, H, I, dtype=dtype), meta(G + 1, dtype=torch.int32)
     gemm.launch_gemm(rows, weight, row_start, out, weight_k_first=k_first, zero_tail=True, num_sms=132)
-    _, spilled = compiled(launched)
-    assert spilled == 0
+    assert compiled(launches).spilled == 0
 
 
 @every_combination(
@@ -93,7 +60,7 @@ def test_products(launched, k_first, dtype, shape):
     variant=list(VARIANTS),
     shape=list(SHAPES),
 )
-def test_dact(launched, numbers, variant, shape):
+def test_dact(launches, numbers, variant, shape):
     activation, dtype = numbers
     G, H, I, N = SHAPES[shape]
     row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
@@ -113,26 +80,26 @@ def test_dact(launched, numbers, variant, shape):
         num_sms=132,
         variant=VARIANTS[variant],
     )
-    ptx, spilled = compiled(launched)
-    assert ("cp.async.cg" in ptx) == gathered
-    assert "ld.global.v4.b32" in ptx
-    assert "st.global.v4.b32" in ptx
-    assert spilled <= (0 if shape != "odd" and activation is SWIGLU else MAX_SPILLED)
+    code = compiled(launches)
+    assert ("cp.async.cg" in code.ptx) == gathered
+    assert "ld.global.v4.b32" in code.ptx
+    assert "st.global.v4.b32" in code.ptx
+    assert code.spilled <= (0 if shape != "odd" and activation is SWIGLU else MAX_SPILLED)
 
 
 @every_combination(
     dtype=DTYPES, variant=["separate", "alternate"], shape=["qwen3-30b", "mixtral-8x7b", "deepseek-like"]
 )
-def test_act(launched, dtype, variant, shape):
+def test_act(launches, dtype, variant, shape):
     G, H, I, N = SHAPES[shape]
     row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
     h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
     rows, weight = meta(N, H, dtype=dtype), meta(G, 2 * I, H, dtype=dtype)
     act.launch_act(rows, weight, row_start, scale, h, a, SWIGLU, variant=VARIANTS[variant], num_sms=132)
-    _, spilled = compiled(launched)
-    assert spilled == 0
+    assert compiled(launches).spilled == 0
 
 
+@pytest.mark.slow
 @every_combination(
     part={
         "ranges": (True, None, False),
@@ -143,7 +110,7 @@ def test_act(launched, dtype, variant, shape):
     k_first=FIRST,
     dtype=DTYPES,
 )
-def test_parts_of_products(launched, part, k_first, dtype):
+def test_parts_of_products(launches, part, k_first, dtype):
     ranges, columns, zero_tail = part
     G, K, O, N = 3, 1032, 712, 999
     rows, out = meta(N, K, dtype=dtype), meta(N, O, dtype=dtype)
@@ -152,12 +119,12 @@ def test_parts_of_products(launched, part, k_first, dtype):
     gemm.launch_gemm(
         rows, weight, row_start, out, weight_k_first=k_first, columns=columns, zero_tail=zero_tail, num_sms=132
     )
-    _, spilled = compiled(launched)
-    assert spilled == 0
+    assert compiled(launches).spilled == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ranges_of_the_fused_kernels(launched, variant):
+def test_ranges_of_the_fused_kernels(launches, variant):
     G, H, I, N = SHAPES["qwen3-30b"]
     dtype = torch.bfloat16
     ranges, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
@@ -166,20 +133,15 @@ def test_ranges_of_the_fused_kernels(launched, variant):
     options = {"num_sms": 132, "variant": VARIANTS[variant]}
     index = meta(N, dtype=torch.int32) if variant == "gathered" else None
     act.launch_dact(rows, w2, ranges, h, scale, h, a, scale, SWIGLU, row_index=index, **options)
-    assert compiled(launched)[1] == 0
+    assert compiled(launches).spilled == 0
     if variant in ("separate", "alternate"):
-        launched.clear()
         act.launch_act(rows, w1, ranges, scale, h, a, SWIGLU, **options)
-        assert compiled(launched)[1] == 0
+        assert compiled(launches).spilled == 0
 
 
 def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
     """From the public functions, as on a Hopper GPU; and row_start decides what the end of a group's rows is."""
-    launches = []
-    for module in (act, gemm, wgrad):
-        monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
-    for module in (gpu_gemm, gpu_gemm_act):
-        monkeypatch.setattr(module, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
+    launches = catch_launches(monkeypatch, act, gemm, wgrad, gpu_gemm, gpu_gemm_act)
     monkeypatch.setattr(select, "hopper_kernels", lambda device, dtype, columns: launchers)
     G, H, I, N = SHAPES["qwen3-30b"]
     bf16 = torch.bfloat16
@@ -191,10 +153,10 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
 
     def launched_by(function, *args, **options):
         function(*args, num_sms=5, **options)
-        (grid, constants), *rest = launches
+        first, *rest = launches
         launches.clear()
-        assert grid == (5,)
-        return constants.named["PIPE"], rest
+        assert first.grid == (5,)
+        return first.kwargs["PIPE"], [launch.name for launch in rest]
 
     panel = {"columns": (256, 768)}
     for row_start, end in ((bounds, 1), (ranges, G)):
@@ -216,7 +178,7 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
     for others in ({"dout_index": index}, {"rows_index": index}, {"accumulate": True}):
         gpu_gemm.grouped_gemm_wgrad(h, rows, bounds, w1, num_sms=5, **others)
     gpu_gemm.grouped_gemm_wgrad(h, rows, bounds, w1.float(), num_sms=5)
-    assert launches == ["grouped_gemm_wgrad_kernel"] * 4
+    assert [launch.name for launch in launches] == ["grouped_gemm_wgrad_kernel"] * 4
 
 
 def test_devices_and_calls_that_they_do_not_take():

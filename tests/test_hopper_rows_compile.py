@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_gemm_compile import meta
-from test_hopper_compile import compiled_source
+from compiled_launches import catch_launches, meta
 
 from symmoe.kernels.control import ControlLayout, Peers
 from symmoe.kernels.hopper import rows
@@ -18,11 +17,16 @@ LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The (kernel, constants, arguments) of launches, which do not happen."""
-    calls = []
-    monkeypatch.setattr(rows, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
-    return calls
+def launches(monkeypatch):
+    return catch_launches(monkeypatch, rows)
+
+
+def compiled(launches):
+    """The code of the one launch, with registers for each role."""
+    code = launches.compile()
+    assert "setmaxnreg" in code.ptx
+    assert code.spilled == 0
+    return code
 
 
 def peers_of(num_ranks, rank):
@@ -32,11 +36,10 @@ def peers_of(num_ranks, rank):
 
 
 @pytest.mark.parametrize(("hidden", "batch"), [(2048, 4), (7168, 1), (384, 16)])
-def test_push(launched, hidden, batch):
-    x, table = meta(8192, hidden, dtype=torch.bfloat16), meta(8192, 2, dtype=torch.int32)
+def test_push(launches, hidden, batch):
+    x, table = meta(8192, hidden, dtype=torch.bfloat16), meta(8192, 2)
     rows.launch_push(x, table, peers_of(2, 0), meta(2, 3, dtype=torch.int64), column=0, rank=1, num_ctas=4)
-    code = compiled_source(launched)
-    assert code.spilled == 0
+    code = compiled(launches)
     # A piece is one box. Four movers with two stages ahead, and one in the loop.
     assert code.ptx.count(LOAD) == 4 * 3 * batch
     assert code.ptx.count(STORE) == 4 * batch
@@ -50,18 +53,15 @@ def test_push(launched, hidden, batch):
         (4096, (0, 1024), torch.bfloat16),
     ],
 )
-def test_sums(launched, hidden, columns, dtype):
+def test_sums(launches, hidden, columns, dtype):
     out, table = meta(8192, hidden, dtype=dtype), meta(8192, 8, dtype=torch.int32)
     rows.launch_pre_reduce(out, table, meta(3, dtype=torch.int32), rank=1, columns=columns, num_ctas=8)
-    code = compiled_source(launched)
-    assert code.spilled == 0
+    code = compiled(launches)
     assert code.ptx.count(LOAD) == 3 * 8  # the loop over a stage's tokens is a loop
-    launched.clear()
     primary, received = meta(8192, 4, dtype=torch.int32), meta(4, 3, dtype=torch.int64)
     options = {"column": 0, "columns": columns, "num_ctas": 8}
     rows.launch_pull(primary, table, table, peers_of(4, 2), received, out, **options)
-    code = compiled_source(launched)
-    assert code.spilled == 0
+    code = compiled(launches)
     assert code.ptx.count(LOAD) == 3 * 11
     assert re.search(r"st\.global\.v4\.b32", code.ptx)
 

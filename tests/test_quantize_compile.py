@@ -14,8 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ahead_of_time import compile_for
-from launch_signature import described
+from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, catch_launches, meta
 from quantize_cases import (
     bounds,
     encode_rows,
@@ -24,22 +23,10 @@ from quantize_cases import (
     quantize_weights,
     requantize_columns,
 )
-from test_gpu_kernels_compile import HopperDriver, WarmedUp
-from test_scaled_compile import BLACKWELL, HOPPER
-from triton.compiler import ASTSource
-from triton.runtime import driver
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.low_precision import quantize, scale_tiles, wire
 
-TYPE_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-}
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
     "float8_rowwise": BlockFormat(element="e4m3", scale="fp32", block=None),
@@ -51,25 +38,8 @@ N, C, G = 65536, 7168, 32
 
 
 @pytest.fixture
-def compile_launch(monkeypatch):
-    """compile_launch(arch): PTX, registers and spilled bytes of the one launch since the last call."""
-    launches = []
-    for module in (quantize, scale_tiles, wire):
-        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
-
-    def compile_one(arch=HOPPER):
-        kernel, constants, *args = launches.pop()
-        assert not launches
-        description, options = described(kernel, constants, args, TYPE_NAMES)
-        code = compile_for(arch, ASTSource(kernel, *description), options)
-        print(kernel.__name__, code.registers, "registers,", code.shared, "bytes shared")
-        return code.ptx, code.registers, code.spilled
-
-    return compile_one
-
-
-def meta(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def launches(monkeypatch):
+    return catch_launches(monkeypatch, quantize, scale_tiles, wire)
 
 
 def column_scale(num_features, num_scales, block_format):
@@ -126,104 +96,100 @@ def of_weights(name):
     return replace(FORMATS[name], block_lines=WEIGHT_LINES.get(name, 1))
 
 
-def check(ptx, spilled, block_format, store_bits):
-    assert spilled == 0
-    assert ".ftz" not in ptx
+def in_registers(code):
+    """PTX that flushes no subnormals, of a kernel that spills nothing."""
+    assert code.spilled == 0
+    assert ".ftz" not in code.ptx
+    return code.ptx
+
+
+def check(code, block_format):
+    """PTX that quantises as it must."""
+    ptx = in_registers(code)
     assert not re.search(r"(div\.(full|approx)|rcp\.approx|ex2|lg2)", ptx)
     assert ("div.rn.f32" in ptx) == (block_format.scale in ("fp32", "e4m3"))
     if "e4m3" in (block_format.element, block_format.scale):
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
-    widths = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)]
-    assert max(widths) >= store_bits, widths
-    loads = [int(vector or 1) * int(bits) for vector, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)]
-    assert max(loads) >= 128, loads
+    assert max(access_bits(ptx, r"st\.global")) >= 32
+    assert max(access_bits(ptx, r"ld\.global")) >= 128
+    return ptx
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows(compile_launch, name, dtype):
+def test_rows(launches, name, dtype):
     launch_rows(FORMATS[name], dtype, indexed=dtype == torch.bfloat16)
-    ptx, _, spilled = compile_launch()
-    check(ptx, spilled, FORMATS[name], 32)
+    check(launches.compile(), FORMATS[name])
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_columns(compile_launch, name):
+def test_columns(launches, name):
     launch_columns(FORMATS[name], torch.bfloat16, indexed=name in ("float8_block", "nvfp4"))
-    ptx, _, spilled = compile_launch()
-    check(ptx, spilled, FORMATS[name], 32)
+    check(launches.compile(), FORMATS[name])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights(compile_launch, name, transposed):
+def test_weights(launches, name, transposed):
     block_format = of_weights(name)
     launch_weights(block_format, torch.bfloat16, transposed=transposed)
-    ptx, _, spilled = compile_launch()
-    check(ptx, spilled, block_format, 32)
+    check(launches.compile(), block_format)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].block is not None])
-def test_weight_pairs(compile_launch, name, dtype):
+def test_weight_pairs(launches, name, dtype):
     """One launch, which loads every number once; those of lines take two of quantize_weights."""
     block_format = of_weights(name)
     launch_weight_pairs(block_format, dtype)
-    ptx, _, spilled = compile_launch()
-    check(ptx, spilled, block_format, 32)
-    loads = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx)
-    loaded_bits = sum(int(vector or 1) * int(bits) for vector, bits in loads)
+    loaded_bits = sum(access_bits(check(launches.compile(), block_format), r"ld\.global"))
     tile, threads = (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
     assert loaded_bits == tile * 8 * dtype.itemsize // threads + (32 if block_format.has_global_scale else 0)
 
 
 @pytest.mark.parametrize("launch", [launch_rows, launch_columns, launch_weights, launch_weight_pairs])
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_blackwell(compile_launch, name, launch):
+def test_blackwell(launches, name, launch):
     block_format = of_weights(name) if launch in (launch_weights, launch_weight_pairs) else FORMATS[name]
     launch(block_format, torch.bfloat16)
-    ptx, _, spilled = compile_launch(BLACKWELL)
-    check(ptx, spilled, block_format, 32)
+    check(launches.compile(arch=BLACKWELL), block_format)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [C, 2880])
 @pytest.mark.parametrize("name", ["float8_block", "float8_rowwise", "mxfp8"])
-def test_rows_put_on_the_wire(compile_launch, name, width, dtype):
+def test_rows_put_on_the_wire(launches, name, width, dtype):
     block_format = FORMATS[name]
     scale_bytes = block_format.num_blocks(width) * block_format.scale_dtype.itemsize
     sent = meta(N, -(-(width + scale_bytes) // 16) * 16, dtype=torch.uint8)
     wire.encode_rows(meta(N, width, dtype=dtype), sent, block_format)
-    ptx, _, spilled = compile_launch()
-    check(ptx, spilled, block_format, 32)
+    check(launches.compile(), block_format)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_group_of_a_narrow_width(compile_launch, name, monkeypatch):
+def test_one_group_of_a_narrow_width(launches, name, monkeypatch):
     """Lanes of groups are one, and tiles of columns end within a block."""
     monkeypatch.setattr(sys.modules[__name__], "G", 1)
     monkeypatch.setattr(sys.modules[__name__], "C", 160)
     for launch in (launch_rows, launch_columns):
         launch(FORMATS[name], torch.float16)
-        ptx, _, spilled = compile_launch()
-        assert spilled == 0
-        assert ".ftz" not in ptx
+        in_registers(launches.compile())
 
 
-def test_ranges_of_rows(compile_launch):
+@pytest.mark.slow
+def test_ranges_of_rows(launches):
     for indexed in (False, True):
         launch_rows(FORMATS["float8_block"], torch.bfloat16, indexed=indexed, ranges=True)
-        ptx, _, spilled = compile_launch()
-        check(ptx, spilled, FORMATS["float8_block"], 32)
+        check(launches.compile(), FORMATS["float8_block"])
 
 
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
-def test_amax_and_tiles(compile_launch, arch):
+def test_amax_and_tiles(launches, arch):
     rows, row_start = meta(N, C, dtype=torch.bfloat16), meta(G + 1, dtype=torch.int32)
     for signs in (None, 0x1234):
         quantize.group_amax(rows, row_start, meta(G, dtype=torch.float32), signs=signs)
-        ptx, _, spilled = compile_launch(arch)
-        assert spilled == 0
+        ptx = in_registers(launches.compile(arch=arch))
         # One word for a program; no other atomics, and no sums.
         assert re.findall(r"\b(?:atom|red)\.\S+", ptx) == ["atom.global.gpu.relaxed.max.s32"]
     scale, swizzled = meta(N, C // 32, dtype=torch.uint8), meta(max_tiles(N, G), C // 128, 512, dtype=torch.uint8)
@@ -232,12 +198,11 @@ def test_amax_and_tiles(compile_launch, arch):
         (scale_tiles.unswizzle_group_scales, (swizzled, row_start, scale)),
     ):
         function(*args)
-        _, _, spilled = compile_launch(arch)
-        assert spilled == 0
+        in_registers(launches.compile(arch=arch))
 
 
 @pytest.mark.parametrize("name", ["float8_block", "float8_rowwise", "mxfp8"])
-def test_rows_of_the_wire(compile_launch, name):
+def test_rows_of_the_wire(launches, name):
     block_format = FORMATS[name]
     scale_bytes = block_format.num_blocks(C) * block_format.scale_dtype.itemsize
     rows, row_start = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(G + 1, dtype=torch.int32)
@@ -245,21 +210,18 @@ def test_rows_of_the_wire(compile_launch, name):
     index, ranges = meta(N, dtype=torch.int32), meta(2, G, dtype=torch.int32)
     for row_index, rows_of_groups in ((None, row_start), (index, row_start), (index, ranges)):
         wire.unpack_rows(rows, rows_of_groups, data, scale, row_index=row_index)
-        ptx, _, spilled = compile_launch()
-        assert spilled == 0
+        ptx = in_registers(launches.compile())
         for access in ("ld", "st"):  # 16 bytes of data at a time
             assert re.search(access + r"\.global\S*\.v4\.b32", ptx), access
     for dtype in (torch.bfloat16, torch.float32):
         wire.decode_rows(rows, meta(N, C, dtype=dtype), block_format)
-        ptx, _, spilled = compile_launch()
-        assert spilled == 0
-        assert ".ftz" not in ptx
+        ptx = in_registers(launches.compile())
         assert "cvt.rn.f16x2.e4m3x2" in ptx
         assert re.search(r"st\.global\S*\.v4\.b32", ptx)
 
 
 @pytest.mark.parametrize("name", ["float8_block", "mxfp8"])
-def test_columns_of_rows_of_the_wire(compile_launch, name):
+def test_columns_of_rows_of_the_wire(launches, name):
     block_format, width = FORMATS[name], TILE * max_tiles(N, G)
     scale_bytes = block_format.num_blocks(C) * block_format.scale_dtype.itemsize
     rows, row_start = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(G + 1, dtype=torch.int32)
@@ -267,14 +229,13 @@ def test_columns_of_rows_of_the_wire(compile_launch, name):
     scale = column_scale(C, width // block_format.block, block_format)
     for index in (None, meta(N, dtype=torch.int32)):
         wire.requantize_columns(rows, row_start, data, scale, block_format, torch.bfloat16, row_index=index)
-        ptx, _, spilled = compile_launch()
-        assert spilled == 0
-        assert ".ftz" not in ptx
+        ptx = in_registers(launches.compile())
         assert "cvt.rn.f16x2.e4m3x2" in ptx
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
 
 
-def test_the_wire_on_blackwell(compile_launch):
+@pytest.mark.slow
+def test_the_wire_on_blackwell(launches):
     """Rows that are put on it, taken off it, decoded, and quantised again along tokens."""
     block_format = FORMATS["mxfp8"]
     scale_bytes, width = block_format.num_blocks(C), TILE * max_tiles(N, G)
@@ -295,22 +256,14 @@ def test_the_wire_on_blackwell(compile_launch):
         ),
     ):
         function(*args, **options)
-        ptx, _, spilled = compile_launch(BLACKWELL)
-        assert spilled == 0
-        assert ".ftz" not in ptx
+        ptx = in_registers(launches.compile(arch=BLACKWELL))
         assert set(re.findall(r"cvt\.\S*e4m3\S*", ptx)) == conversions
         for access in ("ld", "st"):  # 16 bytes at a time
             assert re.search(access + r"\.global\S*\.v4\.b32", ptx), (function, access)
 
 
 def test_steps_do_not_compile_again(monkeypatch):
-    """The number of rows is not part of the compiled code: a rank that compiles lets its peers wait."""
-    monkeypatch.setattr(driver, "_active", HopperDriver())
-    warmed = []
-    for module in (quantize, scale_tiles, wire):
-        for name in [name for name in dir(module) if name.endswith("_kernel")]:
-            warmed.append(WarmedUp(getattr(module, name)))
-            monkeypatch.setattr(module, name, warmed[-1])
+    """The number of rows and the signs are not part of the compiled code."""
 
     def step(num_rows, signs):
         rows, row_start = torch.zeros(num_rows, 32, dtype=torch.bfloat16), bounds((num_rows, 0))
@@ -332,9 +285,5 @@ def test_steps_do_not_compile_again(monkeypatch):
         wire.decode_rows(sent, torch.empty(num_rows, 32), FORMATS["mxfp8"])
         requantize_columns(wire, sent, row_start, 32, "mxfp8", torch.bfloat16)
 
-    step(16, 1)
-    before = [kernel.num_variants for kernel in warmed]
-    assert all(before)
-    for num_rows, signs in ((1, 16), (333, 0x9A5C), (500, 0xFFFF)):
-        step(num_rows, signs)
-    assert [kernel.num_variants for kernel in warmed] == before
+    steps = (16, 1), (1, 16), (333, 0x9A5C), (500, 0xFFFF)
+    assert all(assert_compiled_once(monkeypatch, (quantize, scale_tiles, wire), step, *steps).values())

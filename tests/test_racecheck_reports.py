@@ -70,13 +70,13 @@ def test_reports_of_the_dispatch_are_counted_by_themselves(name: str, tmp_path: 
 triton = pytest.importorskip("triton")
 
 import planted_races  # noqa: E402
+from compiled_launches import catch_launches, meta  # noqa: E402
 from test_fp8_compile import gemm_operands, wgrad_operands  # noqa: E402
-from test_gemm_compile import TYPE_NAMES, meta  # noqa: E402
-from test_hopper_compile import SWIGLU, compiled_source  # noqa: E402
 from test_hopper_rows_compile import peers_of  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from symmoe.kernels.activation import Activation  # noqa: E402
 from symmoe.kernels.hopper import act, gemm, rows, wgrad  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
@@ -95,11 +95,11 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         bf16(N, I), bf16(G, H, I), STARTS, bf16(N, H), weight_k_first=False, zero_tail=True, num_sms=132
     ),
     "hopper_act_kernel": lambda: act.launch_act(
-        bf16(N, H), bf16(G, 2 * I, H), STARTS, f32(N), bf16(N, 2 * I), bf16(N, I), SWIGLU, num_sms=132
+        bf16(N, H), bf16(G, 2 * I, H), STARTS, f32(N), bf16(N, 2 * I), bf16(N, I), Activation(), num_sms=132
     ),
     "hopper_dact_kernel": lambda: act.launch_dact(
         *(bf16(N, H), bf16(G, H, I), STARTS, bf16(N, 2 * I), f32(N), bf16(N, 2 * I), bf16(N, I), f32(N)),
-        SWIGLU,
+        Activation(),
         num_sms=132,
     ),
     "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(bf16(N, H), bf16(N, I), STARTS, bf16(G, H, I), num_sms=132),
@@ -124,12 +124,9 @@ def disassembled(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
     cubin = folder / "lines.cubin"
     if name in LAUNCHES:
-        calls: list[tuple] = []
-        monkeypatch.setitem(TYPE_NAMES, E4M3, "fp8e4nv")
-        for module in (act, hopper_fp8, hopper_fp8_wgrad, gemm, rows, wgrad):
-            monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: calls.append((kernel.kernel, *rest)))
+        launches = catch_launches(monkeypatch, act, hopper_fp8, hopper_fp8_wgrad, gemm, rows, wgrad)
         LAUNCHES[name]()
-        cubin.write_bytes(compiled_source(calls).asm["cubin"])
+        cubin.write_bytes(launches.compile().asm["cubin"])
     else:
         source = GluonASTSource(getattr(planted_races, name), {"out": "*i32"}, {}, {})
         cubin.write_bytes(

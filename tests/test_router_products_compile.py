@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_gpu_kernels_compile import Compiled, empty
+from compiled_launches import catch_launches
+from compiled_launches import meta as empty
 
 from symmoe.kernels.triton import router_products
 
@@ -25,12 +26,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES)
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Kernels that compile their launches."""
-    found = {}
-    for name in (*GEMMS, "bf16_parts_kernel"):
-        found[name] = Compiled(getattr(router_products, name))
-        monkeypatch.setattr(router_products, name, found[name])
-    return found
+    return catch_launches(monkeypatch, router_products)
 
 
 def launch(shape):
@@ -42,17 +38,15 @@ def launch(shape):
 
 
 @shapes
-def test_products_are_of_bf16_in_fp32(launches, tmp_path, shape):
+def test_products_are_of_bf16_in_fp32(launches, shape):
     launch(shape)
     for name in GEMMS:
-        kernel = launches[name]
-        kinds = set(re.findall(r"wgmma\.mma_async\S*", kernel.ptx))
+        code = launches.compile(name)
+        kinds = set(re.findall(r"wgmma\.mma_async\S*", code.ptx))
         assert len(kinds) == 1, (name, kinds)
         assert re.search(r"\.f32\.bf16\.bf16$", *kinds), (name, kinds)
-        assert "mma.sync" not in kernel.ptx
-        registers, local_bytes = kernel.resources(tmp_path)
-        print(shape, name, registers, "registers,", kernel.result.metadata.shared, "bytes shared")
-        assert local_bytes == 0
+        assert "mma.sync" not in code.ptx
+        assert code.stack == 0
 
 
 @shapes
@@ -60,7 +54,7 @@ def test_tensor_cores_add_up_a_step_only(launches, shape):
     """What they cut off must not grow with the number of terms: a step begins at zero, and is added outside."""
     launch(shape)
     for name in GEMMS:
-        ptx = launches[name].ptx
+        ptx = launches.compile(name).ptx
         begins = re.findall(r"wgmma\.mma_async[^;]*\}, %rd\d+, %rd\d+, (\S+), 1, 1, [01], [01];", ptx)
         assert len(begins) == ptx.count("wgmma.mma_async"), name
         assert begins.count("0") == 1, (name, begins)
@@ -72,4 +66,4 @@ def test_tensor_cores_add_up_a_step_only(launches, shape):
 
 def test_parts_round_to_nearest(launches):
     launch("odd")
-    assert "cvt.rn.bf16" in launches["bf16_parts_kernel"].ptx
+    assert "cvt.rn.bf16" in launches.compile("bf16_parts_kernel").ptx

@@ -6,7 +6,16 @@ import math
 
 import pytest
 import torch
-from grouped_cases import DTYPES, assert_near, assert_same_bits, clamped_swiglu, interleaved_order, srelu, swiglu
+from grouped_cases import (
+    DTYPES,
+    assert_near,
+    assert_same_bits,
+    clamped_swiglu,
+    interleaved_order,
+    refused,
+    srelu,
+    swiglu,
+)
 
 from symmoe import (
     ScaledActivation,
@@ -218,10 +227,8 @@ def test_no_second_derivatives():
     ids=str,
 )
 def test_wrong_arguments(activation, h, scale, parts):
-    with pytest.raises(ArgumentError) as caught:
+    with refused(*parts):
         activation(h, scale)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(

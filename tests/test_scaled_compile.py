@@ -4,42 +4,32 @@ With the arguments of their launchers, on meta tensors, so that shapes can be re
 """
 
 import re
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from ahead_of_time import VERSION, compile_for
-from launch_signature import described
-from triton.compiler import ASTSource
+from ahead_of_time import VERSION
+from compiled_launches import BLACKWELL, HOPPER, WORKSTATION, atomics, catch_launches, meta
 
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import scaled
 
 BF16, FP16, FP32, E4M3, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
-TYPE_NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", torch.int32: "i32", U8: "u8", E4M3: "fp8e4nv"}
 ELEMENTS = {"mxfp8": (E4M3, 1, 32), "nvfp4": (U8, 2, 16)}  # data, elements in a byte, elements to a scale
 SHAPES = {  # G, O, C, N of a product
     "deepseek-like FC1": (32, 4096, 7168, 65536),
     "odd": (3, 712, 1056, 999),  # parts of tiles and of steps
     "narrow": (65, 136, 96, 999),
 }
-BLACKWELL, WORKSTATION, HOPPER = 100, 120, 90  # WORKSTATION: Blackwell without tensor memory
 UNITS = {BLACKWELL: "tcgen05", WORKSTATION: "mma", HOPPER: None}
-MAX_SHARED = {BLACKWELL: 227 << 10, WORKSTATION: 99 << 10, HOPPER: 227 << 10}  # bytes of a program
 MAX_TENSOR_COLUMNS = 512  # of tensor memory, which an SM has
 PRODUCT = {"mxfp8": "kind::mxf8f6f4.block_scale.scale_vec::1X", "nvfp4": "kind::mxf4nvf4.block_scale.scale_vec::4X"}
 EMULATED = {"mxfp8": "f32.bf16.bf16", "nvfp4": "f32.f16.f16"}
 
 names = pytest.mark.parametrize("name", ELEMENTS)
 ARCHS_AND_SHAPES = [*((BLACKWELL, shape) for shape in SHAPES), (WORKSTATION, "odd"), (HOPPER, "odd")]
-
-
-def meta(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def swizzled(num_tiles, width, block):
@@ -82,37 +72,15 @@ def wgrad_operands(name, shape, dtype=BF16):
 
 @pytest.fixture
 def compile_launch(monkeypatch):
-    """compile_launch(arch, function, arguments, options): what is wanted of the code of its one launch."""
-    launches = []
-    monkeypatch.setattr(scaled, "launch", lambda kernel, grid, *rest: launches.append((kernel.kernel, *rest)))
+    """compile_launch(arch, function, arguments, options): the code of its one launch."""
+    launches = catch_launches(monkeypatch, scaled)
 
     def compile_one(arch, function, arguments, options):
         monkeypatch.setattr(scaled, "scaled_products", lambda device: UNITS[arch])
         function(*arguments, **options)
-        kernel, constants, *args = launches.pop()
-        assert not launches
-        source, options = described(kernel, constants, constants.described(tuple(args)), TYPE_NAMES)
-        return examine(compile_for(arch, ASTSource(kernel, *source), options), arch)
+        return launches.compile(arch=arch)
 
     return compile_one
-
-
-def examine(code, arch):
-    ptx = code.ptx
-    assert code.shared <= MAX_SHARED[arch]
-    assert "C75" not in code.log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    instructions = Counter(
-        re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", ptx, re.MULTILINE)
-    )
-    result = SimpleNamespace(
-        ptx=ptx,
-        instructions=instructions,
-        spilled=code.spilled,
-        registers=code.registers,
-        tensor_columns=code.metadata.tmem_size,
-    )
-    print(result.registers, "registers", result.spilled, "spilled", code.shared, "shared", instructions)
-    return result
 
 
 ADDED_SPILLED = {"3.6": 0, "3.7": 16}  # bytes, of weight gradients that are added to what is there, on Blackwell
@@ -120,7 +88,10 @@ ADDED_SPILLED = {"3.6": 0, "3.7": 16}  # bytes, of weight gradients that are add
 
 def check(code, name, arch, most_spilled=0):
     """The products are those of the format, operands come by TMA, and registers do not spill."""
-    products = [text for text in code.instructions if re.match(r"(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.", text)]
+    instructions = set(
+        re.findall(r"^\s*(?:@\S+\s+)?((?:tcgen05|wgmma|mma|cp\.async\.bulk)\.\S+)", code.ptx, re.MULTILINE)
+    )
+    products = [text for text in instructions if re.match(r"(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.", text)]
     assert products
     if arch == HOPPER:
         assert all(text.startswith("wgmma") and EMULATED[name] in text for text in products)
@@ -128,12 +99,12 @@ def check(code, name, arch, most_spilled=0):
         assert all(PRODUCT[name] in text for text in products)
     if arch == BLACKWELL:
         assert all(text.startswith("tcgen05") for text in products)
-        assert code.tensor_columns <= MAX_TENSOR_COLUMNS
+        assert code.metadata.tmem_size <= MAX_TENSOR_COLUMNS
         # Scales go from shared to tensor memory, and not by way of registers, as they would from another layout.
-        assert code.instructions["tcgen05.cp.cta_group::1.warpx4.32x128b"]
-        scales = [text for text in code.instructions if text.startswith("tcgen05.st") and "x128" not in text]
+        assert "tcgen05.cp.cta_group::1.warpx4.32x128b" in instructions
+        scales = [text for text in instructions if text.startswith("tcgen05.st") and "x128" not in text]
         assert not scales
-    assert any(text.startswith("cp.async.bulk.tensor") for text in code.instructions)
+    assert any(text.startswith("cp.async.bulk.tensor") for text in instructions)
     assert code.spilled <= most_spilled
 
 
@@ -144,6 +115,7 @@ def test_products(compile_launch, arch, shape, name):
     check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options | {"zero_tail": True}), name, arch)
 
 
+@pytest.mark.slow
 @names
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 def test_parts_of_products(compile_launch, arch, name):
@@ -166,5 +138,5 @@ def test_weight_gradients(compile_launch, arch, shape, dtype, accumulate, name):
     options |= {"accumulate": accumulate}
     code = compile_launch(arch, scaled.grouped_gemm_wgrad_scaled, arguments, options)
     check(code, name, arch, ADDED_SPILLED[VERSION] if accumulate else 0)
-    assert not re.search(r"^\s*(@%p\d+ )?(red|atom)\.global", code.ptx, re.MULTILINE)
+    assert not atomics(code.ptx)
     assert not re.search(r"fma\.rn\.f32", code.ptx)  # global scales and what is added to are rounded one by one

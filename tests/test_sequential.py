@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grouped_cases import PATHS, SENTINEL, TINY, Case, assert_same_bits, make_inputs, make_linear, run_experts
+from grouped_cases import PATHS, SENTINEL, TINY, Case, assert_same_bits, make_inputs, make_linear, refused, run_experts
 from torch import nn
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledSReLU, ScaledSwiGLU, Sequential, SymmetricHeap
@@ -193,10 +193,8 @@ def test_wrong_op_kwargs(make, parts):
     ran = []
     for module in model:
         module.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(ArgumentError) as caught:
+    with refused(*parts):
         call(model, op_kwargs=make(model))
-    for part in parts:
-        assert part in str(caught.value)
     assert not ran, "nothing has been computed"
     call(model)
 

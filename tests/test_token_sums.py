@@ -2,7 +2,7 @@
 
 The loops know nothing of who sums what: every rank's rows of a token are summed in fp32 in k order from the first one
 on and rounded, then these sums in fp32 from zero, in rank order, and rounded. The Triton kernels are compared with the
-twins elsewhere (test_gpu_kernels_interpreter.py, tests/gpu).
+twins elsewhere (test_interpreted.py, tests/gpu).
 """
 
 from __future__ import annotations

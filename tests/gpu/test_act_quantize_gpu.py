@@ -8,7 +8,17 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU that converts to E4M3: Hopper or newer", allow_module_level=True)
 
-from act_quantize_cases import ACTIVATIONS, NAMES, SPLITS, Problem, backward, backward_apart, forward, forward_apart
+from act_quantize_cases import (
+    ACTIVATIONS,
+    NAMES,
+    SPLITS,
+    Problem,
+    backward,
+    backward_apart,
+    exact_problem,
+    forward,
+    forward_apart,
+)
 from quantize_cases import bounds, differences
 
 from symmoe.kernels import gpu, twin
@@ -46,12 +56,7 @@ def test_blocks_of_32_divide_halves_that_blocks_of_128_do_not(activation, ffn):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bits_of_the_twin_where_the_activation_is_exact(name):
-    """relu(h)^2 of numbers with few bits."""
-    p = Problem(ACTIVATIONS["srelu"], 720)
-    generator = torch.Generator().manual_seed(1)
-    for tensor in (p.h, p.da):
-        tensor[: p.num_rows] = torch.randint(-5, 6, tensor[: p.num_rows].shape, generator=generator).bfloat16()
-    p.row_scale[: p.num_rows] = torch.exp2(torch.randint(-2, 3, (p.num_rows,), generator=generator).float())
+    p = exact_problem(720)
     expected, (expected_grad, wanted) = forward(twin, p, name), backward(twin, p, name)
     p.device = "cuda"
     p.h, p.da, p.row_scale, p.row_start = (x.cuda() for x in (p.h, p.da, p.row_scale, p.row_start))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from grouped_cases import (
     DTYPES,
-    LINEAR_OUT,
     PATHS,
     SENTINEL,
     Buffers,
@@ -23,6 +22,8 @@ from grouped_cases import (
     assert_near_oracle,
     assert_same_bits,
     assert_same_results,
+    check_case,
+    check_discrete_weights,
     clamped_swiglu,
     linear_inputs,
     linear_oracle,
@@ -32,7 +33,6 @@ from grouped_cases import (
     mlp_oracle,
     run,
     run_experts,
-    run_linear,
     srelu,
     used,
 )
@@ -70,35 +70,15 @@ def oracle_of(kind: str, dtype: torch.dtype, is_nd: bool, bias: bool) -> dict[st
 
 @pytest.mark.parametrize("case", matrix(), ids=str)
 def test_linear_matrix(case):
-    inputs = single_inputs(case)
-    internal = run_linear(case, inputs)
-    buffers = Buffers.of(case, inputs, out_features=LINEAR_OUT)
-    with_buffers = run_linear(case, inputs, buffers)
-    assert_same_results(with_buffers, internal, SIZES)
-    assert_buffers_used(with_buffers, buffers, SIZES)
-    assert_near_oracle(with_buffers, oracle_of("linear", case.dtype, case.is_nd, case.bias), case, SIZES)
-    for name in ("y", "d_x"):
-        assert not internal.tensors[name].flatten(0, -2)[SIZES.num_used :].any()
+    check_case("linear", case, single_inputs(case), oracle_of("linear", case.dtype, case.is_nd, case.bias))
 
 
-@pytest.mark.parametrize("path", ["modules", "fused"])
 @pytest.mark.parametrize("case", matrix(), ids=str)
-def test_experts_matrix(case, path):
-    inputs = expert_inputs(case)
-    modules = run_experts("modules", case, inputs)
-    oracle = oracle_of("mlp", case.dtype, case.is_nd, case.bias)
-    for way in PATHS[1:] if path == "fused" else PATHS[:1]:
-        internal = run_experts(way, case, inputs)
-        buffers = Buffers.of(case, inputs, out_features=SIZES.hidden)
-        with_buffers = run_experts(way, case, inputs, buffers)
-        assert_same_results(with_buffers, internal, SIZES)
-        assert_same_results(internal, modules, SIZES, close=OTHER_ORDER)
-        assert_buffers_used(with_buffers, buffers, SIZES)
-        assert_near_oracle(with_buffers, oracle, case, SIZES)
-        for name in ("y", "d_x", "d_scale"):
-            tensor = internal.tensors[name]
-            flat = tensor.flatten() if name == "d_scale" else tensor.flatten(0, -2)
-            assert not flat[SIZES.num_used :].any(), name
+def test_experts_matrix(case):
+    inputs, oracle = expert_inputs(case), oracle_of("mlp", case.dtype, case.is_nd, case.bias)
+    modules, *others = (check_case(path, case, inputs, oracle) for path in PATHS)
+    for fused in others:
+        assert_same_results(fused, modules, SIZES, close=OTHER_ORDER)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
@@ -106,11 +86,7 @@ def test_experts_matrix(case, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_discrete_weights_give_the_same_bits(path, dtype, main_grad):
     case = Case(dtype=dtype, main_grad=main_grad)
-    inputs = expert_inputs(case)
-    buffers = Buffers.of(case, inputs, out_features=SIZES.hidden)
-    discrete = run_experts(path, case, inputs, buffers, weights="discrete")
-    assert_same_results(discrete, run_experts(path, case, inputs), SIZES)
-    assert_buffers_used(discrete, buffers, SIZES)
+    check_discrete_weights(path, case, expert_inputs(case))
 
 
 def test_more_discrete_weights_than_one_launch_carries():

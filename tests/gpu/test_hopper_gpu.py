@@ -8,8 +8,9 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from gemm_problem import SENTINEL, check_panels, check_ranges
 from row_ranges import random_ranges, rows_of
-from test_gemm_act_gpu import SENTINEL, Problem, backward, forward
+from test_gemm_act_gpu import Problem, backward, forward, kernels
 
 from symmoe.kernels import select
 from symmoe.kernels.activation import Activation, num_scale_sums
@@ -85,31 +86,18 @@ def test_products_have_the_bits_of_tritons(k_first, widths, dtype):
 @pytest.mark.parametrize("widths", [EXACT, ODD], ids=str)
 @pytest.mark.parametrize("k_first", [False, True], ids=["forward", "dgrad"])
 def test_parts_of_products_have_the_bits_of_the_whole(k_first, widths, dtype):
-    """Ranges of rows (what has not come is NaN), panels of columns, and both."""
+    """Ranges of rows, panels of columns, and both."""
     for splits, step in itertools.product(SPLITS, (1, 128)):
         p = Problem(splits, widths, dtype, SWIGLU)
-        weight = p.weight2 if k_first else p.weight1
-        _, whole = products(p, k_first)
-        width = whole.shape[1]
-        in_ranges, in_both = p.blank(width), p.blank(width)
-        panels = [(0, 512), (512, width)]
-        for ranges in random_ranges(splits, 3, step=step):
-            ranges, out = ranges.cuda(), p.blank(width)
-            come = rows_of(ranges, p.capacity)
+        weight, width = (p.weight2, p.ffn) if k_first else (p.weight1, p.width)
+
+        def call(row_start, out, come, p=p, weight=weight, **options):
             rows = torch.where(come[:, None], p.rows, torch.nan)
-            launchers.launch_gemm(rows, weight, ranges, out, weight_k_first=k_first, num_sms=7)
-            assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL))
-            launchers.launch_gemm(rows, weight, ranges, in_ranges, weight_k_first=k_first)
-            for columns in panels:
-                launchers.launch_gemm(rows, weight, ranges, in_both, weight_k_first=k_first, columns=columns)
-        assert torch.equal(in_ranges, whole)
-        assert torch.equal(in_both, whole)
-        for columns, num_sms in itertools.product(panels, (None, 5)):
-            inside, options = slice(*columns), {"weight_k_first": k_first, "columns": columns, "num_sms": num_sms}
-            out, right = p.blank(width), p.blank(width)
-            right[: p.num_rows, inside], right[p.num_rows :, inside] = whole[: p.num_rows, inside], 0
-            launchers.launch_gemm(p.rows, weight, p.row_start, out, zero_tail=True, **options)
-            assert torch.equal(out, right)
+            launchers.launch_gemm(rows, weight, row_start, out, weight_k_first=k_first, **options)
+
+        parts = random_ranges(splits, 3, step=step)
+        check_ranges(p, width, call, parts, num_sms=7)
+        check_panels(p, width, call, parts, [(0, 512), (512, width)], num_sms=5)
 
 
 def test_the_tail_becomes_zero_if_asked_for():
@@ -141,7 +129,7 @@ def dact(p, variant, num_sms=None, parts=None):
     """dh, a and dscale by the kernel for Hopper. parts: ranges of rows, one after the other."""
     gathered = variant is act.GATHERED
     dh, a = p.blank(p.width), p.blank(p.ffn)
-    sums = p.workspace()
+    sums = p.workspace(kernels)
     for row_start in [p.row_start] if parts is None else parts:
         act.launch_dact(
             p.packed if gathered else p.rows,

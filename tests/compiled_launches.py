@@ -1,0 +1,194 @@
+"""Launches that are caught and compiled without a GPU, with the specialisations that the JIT would choose.
+
+The tensors may be meta tensors, so the shapes can be real ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from ahead_of_time import Code, compile_for
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime import driver
+
+from symmoe.kernels.launch.launch import FastLaunch
+
+TYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+HOPPER, BLACKWELL, WORKSTATION = 90, 100, 120  # WORKSTATION: Blackwell without tensor memory
+MAX_SHARED = {HOPPER: 227 << 10, BLACKWELL: 227 << 10, WORKSTATION: 99 << 10}  # bytes of a program
+REGISTERS = 65536  # of an SM
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class CaughtLaunch:
+    """kernel[grid](*args, **kwargs), which has not happened."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def source(self) -> tuple[Any, dict[str, Any]]:
+        """What the JIT would compile, and the options.
+
+        Tensors are of 16-byte alignment unless the kernel does not specialise on it; integers must not be
+        specialised on.
+        """
+        is_gluon = isinstance(self.kernel, GluonJITFunction)
+        values = {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **self.kwargs}
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(self.kernel.params):
+            value = values.pop(parameter.name, None)
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif hasattr(value, "block_shape"):
+                layout = f",{value.layout!r}" if is_gluon else ""
+                kind = TYPE_NAMES[value.base.dtype]
+                signature[parameter.name] = f"tensordesc<{kind}{list(value.block_shape)}{layout}>"
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = "*" + TYPE_NAMES[value.dtype]
+                if not parameter.do_not_specialize_on_alignment:
+                    attributes[i,] = [["tt.divisibility", 16]]
+            else:
+                assert parameter.do_not_specialize, parameter.name
+                signature[parameter.name] = parameter.annotation_type or "i32"
+        options = {name: value for name, value in values.items() if value is not None}
+        return (GluonASTSource if is_gluon else ASTSource)(self.kernel, signature, constants, attributes), options
+
+    def compile(self, arch: int = HOPPER) -> Code:
+        """For sm_`arch`: it must fit, and its WGMMAs must run asynchronously."""
+        code = compile_for(arch, *self.source())
+        print(f"{self.name}, sm_{arch}: {code.registers} registers, {code.spilled} spilled, {code.shared} bytes shared")
+        assert code.shared <= MAX_SHARED[arch]
+        assert "C75" not in code.log  # "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+        return code
+
+
+class Launches(list):
+    """CaughtLaunch after CaughtLaunch of the kernels that :func:`catch_launches` has replaced."""
+
+    def of(self, name: str) -> CaughtLaunch:
+        """The latest one of the kernel of that name."""
+        return next(launch for launch in reversed(self) if launch.name == name)
+
+    def pop_one(self) -> CaughtLaunch:
+        """The only one since the last call."""
+        (launch,) = self
+        self.clear()
+        return launch
+
+    def compile(self, name: str | None = None, arch: int = HOPPER) -> Code:
+        """The latest launch of a kernel; without a name the only launch since the last call, of whatever kernel."""
+        return (self.of(name) if name else self.pop_one()).compile(arch)
+
+
+class _Catcher:
+    """Stands in for a kernel."""
+
+    def __init__(self, kernel: Any, launches: Launches) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(size > 0 for size in grid)
+        return lambda *args, **kwargs: self.launches.append(CaughtLaunch(self.kernel, grid, args, kwargs))
+
+
+def kernels_of(*modules: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
+    """(module, name, kernel) of all kernels that they launch."""
+    for module in modules:
+        for name, kernel in list(vars(module).items()):
+            if isinstance(kernel, FastLaunch):
+                yield module, name, kernel.kernel
+
+
+def catch_launches(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Launches:
+    """The launches of their kernels from now on, none of which happens."""
+    launches = Launches()
+    for module, name, kernel in kernels_of(*modules):
+        monkeypatch.setattr(module, name, _Catcher(kernel, launches))
+    return launches
+
+
+class _HopperDriver:
+    """As much of a driver as the JIT needs to compile without launching."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class _WarmedUp:
+    """Stands in for a kernel: the JIT takes the launch as it is, compiles if it has to, and launches nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+
+
+def assert_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ...], step: Callable[..., object], *arguments: tuple
+) -> dict[str, int]:
+    """The later calls step(*arguments[i]) compile nothing that the first one has not.
+
+    A rank that compiles lets its peers wait in a barrier. Returns how many variants the first call compiles of each
+    of the modules' kernels.
+    """
+    monkeypatch.setattr(driver, "_active", _HopperDriver())
+    kernels = list(kernels_of(*modules))
+    for module, name, kernel in kernels:
+        kernel.device_caches.clear()
+        monkeypatch.setattr(module, name, _WarmedUp(kernel))
+
+    def variants() -> dict[str, int]:
+        return {name: len(kernel.device_caches[0][0]) for _, name, kernel in kernels}
+
+    first, *others = arguments
+    step(*first)
+    compiled = variants()
+    for other in others:
+        step(*other)
+        assert variants() == compiled, other
+    return compiled
+
+
+def access_bits(ptx: str, instruction: str) -> list[int]:
+    """How many bits each access of a kind moves: "ld.global" or "st.global"."""
+    return [int(vector or 1) * int(bits) for vector, bits in re.findall(instruction + r"(?:\.v(\d))?\.b(\d+)", ptx)]
+
+
+def atomics(ptx: str) -> list[str]:
+    """Lines with an atomic operation."""
+    return [line for line in ptx.splitlines() if re.search(r"\b(atom|red)\.", line)]

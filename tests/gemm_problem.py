@@ -1,0 +1,478 @@
+"""Operands of the grouped GEMMs and of those fused with activations, oracles in float64, and what all kernels must do.
+
+`kernels` is a namespace of kernels: the twins, or Triton's, in the interpreter or on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+from row_ranges import rows_of
+
+from symmoe.kernels.activation import Activation
+from symmoe.kernels.table import TensorTable
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SENTINEL = -77.0
+TAIL = 37
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 1e-5}  # one rounding
+BOTH = (False, True)
+BIASES = ("none", "bias", "scaled")
+
+
+def triton_kernels() -> SimpleNamespace:
+    """Triton's kernels: those of symmoe.kernels.gpu, and what only tests call."""
+    from symmoe.kernels.triton import activation, bias, gemm, gemm_act, splits
+
+    return SimpleNamespace(**{k: v for m in (activation, bias, gemm, gemm_act, splits) for k, v in vars(m).items()})
+
+
+class Problem:
+    """Rows of groups [N, H], gradients [N, W] and weights [G, W, H], with results around 1.
+
+    Tail rows are NaN, tail indices out of range, packed rows are shared. is_exact: of whole numbers, whose sums are
+    exact in whatever order.
+    """
+
+    def __init__(self, splits, widths, dtype, *, seed=0, device="cpu", capacity=None, is_exact=False):
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.splits, self.dtype, self.device, self.is_exact = tuple(splits), dtype, device, is_exact
+        self.hidden, self.width = widths
+        self.num_groups, self.num_rows = len(splits), sum(splits)
+        self.capacity = self.num_rows + TAIL if capacity is None else capacity
+        self.num_packed = self.num_rows // 2 + 1
+        bounds = list(itertools.accumulate(splits, initial=0))
+        self.spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        self.row_start = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.row_index = torch.randint(
+            self.num_packed, (self.capacity,), dtype=torch.int32, device=device, generator=self.generator
+        )
+        self.row_index[self.num_rows :] = 2**31 - 1
+        self.packed, self.rows = self.normal(self.num_packed, self.hidden), self.with_tail(self.hidden)
+        self.packed_dout, self.dout = self.normal(self.num_packed, self.width), self.with_tail(self.width)
+        self.weight = self.normal(self.num_groups, self.width, self.hidden, scale=self.hidden**-0.5)
+        self.bias = self.normal(self.num_groups, self.width)
+        self.scale = self.with_tail().float()
+
+    def normal(self, *shape, scale=1.0, dtype=None):
+        if self.is_exact:
+            numbers = torch.randint(-4, 5, shape, device=self.device, generator=self.generator)
+        else:
+            numbers = torch.randn(*shape, device=self.device, generator=self.generator) * scale
+        return numbers.to(dtype or self.dtype)
+
+    def with_tail(self, *shape):
+        tensor = self.normal(self.capacity, *shape)
+        tensor[self.num_rows :] = torch.nan
+        return tensor
+
+    def blank(self, *shape, dtype=None):
+        return torch.full((self.capacity, *shape), SENTINEL, dtype=dtype or self.dtype, device=self.device)
+
+    def source(self, gather):
+        """(rows, index, the rows themselves in float64), contiguous or gathered."""
+        return self._choose(self.rows, self.packed, gather)
+
+    def dout_source(self, gather):
+        return self._choose(self.dout, self.packed_dout, gather)
+
+    def _choose(self, rows, packed, gather):
+        if not gather:
+            return rows, None, rows.double()
+        gathered = torch.full((self.capacity, packed.shape[1]), torch.nan, dtype=torch.float64, device=self.device)
+        gathered[: self.num_rows] = packed[self.row_index[: self.num_rows].long()].double()
+        return packed, self.row_index, gathered
+
+    def biases(self, kind):
+        return {"none": {}, "bias": {"bias": self.bias}, "scaled": {"bias": self.bias, "bias_scale": self.scale}}[kind]
+
+    def before(self, width, accumulate):
+        """What an output holds before a call; numbers of groups where these are added to."""
+        out = self.blank(width)
+        if accumulate:
+            out[: self.num_rows] = self.normal(self.num_rows, width)
+        return out
+
+    def per_group(self, function):
+        """function(g, span) of every group, in float64, as the rows of one tensor."""
+        return torch.cat([function(g, span) for g, span in enumerate(self.spans)])
+
+    def check(self, out, expected, tail=SENTINEL, dtype=None):
+        """Every row of a group is as expected, and the tail is all `tail`."""
+        assert_near(out[: self.num_rows], expected, dtype)
+        assert torch.equal(out[self.num_rows :], torch.full_like(out[self.num_rows :], tail))
+
+
+def assert_near(out, expected, dtype=None):
+    """Relative to the largest value, as far as `dtype` goes, out's by default."""
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    tolerance = TOLERANCE[dtype or out.dtype]
+    torch.testing.assert_close(out.double(), expected.double(), rtol=0, atol=tolerance * scale)
+
+
+class Scattered:
+    """Matrices of a packed tensor copied to where no two are neighbours, the last first, NaN between them."""
+
+    def __init__(self, packed):
+        num_groups, self.size = packed.shape[0], packed[0].numel()
+        gap = 16 // packed.dtype.itemsize
+        self.shape = packed.shape
+        self.memory = torch.full((num_groups, self.size + gap), torch.nan, dtype=packed.dtype, device=packed.device)
+        self.memory[:, : self.size] = packed.flatten(1).flip(0)
+        step = (self.size + gap) * packed.dtype.itemsize
+        addresses = [self.memory.data_ptr() + (num_groups - 1 - g) * step for g in range(num_groups)]
+        self.table = TensorTable(torch.tensor(addresses, device=packed.device), tuple(packed.shape), packed.dtype)
+
+    def packed(self):
+        """The matrices as they are now; what lies between them must not have changed."""
+        assert self.memory[:, self.size :].isnan().all()
+        return self.memory[:, : self.size].flip(0).view(self.shape)
+
+
+# -- grouped GEMMs ----------------------------------------------------------------------------------------------------
+
+
+def check_gemm(kernels, p, gather, table, biased, zero_tail, accumulate=False, **options):
+    source, index, rows = p.source(gather)
+    options |= {"row_index": index, "zero_tail": zero_tail, "accumulate": accumulate, **p.biases(biased)}
+
+    def expected(g, span):
+        addend = p.bias[g].double() * (p.scale[span].double()[:, None] if biased == "scaled" else 1.0)
+        return rows[span] @ p.weight[g].double().t() + (0.0 if biased == "none" else addend)
+
+    _check_product(p, kernels.grouped_gemm, source, expected, p.width, table, options)
+
+
+def check_dgrad(kernels, p, gather, table, zero_tail, accumulate=False, **options):
+    source, index, rows = p.dout_source(gather)
+    options |= {"row_index": index, "zero_tail": zero_tail, "accumulate": accumulate}
+    product = lambda g, span: rows[span] @ p.weight[g].double()  # noqa: E731
+    _check_product(p, kernels.grouped_gemm_dgrad, source, product, p.hidden, table, options)
+
+
+def _check_product(p, function, source, expected, width, table, options):
+    """Against float64; with a table in addition that it gives the bits of packed weights."""
+    before, weights = p.before(width, options["accumulate"]), [p.weight]
+    if table:
+        scattered = Scattered(p.weight)
+        weights.append(scattered.table)
+    outs = [before.clone() for _ in weights]
+    for out, weight in zip(outs, weights, strict=True):
+        function(source, weight, p.row_start, out, **options)
+    wanted = p.per_group(expected)
+    if options["accumulate"]:
+        wanted = wanted + before[: p.num_rows].double()
+    p.check(outs[0], wanted, 0.0 if options["zero_tail"] else SENTINEL)
+    assert torch.equal(outs[-1], outs[0])
+
+
+def check_wgrad(kernels, p, gather_dout, gather_rows, table, accumulate, out_dtype, **options):
+    dout, dout_index, dout_rows = p.dout_source(gather_dout)
+    source, index, rows = p.source(gather_rows)
+    before = p.normal(p.num_groups, p.width, p.hidden, dtype=out_dtype)
+    if accumulate:
+        before[p.row_start.diff() == 0] = torch.nan  # left alone
+    else:
+        before.fill_(torch.nan)
+    options |= {"dout_index": dout_index, "rows_index": index, "accumulate": accumulate}
+    out, scattered = before.clone(), Scattered(before)
+    kernels.grouped_gemm_wgrad(dout, source, p.row_start, out, **options)
+    if table:
+        kernels.grouped_gemm_wgrad(dout, source, p.row_start, scattered.table, **options)
+        assert torch.equal(scattered.packed().nan_to_num(7), out.nan_to_num(7))
+    for g, span in enumerate(p.spans):
+        if span.start < span.stop:
+            product = dout_rows[span].t() @ rows[span]
+            assert_near(out[g], product + before[g].double() if accumulate else product)
+        else:
+            assert out[g].isnan().all() if accumulate else not out[g].any()
+
+
+def check_biases(kernels, p, gather, scaled, accumulate):
+    dout, index, rows = p.dout_source(gather)
+    for out_dtype in {p.dtype, torch.float32}:
+        dbias = torch.full((p.num_groups, p.width), torch.nan, dtype=out_dtype, device=p.device)
+        scale = p.scale if scaled else None
+        kernels.grouped_bias_grad(dout, p.row_start, dbias, dout_index=index, scale=scale)
+        for g, span in enumerate(p.spans):
+            addends = rows[span] * (p.scale[span].double()[:, None] if scaled else 1.0)
+            assert_near(dbias[g], addends.sum(dim=0))
+    dscale = p.blank(dtype=torch.float32)
+    kernels.grouped_bias_dot(dout, p.bias, p.row_start, dscale, dout_index=index, accumulate=accumulate)
+    start = SENTINEL if accumulate else 0.0
+    p.check(dscale, p.per_group(lambda g, span: rows[span] @ p.bias[g].double() + start))
+
+
+# -- parts of them ----------------------------------------------------------------------------------------------------
+
+
+def part_calls(kernels, p, **fixed):
+    """{name: (width of the output, call(row_start, out, come, **options))}; rows that have not come are NaN."""
+    scattered = Scattered(p.weight)
+
+    def only(rows, come):
+        return torch.where(come[:, None], rows, torch.nan)
+
+    def plain(row_start, out, come, **options):
+        kernels.grouped_gemm(only(p.rows, come), p.weight, row_start, out, **fixed, **options)
+
+    def biased(row_start, out, come, **options):
+        options |= {**fixed, **p.biases("scaled")}
+        kernels.grouped_gemm(only(p.rows, come), p.weight, row_start, out, **options)
+
+    def gathered(row_start, out, come, **options):
+        options |= {**fixed, **p.biases("bias"), "row_index": p.row_index}
+        kernels.grouped_gemm(p.packed, scattered.table, row_start, out, **options)
+
+    def dgrad(row_start, out, come, **options):
+        kernels.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_start, out, **fixed, **options)
+
+    calls = {call.__name__: (p.width, call) for call in (plain, biased, gathered)}
+    return calls | {"dgrad": (p.hidden, dgrad)}
+
+
+def all_rows(p):
+    return torch.arange(p.capacity, device=p.device) < p.num_rows
+
+
+def check_ranges(p, width, call, parts, **options):
+    """A range's rows are written, no others, and none are read that have not come; all ranges are the whole."""
+    whole, union = p.blank(width), p.blank(width)
+    call(p.row_start, whole, all_rows(p))
+    assert not whole.isnan().any()
+    for ranges in parts:
+        ranges, out = ranges.to(p.device), p.blank(width)
+        come = rows_of(ranges, p.capacity)
+        call(ranges, out, come, **options)
+        assert torch.equal(out, torch.where(come[:, None], whole, SENTINEL)), (call.__name__, ranges)
+        call(ranges, union, come)
+    assert torch.equal(union, whole), call.__name__
+
+
+def check_panels(p, width, call, parts, panels, **options):
+    """A panel's columns are written, no others, in the tail too; of all rows and of ranges."""
+    whole, union = p.blank(width), p.blank(width)
+    call(p.row_start, whole, all_rows(p), zero_tail=True)
+    for columns in panels:
+        inside = slice(*columns)
+        out, right = p.blank(width), p.blank(width)
+        right[:, inside] = whole[:, inside]
+        call(p.row_start, out, all_rows(p), columns=columns, zero_tail=True, **options)
+        assert torch.equal(out, right), (call.__name__, columns)
+        for ranges in parts:
+            ranges, part, right = ranges.to(p.device), p.blank(width), p.blank(width)
+            come = rows_of(ranges, p.capacity)
+            call(ranges, part, come, columns=columns)
+            right[come, inside] = whole[come, inside]
+            union[come, inside] = part[come, inside]
+            assert torch.equal(part, right), (call.__name__, columns, ranges)
+    assert torch.equal(union[: p.num_rows], whole[: p.num_rows]), call.__name__
+    assert (union[p.num_rows :] == SENTINEL).all()
+    assert not whole[p.num_rows :].any()
+
+
+# -- GEMMs that are fused with activations ----------------------------------------------------------------------------
+
+
+def gate_columns(ffn, activation, device="cpu"):
+    """Where the gates and the ups of h stand."""
+    block = activation.interleave or ffn
+    column = torch.arange(ffn, device=device)
+    gate = column // block * 2 * block + column % block
+    return gate, gate + block
+
+
+def formula(h, activation):
+    """act(h) of float64 h, with autograd."""
+    if activation.kind == "srelu":
+        return torch.relu(h) ** 2
+    gate, up = gate_columns(h.shape[1] // 2, activation, h.device)
+    g = h[:, gate].clamp(max=activation.limit)
+    u = h[:, up].clamp(min=-activation.limit, max=activation.limit)
+    return (u + activation.offset) * g * torch.sigmoid(activation.alpha * g)
+
+
+class ActProblem(Problem):
+    """Inputs of both passes: in addition FC2's weight [G, H, I], and an h of the forward pass."""
+
+    def __init__(self, splits, widths, dtype, activation: Activation, **options):
+        hidden, self.ffn = widths
+        super().__init__(splits, (hidden, activation.hidden_width(self.ffn)), dtype, **options)
+        self.activation, self.h, self.weight1 = activation, self.dout, self.weight
+        self.weight2 = self.normal(self.num_groups, hidden, self.ffn, scale=hidden**-0.5)
+
+    def workspace(self, kernels, config=None):
+        """Poisoned, and as large as the layer makes it; for tiles smaller than any that is chosen, larger."""
+        numel = kernels.dact_workspace_numel(self.capacity, self.num_groups, self.ffn, self.activation)
+        if config is not None:
+            slots = kernels.bias_slots(self.capacity, self.num_groups, config.block_m)
+            numel = max(numel, -(-self.ffn // config.block_n) * self.capacity + slots * self.width)
+        return torch.full((numel,), torch.nan, device=self.device)
+
+
+def forward(kernels, p, source, index, *, weight=None, bias=None, **options):
+    """(h, a) of grouped_gemm_act."""
+    h, a = p.blank(p.width), p.blank(p.ffn)
+    weight = p.weight1 if weight is None else weight
+    options |= {"row_index": index, "bias": bias}
+    kernels.grouped_gemm_act(source, weight, p.row_start, p.scale, h, a, p.activation, **options)
+    return h, a
+
+
+def backward(kernels, p, source, index, h, *, weight=None, with_dbias=True, **options):
+    """(dh, a, dscale, dbias) of grouped_gemm_dact."""
+    dh, a, dscale = p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
+    dbias = torch.full((p.num_groups, p.width), torch.nan, device=p.device) if with_dbias else None
+    weight = p.weight2 if weight is None else weight
+    outputs = dh, a, dscale, p.workspace(kernels, options.get("config"))
+    options |= {"row_index": index, "dbias": dbias}
+    kernels.grouped_gemm_dact(source, weight, p.row_start, h, p.scale, *outputs, p.activation, **options)
+    return dh, a, dscale, dbias
+
+
+def check_act(kernels, p, act_options=None, dact_options=None, *, table=False, cases=((False, True), (True, False))):
+    """Both passes against float64. cases: (gather, with a bias)."""
+    n = p.num_rows
+    weights = [Scattered(weight) for weight in (p.weight1, p.weight2)] if table else None
+    of_table = [{"weight": each.table} for each in weights] if table else [{}, {}]
+    for gather, with_bias in cases:
+        source, index, rows = p.source(gather)
+        bias = p.bias if with_bias else None
+        h, a = forward(kernels, p, source, index, bias=bias, **of_table[0], **(act_options or {}))
+        addend = p.bias.double() if with_bias else torch.zeros_like(p.bias, dtype=torch.float64)
+        p.check(h, p.per_group(lambda g, s, rows=rows, b=addend: rows[s] @ p.weight1[g].double().t() + b[g]))
+        # From the rounded h, so only the rounding of a itself is left.
+        p.check(a, formula(h[:n].double(), p.activation) * p.scale[:n, None].double())
+
+        options = {"with_dbias": with_bias, **of_table[1], **(dact_options or {})}
+        dh, a, dscale, dbias = backward(kernels, p, source, index, p.h, **options)
+        kept, scale = p.h[:n].double().requires_grad_(), p.scale[:n].double().requires_grad_()
+        value = formula(kept, p.activation) * scale[:, None]
+        value.backward(p.per_group(lambda g, s, rows=rows: rows[s] @ p.weight2[g].double()))
+        p.check(a, value.detach())
+        p.check(dh, kept.grad)
+        p.check(dscale, scale.grad, tail=0.0, dtype=p.dtype)  # the rounding of da is in every term
+        if with_bias:
+            for g, span in enumerate(p.spans):
+                assert_near(dbias[g], dh[span].double().sum(0))
+
+
+def check_activation(kernels, p, *, dscale_dtype=torch.float32):
+    """The activation by itself and its gradient against float64, of all rows but the tail."""
+    n = p.num_rows
+    h, scale, dout = p.h[:n], p.scale[:n], p.normal(n, p.ffn)
+    out, dh, dscale = torch.empty_like(dout), torch.empty_like(h), torch.empty_like(scale)
+    kernels.scaled_activation(h, scale, out, p.activation)
+    kernels.scaled_activation_grad(dout, h, scale, dh, dscale, p.activation)
+    h, scale = h.double().requires_grad_(), scale.double().requires_grad_()
+    expected = formula(h, p.activation) * scale[:, None]
+    expected.backward(dout.double())
+    assert_near(out, expected.detach())
+    assert_near(dh, h.grad)
+    assert_near(dscale, scale.grad, dscale_dtype)
+
+
+def check_nan_goes_through(kernels, activation, device="cpu"):
+    h = torch.randn(2, activation.hidden_width(64), device=device)
+    h[1] = torch.nan
+    ones, out, dh, dscale = torch.ones(2, device=device), h.new_empty(2, 64), torch.empty_like(h), h.new_empty(2)
+    kernels.scaled_activation(h, ones, out, activation)
+    kernels.scaled_activation_grad(torch.ones_like(out), h, ones, dh, dscale, activation)
+    for tensor in (out, dh, dscale):
+        assert tensor[0].isfinite().all()
+        assert tensor[1].isnan().all()
+
+
+def check_fused(kernels, p):
+    """GEMM, activation, GEMM by themselves give the same h, a, dh and dscale."""
+    n = p.num_rows
+    h, a = forward(kernels, p, p.rows, None, bias=p.bias)
+    dh, a_again, dscale, dbias = backward(kernels, p, p.rows, None, h)
+    h3, a3, da3, dh3 = p.blank(p.width), p.blank(p.ffn), p.blank(p.ffn), p.blank(p.width)
+    dscale3 = p.blank(dtype=torch.float32)
+    kernels.grouped_gemm(p.rows, p.weight1, p.row_start, h3, bias=p.bias)
+    kernels.scaled_activation(h3, p.scale, a3, p.activation)
+    kernels.grouped_gemm_dgrad(p.rows, p.weight2, p.row_start, da3)
+    kernels.scaled_activation_grad(da3, h3, p.scale, dh3, dscale3, p.activation)
+    for fused, apart in ((h, h3), (a, a3), (a_again, a3), (dh, dh3), (dscale, dscale3)):
+        assert torch.equal(fused[:n], apart[:n])
+    for g, span in enumerate(p.spans):
+        assert_near(dbias[g], dh3[span].double().sum(0))
+
+
+def check_act_ranges(kernels, p, parts, *, gather=False, bias=None, act_options=None, dact_options=None, **options):
+    """Both functions in parts; what parts must not read is NaN, and what they must not write stays as it is."""
+    source, index, _ = p.source(gather)
+    act_options, dact_options = act_options or {}, dact_options or {}
+
+    def run(row_start, come, outputs, dscale, workspace, **more):
+        """Both kernels on rows that have come."""
+        h, a, dh, a_again = outputs
+        rows = source if gather else torch.where(come[:, None], source, torch.nan)
+        hidden = torch.where(come[:, None], p.h, torch.nan)
+        given = {"row_index": index, "bias": bias, **act_options, **more}
+        kernels.grouped_gemm_act(rows, p.weight1, row_start, p.scale, h, a, p.activation, **given)
+        arguments = (row_start, hidden, p.scale, dh, a_again, dscale, workspace, p.activation)
+        return kernels.grouped_gemm_dact(rows, p.weight2, *arguments, row_index=index, **dact_options, **more)
+
+    def blanks():
+        return [p.blank(width) for width in (p.width, p.ffn, p.width, p.ffn)]
+
+    workspace = p.workspace(kernels, dact_options.get("config"))
+    whole, union, (dscale, in_parts) = blanks(), blanks(), (p.blank(dtype=torch.float32) for _ in range(2))
+    num_partials = run(p.row_start, all_rows(p), whole, dscale, workspace.clone())
+    for ranges in parts:
+        ranges, outputs = ranges.to(p.device), blanks()
+        come = rows_of(ranges, p.capacity)
+        assert run(ranges, come, outputs, None, workspace.clone(), **options) == num_partials
+        for out, expected in zip(outputs, whole, strict=True):
+            assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), ranges
+        assert run(ranges, come, union, in_parts, workspace) == num_partials
+    for out, expected in zip(union, whole, strict=True):
+        assert torch.equal(out, expected)
+    assert (in_parts == SENTINEL).all()  # not finished
+    kernels.sum_dact_partials(workspace, p.row_start, in_parts, num_partials)
+    assert not dscale.isnan().any()
+    assert torch.equal(in_parts, dscale)
+
+
+def check_a_forgotten_range(kernels, p, group, num_forgotten):
+    """Rows of a group that no part of dact had are NaN in dscale, and no others."""
+    ranges = torch.stack([p.row_start[:-1], p.row_start[1:]])
+    ranges[1, group] -= num_forgotten
+    workspace, dh, a, dscale = p.workspace(kernels), p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
+    arguments = (ranges, p.h, p.scale, dh, a, None, workspace, p.activation)
+    num_partials = kernels.grouped_gemm_dact(p.rows, p.weight2, *arguments)
+    kernels.sum_dact_partials(workspace, p.row_start, dscale, num_partials)
+    forgotten = slice(p.spans[group].stop - num_forgotten, p.spans[group].stop)
+    assert dscale[forgotten].isnan().all()
+    assert dscale.isnan().sum() == num_forgotten
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+# Splits, the number of rows, and row_start.
+SPLITS_CASES = [
+    ([3, 0, 4], 10, [0, 3, 3, 7]),
+    ([3, 0, 4], 7, [0, 3, 3, 7]),
+    ([3, 0, 4], 5, [0, 3, 3, 5]),
+    ([3, 0, 4], 0, [0, 0, 0, 0]),
+    ([-3, 2, -(2**31), 4], 10, [0, 0, 2, 2, 6]),
+    ([2**31 - 1] * 5, 9, [0, 9, 9, 9, 9, 9]),
+    ([1, 2**31 - 1, 1], 2**31 - 1, [0, 1, 2**31 - 1, 2**31 - 1]),
+    ([6], 8, [0, 6]),
+    ([3], 0, [0, 0]),
+    ([1] * 70, 64, [*range(65), *[64] * 6]),
+    ([1] * 70, 1, [0, *[1] * 70]),
+]
+SPLITS_OF_64_BITS = ([-(2**63), 5, 2**63 - 1, 2**63 - 1], 100, [0, 0, 5, 100, 100])  # no sum overflows
+
+
+def check_splits(kernels, device="cpu"):
+    cases = [(case, dtype) for case in SPLITS_CASES for dtype in (torch.int32, torch.int64)]
+    for (splits, num_rows, expected), dtype in [*cases, (SPLITS_OF_64_BITS, torch.int64)]:
+        row_start = torch.full((len(splits) + 1,), -1, dtype=torch.int32, device=device)
+        kernels.splits_to_row_start(torch.tensor(splits, dtype=dtype, device=device), row_start, num_rows)
+        assert row_start.tolist() == expected, (splits, num_rows, dtype)

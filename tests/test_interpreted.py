@@ -1,0 +1,43 @@
+"""Kernels run without a GPU, each script in a process of its own: in Triton's interpreter, or in an emulator of Gluon.
+
+Their results are compared with twins, or with an oracle. Not covered here: inline assembly (wait, fence and clock of
+the barrier) and the hardware's casts to and from E4M3, which the interpreter lacks or has wrong: scripts replace them;
+ordering between GPUs; sums of bf16 rows (the interpreter truncates where hardware rounds to nearest). The *_compile.py
+files look at the generated code; tests/gpu runs it.
+"""
+
+from pathlib import Path
+
+import pytest
+from interpreter import emulated, interpreted, interpreter
+
+SLOW = pytest.mark.slow
+IN_THE_INTERPRETER = [
+    pytest.param("act_quantize", marks=SLOW),
+    "fp8",
+    "gemm_act",
+    pytest.param("gemm", marks=SLOW),
+    pytest.param("gpu_kernels", marks=SLOW),
+    "pointers",
+    pytest.param("quantize", marks=SLOW),
+    "router_products",
+    pytest.param("scaled", marks=SLOW),
+]
+IN_THE_EMULATOR = [
+    "columns",
+    pytest.param("dact_quantize", marks=SLOW),
+    pytest.param("fp8", marks=SLOW),
+]
+
+
+@interpreter
+@pytest.mark.parametrize("name", IN_THE_INTERPRETER)
+def test_kernels_in_the_interpreter(name):
+    assert interpreted(Path(__file__).with_name(f"{name}_interpreter_checks.py")).endswith("all is well\n")
+
+
+@pytest.mark.parametrize("name", IN_THE_EMULATOR)
+def test_kernels_in_the_emulator(name):
+    pytest.importorskip("triton")
+    pytest.importorskip("ml_dtypes")
+    assert emulated(Path(__file__).with_name(f"{name}_emulator_checks.py")).endswith("all is well\n")
