@@ -18,7 +18,7 @@ from symmoe.kernels import twin
 from symmoe.tools.bench import stock
 
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
-SUITES = ["layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]
+SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]
 KEYS = (
     "suite preset ep tokens skew direction ms_median ms_p10 ms_p90 tflops ceiling_tflops stock_tflops wire_bytes "
     "wire_gbs copy_gbs gpu driver torch triton nvshmem commit command date"
@@ -26,6 +26,7 @@ KEYS = (
 CAPACITIES = {"static", "exact"}
 EAGER = CAPACITIES | {"serial"}
 VARIANTS = {
+    "steps": {"layer", "layer, losses", "layer, static", "experts", "experts, static"},
     "layer": EAGER,
     "variants": EAGER
     | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "public parts"}
@@ -67,10 +68,11 @@ def test_every_suite_measures(measured: tuple[int, list[dict], str]):
         assert set(KEYS) <= set(record)
         assert 0 < record["ms_p10"] <= record["ms_median"] <= record["ms_p90"]
         assert (record["ep"], record["repetitions"]) == (num_ranks, 3)
-        assert record["direction"] in ("forward", "backward")
+        assert record["direction"] in (("step",) if record["suite"] == "steps" else ("forward", "backward"))
+        assert record["suite"] != "steps" or record["host_us"] > 0
         assert record["torch"]
         assert record["gpu"]
-        assert "bench layer variants" in record["command"]
+        assert "bench steps layer" in record["command"]
         assert ("torchrun --nproc-per-node=2" in record["command"]) == (num_ranks == 2)
         assert record["variant"] in output
 
@@ -84,6 +86,8 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
         for record in (ours, ceiling, stock_layer):
             assert record["tflops"] == pytest.approx((1 + column) * flops / record["ms_median"] / 1e9, rel=1e-4)
         assert (ours["ceiling_tflops"], ours["stock_tflops"]) == (ceiling["tflops"], stock_layer["tflops"])
+    step = by_name["steps", "layer", "step"]
+    assert step["tflops"] == pytest.approx(3 * flops / step["ms_median"] / 1e9, rel=1e-4)
     both_ways = by_name["layer", "static", "forward"]["wire_bytes"]
     dispatch = by_name["dispatch", "packed", "forward"]
     rank, slot = (by_name["combine", f"order={order}", "forward"]["wire_bytes"] for order in ("rank", "slot"))

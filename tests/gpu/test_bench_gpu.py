@@ -13,7 +13,7 @@ import torch
 pytestmark = pytest.mark.gpu
 
 SIZES = ["--hidden", "256", "--ffn", "128", "--experts", "8", "--top-k", "2", "--tokens", "256,16", "--skew", "zipf"]
-SUITES = ["layer", "variants", "plan", "dispatch", "combine", "gemm", "overhead"]
+SUITES = ["steps", "layer", "variants", "plan", "dispatch", "combine", "gemm", "overhead"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -32,6 +32,11 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
             assert found["layer", variant, direction]["ms_median"] > 0
         assert found["variants", "static", direction]["peak_ordinary_bytes"] > 0
         assert (found["dispatch", "packed", direction]["copy_gbs"] is not None) == (num_ranks > 1)
+    for variant in ("layer", "layer, static", "layer, graph", "experts", "experts, static", "experts, graph"):
+        step = found["steps", variant, "step"]
+        assert step["launches"] > 0
+        assert step["copies"] == 0
+        assert (step["waits"] > 0) == (variant in ("layer", "experts"))  # for the plan
     for record in records:
         assert record["ep"] == num_ranks
         assert record["gpu"] == torch.cuda.get_device_name()

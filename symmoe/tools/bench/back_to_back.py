@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -47,18 +47,19 @@ class Kind:
         routes: the whole MoELayer with its router; otherwise plan, dispatch, experts and combine.
         static: a static capacity instead of an exact one.
         captured: a CUDA graph that is replayed.
-        losses: factors of the router's losses.
+        aux_loss_coef, z_loss_coef: factors of the router's losses.
     """
 
     routes: bool
     static: bool = False
     captured: bool = False
-    losses: Mapping[str, float] = field(default_factory=dict)
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
 
 
 KINDS = {
     "layer": Kind(routes=True),
-    "layer, losses": Kind(routes=True, losses={"aux_loss_coef": 1e-2, "z_loss_coef": 1e-3}),
+    "layer, losses": Kind(routes=True, aux_loss_coef=1e-2, z_loss_coef=1e-3),
     "layer, static": Kind(routes=True, static=True),
     "layer, graph": Kind(routes=True, static=True, captured=True),
     "experts": Kind(routes=False),
@@ -102,13 +103,17 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
     return records
 
 
-def _config(kind: Kind, capacity: int, base: MoEConfig) -> MoEConfig:
-    return replace(base, capacity=capacity if kind.static else None, **kind.losses)
+def _config(kind: Kind, problem: Problem) -> MoEConfig:
+    return replace(
+        Choice().config(problem.case.shape, problem.static_capacity if kind.static else None),
+        aux_loss_coef=kind.aux_loss_coef,
+        z_loss_coef=kind.z_loss_coef,
+    )
 
 
 def _make(kind: Kind, problem: Problem, run: Run, reference: Reference) -> tuple[Step, Callable[[], float]]:
     """The step, and one of the same experts whose results are compared with the reference: its relative error."""
-    config = _config(kind, problem.static_capacity, Choice().config(problem.case.shape))
+    config = _config(kind, problem)
     layer = MoELayer(config, run.heap, experts=make_experts(problem), dtype=DTYPE)
     experts = RoutedExperts.of(config, run.heap, layer.experts)
     x, probs, dy = problem.tokens.x, problem.tokens.probs, problem.tokens.dy
@@ -121,7 +126,7 @@ def _make(kind: Kind, problem: Problem, run: Run, reference: Reference) -> tuple
     def whole() -> tuple[torch.Tensor, ...]:
         y, metrics = layer(x)
         outputs, gradients = [y], [dy]
-        if kind.losses:
+        if kind.aux_loss_coef:
             outputs.append(metrics.aux_loss)
             gradients.append(torch.ones_like(metrics.aux_loss))
         return torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 STEP = "traced step"
 # CUDA runtime and driver calls that return only when the GPU has got somewhere.
@@ -67,7 +67,7 @@ def trace_step(step: Callable[[], object], *, row_numel: int) -> StepTrace:
         torch.cuda.synchronize()  # outside of the step: everything it launched is in the trace
     events = profiler.events()
     whole = next(e.time_range for e in events if e.name == STEP and e.device_type == DeviceType.CPU)
-    kernels, copies, waits, row_copies = (Counter() for _ in range(4))
+    kernels, copies, waits, row_copies = (Counter[str]() for _ in range(4))
     for event in events:
         if event.device_type == DeviceType.CUDA:
             if event.name.startswith(("Memcpy", "Memset")):
