@@ -12,7 +12,7 @@ from worker import Findings, open_heap
 from symmoe import MoEConfig, MoELayer
 from symmoe.errors import ArgumentError
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.symm_mem.row_history import RowHistory
+from symmoe.symm_mem.room_for_rows import RowHistory
 
 H, I, E, K, CALLS = 16, 24, 8, 3, 30
 
