@@ -39,7 +39,7 @@ def add_to_main_grad(
     targets, overwrite = _main_grads(parameters, overwrite)
     (target,) = kernel_matrices({"main_grad": targets})
     compute(target, not overwrite)
-    return [_stand_in(parameter) for parameter in parameters]
+    return [_placeholder_gradient(parameter) for parameter in parameters]
 
 
 def add_packed_to_main_grad(
@@ -56,7 +56,7 @@ def add_packed_to_main_grad(
         compute(gradients, False)
         add = torch._foreach_copy_ if overwrite else torch._foreach_add_
         add(targets, list(gradients.unbind(0)))
-    return [_stand_in(parameter) for parameter in parameters]
+    return [_placeholder_gradient(parameter) for parameter in parameters]
 
 
 def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -94,7 +94,7 @@ def _main_grad(parameter: torch.Tensor) -> torch.Tensor:
     return main_grad
 
 
-def _stand_in(parameter: torch.Tensor) -> torch.Tensor | None:
+def _placeholder_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if not parameter.requires_grad or not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

@@ -206,10 +206,10 @@ class _EPStep:
         weights: tuple[torch.Tensor, ...],
         compute: Callable[..., None],
         *,
-        is_beside: bool,
+        while_combining: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients of one linear layer. is_beside: they are computed while combine runs, unless delayed."""
-        num_sms = self.schedule.gradient_combine_sms if is_beside and not linear.delay_wgrad else None
+        """The weight gradients of one linear layer. while_combining: they are computed while combine runs, unless delayed."""
+        num_sms = self.schedule.gradient_combine_sms if while_combining and not linear.delay_wgrad else None
         return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
 
     def operands(
@@ -354,9 +354,9 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
         trip: AbstractContextManager[Collection | None] = nullcontext()
         if gradients:
             d_scale = experts_backward.d_scale if needs_probs else None
-            trip = combining.combine_beside(d_rows, plan, step.order, d_scale, gradients=gradients)
+            trip = combining.combine_while(d_rows, plan, step.order, d_scale, gradients=gradients)
         with trip as collection:
-            compute = partial(step.weight_gradients, is_beside=collection is not None)
+            compute = partial(step.weight_gradients, while_combining=collection is not None)
             dw2 = compute(fc2, weights2, experts_backward.w2_gradient)
             dw1 = compute(fc1, weights1, experts_backward.w1_gradient)
             d_adapters = experts_backward.adapter_gradients()

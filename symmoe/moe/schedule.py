@@ -1,7 +1,7 @@
 """The two schedules of an expert-parallel step: one thing after the other, or rows travel while GEMMs run.
 
 They launch the same kernels on the same rows and give the same bits. A schedule has four parts, each a collective call
-of the heap: dispatch, dispatch_rows, combine, combine_beside.
+of the heap: dispatch, dispatch_rows, combine, combine_while.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Schedule(Protocol):
     """What moe/ep_step.py asks of a schedule.
 
     Attributes:
-        gradient_combine_sms: SMs for GEMMs that run while rows travel in :meth:`combine_beside`; None: all.
+        gradient_combine_sms: SMs for GEMMs that run while rows travel in :meth:`combine_while`; None: all.
     """
 
     gradient_combine_sms: int | None
@@ -51,7 +51,7 @@ class Schedule(Protocol):
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """Calls `compute` to fill `rows`, and sums them on the ranks of their tokens: [T, H]."""
 
-    def combine_beside(
+    def combine_while(
         self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> AbstractContextManager[Collection]:
         """Context of a :class:`Collection`, complete after it. The caller may compute other things in it.
@@ -89,7 +89,7 @@ class Serial:
         return collect_rows(rows, plan, order=order)
 
     @contextmanager
-    def combine_beside(
+    def combine_while(
         self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> Iterator[Collection]:
         """See Schedule."""
@@ -151,17 +151,17 @@ class Overlapped:
             collection.collect(cut[-1])  # nothing else runs meanwhile
         return given("rows", collection.out)
 
-    def combine_beside(
+    def combine_while(
         self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> AbstractContextManager[Collection]:
         """See Schedule."""
         if self._overlap.gradient_combine is None:
-            return self._serial.combine_beside(rows, plan, order, row_values, gradients=gradients)
+            return self._serial.combine_while(rows, plan, order, row_values, gradients=gradients)
         collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
-        return self._combine_beside(collection, plan, self._overlap.gradient_combine.num_ctas)
+        return self._combine_while(collection, plan, self._overlap.gradient_combine.num_ctas)
 
     @contextmanager
-    def _combine_beside(self, collection: Collection, plan: Plan, num_ctas: int) -> Iterator[Collection]:
+    def _combine_while(self, collection: Collection, plan: Plan, num_ctas: int) -> Iterator[Collection]:
         branch = plan.heap.branch()
         with collection:
             point = branch.point()

@@ -85,5 +85,5 @@ def _legend(figure: Any, timeline: Timeline) -> None:
         if phase.name in seen:
             names[phase.color].append(phase.name)
     patches = [Patch(color=color, label=", ".join(phases)) for color, phases in names.items()]
-    patches.append(Patch(**_EXPOSED, label="exposed: communication, and no GEMM runs beside it"))
+    patches.append(Patch(**_EXPOSED, label="exposed: communication while no GEMM runs"))
     figure.legend(handles=patches, loc="outside lower left", ncols=2)

@@ -42,7 +42,7 @@ def table(timeline: Timeline) -> str:
     error_us = max(timeline.clock_error_us)
     lines = [
         f"{timeline.device}, {num_ranks} ranks, {timeline.end_us:.1f} us; rank clocks agree within {error_us:.1f} us",
-        "exposed: of the time that a phase runs on a rank, what no GEMM of its experts runs beside",
+        "exposed: of the time that a phase runs on a rank, the part in which no GEMM of its experts runs",
         "",
         f"{'':9} {'phase':16} {'launches':>8} {'busy us':>10}" + "".join(f" {f'exposed {r}':>11}" for r in ranks),
     ]
@@ -53,7 +53,7 @@ def table(timeline: Timeline) -> str:
     idle = [timeline.idle_us(rank) for rank in ranks]
     for text, values in (("communication, exposed", exposed), ("nothing runs", idle)):
         lines.append(f"{text:45} " + "".join(f" {value:11.1f}" for value in values))
-    lines.append("launches: of all ranks; busy: their mean; exposed does not add up where phases run beside each other")
+    lines.append("launches: of all ranks; busy: their mean; exposed does not add up where phases run at the same time")
     return "\n".join(line.rstrip() for line in lines)
 
 

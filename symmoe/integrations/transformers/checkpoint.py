@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from symmoe.errors import CheckpointError, SymmoeError
-from symmoe.integrations.transformers.checkpoint_keys import Piece, beside, layout_problem, pieces_of
+from symmoe.integrations.transformers.checkpoint_keys import Piece, keys_not_in_model, layout_problem, pieces_of
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout, read_layout
 from symmoe.integrations.transformers.swap import heap_of
 
@@ -190,7 +190,7 @@ def _copy_rest(
     for path in like.iterdir():
         if path.is_file() and path.name not in (*layout.headers, INDEX, WEIGHTS):
             shutil.copyfile(path, partial / path.name)
-    for key in beside({piece.key for piece in pieces}, layout):
+    for key in keys_not_in_model({piece.key for piece in pieces}, layout):
         stored = layout.tensors[key]
         with (like / stored.file).open("rb") as source, (partial / stored.file).open("r+b") as target:
             source.seek(stored.start)

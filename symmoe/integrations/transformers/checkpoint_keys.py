@@ -90,7 +90,7 @@ def layout_problem(pieces: Iterable[Piece], layout: Layout, ignored: Iterable[st
             problems[key] = f"{key} has shape {list(stored.shape)}; the model has {list(piece.shape)}"
         elif stored.dtype is None or stored.dtype.is_floating_point != piece.dtype.is_floating_point:
             problems[key] = f"{key} has a dtype that cannot become {piece.dtype}; is the checkpoint quantised?"
-    for key in beside(wanted, layout):
+    for key in keys_not_in_model(wanted, layout):
         if not any(re.search(pattern, key) for pattern in ignored):
             problems[key] = f"{key} of shape {list(layout.tensors[key].shape)} is not in the model"
     if not problems:
@@ -100,7 +100,7 @@ def layout_problem(pieces: Iterable[Piece], layout: Layout, ignored: Iterable[st
     return CheckpointError(f"the checkpoint does not fit the model: {named}{more}")
 
 
-def beside(wanted: Container[str], layout: Layout) -> list[str]:
+def keys_not_in_model(wanted: Container[str], layout: Layout) -> list[str]:
     """Keys of the checkpoint that are not among the model's."""
     return [key for key in layout.tensors if key not in wanted]
 

@@ -14,7 +14,7 @@ SUITES = ("steps", "layer", "variants", "precision", "plan", "dispatch", "combin
 DEFAULT_SUITES = ("steps", "layer", "dispatch", "combine", "gemm", "overhead")
 MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
 _DESCRIPTION = """\
-Times the layer and its parts beside yardsticks of the same run, on the ranks that torchrun has started or on one alone:
+Times the layer and its parts, and yardsticks in the same run, on the ranks that torchrun has started or on only one:
 
   torchrun --nproc-per-node=2 -m symmoe bench layer dispatch --preset qwen3-30b --tokens 128,8192 --json out.json
   symmoe bench --load out.json --plot out.png --check baseline.json
@@ -27,7 +27,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Adds `bench` to the subcommands."""
     parser = commands.add_parser(
         "bench",
-        help="times of the layer and its parts beside yardsticks",
+        help="times of the layer and its parts, and yardsticks",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
