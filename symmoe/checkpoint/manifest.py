@@ -148,9 +148,7 @@ def read_sealed(folder: Path) -> bytes:
     """
     manifest, seal = (read(folder / name, MAX_MANIFEST_BYTES) for name in (MANIFEST, SEAL))
     if seal != seal_of(manifest):
-        raise CheckpointError(
-            f"{folder / MANIFEST} and {SEAL} in the same folder do not match: one of them has been changed"
-        )
+        raise CheckpointError(f"{folder / MANIFEST} and its {SEAL} do not match: one of them has been changed")
     return manifest
 
 

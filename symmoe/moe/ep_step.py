@@ -208,7 +208,7 @@ class _EPStep:
         *,
         while_combining: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients of one linear layer. while_combining: they are computed while combine runs, unless delayed."""
+        """The weight gradients of one linear layer, computed `while_combining` unless they are delayed."""
         num_sms = self.schedule.gradient_combine_sms if while_combining and not linear.delay_wgrad else None
         return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
 
