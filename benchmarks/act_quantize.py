@@ -28,8 +28,9 @@ from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants, launch
 from symmoe.kernels.low_precision import act_quantized
 from symmoe.kernels.low_precision.hopper_dact_quantize import launch_dact_quantize
+from symmoe.kernels.parts import range_of
 from symmoe.kernels.triton.gemm_act import sum_dact_partials
-from symmoe.kernels.triton.tiles import end_of_rows
+from symmoe.kernels.triton.tiles import max_row_tiles, row_programs
 from symmoe.precision import Float8Block
 from symmoe.tools.bench.records import machine
 
@@ -48,8 +49,9 @@ class Case:
         self.h, self.da = numbers(self.num_rows, 2 * self.ffn), numbers(self.num_rows, self.ffn)
         self.row_scale = torch.rand(self.num_rows, device="cuda", generator=generator)
         share = torch.rand(self.num_groups, device="cuda", generator=generator) + 0.5
-        self.row_start = torch.zeros(self.num_groups + 1, dtype=torch.int32, device="cuda")
-        self.row_start[1:] = (share.cumsum(0) / share.sum() * self.num_rows).round()
+        bounds = torch.zeros(self.num_groups + 1, dtype=torch.int32, device="cuda")
+        bounds[1:] = (share.cumsum(0) / share.sum() * self.num_rows).round()
+        self.row_range = range_of(bounds)
         self.dscale = torch.empty(self.num_rows, device="cuda")
         self.workspace = torch.empty(dact_quantize_workspace_numel(self.num_rows, self.ffn), device="cuda")
 
@@ -67,38 +69,38 @@ class Case:
         return torch.zeros(lines, length, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
 
     def act(self, rows: Buffers) -> None:
-        gpu.act_quantize(self.h, self.row_scale, self.row_start, SWIGLU, FLOAT8_BLOCK, rows=rows)
+        gpu.act_quantize(self.h, self.row_scale, self.row_range, SWIGLU, FLOAT8_BLOCK, rows=rows)
 
     def act_in_programs_of(self, num_rows: int, num_warps: int, rows: Buffers) -> None:
-        end = end_of_rows(self.row_start, self.num_groups)
-        named = act_quantized._row_constants(self.ffn, self.num_groups, SWIGLU, FLOAT8_BLOCK, end).named
+        named = act_quantized._row_constants(self.ffn, self.num_groups, SWIGLU, FLOAT8_BLOCK).named
         constants = Constants({**named, "ROWS": num_rows, "num_warps": num_warps})
-        grid = self.ffn // FEATURES, ceil_div(self.num_rows, num_rows)
-        operands = self.h, self.row_scale, self.row_start, rows[0].view(torch.uint8), rows[1]
+        num_tiles = max_row_tiles(self.num_rows, self.num_groups, num_rows)
+        grid = self.ffn // FEATURES, row_programs(num_tiles, self.ffn // FEATURES)
+        operands = self.h, self.row_scale, self.row_range, rows[0].view(torch.uint8), rows[1]
         launch(act_quantized.act_quantize_rows_kernel, grid, constants, *operands)
 
     def act_apart(self, rows: Buffers) -> None:
         a = torch.empty_like(self.da)
         gpu.scaled_activation(self.h, self.row_scale, a, SWIGLU)
-        gpu.quantize_rows(a, self.row_start, *rows, FLOAT8_BLOCK)
+        gpu.quantize_rows(a, self.row_range, *rows, FLOAT8_BLOCK)
 
     def dact(self, rows: Buffers, columns: Buffers, a_columns: Buffers) -> None:
         operands = {"rows": rows, "columns": columns, "a_columns": a_columns}
-        inputs = self.da, self.h, self.row_scale, self.row_start, self.dscale, self.workspace
+        inputs = self.da, self.h, self.row_scale, self.row_range, self.dscale, self.workspace
         gpu.dact_quantize(*inputs, SWIGLU, FLOAT8_BLOCK, **operands)
 
     def dact_in_bands_of(self, group_m: int, rows: Buffers, columns: Buffers, a_columns: Buffers) -> None:
-        inputs = self.da, self.h, self.row_scale, self.row_start, self.workspace, SWIGLU, FLOAT8_BLOCK
+        inputs = self.da, self.h, self.row_scale, self.row_range, self.workspace, SWIGLU, FLOAT8_BLOCK
         launch_dact_quantize(*inputs, rows, columns, a_columns, group_m=group_m)
-        sum_dact_partials(self.workspace, self.row_start, self.dscale, ceil_div(self.ffn, dact_features(SWIGLU)))
+        sum_dact_partials(self.workspace, self.row_range, self.dscale, ceil_div(self.ffn, dact_features(SWIGLU)))
 
     def dact_apart(self, rows: Buffers, columns: Buffers, a_columns: Buffers) -> None:
         dh, a = torch.empty_like(self.h), torch.empty_like(self.da)
         gpu.scaled_activation_grad(self.da, self.h, self.row_scale, dh, self.dscale, SWIGLU)
-        gpu.quantize_rows(dh, self.row_start, *rows, FLOAT8_BLOCK)
-        gpu.quantize_columns(dh, self.row_start, *columns, FLOAT8_BLOCK)
+        gpu.quantize_rows(dh, self.row_range, *rows, FLOAT8_BLOCK)
+        gpu.quantize_columns(dh, self.row_range, *columns, FLOAT8_BLOCK)
         gpu.scaled_activation(self.h, self.row_scale, a, SWIGLU)
-        gpu.quantize_columns(a, self.row_start, *a_columns, FLOAT8_BLOCK)
+        gpu.quantize_columns(a, self.row_range, *a_columns, FLOAT8_BLOCK)
 
 
 def same_bits(steps: dict[str, Callable[..., None]], operands: tuple[Buffers, ...]) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from gemm import SHAPES, group_spans, medians_in_turn_ms, sample_groups, uneven_row_start
+from gemm import SHAPES, group_spans, medians_in_turn_ms, sample_groups, uneven_groups
 from triton.errors import TritonError
 
 from symmoe.kernels.activation import Activation
@@ -88,13 +88,13 @@ def dequantised(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return data.double() * scale.double().repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
 
 
-def product(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bounds: torch.Tensor) -> Op:
+def product(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, on_host: torch.Tensor) -> Op:
     """out [N, O] of rows [N, C] and weights [G, O, C]. sizes: G, O, C, N."""
     G, O, C, N = sizes
-    spans, row_start = group_spans(bounds), bounds.to(numbers.device)
+    spans, row_range = group_spans(on_host), on_host.to(numbers.device)
     rows, row_scale = numbers.data(N, C), numbers.scale(N, num_blocks(C))
     weight, weight_scale = numbers.data(G, O, C), numbers.scale(G, num_blocks(O), num_blocks(C))
-    operands = (rows, row_scale, weight, weight_scale, row_start)
+    operands = (rows, row_scale, weight, weight_scale, row_range)
     out = torch.empty(N, O, dtype=BF16, device=numbers.device)
 
     def expected(g: int) -> torch.Tensor:
@@ -118,13 +118,13 @@ def product(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bound
     if numbers.device.type == "cuda":
         by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
         op.ways["torch rows"] = lambda: torch._scaled_grouped_mm(
-            rows, weight.mT, by_rows, by_columns, offs=row_start[1:], out_dtype=BF16, use_fast_accum=True
+            rows, weight.mT, by_rows, by_columns, offs=row_range[1], out_dtype=BF16, use_fast_accum=True
         )
         x, y = numbers.normal(N, C), torch.empty_like(out)
         is_dgrad = name.startswith("d")
         w = numbers.normal(G, C, O) if is_dgrad else numbers.normal(G, O, C)
         call = gemm.grouped_gemm_dgrad if is_dgrad else gemm.grouped_gemm
-        op.ways["bf16"] = lambda: call(x, w, row_start, y)
+        op.ways["bf16"] = lambda: call(x, w, row_range, y)
     return op
 
 
@@ -135,23 +135,23 @@ def product_then_act(
     from symmoe.kernels.gpu import act_quantize
     from symmoe.kernels.hopper import launchers
 
-    activation, row_start, row_format = Activation(), operands[-1], Float8Block().row_format
+    activation, row_range, row_format = Activation(), operands[-1], Float8Block().row_format
     num_rows, ffn = out.shape[0], out.shape[1] // 2
     data = torch.empty(num_rows, ffn, dtype=E4M3, device=out.device)
     scale = torch.empty(num_rows, num_blocks(ffn), device=out.device)
 
     def then_act() -> None:
         launchers.launch_fp8_gemm(*operands, out)
-        act_quantize(out, row_factor, row_start, activation, row_format, rows=(data, scale))
+        act_quantize(out, row_factor, row_range, activation, row_format, rows=(data, scale))
 
     return then_act
 
 
-def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, bounds: torch.Tensor) -> Op:
+def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, on_host: torch.Tensor) -> Op:
     """out [G, O, C] of dout [O, P] and rows [C, P], whose groups begin at multiples of BLOCK. sizes: G, O, C, N."""
     G, O, C, N = sizes
-    row_start = bounds.to(numbers.device)
-    lengths = bounds.diff()
+    row_range = on_host.to(numbers.device)
+    lengths = on_host[1] - on_host[0]
     tiles = (lengths + BLOCK - 1) // BLOCK
     firsts = ((tiles.cumsum(0) - tiles) * BLOCK).tolist()
     spans = [slice(first, first + n) for first, n in zip(firsts, lengths.tolist(), strict=True)]
@@ -161,7 +161,7 @@ def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, boun
         for data in (dout, rows):
             data.view(torch.uint8)[:, first + n : end] = 0
     dout_scale, rows_scale = numbers.scale(P // BLOCK, O).t(), numbers.scale(P // BLOCK, C).t()
-    operands = (dout, dout_scale, rows, rows_scale, row_start)
+    operands = (dout, dout_scale, rows, rows_scale, row_range)
     out = torch.empty(G, O, C, dtype=BF16, device=numbers.device)
     main_grad = torch.zeros(G, O, C, dtype=FP32, device=numbers.device)
 
@@ -194,19 +194,19 @@ def gradient(name: str, sizes: tuple[int, int, int, int], numbers: Numbers, boun
         op.checked[way] = lambda g, result=result: result[g]
     if numbers.device.type == "cuda":
         x, dy, dw = numbers.normal(N, C), numbers.normal(N, O), torch.empty_like(out)
-        op.ways["bf16"] = lambda: gemm.grouped_gemm_wgrad(dy, x, row_start, dw)
+        op.ways["bf16"] = lambda: gemm.grouped_gemm_wgrad(dy, x, row_range, dw)
     return op
 
 
 def ops_of(sizes: tuple[int, int, int, int], device: torch.device) -> Iterator[Op]:
     """A layer's products and weight gradients, one after the other: each takes gigabytes. sizes: G, H, I, N."""
     G, H, I, N = sizes
-    bounds = uneven_row_start(G, N, torch.Generator().manual_seed(0))
+    on_host = uneven_groups(G, N, torch.Generator().manual_seed(0))
     numbers = Numbers(device)
     for name, widths in {"fc1": (2 * I, H), "fc2": (H, I), "dfc2": (I, H), "dfc1": (H, 2 * I)}.items():
-        yield product(name, (G, *widths, N), numbers, bounds)
+        yield product(name, (G, *widths, N), numbers, on_host)
     for name, widths in {"wgrad1": (2 * I, H), "wgrad2": (H, I)}.items():
-        yield gradient(name, (G, *widths, N), numbers, bounds)
+        yield gradient(name, (G, *widths, N), numbers, on_host)
 
 
 def check(op: Op, num_groups: int, ways: list[str]) -> dict[str, dict[str, object]]:

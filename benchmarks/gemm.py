@@ -17,7 +17,6 @@ three modules: with our kernels, and with torch._grouped_mm and eager bf16 SwiGL
 
 import argparse
 import functools
-import itertools
 import json
 import statistics
 import sys
@@ -29,6 +28,7 @@ from triton.errors import TritonError
 
 from symmoe.kernels import select
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.parts import range_of
 from symmoe.kernels.triton import activation as gpu_activation
 from symmoe.kernels.triton import gemm, gemm_act, tiles
 from symmoe.tools.bench.records import machine
@@ -135,21 +135,21 @@ class Other:
     max_error: float
 
 
-def uneven_row_start(num_groups: int, num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Row starts of num_groups experts whose loads vary by about a quarter."""
+def uneven_groups(num_groups: int, num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    """The row_range of num_groups experts whose loads vary by about a quarter."""
     load = (1 + 0.25 * torch.randn(num_groups, generator=generator)).clamp(min=0.2)
-    bounds = (load.cumsum(0) / load.sum() * num_rows).round().int()
-    return torch.cat([torch.zeros(1, dtype=torch.int32), bounds])
+    ends = (load.cumsum(0) / load.sum() * num_rows).round().int()
+    return range_of(torch.cat([torch.zeros(1, dtype=torch.int32), ends]))
 
 
-def group_spans(row_start: torch.Tensor) -> list[slice]:
+def group_spans(row_range: torch.Tensor) -> list[slice]:
     """The rows of every expert."""
-    return [slice(first, end) for first, end in itertools.pairwise(row_start.tolist())]
+    return [slice(first, end) for first, end in row_range.t().tolist()]
 
 
-def sorted_index(row_start: torch.Tensor, num_packed: int, generator: torch.Generator) -> torch.Tensor:
+def sorted_index(row_range: torch.Tensor, num_packed: int, generator: torch.Generator) -> torch.Tensor:
     """Packed row of every row: distinct and ascending within an expert."""
-    sizes = row_start.diff().tolist()
+    sizes = (row_range[1] - row_range[0]).tolist()
     chosen = [torch.randperm(num_packed, generator=generator)[:size].sort().values for size in sizes]
     return torch.cat(chosen).int()
 
@@ -163,10 +163,10 @@ def build_ops(shape: str) -> dict[str, Op]:
     G, H, I, N = SHAPES[shape]
     P = N // 2
     host = torch.Generator().manual_seed(0)
-    row_start_host = uneven_row_start(G, N, host)
-    spans = group_spans(row_start_host)
-    index = sorted_index(row_start_host, P, host).cuda()
-    row_start = row_start_host.cuda()
+    on_host = uneven_groups(G, N, host)
+    spans = group_spans(on_host)
+    index = sorted_index(on_host, P, host).cuda()
+    row_range = on_host.cuda()
     torch.manual_seed(0)
 
     def normal(*dims, scale=1.0):
@@ -183,7 +183,7 @@ def build_ops(shape: str) -> dict[str, Op]:
     dscale = blank(N, dtype=torch.float32)
     workspace = blank(gemm_act.dact_workspace_numel(N, G, I, SWIGLU), dtype=torch.float32)
     dw1, dw2 = blank(G, 2 * I, H), blank(G, H, I)
-    offsets = row_start[1:]
+    offsets = row_range[1]
 
     def source(gather):
         return (packed, index) if gather else (rows, None)
@@ -196,7 +196,7 @@ def build_ops(shape: str) -> dict[str, Op]:
 
     def fc1(gather):
         x, i = source(gather)
-        return lambda c: gemm_act.grouped_gemm_act(x, w1, row_start, scale, h, a, SWIGLU, row_index=i, config=c)
+        return lambda c: gemm_act.grouped_gemm_act(x, w1, row_range, scale, h, a, SWIGLU, row_index=i, config=c)
 
     def fc1_reference(gather):
         def reference(g):
@@ -207,7 +207,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         return reference
 
     def unfused_fc1():
-        gemm.grouped_gemm(rows, w1, row_start, h)
+        gemm.grouped_gemm(rows, w1, row_range, h)
         gpu_activation.scaled_activation(h, scale, a, SWIGLU)
         return [h, a]
 
@@ -218,7 +218,7 @@ def build_ops(shape: str) -> dict[str, Op]:
     def dfc2(gather):
         x, i = source(gather)
         return lambda c: gemm_act.grouped_gemm_dact(
-            x, w2, row_start, h_in, scale, dh, a, dscale, workspace, SWIGLU, row_index=i, config=c
+            x, w2, row_range, h_in, scale, dh, a, dscale, workspace, SWIGLU, row_index=i, config=c
         )
 
     def dfc2_reference(gather):
@@ -233,7 +233,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         return reference
 
     def unfused_dfc2():
-        gemm.grouped_gemm_dgrad(rows, w2, row_start, da)
+        gemm.grouped_gemm_dgrad(rows, w2, row_range, da)
         gpu_activation.scaled_activation_grad(da, h_in, scale, dh, dscale, SWIGLU)
         gpu_activation.scaled_activation(h_in, scale, a, SWIGLU)
         return [dh, a, dscale]
@@ -243,10 +243,10 @@ def build_ops(shape: str) -> dict[str, Op]:
 
     def wgrad(left, right, dw, left_index=None, right_index=None):
         return lambda c: gemm.grouped_gemm_wgrad(
-            left, right, row_start, dw, dout_index=left_index, rows_index=right_index, config=c
+            left, right, row_range, dw, dout_index=left_index, rows_index=right_index, config=c
         )
 
-    on_hopper = select.hopper_kernels(row_start.device, torch.bfloat16, I)
+    on_hopper = select.hopper_kernels(row_range.device, torch.bfloat16, I)
     if on_hopper is not None:
         from symmoe.kernels.hopper import act
 
@@ -256,7 +256,7 @@ def build_ops(shape: str) -> dict[str, Op]:
             return {}
         return {
             f"hopper g{g}": functools.partial(
-                on_hopper.launch_gemm, x, w, row_start, y, weight_k_first=k_first, group_m=g
+                on_hopper.launch_gemm, x, w, row_range, y, weight_k_first=k_first, group_m=g
             )
             for g in (8, 16)
         }
@@ -266,7 +266,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         if on_hopper is None:
             return {}
         return {
-            f"hopper g{g}": functools.partial(on_hopper.launch_wgrad, left, right, row_start, dw, group_m=g)
+            f"hopper g{g}": functools.partial(on_hopper.launch_wgrad, left, right, row_range, dw, group_m=g)
             for g in (8, 16)
         }
 
@@ -288,7 +288,7 @@ def build_ops(shape: str) -> dict[str, Op]:
             return {}
         x, _ = source(gather)
         return {
-            name: functools.partial(act.launch_act, x, w1, row_start, scale, h, a, SWIGLU, variant=variant)
+            name: functools.partial(act.launch_act, x, w1, row_range, scale, h, a, SWIGLU, variant=variant)
             for name, variant in variants(gather).items()
             if "two" not in name
         }
@@ -298,9 +298,9 @@ def build_ops(shape: str) -> dict[str, Op]:
 
         def run(variant):
             num_n_tiles = act.launch_dact(
-                x, w2, row_start, h_in, scale, dh, a, workspace, SWIGLU, row_index=i, variant=variant
+                x, w2, row_range, h_in, scale, dh, a, workspace, SWIGLU, row_index=i, variant=variant
             )
-            gemm_act.sum_dact_partials(workspace, row_start, dscale, num_n_tiles)
+            gemm_act.sum_dact_partials(workspace, row_range, dscale, num_n_tiles)
 
         return {name: functools.partial(run, variant) for name, variant in variants(gather).items()}
 
@@ -312,7 +312,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         "fc1": Op(two_fc1, fc1(True), act_config, ACT_SWEEP, rows_of(h, a), fc1_reference(True)),
         "fc1-plain": Op(
             two_fc1,
-            lambda c: gemm.grouped_gemm(rows, w1, row_start, h, config=c),
+            lambda c: gemm.grouped_gemm(rows, w1, row_range, h, config=c),
             gemm.gemm_config(2 * I, bf16),
             GEMM_SWEEP,
             rows_of(h),
@@ -321,7 +321,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         ),
         "fc2-plain": Op(
             two_fc2,
-            lambda c: gemm.grouped_gemm(a_in, w2, row_start, out, config=c),
+            lambda c: gemm.grouped_gemm(a_in, w2, row_range, out, config=c),
             gemm.gemm_config(H, bf16),
             GEMM_SWEEP,
             rows_of(out),
@@ -331,7 +331,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         "dfc2": Op(two_fc2, dfc2(True), dact_config, DACT_SWEEP, rows_of(dh, a, dscale), dfc2_reference(True)),
         "dfc2-plain": Op(
             two_fc2,
-            lambda c: gemm.grouped_gemm_dgrad(rows, w2, row_start, da, config=c),
+            lambda c: gemm.grouped_gemm_dgrad(rows, w2, row_range, da, config=c),
             gemm.gemm_config(I, bf16),
             GEMM_SWEEP,
             rows_of(da),
@@ -357,7 +357,7 @@ def build_ops(shape: str) -> dict[str, Op]:
         ),
         "dfc1-plain": Op(
             two_fc1,
-            lambda c: gemm.grouped_gemm_dgrad(h_in, w1, row_start, out, config=c),
+            lambda c: gemm.grouped_gemm_dgrad(h_in, w1, row_range, out, config=c),
             gemm.gemm_config(H, bf16),
             GEMM_SWEEP,
             rows_of(out),
@@ -549,7 +549,7 @@ def kernels_of(op: Op) -> dict[str, Callable[[], object]]:
 def compare_shape(shape: str, ops: list[str] | None) -> list[dict[str, object]]:
     """Compares ways to the outputs of one shape's ops, prints a line for each op, returns what it found."""
     num_groups, _, _, num_rows = SHAPES[shape]
-    spans = group_spans(uneven_row_start(num_groups, num_rows, torch.Generator().manual_seed(0)))
+    spans = group_spans(uneven_groups(num_groups, num_rows, torch.Generator().manual_seed(0)))
     results = []
     for name, op in build_ops(shape).items():
         if ops and name not in ops:

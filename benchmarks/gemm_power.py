@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from fp8_gemm import E4M3, ORDER, Numbers, gradient, product
-from gemm import SHAPES, uneven_row_start
+from gemm import SHAPES, uneven_groups
 
 from symmoe.tools.bench.records import machine
 
@@ -105,11 +105,11 @@ def measure(run: Callable[[], object], seconds: float) -> tuple[float, float, fl
 def results_of(shape: str, numbers: Numbers, seconds: float) -> list[Result]:
     """Of all WAYS of one shape."""
     G, H, I, N = SHAPES[shape]
-    bounds = uneven_row_start(G, N, torch.Generator().manual_seed(0))
+    on_host = uneven_groups(G, N, torch.Generator().manual_seed(0))
     num_sms = torch.cuda.get_device_properties(numbers.device).multi_processor_count
     results = []
     for name, ways in WAYS.items():
-        op = (product if name == "fc1" else gradient)(name, (G, 2 * I, H, N), numbers, bounds)
+        op = (product if name == "fc1" else gradient)(name, (G, 2 * I, H, N), numbers, on_host)
         for way in ways:
             ms, sm_mhz, watts = measure(op.ways[way], seconds)
             cycles = ms * 1e3 * sm_mhz * num_sms * STAGE_FLOPS / op.flops

@@ -24,6 +24,7 @@ import torch
 
 from symmoe.kernels import select
 from symmoe.kernels.formats import TILE
+from symmoe.kernels.parts import range_of
 from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Quantized
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.tools.bench.records import machine
@@ -58,44 +59,45 @@ def variants(shape: str) -> dict[str, Variant]:
     rows = torch.randn(num_rows, hidden, device="cuda", dtype=torch.bfloat16, generator=generator)
     weight = torch.randn(num_groups, ffn, hidden, device="cuda", dtype=torch.bfloat16, generator=generator)
     share = torch.rand(num_groups, device="cuda", generator=generator) + 0.5
-    row_start = torch.zeros(num_groups + 1, dtype=torch.int32, device="cuda")
-    row_start[1:] = (share.cumsum(0) / share.sum() * num_rows).round()
+    bounds = torch.zeros(num_groups + 1, dtype=torch.int32, device="cuda")
+    bounds[1:] = (share.cumsum(0) / share.sum() * num_rows).round()
+    row_range = range_of(bounds)
     seeds = torch.arange(num_groups, device="cuda")
     copy = torch.empty_like(rows)
     result = {"copy": Variant(lambda: copy.copy_(rows), rows)}
     for recipe in RECIPES:
         name = type(recipe).__name__
-        result[f"{name} rows"] = Variant(partial(recipe.quantize, rows, row_start), rows)
-        result[f"{name} columns"] = Variant(partial(recipe.quantize_columns, rows, row_start), rows)
+        result[f"{name} rows"] = Variant(partial(recipe.quantize, rows, row_range), rows)
+        result[f"{name} columns"] = Variant(partial(recipe.quantize_columns, rows, row_range), rows)
         result[f"{name} weight"] = Variant(partial(recipe.quantize_weight, weight), weight)
         result[f"{name} weight^T"] = Variant(partial(recipe.quantize_weight_transposed, weight), weight)
         result[f"{name} weight pair"] = Variant(partial(recipe.quantize_weight_pair, weight), weight)
         if wire_problem(recipe) is None:
             result[f"{name} to the wire"] = Variant(partial(WireFormat(recipe, hidden).encode, rows), rows)
         if recipe.stochastic_gradients:
-            stochastic = partial(recipe.quantize_columns, rows, row_start, seeds=seeds)
+            stochastic = partial(recipe.quantize_columns, rows, row_range, seeds=seeds)
             result[f"{name} columns, stochastic"] = Variant(stochastic, rows)
-    return result | column_variants(rows, row_start) | weight_variants(weight)
+    return result | column_variants(rows, row_range) | weight_variants(weight)
 
 
-def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Variant]:
+def column_variants(rows: torch.Tensor, row_range: torch.Tensor) -> dict[str, Variant]:
     """Columns in blocks of 128: of gathered rows, of rows on the wire, and with other options."""
     recipe, hidden = Float8Block(), rows.shape[1]
     wire = WireFormat(recipe, hidden)
-    few, index = rows[:DISTINCT_ROWS], gathered_index(row_start, rows.shape[0])
+    few, index = rows[:DISTINCT_ROWS], gathered_index(row_range, rows.shape[0])
     sent, dtype = wire.encode(few), rows.dtype
     picked, decoded = few[index], wire.decode(sent, dtype)[index]
 
     def in_two_steps() -> Quantized:
-        return recipe.quantize_columns(wire.decode(sent, dtype), row_start, row_index=index)
+        return recipe.quantize_columns(wire.decode(sent, dtype), row_range, row_index=index)
 
-    one, two = wire.columns(sent, row_start, dtype, index), in_two_steps()
-    num_tiles = int(((row_start.diff() + TILE - 1) // TILE).sum())
+    one, two = wire.columns(sent, row_range, dtype, index), in_two_steps()
+    num_tiles = int(((row_range[1] - row_range[0] + TILE - 1) // TILE).sum())
     for left, right, length in ((one.data, two.data, TILE * num_tiles), (one.scale, two.scale, num_tiles)):
         if not torch.equal(bits(left)[:, :length], bits(right)[:, :length]):
             sys.exit("columns of the wire have other bits than those of the decoded rows")
-    gathered = partial(recipe.quantize_columns, few, row_start, row_index=index)
-    of_the_wire = partial(wire.columns, sent, row_start, dtype, index)
+    gathered = partial(recipe.quantize_columns, few, row_range, row_index=index)
+    of_the_wire = partial(wire.columns, sent, row_range, dtype, index)
     result = {
         "Float8Block columns, gathered": Variant(gathered, few, picked),
         "Float8Block columns, of the wire": Variant(of_the_wire, sent, decoded),
@@ -108,8 +110,8 @@ def column_variants(rows: torch.Tensor, row_start: torch.Tensor) -> dict[str, Va
     words = sent.view(torch.uint8)
 
     def launched(source: torch.Tensor, function: Callable[..., None], *args: object, **options: object) -> Quantized:
-        columns = recipe.empty_columns(rows.shape[0], hidden, row_start)
-        function(source, row_start, columns.data, columns.scale, recipe.row_format, *args, **options)
+        columns = recipe.empty_columns(rows.shape[0], hidden, row_range)
+        function(source, row_range, columns.data, columns.scale, recipe.row_format, *args, **options)
         return columns
 
     for name, options in HOPPER_OPTIONS.items():
@@ -147,11 +149,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int32)
 
 
-def gathered_index(row_start: torch.Tensor, num_rows: int) -> torch.Tensor:
+def gathered_index(row_range: torch.Tensor, num_rows: int) -> torch.Tensor:
     """int32[N]: random rows of DISTINCT_ROWS, ascending in every group, as routing has them."""
     generator = torch.Generator("cuda").manual_seed(1)
     index = torch.randint(DISTINCT_ROWS, (num_rows,), device="cuda", generator=generator)
-    group = torch.searchsorted(row_start[1:].contiguous(), torch.arange(num_rows, device="cuda").int(), right=True)
+    group = torch.searchsorted(row_range[1], torch.arange(num_rows, device="cuda").int(), right=True)
     return ((group * DISTINCT_ROWS + index).sort().values % DISTINCT_ROWS).int()
 
 

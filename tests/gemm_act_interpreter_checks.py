@@ -4,13 +4,12 @@ test_gemm_act_interpreter.py starts it; see gemm_interpreter_checks.py. Sizes ar
 """
 
 import ctypes
-import itertools
 import time
 from dataclasses import replace
 
 import torch
 from interpreter import spare_the_interpreter
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.table import TensorTable
@@ -81,7 +80,7 @@ def check(name, call, twin_call, outputs, dtype):
 
 def run(splits, dtype, activation, config, is_table):
     num_groups, num_rows, width = len(splits), sum(splits), activation.hidden_width(FFN)
-    row_start = torch.tensor([0, *itertools.accumulate(splits)], dtype=torch.int32)
+    row_range = whole_groups(splits)
     row_index = torch.randint(0, NUM_PACKED, (CAPACITY,), dtype=torch.int32)
     row_index[num_rows:] = -(2**30)
     rows = random(CAPACITY, HIDDEN, dtype=dtype, nan_from=num_rows)
@@ -104,10 +103,10 @@ def run(splits, dtype, activation, config, is_table):
         check(
             f"grouped_gemm_act {about}",
             lambda h, a, s=source, i=index, b=b: gemm_act.grouped_gemm_act(
-                s, w1, row_start, scale, h, a, activation, row_index=i, bias=b, num_sms=NUM_SMS, config=act_config
+                s, w1, row_range, scale, h, a, activation, row_index=i, bias=b, num_sms=NUM_SMS, config=act_config
             ),
             lambda h, a, s=source, i=index, b=b: twin_gemm_act.grouped_gemm_act(
-                s, weight1, row_start, scale, h, a, activation, row_index=i, bias=b
+                s, weight1, row_range, scale, h, a, activation, row_index=i, bias=b
             ),
             [blank(CAPACITY, width, dtype=dtype), blank(CAPACITY, FFN, dtype=dtype)],
             dtype,
@@ -118,7 +117,7 @@ def run(splits, dtype, activation, config, is_table):
             gemm_act.grouped_gemm_dact(
                 s,
                 w2,
-                row_start,
+                row_range,
                 h,
                 scale,
                 dh,
@@ -136,7 +135,7 @@ def run(splits, dtype, activation, config, is_table):
             twin_gemm_act.grouped_gemm_dact(
                 s,
                 weight2,
-                row_start,
+                row_range,
                 h,
                 scale,
                 dh,
@@ -190,7 +189,7 @@ def check_ranges(splits, dtype, activation, config, is_table):
     def whole_numbers(*shape):
         return torch.randint(-2, 3, shape).to(dtype)
 
-    row_start = torch.tensor([0, *itertools.accumulate(splits)], dtype=torch.int32)
+    row_range = whole_groups(splits)
     rows, dout, h = (whole_numbers(CAPACITY, n) for n in (HIDDEN, HIDDEN, width))
     weight1, weight2 = whole_numbers(num_groups, width, HIDDEN), whole_numbers(num_groups, HIDDEN, FFN)
     (w1, _keep1), (w2, _keep2) = (table(w) if is_table else (w, None) for w in (weight1, weight2))
@@ -204,20 +203,20 @@ def check_ranges(splits, dtype, activation, config, is_table):
         outputs = [blank(CAPACITY, n, dtype=dtype) for n in (width, FFN, width, FFN)]
         return *outputs, torch.full((num_tiles * CAPACITY,), torch.nan)
 
-    def run_all(row_start, outputs, dscale, inside):
+    def run_all(row_range, outputs, dscale, inside):
         """Both kernels; what they must not read is NaN."""
         h_out, a, dh, a_again, workspace = outputs
         kept = torch.where(inside[:, None], h, torch.nan)
         gemm_act.grouped_gemm_act(
-            torch.where(inside[:, None], rows, torch.nan), w1, row_start, scale, h_out, a, activation, **act_options
+            torch.where(inside[:, None], rows, torch.nan), w1, row_range, scale, h_out, a, activation, **act_options
         )
         options = {"row_index": index, **dact_options}
         return gemm_act.grouped_gemm_dact(
-            dout, w2, row_start, kept, scale, dh, a_again, dscale, workspace, activation, **options
+            dout, w2, row_range, kept, scale, dh, a_again, dscale, workspace, activation, **options
         )
 
     whole, dscale = blanks(), torch.full((2, CAPACITY), SENTINEL)
-    assert run_all(row_start, whole, dscale[0], torch.arange(CAPACITY) < num_rows) == num_tiles
+    assert run_all(row_range, whole, dscale[0], torch.arange(CAPACITY) < num_rows) == num_tiles
     union = blanks()
     for ranges in random_ranges(splits, 3):
         inside = rows_of(ranges, CAPACITY)
@@ -226,26 +225,25 @@ def check_ranges(splits, dtype, activation, config, is_table):
         for out, expected in zip(outputs[:4], whole[:4], strict=True):
             assert torch.equal(out[inside], expected[inside]), ranges
             assert (out[~inside] == SENTINEL).all(), ranges
-        run_all(ranges, union, dscale[1], inside)
+        run_all(ranges, union, None, inside)
     for out, expected in zip(union[:4], whole[:4], strict=True):
         assert torch.equal(out, expected), splits
-    assert (dscale[1] == SENTINEL).all()
-    gemm_act.sum_dact_partials(union[4], row_start, dscale[1], num_tiles)
+    gemm_act.sum_dact_partials(union[4], row_range, dscale[1], num_tiles)
     assert torch.equal(dscale[1], dscale[0])
 
 
 def check_no_rows():
     """Nothing is launched; a gradient of no rows is zero."""
-    activation, row_start = Activation(), torch.zeros(3, dtype=torch.int32)
+    activation, row_range = Activation(), whole_groups((0, 0))
     empty = {n: torch.empty(0, n) for n in (HIDDEN, FFN, 2 * FFN)}
     scale, dbias = torch.empty(0), torch.ones(2, 2 * FFN)
     h, a = empty[2 * FFN], empty[FFN]
-    gemm_act.grouped_gemm_act(empty[HIDDEN], torch.ones(2, 2 * FFN, HIDDEN), row_start, scale, h, a, activation)
+    gemm_act.grouped_gemm_act(empty[HIDDEN], torch.ones(2, 2 * FFN, HIDDEN), row_range, scale, h, a, activation)
     workspace = torch.empty(gemm_act.dact_workspace_numel(0, 2, FFN, activation))
     gemm_act.grouped_gemm_dact(
         empty[HIDDEN],
         torch.ones(2, HIDDEN, FFN),
-        row_start,
+        row_range,
         h,
         scale,
         h,

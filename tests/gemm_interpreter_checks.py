@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 from interpreter import spare_the_interpreter
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, whole_groups
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from symmoe.kernels.table import TensorTable
@@ -38,10 +38,6 @@ def random(*shape, dtype, nan_from=None):
 def blank(*shape, dtype):
     """An output that shows what was not written, and where something was written that should not be."""
     return torch.full(shape, -77.0, dtype=dtype)
-
-
-def row_starts(sizes):
-    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
 
 
 def index(num_rows):
@@ -79,7 +75,7 @@ class Problem:
 
     def __init__(self, sizes, dtype):
         self.num_groups, self.num_rows = len(sizes), sum(sizes)
-        self.row_start, self.row_index = row_starts(sizes), index(self.num_rows)
+        self.row_range, self.row_index = whole_groups(sizes), index(self.num_rows)
         self.rows = random(CAPACITY, HIDDEN, dtype=dtype, nan_from=self.num_rows)
         self.packed = random(NUM_PACKED, HIDDEN, dtype=dtype)
         self.dout = random(CAPACITY, FFN, dtype=dtype, nan_from=self.num_rows)
@@ -96,10 +92,10 @@ def check_gemm(p, sizes, dtype, options):
         name = f"grouped_gemm {sizes} {dtype} gather={idx is not None} {list(extra)}"
 
         def call(out, weight=p.weight, s=source, a=arguments):
-            gemm.grouped_gemm(s, weight, p.row_start, out, **a, **options)
+            gemm.grouped_gemm(s, weight, p.row_range, out, **a, **options)
 
         def twin(out, s=source, a=arguments):
-            twin_gemm.grouped_gemm(s, p.weight, p.row_start, out, **a)
+            twin_gemm.grouped_gemm(s, p.weight, p.row_range, out, **a)
 
         packed = check(name, call, twin, [blank(CAPACITY, FFN, dtype=dtype)], dtype)
         if extra.get("zero_tail"):
@@ -115,10 +111,10 @@ def check_dgrad(p, sizes, dtype, options):
         name = f"grouped_gemm_dgrad {sizes} {dtype} zero_tail={zero_tail}"
 
         def call(out, weight=p.weight, z=zero_tail):
-            gemm.grouped_gemm_dgrad(p.dout, weight, p.row_start, out, zero_tail=z, **options)
+            gemm.grouped_gemm_dgrad(p.dout, weight, p.row_range, out, zero_tail=z, **options)
 
         def twin(out, z=zero_tail):
-            twin_gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_start, out, zero_tail=z)
+            twin_gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_range, out, zero_tail=z)
 
         packed = check(name, call, twin, [blank(CAPACITY, HIDDEN, dtype=dtype)], dtype)
     out = blank(CAPACITY, HIDDEN, dtype=dtype)
@@ -141,8 +137,8 @@ def check_sums(p, sizes, dtype, options):
         arguments = {**extra, "accumulate": accumulate}
         check(
             name,
-            lambda out, k=kernel, s=source, a=arguments: k(s, p.weight, p.row_start, out, **a, **options),
-            lambda out, t=twin, s=source, a=arguments: t(s, p.weight, p.row_start, out, **a),
+            lambda out, k=kernel, s=source, a=arguments: k(s, p.weight, p.row_range, out, **a, **options),
+            lambda out, t=twin, s=source, a=arguments: t(s, p.weight, p.row_range, out, **a),
             [random(CAPACITY, width, dtype=dtype)],
             dtype,
         )
@@ -157,10 +153,10 @@ def check_wgrad(p, sizes, dtype, options):
         arguments = {"dout_index": i, "rows_index": j, "accumulate": accumulate}
 
         def call(out, d=d, r=r, a=arguments):
-            gemm.grouped_gemm_wgrad(d, r, p.row_start, out, **a, **options)
+            gemm.grouped_gemm_wgrad(d, r, p.row_range, out, **a, **options)
 
         def twin(out, d=d, r=r, a=arguments):
-            twin_gemm.grouped_gemm_wgrad(d, r, p.row_start, out, **a)
+            twin_gemm.grouped_gemm_wgrad(d, r, p.row_range, out, **a)
 
         before = random(p.num_groups, FFN, HIDDEN, dtype=out_dtype)
         if accumulate:
@@ -185,9 +181,9 @@ def check_bias(p, sizes, dtype):
         if not accumulate:
             check(
                 f"grad of {name}",
-                lambda out, d=dout, i=i, s=scale: bias.grouped_bias_grad(d, p.row_start, out, dout_index=i, scale=s),
+                lambda out, d=dout, i=i, s=scale: bias.grouped_bias_grad(d, p.row_range, out, dout_index=i, scale=s),
                 lambda out, d=dout, i=i, s=scale: twin_bias.grouped_bias_grad(
-                    d, p.row_start, out, dout_index=i, scale=s
+                    d, p.row_range, out, dout_index=i, scale=s
                 ),
                 [blank(p.num_groups, FFN, dtype=dtype)],
                 dtype,
@@ -196,10 +192,10 @@ def check_bias(p, sizes, dtype):
             check(
                 f"dot of {name}",
                 lambda out, d=dout, i=i, a=accumulate: bias.grouped_bias_dot(
-                    d, p.bias, p.row_start, out, dout_index=i, accumulate=a
+                    d, p.bias, p.row_range, out, dout_index=i, accumulate=a
                 ),
                 lambda out, d=dout, i=i, a=accumulate: twin_bias.grouped_bias_dot(
-                    d, p.bias, p.row_start, out, dout_index=i, accumulate=a
+                    d, p.bias, p.row_range, out, dout_index=i, accumulate=a
                 ),
                 [blank(CAPACITY, dtype=torch.float32)],
                 dtype,
@@ -225,19 +221,19 @@ def check_ranges(p, sizes, dtype, options):
     packed, weight = (whole_numbers(*like.shape, dtype=dtype) for like in (p.packed, p.weight))
     every_row, dout = (whole_numbers(CAPACITY, n, dtype=dtype, nan_from=p.num_rows) for n in (HIDDEN, FFN))
 
-    def gathered(row_start, out, rows):
-        gemm.grouped_gemm(packed, weight, row_start, out, row_index=p.row_index, **options)
+    def gathered(row_range, out, rows):
+        gemm.grouped_gemm(packed, weight, row_range, out, row_index=p.row_index, **options)
 
-    def contiguous(row_start, out, rows):
-        gemm.grouped_gemm(only(every_row, rows), weight, row_start, out, **biases, **options)
+    def contiguous(row_range, out, rows):
+        gemm.grouped_gemm(only(every_row, rows), weight, row_range, out, **biases, **options)
 
-    def dgrad(row_start, out, rows):
-        gemm.grouped_gemm_dgrad(only(dout, rows), table_of(weight), row_start, out, **options)
+    def dgrad(row_range, out, rows):
+        gemm.grouped_gemm_dgrad(only(dout, rows), table_of(weight), row_range, out, **options)
 
     all_rows = torch.arange(CAPACITY) < p.num_rows
     for call, width in ((gathered, FFN), (contiguous, FFN), (dgrad, HIDDEN)):
         whole, union = (blank(CAPACITY, width, dtype=dtype) for _ in range(2))
-        call(p.row_start, whole, all_rows)
+        call(p.row_range, whole, all_rows)
         for ranges in random_ranges(sizes, 3):
             rows, out = rows_of(ranges, CAPACITY), blank(CAPACITY, width, dtype=dtype)
             call(ranges, out, rows)
@@ -250,7 +246,7 @@ def check_ranges(p, sizes, dtype, options):
 def check_panels():
     """The kernels write the columns of a panel and no others; with the bits of the whole."""
     width, sizes, in_width = 600, [5, 0, 11], 8
-    row_start, num_rows = row_starts(sizes), sum(sizes)
+    row_range, num_rows = whole_groups(sizes), sum(sizes)
     for dtype in (torch.float32, torch.float16):
         config = replace(CONFIG, block_n=128, flatten=dtype == torch.float16)
         rows, row_index = whole_numbers(20, in_width, dtype=dtype, nan_from=num_rows), index(num_rows)
@@ -258,28 +254,28 @@ def check_panels():
         weight, bias = whole_numbers(3, width, in_width, dtype=dtype), random(3, width, dtype=dtype)
         weight_t, table = weight.transpose(1, 2).contiguous(), table_of(weight)
 
-        def plain(row_start, out, rows=rows, weight=weight, **options):
-            gemm.grouped_gemm(rows, weight, row_start, out, **options)
+        def plain(row_range, out, rows=rows, weight=weight, **options):
+            gemm.grouped_gemm(rows, weight, row_range, out, **options)
 
-        def biased(row_start, out, packed=packed, i=row_index, table=table, bias=bias, **options):
-            gemm.grouped_gemm(packed, table, row_start, out, row_index=i, bias=bias, **options)
+        def biased(row_range, out, packed=packed, i=row_index, table=table, bias=bias, **options):
+            gemm.grouped_gemm(packed, table, row_range, out, row_index=i, bias=bias, **options)
 
-        def dgrad(row_start, out, rows=rows, weight=weight_t, **options):
-            gemm.grouped_gemm_dgrad(rows, weight, row_start, out, **options)
+        def dgrad(row_range, out, rows=rows, weight=weight_t, **options):
+            gemm.grouped_gemm_dgrad(rows, weight, row_range, out, **options)
 
-        def added(row_start, out, rows=rows, weight=weight, **options):
-            gemm.grouped_gemm(rows, weight, row_start, out, accumulate=True, **options)
+        def added(row_range, out, rows=rows, weight=weight, **options):
+            gemm.grouped_gemm(rows, weight, row_range, out, accumulate=True, **options)
 
         ranges = torch.tensor([[1, 9, 5], [5, 5, 14]], dtype=torch.int32)
         for call, zero_tail in ((plain, True), (biased, False), (dgrad, True), (added, False)):
             options = {"num_sms": NUM_SMS, "config": config}
             whole, in_ranges = (blank(20, width, dtype=dtype) for _ in range(2))
-            call(row_start, whole, zero_tail=zero_tail, **options)
+            call(row_range, whole, zero_tail=zero_tail, **options)
             call(ranges, in_ranges, **options)
             for columns in ((0, 256), (256, 512), (512, width), (256, width)):
                 inside = slice(*columns)
                 for where, expected, extra in (
-                    (row_start, whole, {"zero_tail": zero_tail}), (ranges, in_ranges, {})
+                    (row_range, whole, {"zero_tail": zero_tail}), (ranges, in_ranges, {})
                 ):  # fmt: skip
                     out, right = (blank(20, width, dtype=dtype) for _ in range(2))
                     right[:, inside] = expected[:, inside]
@@ -294,8 +290,8 @@ def check_many_groups():
     options = {"num_sms": NUM_SMS, "config": replace(CONFIG, block_n=64, block_k=32)}
     check(
         "grouped_gemm with 68 groups",
-        lambda out: gemm.grouped_gemm(p.rows, p.weight, p.row_start, out, zero_tail=True, **options),
-        lambda out: twin_gemm.grouped_gemm(p.rows, p.weight, p.row_start, out, zero_tail=True),
+        lambda out: gemm.grouped_gemm(p.rows, p.weight, p.row_range, out, zero_tail=True, **options),
+        lambda out: twin_gemm.grouped_gemm(p.rows, p.weight, p.row_range, out, zero_tail=True),
         [blank(CAPACITY, FFN, dtype=torch.float32)],
         torch.float32,
     )
@@ -304,18 +300,18 @@ def check_many_groups():
 
 def check_no_rows():
     """Nothing to launch, but zeros for a gradient that is not added to something."""
-    row_start, dout, rows = row_starts([0, 0]), torch.empty(0, FFN), torch.empty(0, HIDDEN)
+    row_range, dout, rows = whole_groups([0, 0]), torch.empty(0, FFN), torch.empty(0, HIDDEN)
     for accumulate in (False, True):
         out = torch.ones(2, 60, HIDDEN)
         for target in (out[:, :FFN].clone(), table_of(out[:, :FFN])):
-            gemm.grouped_gemm_wgrad(dout, rows, row_start, target, accumulate=accumulate)
+            gemm.grouped_gemm_wgrad(dout, rows, row_range, target, accumulate=accumulate)
             written = target if isinstance(target, torch.Tensor) else out[:, :FFN]
             assert torch.equal(written, torch.full_like(written, float(accumulate))), accumulate
         assert (out[:, FFN:] == 1).all()
-    gemm.grouped_gemm(rows, torch.ones(2, FFN, HIDDEN), row_start, dout, zero_tail=True)
-    bias.grouped_bias_dot(dout, torch.ones(2, FFN), row_start, torch.empty(0))
+    gemm.grouped_gemm(rows, torch.ones(2, FFN, HIDDEN), row_range, dout, zero_tail=True)
+    bias.grouped_bias_dot(dout, torch.ones(2, FFN), row_range, torch.empty(0))
     dbias = torch.ones(2, FFN)
-    bias.grouped_bias_grad(dout, row_start, dbias)
+    bias.grouped_bias_grad(dout, row_range, dbias)
     assert not dbias.any()
 
 
@@ -325,9 +321,9 @@ def check_splits():
     cases = [(torch.tensor(sizes, dtype=dtype), n) for sizes, n in cases for dtype in (torch.int32, torch.int64)]
     cases.append((torch.tensor([-(2**63), 5, 2**63 - 1, 2**63 - 1]), 100))
     for sizes, num_rows in cases:
-        got, expected = torch.full((2, sizes.shape[0] + 1), -1, dtype=torch.int32)
-        splits.splits_to_row_start(sizes, got, num_rows)
-        twin_splits.splits_to_row_start(sizes, expected, num_rows)
+        got, expected = torch.full((2, 2, sizes.shape[0]), -1, dtype=torch.int32)
+        splits.splits_to_row_range(sizes, got, num_rows)
+        twin_splits.splits_to_row_range(sizes, expected, num_rows)
         assert torch.equal(got, expected), (sizes, num_rows, got)
 
 

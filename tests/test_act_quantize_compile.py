@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from act_quantize_cases import ACTIVATIONS
 from ahead_of_time import compile_for
 from launch_signature import described
-from quantize_cases import FORMATS, bounds
+from quantize_cases import FORMATS, row_range_of
 from test_gpu_kernels_compile import HopperDriver, WarmedUp
 from triton.compiler import ASTSource
 from triton.runtime import driver
@@ -74,12 +74,12 @@ def buffers(width, name, *, columns=False):
     return meta(lines, length, dtype=block_format.data_dtype), scales
 
 
-def launch_act(name, ffn, block_format, operand, dtype=BF16, *, ranges=False):
+def launch_act(name, ffn, block_format, operand, dtype=BF16):
     activation = ACTIVATIONS[name]
     h, row_scale = meta(N, activation.hidden_width(ffn), dtype=dtype), meta(N, dtype=FP32)
     options = {operand: buffers(ffn, block_format, columns=operand == "columns")}
-    row_start = meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32)
-    act_quantized.act_quantize(h, row_scale, row_start, activation, FORMATS[block_format], **options)
+    row_range = meta(2, G, dtype=torch.int32)
+    act_quantized.act_quantize(h, row_scale, row_range, activation, FORMATS[block_format], **options)
 
 
 def launch_dact(name, ffn, block_format, dtype=BF16):
@@ -90,7 +90,7 @@ def launch_dact(name, ffn, block_format, dtype=BF16):
         meta(N, ffn, dtype=dtype),
         meta(N, hidden, dtype=dtype),
         meta(N, dtype=FP32),
-        meta(G + 1, dtype=torch.int32),
+        meta(2, G, dtype=torch.int32),
         meta(N, dtype=FP32),
         workspace,
         activation,
@@ -135,13 +135,6 @@ def test_every_number_is_converted_once(compile_launch, operand):
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == numbers // threads // 2
 
 
-def test_ranges_of_rows(compile_launch):
-    launch_act("swiglu", 2048, "float8_block", "rows", ranges=True)
-    ptx, registers, spilled = compile_launch(90)
-    check(ptx, spilled, "float8_block")
-    assert registers <= 64
-
-
 @cases
 def test_dact(compile_launch, name, ffn, block_format, arch):
     launch_dact(name, ffn, block_format)
@@ -161,7 +154,7 @@ def test_steps_do_not_compile_again(monkeypatch):
 
     def step(num_rows):
         p = Problem(ACTIVATIONS["swiglu"], 128, splits=(num_rows, 0))
-        assert torch.equal(p.row_start, bounds((num_rows, 0)))
+        assert torch.equal(p.row_range, row_range_of((num_rows, 0)))
         forward(act_quantized, p, "mxfp8")
         backward(act_quantized, p, "mxfp8")
 

@@ -1,10 +1,10 @@
 """The twins of the activations and of the GEMMs fused with them, against float64 formulas and autograd."""
 
-import itertools
 import math
 
 import pytest
 import torch
+from row_ranges import spans_of, whole_groups
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation
@@ -49,9 +49,8 @@ class Problem:
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.splits, self.width = dtype, splits, activation.hidden_width(FFN)
         self.num_groups, self.num_rows = len(splits), sum(splits)
-        bounds = [0, *itertools.accumulate(splits)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32)
-        self.spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        self.row_range = whole_groups(splits)
+        self.spans = spans_of(self.row_range)
         self.row_index = torch.randint(0, NUM_PACKED, (CAPACITY,), dtype=torch.int32, generator=self.generator)
         self.row_index[self.num_rows :] = 2**30
         self.rows, self.packed = self.with_tail(HIDDEN), self.normal(NUM_PACKED, HIDDEN)
@@ -155,7 +154,7 @@ def test_forward(splits, dtype, activation, biased):
     for source, index, rows in p.sources():
         h, a = p.blank(p.width), p.blank(FFN)
         bias = p.bias if biased else None
-        gemm_act.grouped_gemm_act(source, p.weight1, p.row_start, p.scale, h, a, activation, row_index=index, bias=bias)
+        gemm_act.grouped_gemm_act(source, p.weight1, p.row_range, p.scale, h, a, activation, row_index=index, bias=bias)
         expected = p.multiply(rows, p.weight1, transpose=True)
         if biased:
             expected = expected + torch.cat([p.bias[g : g + 1].expand(n, -1) for g, n in enumerate(splits)])
@@ -177,7 +176,7 @@ def test_backward(splits, dtype, activation):
         gemm_act.grouped_gemm_dact(
             source,
             p.weight2,
-            p.row_start,
+            p.row_range,
             p.h,
             p.scale,
             dh,
@@ -208,20 +207,20 @@ def test_fused_is_bitwise_the_three_modules(activation, dtype):
     p = Problem(SPLITS[0], dtype, activation)
     rows, n = p.rows, p.num_rows
     h, a = p.blank(p.width), p.blank(FFN)
-    gemm_act.grouped_gemm_act(rows, p.weight1, p.row_start, p.scale, h, a, activation, bias=p.bias)
+    gemm_act.grouped_gemm_act(rows, p.weight1, p.row_range, p.scale, h, a, activation, bias=p.bias)
     dh, a_again, dscale = p.blank(p.width), p.blank(FFN), p.blank(dtype=torch.float32)
     dbias, workspace = torch.full_like(p.bias, torch.nan), torch.empty(CAPACITY)
     gemm_act.grouped_gemm_dact(
-        rows, p.weight2, p.row_start, h, p.scale, dh, a_again, dscale, workspace, activation, dbias=dbias
+        rows, p.weight2, p.row_range, h, p.scale, dh, a_again, dscale, workspace, activation, dbias=dbias
     )
 
     h3, a3, da3, dh3 = p.blank(p.width), p.blank(FFN), p.blank(FFN), p.blank(p.width)
     dscale3, dbias3 = p.blank(dtype=torch.float32), torch.full_like(p.bias, torch.nan)
-    twin_gemm.grouped_gemm(rows, p.weight1, p.row_start, h3, bias=p.bias)
+    twin_gemm.grouped_gemm(rows, p.weight1, p.row_range, h3, bias=p.bias)
     twin_activation.scaled_activation(h3, p.scale, a3, activation)
-    twin_gemm.grouped_gemm_dgrad(rows, p.weight2, p.row_start, da3)
+    twin_gemm.grouped_gemm_dgrad(rows, p.weight2, p.row_range, da3)
     twin_activation.scaled_activation_grad(da3, h3, p.scale, dh3, dscale3, activation)
-    twin_bias.grouped_bias_grad(dh3, p.row_start, dbias3)
+    twin_bias.grouped_bias_grad(dh3, p.row_range, dbias3)
 
     for fused, alone in ((h, h3), (a, a3), (a_again, a3), (dh, dh3), (dscale, dscale3)):
         assert torch.equal(fused[:n], alone[:n])

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import parts, twin
@@ -45,7 +45,7 @@ class Problem:
         self.splits = random_splits(self.generator)
         self.num_groups, self.num_rows = len(self.splits), sum(self.splits)
         self.capacity = self.num_rows + TAIL
-        self.row_start = torch.tensor([0, *itertools.accumulate(self.splits)], dtype=torch.int32)
+        self.row_range = whole_groups(self.splits)
         self.row_group = [g for g, size in enumerate(self.splits) for _ in range(size)]
         self.ranges = random_ranges(self.splits, 4, seed=seed)
         self.row_index = torch.randint(0, NUM_PACKED, (self.capacity,), dtype=torch.int32, generator=self.generator)
@@ -106,7 +106,7 @@ def test_grouped_gemm_of_ranges(biased, dtype, seed):
 
     for source, index in p.sources():
         whole = p.blank(p.out_width)
-        twin.grouped_gemm(source, p.weight, p.row_start, whole, row_index=index, **biases)
+        twin.grouped_gemm(source, p.weight, p.row_range, whole, row_index=index, **biases)
 
         def call(ranges, out, source=source, index=index):
             rows = source if index is not None else p.only(source, ranges)
@@ -121,7 +121,7 @@ def test_dgrad_of_ranges(dtype, seed):
     p = Problem(seed, dtype)
     p.weight = p.weight.transpose(1, 2).contiguous()
     whole = p.blank(p.out_width)
-    twin.grouped_gemm_dgrad(p.rows, p.weight, p.row_start, whole)
+    twin.grouped_gemm_dgrad(p.rows, p.weight, p.row_range, whole)
     check_ranges(
         p,
         lambda ranges, out: twin.grouped_gemm_dgrad(p.only(p.rows, ranges), p.weight, ranges, out),
@@ -146,7 +146,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(widths):
     generator = torch.Generator().manual_seed(0)
     rows, weight = torch.randn(130, widths[0], generator=generator), torch.randn(1, *widths[::-1], generator=generator)
     whole = torch.empty(130, widths[1])
-    twin.grouped_gemm(rows, weight, torch.tensor([0, 130], dtype=torch.int32), whole)
+    twin.grouped_gemm(rows, weight, whole_groups([130]), whole)
     for size, first in itertools.product((1, 2, 3, 4, 7, 12, 15, 16, 17, 33, 64), (0, 1, 5, 61)):
         out = torch.empty_like(whole)
         twin.grouped_gemm(rows, weight, torch.tensor([[first], [first + size]], dtype=torch.int32), out)
@@ -165,19 +165,19 @@ def test_panels_of_columns(name, dtype, seed):
     table = TensorTable(pointers, tuple(weight.shape), dtype)
     biases = {"bias": p.bias, "bias_scale": p.scale} if name == "biased" else {}
 
-    def call(row_start, out, operand=weight, **options):
+    def call(row_range, out, operand=weight, **options):
         function = twin.grouped_gemm_dgrad if dgrad else twin.grouped_gemm
-        function(p.rows, operand, row_start, out, **biases, **options)
+        function(p.rows, operand, row_range, out, **biases, **options)
 
     whole, with_zeros = p.blank(WIDE), p.blank(WIDE)
-    call(p.row_start, whole)
-    call(p.row_start, with_zeros, zero_tail=True)
+    call(p.row_range, whole)
+    call(p.row_range, with_zeros, zero_tail=True)
     assert not with_zeros[p.num_rows :].any()
     for columns in [*PANELS, (0, 512), (256, WIDE), (0, WIDE)]:
         inside = slice(*columns)
         for expected, options in ((whole, {}), (with_zeros, {"zero_tail": True}), (whole, {"operand": table})):
             out = p.blank(WIDE)
-            call(p.row_start, out, columns=columns, **options)
+            call(p.row_range, out, columns=columns, **options)
             assert torch.equal(out[:, inside], expected[:, inside])
             out[:, inside] = SENTINEL
             assert torch.equal(out, torch.full_like(out, SENTINEL))
@@ -201,11 +201,11 @@ def test_act_of_ranges(activation, dtype, seed):
     p = Problem(seed, dtype, widths=(24, activation.hidden_width(ffn)))
     for (source, index), bias in itertools.product(p.sources(), (None, p.bias)):
 
-        def call(row_start, rows, h, a, index=index, bias=bias):
-            twin.grouped_gemm_act(rows, p.weight, row_start, p.scale, h, a, activation, row_index=index, bias=bias)
+        def call(row_range, rows, h, a, index=index, bias=bias):
+            twin.grouped_gemm_act(rows, p.weight, row_range, p.scale, h, a, activation, row_index=index, bias=bias)
 
         whole, union = ((p.blank(p.out_width), p.blank(ffn)) for _ in range(2))
-        call(p.row_start, source, *whole)
+        call(p.row_range, source, *whole)
         for ranges in p.ranges:
             rows = source if index is not None else p.only(source, ranges)
             h, a = p.blank(p.out_width), p.blank(ffn)
@@ -229,14 +229,14 @@ def test_dact_of_ranges(activation, dtype, seed):
     h[p.num_rows :] = torch.nan
     numel = twin.dact_workspace_numel(p.capacity, p.num_groups, ffn, activation)
 
-    def call(row_start, source, index, hidden, dh, a, dscale, workspace):
+    def call(row_range, source, index, hidden, dh, a, dscale, workspace):
         return twin.grouped_gemm_dact(
-            source, weight, row_start, hidden, p.scale, dh, a, dscale, workspace, activation, row_index=index
+            source, weight, row_range, hidden, p.scale, dh, a, dscale, workspace, activation, row_index=index
         )
 
     for source, index in p.sources():
         dh, a, dscale = p.blank(width), p.blank(ffn), p.blank(dtype=torch.float32)
-        num_partials = call(p.row_start, source, index, h, dh, a, dscale, torch.full((numel,), torch.nan))
+        num_partials = call(p.row_range, source, index, h, dh, a, dscale, torch.full((numel,), torch.nan))
         workspace = torch.full((numel,), torch.nan)
         parts_dh, parts_a, parts_dscale = p.blank(width), p.blank(ffn), p.blank(dtype=torch.float32)
         for ranges in p.ranges:
@@ -245,11 +245,10 @@ def test_dact_of_ranges(activation, dtype, seed):
             assert call(ranges, rows, index, p.only(h, ranges), *outs, None, workspace.clone()) == num_partials
             outside = ~rows_of(ranges, p.capacity)
             assert all((out[outside] == SENTINEL).all() for out in outs)
-            call(ranges, rows, index, p.only(h, ranges), parts_dh, parts_a, parts_dscale, workspace)
+            call(ranges, rows, index, p.only(h, ranges), parts_dh, parts_a, None, workspace)
         assert torch.equal(parts_dh, dh)
         assert torch.equal(parts_a, a)
-        assert (parts_dscale == SENTINEL).all()  # not finished
-        twin.sum_dact_partials(workspace, p.row_start, parts_dscale, num_partials)
+        twin.sum_dact_partials(workspace, p.row_range, parts_dscale, num_partials)
         assert torch.equal(parts_dscale, dscale)
 
 
@@ -258,13 +257,13 @@ def test_a_forgotten_part_of_dact_is_seen():
     assert p.splits[0] > 8
     h, weight = p.normal(p.capacity, 80), p.weight.transpose(1, 2).contiguous()
     workspace, dscale = torch.full((p.capacity,), torch.nan), torch.empty(p.capacity)
-    ranges = torch.stack([p.row_start[:-1], p.row_start[1:]])
+    ranges = p.row_range.clone()
     ranges[1, 0] -= 3
     dh, a = p.blank(80), p.blank(40)
     num_partials = twin.grouped_gemm_dact(
         p.rows, weight, ranges, h, p.scale, dh, a, None, workspace, ACTIVATIONS["swiglu"]
     )
-    twin.sum_dact_partials(workspace, p.row_start, dscale, num_partials)
+    twin.sum_dact_partials(workspace, p.row_range, dscale, num_partials)
     assert dscale[: p.num_rows].isnan().sum() == 3
 
 
@@ -288,32 +287,16 @@ def ops(request):
 @pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_dgrad"])
 def test_panels_that_are_none(ops, name, columns):
     weight = torch.zeros((2, WIDE, 8) if name == "grouped_gemm" else (2, 8, WIDE))
-    row_start, rows, out = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(4, WIDE)
+    row_range, rows, out = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(4, WIDE)
     with pytest.raises(
         ArgumentError, match=rf"columns must be .* <= {WIDE}, both multiples of 256 or the width itself"
     ):
-        getattr(ops, name)(rows, weight, row_start, out, columns=columns)
+        getattr(ops, name)(rows, weight, row_range, out, columns=columns)
 
 
 def test_all_columns_are_no_panel():
     assert parts.panel((0, 256), 256) is parts.panel(None, 256) is None
     assert parts.panel([0, 256], 257) == (0, 256)
-
-
-def test_what_ranges_cannot_do(ops):
-    ranges, rows, weight = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(3, 8, 8)
-    vector, h = torch.zeros(4), torch.zeros(4, 16)
-    for function in (ops.grouped_gemm, ops.grouped_gemm_dgrad):
-        with pytest.raises(ArgumentError, match=r"zero_tail needs row_start \[G \+ 1\], got ranges of rows \[2, 3\]"):
-            function(rows, weight, ranges, rows.clone(), zero_tail=True)
-    with pytest.raises(ArgumentError, match="a weight gradient needs row_start"):
-        ops.grouped_gemm_wgrad(rows, rows, ranges, weight)
-    with pytest.raises(ArgumentError, match="dscale needs row_start"):
-        ops.sum_dact_partials(vector, ranges, vector, 1)
-    with pytest.raises(ArgumentError, match="dbias needs row_start"):
-        ops.grouped_gemm_dact(
-            rows, weight, ranges, h, vector, h, rows, None, vector, Activation(), dbias=torch.zeros(3, 16)
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """The twins of the grouped GEMMs, of the biases' gradients and of the splits against float64 loops over single rows."""
 
-import itertools
-
 import pytest
 import torch
+from row_ranges import whole_groups
 
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.twin import bias, gemm
-from symmoe.kernels.twin.splits import splits_to_row_start
+from symmoe.kernels.twin.splits import splits_to_row_range
 
 HIDDEN, FFN, NUM_PACKED, CAPACITY = 24, 40, 9, 40
 SPLITS = [(5, 0, 1, 13, 0, 7), (0, 0, 0), (0, 40), (40,), (1, 0) * 35]
@@ -26,7 +25,7 @@ class Problem:
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.splits = dtype, splits
         self.num_groups, self.num_rows = len(splits), sum(splits)
-        self.row_start = torch.tensor([0, *itertools.accumulate(splits)], dtype=torch.int32)
+        self.row_range = whole_groups(splits)
         self.row_group = [g for g, size in enumerate(splits) for _ in range(size)]
         self.row_index = torch.randint(0, NUM_PACKED, (CAPACITY,), dtype=torch.int32, generator=self.generator)
         self.row_index[self.num_rows :] = 2**30
@@ -97,11 +96,11 @@ def test_grouped_gemm(splits, dtype, biased):
 
     for source, index, row in p.sources(p.rows, p.packed):
         out = p.blank(FFN)
-        gemm.grouped_gemm(source, p.weight, p.row_start, out, row_index=index, **biases)
+        gemm.grouped_gemm(source, p.weight, p.row_range, out, row_index=index, **biases)
         p.check(out, lambda r, row=row: p.weight[p.row_group[r]].double() @ row(r) + addend(r))
         table, _memory = scattered(p.weight)
         again = p.blank(FFN)
-        gemm.grouped_gemm(source, table, p.row_start, again, row_index=index, zero_tail=True, **biases)
+        gemm.grouped_gemm(source, table, p.row_range, again, row_index=index, zero_tail=True, **biases)
         assert torch.equal(again[: p.num_rows], out[: p.num_rows])
         assert not again[p.num_rows :].any()
 
@@ -111,8 +110,8 @@ def test_the_result_is_rounded_once():
     ones = torch.ones(1, 8, dtype=torch.bfloat16)
     weight = torch.tensor([256.0, 1, 0, 0, 0, 0, 0, 0], dtype=torch.bfloat16).expand(1, 8, 8).contiguous()
     out = torch.empty(1, 8, dtype=torch.bfloat16)
-    row_start = torch.tensor([0, 1], dtype=torch.int32)
-    gemm.grouped_gemm(ones, weight, row_start, out, bias=ones, bias_scale=torch.ones(1))
+    row_range = whole_groups([1])
+    gemm.grouped_gemm(ones, weight, row_range, out, bias=ones, bias_scale=torch.ones(1))
     assert torch.equal(out, torch.full_like(out, 258.0))
 
 
@@ -123,9 +122,9 @@ def test_dgrad(splits, dtype):
     table, _memory = scattered(p.weight)
     for dout, index, row in p.sources(p.dout, p.packed_dout):
         out, again = p.blank(HIDDEN), p.blank(HIDDEN)
-        gemm.grouped_gemm_dgrad(dout, p.weight, p.row_start, out, row_index=index)
+        gemm.grouped_gemm_dgrad(dout, p.weight, p.row_range, out, row_index=index)
         p.check(out, lambda r, row=row: row(r) @ p.weight[p.row_group[r]].double())
-        gemm.grouped_gemm_dgrad(dout, table, p.row_start, again, row_index=index, zero_tail=True)
+        gemm.grouped_gemm_dgrad(dout, table, p.row_range, again, row_index=index, zero_tail=True)
         assert torch.equal(again[: p.num_rows], out[: p.num_rows])
         assert not again[p.num_rows :].any()
 
@@ -141,7 +140,7 @@ def test_results_are_added(splits, dtype):
     biases = {"bias": p.bias, "bias_scale": p.scale}
     for source, index, row in p.sources(p.rows, p.packed):
         out = forward.clone()
-        gemm.grouped_gemm(source, p.weight, p.row_start, out, row_index=index, accumulate=True, **biases)
+        gemm.grouped_gemm(source, p.weight, p.row_range, out, row_index=index, accumulate=True, **biases)
 
         def expected(r, row=row):
             g = p.row_group[r]
@@ -150,18 +149,18 @@ def test_results_are_added(splits, dtype):
         p.check(out, expected)
     for source, index, row in p.sources(p.dout, p.packed_dout):
         out = backward.clone()
-        gemm.grouped_gemm_dgrad(source, p.weight, p.row_start, out, row_index=index, accumulate=True)
+        gemm.grouped_gemm_dgrad(source, p.weight, p.row_range, out, row_index=index, accumulate=True)
         p.check(out, lambda r, row=row: backward[r].double() + row(r) @ p.weight[p.row_group[r]].double())
 
 
 def test_a_sum_is_rounded_once():
     """256 + 1 is 256 in bf16, and so is a second 1 more; their sum of 2 is not lost."""
-    ones, row_start = torch.ones(1, 8, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
+    ones, row_range = torch.ones(1, 8, dtype=torch.bfloat16), whole_groups([1])
     weight = torch.zeros(1, 8, 8, dtype=torch.bfloat16)
     weight[:, :, :2] = 1
     for call in (gemm.grouped_gemm, gemm.grouped_gemm_dgrad):
         out = torch.full((1, 8), 256.0, dtype=torch.bfloat16)
-        call(ones, weight if call is gemm.grouped_gemm else weight.mT.contiguous(), row_start, out, accumulate=True)
+        call(ones, weight if call is gemm.grouped_gemm else weight.mT.contiguous(), row_range, out, accumulate=True)
         assert torch.equal(out, torch.full_like(out, 258.0))
 
 
@@ -179,12 +178,12 @@ def test_wgrad(splits, dtype, out_dtype, accumulate):
                 before.fill_(torch.nan)
             indices = {"dout_index": dout_index, "rows_index": rows_index}
             out, (table, memory) = before.clone(), scattered(before)
-            gemm.grouped_gemm_wgrad(dout, rows, p.row_start, out, accumulate=accumulate, **indices)
+            gemm.grouped_gemm_wgrad(dout, rows, p.row_range, out, accumulate=accumulate, **indices)
             expected = before.double() if accumulate else torch.zeros(out.shape, dtype=torch.float64)
             for r, g in enumerate(p.row_group):
                 expected[g] += torch.outer(dout_row(r), row(r))
             assert_near(out, expected, out_dtype)
-            gemm.grouped_gemm_wgrad(dout, rows, p.row_start, table, accumulate=accumulate, **indices)
+            gemm.grouped_gemm_wgrad(dout, rows, p.row_range, table, accumulate=accumulate, **indices)
             assert torch.equal(collected(table, memory), out)
 
 
@@ -196,7 +195,7 @@ def test_accumulating_leaves_groups_without_rows_alone(dtype):
     out = torch.full((3, FFN, HIDDEN), -0.0, dtype=dtype)
     out[2].view(bits).fill_(torch.full((1,), -torch.nan, dtype=dtype).view(bits).item() ^ 1)
     before = out.clone()
-    gemm.grouped_gemm_wgrad(p.dout, p.rows, p.row_start, out, accumulate=True)
+    gemm.grouped_gemm_wgrad(p.dout, p.rows, p.row_range, out, accumulate=True)
     for g in (0, 2):
         assert torch.equal(out[g].view(bits), before[g].view(bits))
     assert out[1].any()
@@ -210,7 +209,7 @@ def test_bias_grad(splits, dtype, scaled):
     for dout, index, row in p.sources(p.dout, p.packed_dout):
         for out_dtype in {dtype, torch.float32}:
             dbias = torch.full((p.num_groups, FFN), torch.nan, dtype=out_dtype)
-            bias.grouped_bias_grad(dout, p.row_start, dbias, dout_index=index, scale=p.scale if scaled else None)
+            bias.grouped_bias_grad(dout, p.row_range, dbias, dout_index=index, scale=p.scale if scaled else None)
             expected = torch.zeros(dbias.shape, dtype=torch.float64)
             for r, g in enumerate(p.row_group):
                 expected[g] += row(r) * (p.scale[r].double() if scaled else 1.0)
@@ -224,7 +223,7 @@ def test_bias_dot(splits, dtype, accumulate):
     p = Problem(splits, dtype)
     for dout, index, row in p.sources(p.dout, p.packed_dout):
         dscale = p.blank(dtype=torch.float32)
-        bias.grouped_bias_dot(dout, p.bias, p.row_start, dscale, dout_index=index, accumulate=accumulate)
+        bias.grouped_bias_dot(dout, p.bias, p.row_range, dscale, dout_index=index, accumulate=accumulate)
         before = SENTINEL if accumulate else 0.0
         p.check(dscale, lambda r, row=row, before=before: before + row(r).dot(p.bias[p.row_group[r]].double()))
 
@@ -245,16 +244,16 @@ def test_bias_dot(splits, dtype, accumulate):
     ],
 )
 def test_splits(splits, num_rows, expected, dtype):
-    row_start = torch.full((len(splits) + 1,), -1, dtype=torch.int32)
-    splits_to_row_start(torch.tensor(splits, dtype=dtype), row_start, num_rows)
-    assert row_start.tolist() == expected
+    row_range = torch.full((2, len(splits)), -1, dtype=torch.int32)
+    splits_to_row_range(torch.tensor(splits, dtype=dtype), row_range, num_rows)
+    assert row_range.tolist() == [expected[:-1], expected[1:]]
 
 
 def test_splits_of_64_bits():
     """Sums of what a single split is limited to do not overflow."""
-    row_start = torch.full((5,), -1, dtype=torch.int32)
-    splits_to_row_start(torch.tensor([-(2**63), 5, 2**63 - 1, 2**63 - 1]), row_start, 100)
-    assert row_start.tolist() == [0, 0, 5, 100, 100]
+    row_range = torch.full((2, 4), -1, dtype=torch.int32)
+    splits_to_row_range(torch.tensor([-(2**63), 5, 2**63 - 1, 2**63 - 1]), row_range, 100)
+    assert row_range.tolist() == [[0, 0, 5, 100], [0, 5, 100, 100]]
 
 
 @of_every_dtype
@@ -271,7 +270,7 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
     weight, bias_g = normal(2 * width, width), normal(2 * width)
 
     def run(shift):
-        row_start = torch.tensor([0, shift, shift + 13], dtype=torch.int32)
+        row_range = whole_groups([shift, 13])
         n = shift + 13
 
         def placed(tensor):
@@ -281,11 +280,11 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
         x, d, s = placed(rows), placed(dout), placed(scale)
         out, dx = torch.empty(n, 2 * width, dtype=dtype), torch.empty(n, width, dtype=dtype)
         dw, db, ds = torch.empty_like(both), torch.empty_like(both_bias), torch.empty(n)
-        gemm.grouped_gemm(x, both, row_start, out, bias=both_bias, bias_scale=s)
-        gemm.grouped_gemm_dgrad(d, both, row_start, dx)
-        gemm.grouped_gemm_wgrad(d, x, row_start, dw)
-        bias.grouped_bias_grad(d, row_start, db)
-        bias.grouped_bias_dot(d, both_bias, row_start, ds)
+        gemm.grouped_gemm(x, both, row_range, out, bias=both_bias, bias_scale=s)
+        gemm.grouped_gemm_dgrad(d, both, row_range, dx)
+        gemm.grouped_gemm_wgrad(d, x, row_range, dw)
+        bias.grouped_bias_grad(d, row_range, db)
+        bias.grouped_bias_dot(d, both_bias, row_range, ds)
         return [dw[1], db[1], *(t[shift:] for t in (out, dx, ds))]
 
     expected = run(0)

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 from limits import HANG_S
-from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled
+from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control, twin
@@ -98,15 +98,27 @@ def test_fp8_products_take_what_recipes_make(recipe):
         (recipe.quantize(dout, row_start), recipe.quantize_weight_transposed(weight), 256),
     ):
         out = torch.empty(ROWS, width)
-        twin.grouped_gemm_fp8(lines.data, lines.scale, matrices.data, matrices.scale, row_start, out)
+        twin.grouped_gemm_fp8(lines.data, lines.scale, matrices.data, matrices.scale, lines.row_range, out)
         right = matrices.dequantize() if matrices.layout == "weight_transposed" else matrices.dequantize().mT
         wanted = torch.cat([lines.dequantize()[span] @ right[g] for g, span in enumerate(spans)])
         assert relative_error(out[:end], wanted) < 1e-5
     left, right = recipe.quantize_columns(dout, row_start), recipe.quantize_columns(rows, row_start)
     out = torch.empty(len(SPLITS), 384, 256)
-    twin.grouped_gemm_wgrad_fp8(left.data, left.scale, right.data, right.scale, row_start, out)
+    twin.grouped_gemm_wgrad_fp8(left.data, left.scale, right.data, right.scale, left.row_range, out)
     wanted = torch.stack([left.dequantize()[span].T @ right.dequantize()[span] for span in spans])
     assert relative_error(out, wanted) < 1e-5
+
+
+@every_recipe
+def test_groups_as_bounds_and_as_ranges(recipe):
+    """Callers may bring either; the kernels get ranges."""
+    rows = normal(ROWS, C)
+    for method in (recipe.quantize, recipe.quantize_columns):
+        left, right = method(rows, bounds()), method(rows, row_range_of())
+        assert torch.equal(left.dequantize(), right.dequantize())
+        for quantized in (left, right):
+            assert torch.equal(quantized.row_start, bounds())
+            assert torch.equal(quantized.row_range, row_range_of())
 
 
 @every_recipe

@@ -103,7 +103,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "hopper_gemm_kernel": lambda: gemm.launch_gemm(
         meta(N, I, dtype=BF16),
         meta(G, H, I, dtype=BF16),
-        meta(G + 1, dtype=I32),
+        meta(2, G, dtype=I32),
         meta(N, H, dtype=BF16),
         weight_k_first=False,
         zero_tail=True,
@@ -112,7 +112,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "hopper_act_kernel": lambda: act.launch_act(
         meta(N, H, dtype=BF16),
         meta(G, 2 * I, H, dtype=BF16),
-        meta(G + 1, dtype=I32),
+        meta(2, G, dtype=I32),
         meta(N, dtype=F32),
         meta(N, 2 * I, dtype=BF16),
         meta(N, I, dtype=BF16),
@@ -122,7 +122,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "hopper_dact_kernel": lambda: act.launch_dact(
         meta(N, H, dtype=BF16),
         meta(G, H, I, dtype=BF16),
-        meta(G + 1, dtype=I32),
+        meta(2, G, dtype=I32),
         meta(N, 2 * I, dtype=BF16),
         meta(N, dtype=F32),
         meta(N, 2 * I, dtype=BF16),
@@ -132,14 +132,14 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         num_sms=132,
     ),
     "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(
-        meta(N, H, dtype=BF16), meta(N, I, dtype=BF16), meta(G + 1, dtype=I32), meta(G, H, I, dtype=BF16), num_sms=132
+        meta(N, H, dtype=BF16), meta(N, I, dtype=BF16), meta(2, G, dtype=I32), meta(G, H, I, dtype=BF16), num_sms=132
     ),
     "hopper_fp8_gemm_kernel": lambda: hopper_fp8.launch_fp8_gemm(
         meta(N, I, dtype=E4M3),
         meta(N, I // 128, dtype=F32),
         meta(G, H, I, dtype=E4M3),
         meta(G, H // 128, I // 128, dtype=F32),
-        meta(G + 1, dtype=I32),
+        meta(2, G, dtype=I32),
         meta(N, H, dtype=BF16),
         zero_tail=True,
         num_sms=132,
@@ -149,7 +149,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
         meta(10, H, dtype=F32).t(),
         meta(I, 1280, dtype=E4M3),
         meta(10, I, dtype=F32).t(),
-        meta(G + 1, dtype=I32),
+        meta(2, G, dtype=I32),
         meta(G, H, I, dtype=F32),
         accumulate=True,
         num_sms=132,

@@ -9,7 +9,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU that converts to E4M3: Hopper or newer", allow_module_level=True)
 
 from act_quantize_cases import ACTIVATIONS, NAMES, SPLITS, Problem, backward, backward_apart, forward, forward_apart
-from quantize_cases import bounds, differences
+from quantize_cases import differences, row_range_of
 
 from symmoe.kernels import gpu, twin
 
@@ -54,7 +54,7 @@ def test_the_bits_of_the_twin_where_the_activation_is_exact(name):
     p.row_scale[: p.num_rows] = torch.exp2(torch.randint(-2, 3, (p.num_rows,), generator=generator).float())
     expected, (expected_grad, wanted) = forward(twin, p, name), backward(twin, p, name)
     p.device = "cuda"
-    p.h, p.da, p.row_scale, p.row_start = (x.cuda() for x in (p.h, p.da, p.row_scale, p.row_start))
+    p.h, p.da, p.row_scale, p.row_range = (x.cuda() for x in (p.h, p.da, p.row_scale, p.row_range))
     assert differences(forward(gpu, p, name), expected) == []
     found, dscale = backward(gpu, p, name)
     assert differences(found, expected_grad) == []
@@ -80,7 +80,7 @@ def test_graph_replay_with_other_rows_and_splits():
     assert sum(other) == sum(SPLITS)
     for seed, splits in ((3, SPLITS), (4, other)):
         q = Problem(ACTIVATIONS["swiglu"], 256, splits=splits, device="cuda", seed=seed)
-        for here, there in ((p.h, q.h), (p.da, q.da), (p.row_scale, q.row_scale), (p.row_start, bounds(splits))):
+        for here, there in ((p.h, q.h), (p.da, q.da), (p.row_scale, q.row_scale), (p.row_range, row_range_of(splits))):
             here.copy_(there)
         graph.replay()
         assert differences(found, forward_apart(gpu, q, "float8_block")) == []

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, spans_of, whole_groups
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.table import TensorTable
@@ -68,9 +68,8 @@ class Problem:
         self.num_groups, self.num_rows = len(splits), sum(splits)
         self.capacity = self.num_rows + TAIL
         self.num_packed = self.num_rows // 2 + 1
-        bounds = list(itertools.accumulate(splits, initial=0))
-        self.spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+        self.row_range = whole_groups(splits, device="cuda")
+        self.spans = spans_of(self.row_range)
         self.row_index = torch.randint(
             0, self.num_packed, (self.capacity,), dtype=torch.int32, device="cuda", generator=self.generator
         )
@@ -127,7 +126,7 @@ def forward(p, source, index, module=gemm_act, weight=None, bias=None, **options
     h, a = p.blank(p.width), p.blank(p.ffn)
     weight = p.weight1 if weight is None else weight
     module.grouped_gemm_act(
-        source, weight, p.row_start, p.scale, h, a, p.activation, row_index=index, bias=bias, **options
+        source, weight, p.row_range, p.scale, h, a, p.activation, row_index=index, bias=bias, **options
     )
     return h, a
 
@@ -139,7 +138,7 @@ def backward(p, source, index, h, module=gemm_act, weight=None, with_dbias=True,
     module.grouped_gemm_dact(
         source,
         weight,
-        p.row_start,
+        p.row_range,
         h,
         p.scale,
         dh,
@@ -227,9 +226,9 @@ def test_fused_is_bitwise_the_three_modules(widths, activation, dtype):
 
     h3, a3, da3, dh3 = p.blank(p.width), p.blank(p.ffn), p.blank(p.ffn), p.blank(p.width)
     dscale3 = p.blank(dtype=torch.float32)
-    gemm.grouped_gemm(p.rows, p.weight1, p.row_start, h3, bias=p.bias)
+    gemm.grouped_gemm(p.rows, p.weight1, p.row_range, h3, bias=p.bias)
     gpu_activation.scaled_activation(h3, p.scale, a3, activation)
-    gemm.grouped_gemm_dgrad(p.rows, p.weight2, p.row_start, da3)
+    gemm.grouped_gemm_dgrad(p.rows, p.weight2, p.row_range, da3)
     gpu_activation.scaled_activation_grad(da3, h3, p.scale, dh3, dscale3, activation)
     for fused, alone in ((h, h3), (a, a3), (a_again, a3), (dh, dh3), (dscale, dscale3)):
         assert torch.equal(fused[:n], alone[:n])
@@ -327,12 +326,12 @@ def test_repeated_runs_and_other_grids_give_the_same_bits(activation, dtype):
 def check_ranges(p, source, index, bias, step, act_options, dact_options):
     """Both functions in parts; what parts must not read is NaN, and what they must not write stays as it is."""
 
-    def forward_and_backward(row_start, rows, hidden, outputs, dscale, workspace):
+    def forward_and_backward(row_range, rows, hidden, outputs, dscale, workspace):
         h, a, dh, a_again = outputs
         gemm_act.grouped_gemm_act(
-            rows, p.weight1, row_start, p.scale, h, a, p.activation, row_index=index, bias=bias, **act_options
+            rows, p.weight1, row_range, p.scale, h, a, p.activation, row_index=index, bias=bias, **act_options
         )
-        arguments = (row_start, hidden, p.scale, dh, a_again, dscale, workspace, p.activation)
+        arguments = (row_range, hidden, p.scale, dh, a_again, dscale, workspace, p.activation)
         return gemm_act.grouped_gemm_dact(rows, p.weight2, *arguments, row_index=index, **dact_options)
 
     def blanks():
@@ -340,7 +339,7 @@ def check_ranges(p, source, index, bias, step, act_options, dact_options):
 
     workspace = p.workspace(dact_options.get("config"))
     whole, union, (dscale, in_parts) = blanks(), blanks(), (p.blank(dtype=torch.float32) for _ in range(2))
-    num_partials = forward_and_backward(p.row_start, source, p.h, whole, dscale, workspace.clone())
+    num_partials = forward_and_backward(p.row_range, source, p.h, whole, dscale, workspace.clone())
     for ranges in random_ranges(p.splits, 3, step=step):
         ranges, outputs = ranges.cuda(), blanks()
         come = rows_of(ranges, p.capacity)
@@ -349,11 +348,10 @@ def check_ranges(p, source, index, bias, step, act_options, dact_options):
         forward_and_backward(ranges, rows, hidden, outputs, None, workspace.clone())
         for out, expected in zip(outputs, whole, strict=True):
             assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL))
-        assert forward_and_backward(ranges, rows, hidden, union, in_parts, workspace) == num_partials
+        assert forward_and_backward(ranges, rows, hidden, union, None, workspace) == num_partials
     for out, expected in zip(union, whole, strict=True):
         assert torch.equal(out, expected)
-    assert (in_parts == SENTINEL).all()
-    gemm_act.sum_dact_partials(workspace, p.row_start, in_parts, num_partials)
+    gemm_act.sum_dact_partials(workspace, p.row_range, in_parts, num_partials)
     assert not dscale.isnan().any()
     assert torch.equal(in_parts, dscale)
 
@@ -373,12 +371,12 @@ def test_ranges_of_rows_give_the_bits_of_the_whole(step, activation, dtype):
 
 def test_a_forgotten_range_is_seen():
     p = Problem(SPLITS[0], WIDTHS[0], torch.bfloat16, ACTIVATIONS["swiglu"])
-    ranges = torch.stack([p.row_start[:-1], p.row_start[1:]])
+    ranges = p.row_range.clone()
     ranges[1, 3] -= 100
     workspace, dh, a, dscale = p.workspace(), p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
     arguments = (ranges, p.h, p.scale, dh, a, None, workspace, p.activation)
     num_partials = gemm_act.grouped_gemm_dact(p.rows, p.weight2, *arguments)
-    gemm_act.sum_dact_partials(workspace, p.row_start, dscale, num_partials)
+    gemm_act.sum_dact_partials(workspace, p.row_range, dscale, num_partials)
     forgotten = slice(p.spans[3].stop - 100, p.spans[3].stop)
     assert dscale[forgotten].isnan().all()
     assert dscale.isnan().sum() == 100
@@ -412,7 +410,7 @@ def test_graph_replay_with_other_splits():
     with torch.cuda.graph(graph):
         captured = backward(p, p.packed, p.row_index, p.h)
     for splits in (first, second, first):
-        p.row_start.copy_(torch.tensor(list(itertools.accumulate(splits, initial=0)), dtype=torch.int32))
+        p.row_range.copy_(whole_groups(splits))
         graph.replay()
         p.num_rows = sum(splits)
         same_bits(p, captured, backward(p, p.packed, p.row_index, p.h))

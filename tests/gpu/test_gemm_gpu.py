@@ -8,11 +8,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, spans_of, whole_groups
 
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.triton import bias, gemm, tiles
-from symmoe.kernels.triton.splits import splits_to_row_start
+from symmoe.kernels.triton.splits import splits_to_row_range
 from symmoe.kernels.twin import bias as twin_bias
 from symmoe.kernels.twin import gemm as twin_gemm
 from symmoe.kernels.twin import splits as twin_splits
@@ -41,9 +41,8 @@ class Problem:
         self.num_groups, self.num_rows = len(splits), sum(splits)
         self.capacity = self.num_rows + TAIL
         self.num_packed = self.num_rows // 2 + 1
-        bounds = list(itertools.accumulate(splits, initial=0))
-        self.spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+        self.row_range = whole_groups(splits, device="cuda")
+        self.spans = spans_of(self.row_range)
         self.row_index = torch.randint(
             0, self.num_packed, (self.capacity,), dtype=torch.int32, device="cuda", generator=self.generator
         )
@@ -124,18 +123,18 @@ def check_gemm(p, gather, table, biased, zero_tail, **options):
     arguments = {"row_index": index, "zero_tail": zero_tail, **biases(p, biased)}
     scattered = Scattered(p.weight)
     out, twin_out = p.blank(p.ffn), p.blank(p.ffn)
-    gemm.grouped_gemm(source, scattered.table if table else p.weight, p.row_start, out, **arguments, **options)
+    gemm.grouped_gemm(source, scattered.table if table else p.weight, p.row_range, out, **arguments, **options)
 
     def expected(g, span):
         addend = p.bias[g].double() * (p.scale[span].double()[:, None] if biased == "scaled" else 1.0)
         return rows[span] @ p.weight[g].double().t() + (0.0 if biased == "none" else addend)
 
     p.check_rows(out, expected, 0.0 if zero_tail else SENTINEL)
-    twin_gemm.grouped_gemm(source, p.weight, p.row_start, twin_out, **arguments)
+    twin_gemm.grouped_gemm(source, p.weight, p.row_range, twin_out, **arguments)
     p.check_twin(out, twin_out)
     if table:
         packed_out = p.blank(p.ffn)
-        gemm.grouped_gemm(source, p.weight, p.row_start, packed_out, **arguments, **options)
+        gemm.grouped_gemm(source, p.weight, p.row_range, packed_out, **arguments, **options)
         assert torch.equal(out, packed_out)
 
 
@@ -143,13 +142,13 @@ def check_dgrad(p, table, zero_tail, **options):
     scattered = Scattered(p.weight)
     out, twin_out = p.blank(p.hidden), p.blank(p.hidden)
     weight = scattered.table if table else p.weight
-    gemm.grouped_gemm_dgrad(p.dout, weight, p.row_start, out, zero_tail=zero_tail, **options)
+    gemm.grouped_gemm_dgrad(p.dout, weight, p.row_range, out, zero_tail=zero_tail, **options)
     p.check_rows(out, lambda g, span: p.dout[span].double() @ p.weight[g].double(), tail=0.0 if zero_tail else SENTINEL)
-    twin_gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_start, twin_out, zero_tail=zero_tail)
+    twin_gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_range, twin_out, zero_tail=zero_tail)
     p.check_twin(out, twin_out)
     if table:
         packed_out = p.blank(p.hidden)
-        gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_start, packed_out, zero_tail=zero_tail, **options)
+        gemm.grouped_gemm_dgrad(p.dout, p.weight, p.row_range, packed_out, zero_tail=zero_tail, **options)
         assert torch.equal(out, packed_out)
 
 
@@ -158,16 +157,16 @@ def check_wgrad(p, gather_dout, gather_rows, table, accumulate, out_dtype, **opt
     source, index, rows = p.source(gather_rows)
     before = p.normal(p.num_groups, p.ffn, p.hidden, dtype=out_dtype)
     if accumulate:
-        before[p.row_start.diff() == 0] = torch.nan  # left alone
+        before[p.row_range[0] == p.row_range[1]] = torch.nan  # left alone
     else:
         before.fill_(torch.nan)
     arguments = {"dout_index": dout_index, "rows_index": index, "accumulate": accumulate}
     packed, scattered, twin_out = before.clone(), Scattered(before), before.clone()
-    gemm.grouped_gemm_wgrad(dout, source, p.row_start, packed, **arguments, **options)
+    gemm.grouped_gemm_wgrad(dout, source, p.row_range, packed, **arguments, **options)
     if table:
-        gemm.grouped_gemm_wgrad(dout, source, p.row_start, scattered.table, **arguments, **options)
+        gemm.grouped_gemm_wgrad(dout, source, p.row_range, scattered.table, **arguments, **options)
         assert torch.equal(scattered.packed().nan_to_num(7), packed.nan_to_num(7))
-    twin_gemm.grouped_gemm_wgrad(dout, source, p.row_start, twin_out, **arguments)
+    twin_gemm.grouped_gemm_wgrad(dout, source, p.row_range, twin_out, **arguments)
     for g, span in enumerate(p.spans):
         if span.start < span.stop:
             product = dout_rows[span].t() @ rows[span]
@@ -182,15 +181,15 @@ def check_biases(p, gather, scaled, accumulate):
     for out_dtype in {p.dtype, torch.float32}:
         dbias, twin_dbias = torch.full((2, p.num_groups, p.ffn), torch.nan, dtype=out_dtype, device="cuda")
         arguments = {"dout_index": index, "scale": p.scale if scaled else None}
-        bias.grouped_bias_grad(dout, p.row_start, dbias, **arguments)
-        twin_bias.grouped_bias_grad(dout, p.row_start, twin_dbias, **arguments)
+        bias.grouped_bias_grad(dout, p.row_range, dbias, **arguments)
+        twin_bias.grouped_bias_grad(dout, p.row_range, twin_dbias, **arguments)
         assert_near(dbias, twin_dbias)
         for g, span in enumerate(p.spans):
             addends = dout_rows[span] * (p.scale[span].double()[:, None] if scaled else 1.0)
             assert_near(dbias[g], addends.sum(dim=0))
     dscale, twin_dscale = p.blank(dtype=torch.float32), p.blank(dtype=torch.float32)
-    bias.grouped_bias_dot(dout, p.bias, p.row_start, dscale, dout_index=index, accumulate=accumulate)
-    twin_bias.grouped_bias_dot(dout, p.bias, p.row_start, twin_dscale, dout_index=index, accumulate=accumulate)
+    bias.grouped_bias_dot(dout, p.bias, p.row_range, dscale, dout_index=index, accumulate=accumulate)
+    twin_bias.grouped_bias_dot(dout, p.bias, p.row_range, twin_dscale, dout_index=index, accumulate=accumulate)
     p.check_twin(dscale, twin_dscale)
     p.check_rows(dscale, lambda g, span: dout_rows[span] @ p.bias[g].double() + (SENTINEL if accumulate else 0.0))
 
@@ -241,7 +240,7 @@ def test_every_combination_of_options(dtype):
 
 
 def part_calls(p):
-    """(width of the output, function (row_start, out, mask of the rows that have come, **options)), one of a kind."""
+    """(width of the output, function (row_range, out, mask of the rows that have come, **options)), one of a kind."""
     table, usual, usual_dgrad = (
         Scattered(p.weight),
         gemm.gemm_config(p.ffn, p.dtype),
@@ -252,20 +251,20 @@ def part_calls(p):
     def only(rows, come):
         return torch.where(come[:, None], rows, torch.nan)
 
-    def plain(row_start, out, come, **options):
-        gemm.grouped_gemm(only(p.rows, come), p.weight, row_start, out, **options)
+    def plain(row_range, out, come, **options):
+        gemm.grouped_gemm(only(p.rows, come), p.weight, row_range, out, **options)
 
-    def by_triton(row_start, out, come, **options):
-        gemm.grouped_gemm(only(p.rows, come), p.weight, row_start, out, config=usual, **biased, **options)
+    def by_triton(row_range, out, come, **options):
+        gemm.grouped_gemm(only(p.rows, come), p.weight, row_range, out, config=usual, **biased, **options)
 
-    def gathered(row_start, out, come, **options):
-        gemm.grouped_gemm(p.packed, table.table, row_start, out, row_index=p.row_index, bias=p.bias, **options)
+    def gathered(row_range, out, come, **options):
+        gemm.grouped_gemm(p.packed, table.table, row_range, out, row_index=p.row_index, bias=p.bias, **options)
 
-    def dgrad(row_start, out, come, **options):
-        gemm.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_start, out, **options)
+    def dgrad(row_range, out, come, **options):
+        gemm.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_range, out, **options)
 
-    def dgrad_by_triton(row_start, out, come, **options):
-        gemm.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_start, out, config=usual_dgrad, **options)
+    def dgrad_by_triton(row_range, out, come, **options):
+        gemm.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_range, out, config=usual_dgrad, **options)
 
     yield from ((p.ffn, call) for call in (plain, by_triton, gathered))
     yield from ((p.hidden, call) for call in (dgrad, dgrad_by_triton))
@@ -280,7 +279,7 @@ def test_ranges_of_rows(step, dtype):
         everything = torch.arange(p.capacity, device="cuda") < p.num_rows
         for width, call in part_calls(p):
             whole, union = p.blank(width), p.blank(width)
-            call(p.row_start, whole, everything)
+            call(p.row_range, whole, everything)
             assert not whole.isnan().any()
             for ranges in random_ranges(splits, 3, step=step):
                 ranges, out = ranges.cuda(), p.blank(width)
@@ -297,7 +296,7 @@ def test_ranges_of_a_single_group(dtype):
     p = Problem((500,), WIDTHS[1], dtype)
     for width, call in part_calls(p):
         whole = p.blank(width)
-        call(p.row_start, whole, torch.arange(p.capacity, device="cuda") < 500)
+        call(p.row_range, whole, torch.arange(p.capacity, device="cuda") < 500)
         for begin, end in ((131, 402), (500, 500), (499, 3), (0, 1)):
             ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
             come, out = rows_of(ranges, p.capacity), p.blank(width)
@@ -319,12 +318,12 @@ def test_panels_of_columns(dtype):
             ):  # to compile less; the kernels of `dgrad` are in test_hopper_gpu
                 continue
             whole, union = p.blank(width), p.blank(width)
-            call(p.row_start, whole, everything, zero_tail=True)
+            call(p.row_range, whole, everything, zero_tail=True)
             for columns in ((0, 256), (256, width)):
                 inside = slice(*columns)
                 out, right = p.blank(width), p.blank(width)
                 right[:, inside] = whole[:, inside]
-                call(p.row_start, out, everything, columns=columns, zero_tail=True, num_sms=13)
+                call(p.row_range, out, everything, columns=columns, zero_tail=True, num_sms=13)
                 assert torch.equal(out, right), (call.__name__, columns)
                 for ranges in parts:
                     call(ranges, union, rows_of(ranges, p.capacity), columns=columns)
@@ -363,15 +362,15 @@ def all_results(p, num_sms=None, *, table=False):
     out, dx, dscale = p.blank(p.ffn), p.blank(p.hidden), p.blank(dtype=torch.float32)
     operand = weight.table if table else p.weight
     biased = {"bias": p.bias, "bias_scale": p.scale, "zero_tail": True}
-    gemm.grouped_gemm(p.packed, operand, p.row_start, out, row_index=p.row_index, **biased, **options)
-    gemm.grouped_gemm_dgrad(p.dout, operand, p.row_start, dx, **options)
+    gemm.grouped_gemm(p.packed, operand, p.row_range, out, row_index=p.row_index, **biased, **options)
+    gemm.grouped_gemm_dgrad(p.dout, operand, p.row_range, dx, **options)
     dw = torch.full_like(p.weight, 0.5)
-    gemm.grouped_gemm_wgrad(p.dout, p.packed, p.row_start, dw, rows_index=p.row_index, accumulate=True, **options)
+    gemm.grouped_gemm_wgrad(p.dout, p.packed, p.row_range, dw, rows_index=p.row_index, accumulate=True, **options)
     dw_fp32 = torch.empty_like(p.weight, dtype=torch.float32)
-    gemm.grouped_gemm_wgrad(p.dout, p.rows, p.row_start, dw_fp32, **options)
+    gemm.grouped_gemm_wgrad(p.dout, p.rows, p.row_range, dw_fp32, **options)
     dbias = torch.empty_like(p.bias)
-    bias.grouped_bias_grad(p.dout, p.row_start, dbias, scale=p.scale)
-    bias.grouped_bias_dot(p.dout, p.bias, p.row_start, dscale)
+    bias.grouped_bias_grad(p.dout, p.row_range, dbias, scale=p.scale)
+    bias.grouped_bias_dot(p.dout, p.bias, p.row_range, dscale)
     return {"out": out, "dx": dx, "dscale": dscale}, {"dw": dw, "dw_fp32": dw_fp32, "dbias": dbias}
 
 
@@ -436,7 +435,7 @@ def test_graph_replay_with_other_splits():
     splits = torch.tensor(first, device="cuda")
 
     def step():
-        splits_to_row_start(splits, p.row_start, p.capacity)
+        splits_to_row_range(splits, p.row_range, p.capacity)
         return all_results(p)
 
     step()  # compile outside of the capture
@@ -452,7 +451,7 @@ def test_graph_replay_with_other_splits():
         splits.copy_(torch.tensor(sizes))
         graph.replay()
         torch.cuda.synchronize()
-        assert p.row_start.tolist() == list(itertools.accumulate(sizes, initial=0))
+        assert torch.equal(p.row_range.cpu(), whole_groups(sizes))
         assert_same_bits(captured, step())
 
 
@@ -461,32 +460,32 @@ def test_splits(dtype):
     cases = [([3, 0, 4], 10), ([3, 0, 4], 5), ([-3, 2, -(2**31), 4], 10), ([2**31 - 1] * 5, 9), ([6], 8),
              ([1, 2**31 - 1, 1], 2**31 - 1), ([1] * 70, 64), ([1] * 70, 1), ([3], 0)]  # fmt: skip
     for sizes, num_rows in cases:
-        got = torch.full((len(sizes) + 1,), -1, dtype=torch.int32, device="cuda")
-        expected = torch.full((len(sizes) + 1,), -1, dtype=torch.int32)
-        splits_to_row_start(torch.tensor(sizes, dtype=dtype, device="cuda"), got, num_rows)
-        twin_splits.splits_to_row_start(torch.tensor(sizes, dtype=dtype), expected, num_rows)
+        got = torch.full((2, len(sizes)), -1, dtype=torch.int32, device="cuda")
+        expected = torch.full((2, len(sizes)), -1, dtype=torch.int32)
+        splits_to_row_range(torch.tensor(sizes, dtype=dtype, device="cuda"), got, num_rows)
+        twin_splits.splits_to_row_range(torch.tensor(sizes, dtype=dtype), expected, num_rows)
         assert got.tolist() == expected.tolist(), (sizes, num_rows)
 
 
 def test_no_rows():
     """A capacity of zero: nothing to launch but the zeros of the gradients."""
     dout, rows = (torch.empty(0, n, dtype=torch.bfloat16, device="cuda") for n in (192, 64))
-    row_start = torch.zeros(4, dtype=torch.int32, device="cuda")
+    row_range = whole_groups((0, 0, 0), device="cuda")
     weight = torch.ones(3, 192, 64, dtype=torch.bfloat16, device="cuda")
     scattered = Scattered(weight)
-    gemm.grouped_gemm(rows, weight, row_start, dout, zero_tail=True)
-    gemm.grouped_gemm_dgrad(dout, weight, row_start, rows, zero_tail=True)
+    gemm.grouped_gemm(rows, weight, row_range, dout, zero_tail=True)
+    gemm.grouped_gemm_dgrad(dout, weight, row_range, rows, zero_tail=True)
     for out in (weight, scattered.table):
-        gemm.grouped_gemm_wgrad(dout, rows, row_start, out, accumulate=True)
+        gemm.grouped_gemm_wgrad(dout, rows, row_range, out, accumulate=True)
     assert (weight == 1).all()
     assert (scattered.packed() == 1).all()
     for out in (weight, scattered.table):
-        gemm.grouped_gemm_wgrad(dout, rows, row_start, out)
+        gemm.grouped_gemm_wgrad(dout, rows, row_range, out)
     assert not weight.any()
     assert not scattered.packed().any()
     dbias = torch.ones(3, 192, dtype=torch.bfloat16, device="cuda")
-    bias.grouped_bias_dot(dout, dbias, row_start, torch.empty(0, device="cuda"))
-    bias.grouped_bias_grad(dout, row_start, dbias)
+    bias.grouped_bias_dot(dout, dbias, row_range, torch.empty(0, device="cuda"))
+    bias.grouped_bias_grad(dout, row_range, dbias)
     assert not dbias.any()
 
 
@@ -498,9 +497,9 @@ def test_offsets_beyond_32_bits():
     generator = torch.Generator(device="cuda").manual_seed(0)
     rows = torch.randn(num_rows + tail, inner, device="cuda", generator=generator).bfloat16()
     weight = torch.randn(2, width, inner, device="cuda", generator=generator).bfloat16()
-    row_start = torch.tensor([0, 69_000, num_rows], dtype=torch.int32, device="cuda")
+    row_range = whole_groups((69_000, num_rows - 69_000), device="cuda")
     out = torch.full((num_rows + tail, width), torch.nan, dtype=torch.bfloat16, device="cuda")
-    gemm.grouped_gemm(rows, weight, row_start, out, zero_tail=True)
+    gemm.grouped_gemm(rows, weight, row_range, out, zero_tail=True)
     last = slice(num_rows - 500, num_rows)
     expected = rows[last].float() @ weight[1].float().t()
     torch.testing.assert_close(out[last].float(), expected, rtol=1e-2, atol=5e-2)
@@ -509,9 +508,9 @@ def test_offsets_beyond_32_bits():
     index = torch.arange(num_rows + tail, dtype=torch.int32, device="cuda")
     narrow = torch.empty(num_rows + tail, inner, dtype=torch.bfloat16, device="cuda")
     weight_t = weight.transpose(1, 2).contiguous()
-    gemm.grouped_gemm(out, weight_t, row_start, narrow, row_index=index)
+    gemm.grouped_gemm(out, weight_t, row_range, narrow, row_index=index)
     again = torch.empty_like(narrow)
-    gemm.grouped_gemm_dgrad(out, Scattered(weight).table, row_start, again)
+    gemm.grouped_gemm_dgrad(out, Scattered(weight).table, row_range, again)
     expected = out[last].double() @ weight[1].double()
     for got in (narrow, again):
         error = (got[last].double() - expected).abs().max() / expected.abs().max()
@@ -520,12 +519,12 @@ def test_offsets_beyond_32_bits():
     expected = group.t() @ rows[69_000:num_rows].double()
     for dout_index in (index, None):
         dw = torch.empty_like(weight)
-        gemm.grouped_gemm_wgrad(out, rows, row_start, dw, dout_index=dout_index)
+        gemm.grouped_gemm_wgrad(out, rows, row_range, dw, dout_index=dout_index)
         assert (dw[1].double() - expected).abs().max() / expected.abs().max() < 1e-2
     dbias, dscale = torch.empty(2, width, device="cuda"), torch.empty(num_rows + tail, device="cuda")
-    bias.grouped_bias_grad(out, row_start, dbias)
+    bias.grouped_bias_grad(out, row_range, dbias)
     assert_near(dbias[1], group.sum(dim=0))
     bias_of_groups = torch.ones(2, width, dtype=torch.bfloat16, device="cuda")
-    bias.grouped_bias_dot(out, bias_of_groups, row_start, dscale)
+    bias.grouped_bias_dot(out, bias_of_groups, row_range, dscale)
     error = (dscale[69_000:num_rows].double() - group.sum(dim=1)).abs().max()
     assert error < 1e-4 * group.abs().sum(dim=1).max()

@@ -329,7 +329,7 @@ def clip_to_capacity(load, capacity):
         "bases",
         "received",
         "splits",
-        "row_start",
+        "row_range",
         "slot_start",
         "slot_limit",
         "packed_start",
@@ -346,7 +346,7 @@ def lay_out_kernel(
     status: tl.int64,
     capacity: tl.int32,
     splits,
-    row_start,
+    row_range,
     slot_start,
     slot_limit,
     packed_start,
@@ -417,8 +417,8 @@ def lay_out_kernel(
 
     tl.store(source_to_row_start + NUM_RANKS * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(splits + own_row, kept, mask=is_mine)
-    tl.store(row_start + own_row, start, mask=is_mine)
-    tl.store(row_start + EXPERTS_PER_RANK + rank * 0, num_kept, mask=rank == RANK)
+    tl.store(row_range + own_row, start, mask=is_mine)
+    tl.store(row_range + EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
     tl.store(expert_load + expert, load, mask=is_expert)
 
@@ -452,7 +452,7 @@ def lay_out(
     drop: bool,
     record_errors: bool,
     splits: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     slot_start: torch.Tensor,
     slot_limit: torch.Tensor,
     packed_start: torch.Tensor,
@@ -471,7 +471,7 @@ def lay_out(
             status.data_ptr(),
             capacity,
             splits,
-            row_start,
+            row_range,
             slot_start,
             slot_limit,
             packed_start,
