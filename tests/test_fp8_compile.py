@@ -180,7 +180,7 @@ def test_the_general_kernels(launched, monkeypatch, name, of_lines, arch):
 def test_the_public_functions_choose_the_kernels_for_hopper(monkeypatch):
     launches = []
     for module in (hopper_fp8, hopper_fp8_wgrad):
-        monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((grid, *rest)))
     monkeypatch.setattr(gpu_fp8, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
 
     def taken(device, dtype, columns):
@@ -189,13 +189,13 @@ def test_the_public_functions_choose_the_kernels_for_hopper(monkeypatch):
     monkeypatch.setattr(select, "hopper_kernels", taken)
     shape = SHAPES["odd"]
     gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape), columns=(256, 512), num_sms=5)
-    (((grid,), constants),) = launches
+    (((grid,), constants, *given),) = launches
     pipe = constants.named["PIPE"]
-    assert (grid, pipe.first_column, pipe.num_n_tiles, pipe.num_k) == (5, 256, 1, 9)
+    assert (grid, given[7], pipe.num_n_tiles, pipe.num_k) == (5, 256, 1, 9)
     launches.clear()
     for dtype, accumulate in ((BF16, False), (FP32, True)):
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(shape, dtype), accumulate=accumulate, num_sms=5)
-        (((grid,), constants),) = launches
+        (((grid,), constants, *_),) = launches
         assert (grid, constants.named["PIPE"].accumulate) == (5, accumulate)
         launches.clear()
     gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape, FP32), num_sms=5)

@@ -75,8 +75,10 @@ class Recorder:
                 if not parameter.do_not_specialize_on_alignment:
                     attributes[i,] = [["tt.divisibility", 16]]
             else:
-                assert parameter.do_not_specialize
                 signature[parameter.name] = "i32"
+                if not parameter.do_not_specialize:
+                    assert value % 16 == 0  # always: the JIT makes one variant
+                    attributes[i,] = [["tt.divisibility", 16]]
         options = {name: value for name, value in values.items() if value is not None}
         source = ASTSource(self.kernel, signature, constants, attributes)
         return compile_for(arch, source, options)

@@ -67,6 +67,9 @@ def compiled_source(launched):
                 attributes[i,] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "i32"
+            if not parameter.do_not_specialize:
+                assert value % 16 == 0  # always: the JIT makes one variant
+                attributes[i,] = [["tt.divisibility", 16]]
     source = GluonASTSource(kernel, signature, constexprs, attributes)
     code = compile_for(90, source, named)
     assert code.shared <= MAX_SHARED
@@ -179,7 +182,7 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
     """From the public functions, as on a Hopper GPU."""
     launches = []
     for module in (act, gemm, wgrad):
-        monkeypatch.setattr(module, "launch", lambda kernel, grid, constants, *_: launches.append((grid, constants)))
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *rest: launches.append((grid, *rest)))
     for module in (gpu_gemm, gpu_gemm_act):
         monkeypatch.setattr(module, "launch", lambda kernel, *_: launches.append(kernel.kernel.__name__))
     monkeypatch.setattr(select, "hopper_kernels", lambda device, dtype, columns: launchers)
@@ -193,22 +196,24 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
 
     def launched_by(function, *args, **options):
         function(*args, num_sms=5, **options)
-        (grid, constants), *rest = launches
+        (grid, constants, *given), *rest = launches
         launches.clear()
         assert grid == (5,)
-        return constants.named["PIPE"], rest
+        return constants.named["PIPE"], given, rest
 
     panel = {"columns": (256, 768)}
-    whole, _ = launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows)
-    part, _ = launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows, **panel)
-    dgrad, _ = launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a, **panel)
-    assert [(p.first_column, p.num_n_tiles) for p in (whole, part, dgrad)] == [(0, H // 256), (256, 2), (256, 2)]
+    calls = [
+        launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows),
+        launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows, **panel),
+        launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a, **panel),
+    ]
+    assert [(given[5], pipe.num_n_tiles) for pipe, given, _ in calls] == [(0, H // 256), (256, 2), (256, 2)]
     launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, h, a, SWIGLU)
     for i, dscale in itertools.product((None, index), (None, scale)):
         arguments = (rows, w2, row_range, h, scale, h, a, dscale, sums, SWIGLU)
-        _, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
+        *_, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
         assert rest == ([] if dscale is None else ["sum_dscale_kernel"])
-    pipe, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
+    pipe, _, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
     assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (G, 2 * I, H, [])
     for others in ({"dout_index": index}, {"rows_index": index}, {"accumulate": True}):
         gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1, num_sms=5, **others)

@@ -40,7 +40,7 @@ def store_tile(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.cons
 
 
 @gluon.jit
-def zero_tail_rows(out, row_range, num_rows, PIPE: gl.constexpr):
+def zero_tail_rows(out, row_range, first_column, num_rows, PIPE: gl.constexpr):
     """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn."""
     first = gl.load(row_range + (2 * PIPE.num_groups - 1)).to(gl.int64) * PIPE.panel_columns
     end = num_rows.to(gl.int64) * PIPE.panel_columns
@@ -52,7 +52,7 @@ def zero_tail_rows(out, row_range, num_rows, PIPE: gl.constexpr):
             pointers = out + i + lane
         else:
             row = (i + lane) // PIPE.panel_columns
-            pointers = out + PIPE.first_column + row * (PIPE.columns - PIPE.panel_columns) + (i + lane)
+            pointers = out + first_column + row * (PIPE.columns - PIPE.panel_columns) + (i + lane)
         gl.store(pointers, zeros, mask=i + lane < end)
 
 
@@ -64,12 +64,13 @@ def hopper_gemm_kernel(
     out_desc,  # [N, M], ragged, block [CHUNK, CHUNK]
     out,
     row_range,
+    first_column,  # of the panel
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
-    run(rows_desc, weight_desc, row_range, store_tile, out_desc, rows_desc.dtype, PIPE)
+    run(rows_desc, weight_desc, row_range, first_column, store_tile, out_desc, rows_desc.dtype, PIPE)
     if num_rows is not None:
-        zero_tail_rows(out, row_range, num_rows, PIPE)
+        zero_tail_rows(out, row_range, first_column, num_rows, PIPE)
 
 
 def launch_gemm(
@@ -88,14 +89,15 @@ def launch_gemm(
 
     columns: the result of parts.panel. options: options of the Pipeline, for comparisons.
     """
-    num_rows, num_groups = out.shape[0], weight.shape[0]
+    (num_rows, out_width), num_groups = out.shape, weight.shape[0]
+    first_column, end_column = columns or (0, out_width)
     pipe, constants = _gemm_plan(
         num_groups,
-        out.shape[1],
+        out_width,
         rows.shape[1],
         out.dtype,
         weight_k_first,
-        columns,
+        end_column - first_column,
         tuple(options.items()),
     )
     launch(
@@ -107,6 +109,7 @@ def launch_gemm(
         out,
         out,
         row_range,
+        first_column,
         num_rows if zero_tail else None,
     )
 
@@ -118,17 +121,15 @@ def _gemm_plan(
     in_width: int,
     dtype: torch.dtype,
     weight_k_first: bool,
-    columns: tuple[int, int] | None,
+    num_columns: int,
     options: tuple[Any, ...],
 ) -> tuple[Pipeline, Constants]:
-    first_column, end_column = columns or (0, None)
     pipe = Pipeline(
         num_groups=num_groups,
         columns=out_width,
         in_width=in_width,
         weight_k_first=weight_k_first,
-        first_column=first_column,
-        end_column=end_column,
+        panel=num_columns,
         **{"group_m": 8 if weight_k_first else 16, **dict(options)},
     )
     descriptors = {0: describe_rows(dtype), 1: describe_weight(pipe, dtype), 2: describe_ragged(dtype)}

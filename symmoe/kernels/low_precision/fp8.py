@@ -49,12 +49,12 @@ def grouped_gemm_fp8_kernel(
     row_range,
     out,  # [N, O]
     num_rows,  # N; None: do not write the tail
+    panel_column,  # first column of the panel
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # first column of the panel
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the panel
     OF_LINES: tl.constexpr,  # scales
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -68,7 +68,7 @@ def grouped_gemm_fp8_kernel(
     for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
         group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        first_column = panel_column + n_tile * BLOCK_N
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
         weight_scales = weight_scale + (group.to(tl.int64) * COLUMN_BLOCKS + first_column // BLOCK) * NUM_BLOCKS
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -93,7 +93,7 @@ def grouped_gemm_fp8_kernel(
         if COLUMNS == OUT_WIDTH:
             zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
         else:
-            zero_panel(out, first, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+            zero_panel(out, first, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
 
 
 @fast_launch
@@ -166,7 +166,8 @@ def grouped_gemm_fp8(
             on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **options)
             return
     config = config or CONFIG
-    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], columns, of_lines)
+    first_column, end_column = columns or (0, out_width)
+    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end_column - first_column, of_lines)
     num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * plan.num_n_tiles
     launch(
         grouped_gemm_fp8_kernel,
@@ -179,6 +180,7 @@ def grouped_gemm_fp8(
         row_range,
         out,
         num_rows if zero_tail else None,
+        first_column,
     )
 
 
@@ -236,22 +238,20 @@ def _gemm_plan(
     num_groups: int,
     out_width: int,
     in_width: int,
-    columns: tuple[int, int] | None,
+    num_columns: int,
     of_lines: bool,
 ) -> Plan:
-    first_column, end_column = columns or (0, out_width)
     constants = {
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
-        "FIRST_COLUMN": first_column,
-        "COLUMNS": end_column - first_column,
+        "COLUMNS": num_columns,
         "OF_LINES": of_lines,
         **_tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}
-    return Plan(ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+    return Plan(ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache

@@ -69,7 +69,7 @@ class Fp8Pipeline(Pipeline):
 
 
 @gluon.jit
-def load(rows_desc, weight_desc, row_range, ring, PIPE: gl.constexpr):
+def load(rows_desc, weight_desc, row_range, first_column, ring, PIPE: gl.constexpr):
     """The role load. Features past the last one come as zeros."""
     a, b, full, empty = ring
     num_bytes: gl.constexpr = rows_desc.block_type.nbytes + weight_desc.block_type.nbytes
@@ -77,7 +77,7 @@ def load(rows_desc, weight_desc, row_range, ring, PIPE: gl.constexpr):
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
@@ -147,13 +147,13 @@ def store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP:
 
 
 @gluon.jit
-def multiply(out_desc, scales, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def multiply(out_desc, scales, row_range, first_column, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """The role multiply."""
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, PIPE)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         left, right, stage, phase = product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE)
         store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP)
     tma.store_wait(0)
@@ -169,6 +169,7 @@ def hopper_fp8_gemm_kernel(
     row_scale,  # fp32[N, blocks of C]
     weight_scale,  # fp32[G, blocks of O, blocks of C]
     row_range,
+    first_column,  # of the panel
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
@@ -180,15 +181,15 @@ def hopper_fp8_gemm_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (out_desc, scales, row_range, ring, chunks, 0, PIPE)),
-            (multiply, (out_desc, scales, row_range, ring, chunks, 1, PIPE)),
-            (load, (rows_desc, weight_desc, row_range, ring, PIPE)),
+            (multiply, (out_desc, scales, row_range, first_column, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, scales, row_range, first_column, ring, chunks, 1, PIPE)),
+            (load, (rows_desc, weight_desc, row_range, first_column, ring, PIPE)),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
     )
     if num_rows is not None:
-        zero_tail_rows(out, row_range, num_rows, PIPE)
+        zero_tail_rows(out, row_range, first_column, num_rows, PIPE)
 
 
 def launch_fp8_gemm(
@@ -206,7 +207,9 @@ def launch_fp8_gemm(
 ) -> None:
     """grouped_gemm_fp8 of at least one row. columns: the result of parts.panel. options: of Fp8Pipeline."""
     num_rows, num_groups = out.shape[0], weight.shape[0]
-    pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, columns, tuple(options.items()))
+    first_column, end_column = columns or (0, out.shape[1])
+    num_columns = end_column - first_column
+    pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, num_columns, tuple(options.items()))
     launch(
         hopper_fp8_gemm_kernel,
         grid(pipe, num_rows, num_sms, out.device),
@@ -218,6 +221,7 @@ def launch_fp8_gemm(
         row_scale,
         weight_scale,
         row_range,
+        first_column,
         num_rows if zero_tail else None,
     )
 
@@ -228,16 +232,14 @@ def _plan(
     out_width: int,
     in_width: int,
     dtype: torch.dtype,
-    columns: tuple[int, int] | None,
+    num_columns: int,
     options: tuple[Any, ...],
 ) -> tuple[Fp8Pipeline, Constants]:
-    first_column, end_column = columns or (0, None)
     pipe = Fp8Pipeline(
         num_groups=num_groups,
         columns=out_width,
         in_width=in_width,
-        first_column=first_column,
-        end_column=end_column,
+        panel=num_columns,
         **{"group_m": 16, **dict(options)},
     )
     descriptors = {

@@ -149,14 +149,14 @@ def grouped_gemm_scaled_kernel(
     group_range,  # the whole groups, or None
     out,  # [N, O]
     num_rows,  # N; None: do not write the tail
+    panel_column,  # first column of the panel
     ELEMENT: tl.constexpr,
     NATIVE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     LINE_BYTES: tl.constexpr,  # of C elements
-    FIRST_COLUMN: tl.constexpr,  # first column of the panel
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the panel
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,  # bytes of a line
@@ -186,7 +186,7 @@ def grouped_gemm_scaled_kernel(
         m_tile, n_tile = swizzle_tile(tile - first * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
         m_tile += skipped
         first_row = start + m_tile * TILE
-        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        first_column = panel_column + n_tile * BLOCK_N
         row_tile = tl.max(tl.where(lane < group, scale_prefix, 0), axis=0) + m_tile
         weight_tile = group * WEIGHT_TILES + first_column // TILE
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -209,7 +209,7 @@ def grouped_gemm_scaled_kernel(
         if COLUMNS == OUT_WIDTH:
             zero_rows(out, tail, num_rows, OUT_WIDTH, ZERO_BLOCK)
         else:
-            zero_panel(out, tail, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+            zero_panel(out, tail, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
 
 
 @fast_launch
@@ -287,7 +287,9 @@ def grouped_gemm_scaled(
     columns = panel(columns, out_width)
     if num_rows == 0:
         return
-    plan = _gemm_plan(config, block_format, scaled_products(out.device), num_groups, out_width, rows.shape[1], columns)
+    first_column, end_column = columns or (0, out_width)
+    unit, num_columns = scaled_products(out.device), end_column - first_column
+    plan = _gemm_plan(config, block_format, unit, num_groups, out_width, rows.shape[1], num_columns)
     num_tiles = max_row_tiles(num_rows, num_groups, formats.TILE) * plan.num_n_tiles
     launch(
         grouped_gemm_scaled_kernel,
@@ -303,6 +305,7 @@ def grouped_gemm_scaled(
         group_range,
         out,
         num_rows if zero_tail else None,
+        first_column,
     )
 
 
@@ -368,9 +371,8 @@ def _gemm_plan(
     num_groups: int,
     out_width: int,
     line_bytes: int,
-    columns: tuple[int, int] | None,
+    num_columns: int,
 ) -> Plan:
-    first_column, end_column = columns or (0, out_width)
     config = config or _gemm_config(block_format, unit, out_width)
     step, across = _check_tiles(config, block_format)
     constants = {
@@ -378,8 +380,7 @@ def _gemm_plan(
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "LINE_BYTES": line_bytes,
-        "FIRST_COLUMN": first_column,
-        "COLUMNS": end_column - first_column,
+        "COLUMNS": num_columns,
         **_tile_constants(config, block_format, unit, step, across),
     }
     descriptors = {
@@ -388,7 +389,7 @@ def _gemm_plan(
         2: describe([1, config.block_n, step]),
         3: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    return Plan(config, ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache

@@ -131,13 +131,13 @@ def grouped_gemm_kernel(
     bias,  # [G, M] or None
     bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
+    panel_column,  # first column of the panel
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
     WEIGHT_K_FIRST: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # first column of the panel
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the panel
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -151,7 +151,7 @@ def grouped_gemm_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
         group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        first_column = panel_column + n_tile * BLOCK_N
         pointers = None
         if row_index is not None:
             pointers = gather_pointers(rows, row_index, row, end, IN_WIDTH, BLOCK_K)
@@ -178,7 +178,7 @@ def grouped_gemm_kernel(
         if COLUMNS == OUT_WIDTH:
             zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
         else:
-            zero_panel(out, first, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+            zero_panel(out, first, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
 
 
 @fast_launch
@@ -336,7 +336,12 @@ def _launch_gemm(
                 num_sms=num_sms,
             )
             return
-    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, columns, accumulate)
+    first_column, end_column = columns or (0, out_width)
+    num_columns = end_column - first_column
+    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, num_columns, accumulate)
+    block_n = plan.config.block_n
+    if first_column % block_n or (end_column < out_width and end_column % block_n):
+        raise ArgumentError(f"tiles of {block_n} columns do not fill the columns {columns}")
     launch(
         grouped_gemm_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),
@@ -351,6 +356,7 @@ def _launch_gemm(
         bias,
         bias_scale,
         num_rows if zero_tail else None,
+        first_column,
     )
 
 
@@ -362,27 +368,23 @@ def _gemm_plan(
     out_width: int,
     in_width: int,
     weight_k_first: bool,
-    columns: tuple[int, int] | None,
+    num_columns: int,
     accumulate: bool,
 ) -> Plan:
     config = config or gemm_config(out_width, dtype)
     weight_block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
-    first_column, end_column = columns or (0, out_width)
-    if first_column % config.block_n or (end_column < out_width and end_column % config.block_n):
-        raise ArgumentError(f"tiles of {config.block_n} columns do not fill the columns {columns}")
     constants = {
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
         "WEIGHT_K_FIRST": weight_k_first,
-        "FIRST_COLUMN": first_column,
-        "COLUMNS": end_column - first_column,
+        "COLUMNS": num_columns,
         "ACCUMULATE": accumulate,
         **tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, *weight_block])}
-    return Plan(config, ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 
 
 def grouped_gemm_wgrad(

@@ -263,13 +263,13 @@ def zero_panel(
     out,
     first,
     num_rows,
+    first_column,
     WIDTH: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Same as zero_rows, for COLUMNS columns from FIRST_COLUMN on."""
-    base = out + first.to(tl.int64) * WIDTH + FIRST_COLUMN
+    """Same as zero_rows, for COLUMNS columns from first_column on."""
+    base = out + first.to(tl.int64) * WIDTH + first_column
     size = (num_rows - first).to(tl.int64) * COLUMNS
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
