@@ -183,7 +183,7 @@ def test_steps_do_not_compile_again(monkeypatch):
     def step(num_rows):
         tokens = TILE * max_tiles(num_rows, 2)
         data, scale = torch.empty(256, tokens, dtype=torch.uint8), torch.empty(tokens // TILE, 256).t()
-        row_range = torch.zeros(3, dtype=torch.int32)
+        row_range = torch.zeros(2, 2, dtype=torch.int32)
         rows, wire = torch.zeros(num_rows, 256, dtype=torch.bfloat16), torch.zeros(num_rows, 272, dtype=torch.uint8)
         hopper_columns.launch_quantize_columns(rows, row_range, data, scale, block_format, num_sms=SMS)
         hopper_columns.launch_requantize_columns(

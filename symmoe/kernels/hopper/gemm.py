@@ -64,7 +64,7 @@ def hopper_gemm_kernel(
     out_desc,  # [N, M], ragged, block [CHUNK, CHUNK]
     out,
     row_range,
-    first_column,  # of the panel
+    first_column,  # of the panel; None: all columns
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
@@ -90,14 +90,14 @@ def launch_gemm(
     columns: the result of parts.panel. options: options of the Pipeline, for comparisons.
     """
     (num_rows, out_width), num_groups = out.shape, weight.shape[0]
-    first_column, end_column = columns or (0, out_width)
+    first_column, end_column = columns or (None, out_width)
     pipe, constants = _gemm_plan(
         num_groups,
         out_width,
         rows.shape[1],
         out.dtype,
         weight_k_first,
-        end_column - first_column,
+        end_column - (first_column or 0),
         tuple(options.items()),
     )
     launch(

@@ -153,9 +153,14 @@ def place_in_group(tile, prefix, row_range, PIPE: gl.constexpr):
 
 @gluon.jit
 def locate_tile(tile, prefix, row_range, first_column, PIPE: gl.constexpr):
-    """Group, first row, end of the group's rows, and column tile of a tile. first_column: that of the panel."""
+    """Group, first row, end of the group's rows, and column tile of a tile. first_column: of the panel.
+
+    None: of all columns, which spills less than 0.
+    """
     group, first_row, end, _row_tile, n_tile = place_in_group(tile, prefix, row_range, PIPE)
-    return group, first_row, end, first_column // PIPE.tile_columns + n_tile
+    if first_column is not None:
+        n_tile += first_column // PIPE.tile_columns
+    return group, first_row, end, n_tile
 
 
 # ------------------------------------------------------------------------------------------------------ the ring

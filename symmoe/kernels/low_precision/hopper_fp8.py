@@ -169,7 +169,7 @@ def hopper_fp8_gemm_kernel(
     row_scale,  # fp32[N, blocks of C]
     weight_scale,  # fp32[G, blocks of O, blocks of C]
     row_range,
-    first_column,  # of the panel
+    first_column,  # of the panel; None: all columns
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
@@ -207,8 +207,8 @@ def launch_fp8_gemm(
 ) -> None:
     """grouped_gemm_fp8 of at least one row. columns: the result of parts.panel. options: of Fp8Pipeline."""
     num_rows, num_groups = out.shape[0], weight.shape[0]
-    first_column, end_column = columns or (0, out.shape[1])
-    num_columns = end_column - first_column
+    first_column, end_column = columns or (None, out.shape[1])
+    num_columns = end_column - (first_column or 0)
     pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, num_columns, tuple(options.items()))
     launch(
         hopper_fp8_gemm_kernel,
