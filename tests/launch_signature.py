@@ -13,7 +13,8 @@ def described(
 ) -> tuple[tuple[dict, dict, dict], dict]:
     """(signature, constexprs, attributes) of a source, and the options that are left, of launch(kernel, ..., *args).
 
-    Tensors are of 16-byte alignment unless the kernel does not specialise on it; integers must not be specialised on.
+    Tensors are of 16-byte alignment unless the kernel does not specialise on it; integers that it specialises on
+    must be multiples of 16.
     """
     options, signature, constexprs, attributes = dict(constants.named), {}, {}, {}
     values = [*args, *[None] * (len(kernel.params) - len(args))]
@@ -27,6 +28,8 @@ def described(
             if not parameter.do_not_specialize_on_alignment:
                 attributes[i,] = [["tt.divisibility", 16]]
         else:
-            assert parameter.do_not_specialize, parameter.name
+            if not parameter.do_not_specialize:
+                assert value % 16 == 0, parameter.name  # always: the JIT makes one variant
+                attributes[i,] = [["tt.divisibility", 16]]
             signature[parameter.name] = "i32"
     return (signature, constexprs, attributes), options
