@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from row_ranges import spans_of, whole_groups
 
 BLOCK = 128
 SENTINEL = -77.0
@@ -54,9 +55,8 @@ class Problem:
     def __post_init__(self):
         out_width, in_width = self.widths
         groups, device = len(self.splits), self.numbers.device
-        bounds = [0, *itertools.accumulate(self.splits)]
-        self.num_rows, self.spans = bounds[-1], [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.row_range = whole_groups(self.splits, device=device)
+        self.num_rows, self.spans = sum(self.splits), spans_of(self.row_range)
         self.capacity = self.num_rows + self.tail
         self.rows = self.numbers.data(self.capacity, in_width)
         self.row_scale = self.numbers.scale(self.capacity, cdiv(in_width, BLOCK))
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        return self.rows, self.row_scale, self.weight, self.weight_scale, self.row_start
+        return self.rows, self.row_scale, self.weight, self.weight_scale, self.row_range
 
     def blank(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((self.capacity, self.widths[0]), SENTINEL, dtype=dtype, device=self.numbers.device)
@@ -125,8 +125,7 @@ class WgradProblem:
 
     def __post_init__(self):
         device = self.numbers.device
-        bounds = [0, *itertools.accumulate(self.splits)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.row_range = whole_groups(self.splits, device=device)
         firsts = [0, *itertools.accumulate(cdiv(size, BLOCK) * BLOCK for size in self.splits)]
         self.spans = [slice(first, first + size) for first, size in zip(firsts, self.splits, strict=False)]
         self.num_tokens = firsts[-1] + self.tail_blocks * BLOCK
@@ -144,7 +143,7 @@ class WgradProblem:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        return self.dout, self.dout_scale, self.rows, self.rows_scale, self.row_start
+        return self.dout, self.dout_scale, self.rows, self.rows_scale, self.row_range
 
     @property
     def shape(self) -> tuple[int, int, int]:

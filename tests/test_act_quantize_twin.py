@@ -93,7 +93,7 @@ def test_dequantised_results_are_near_float64(activation, name):
             block_format=FORMATS[name],
             layout=layout,
             num_rows=len(p.h),
-            row_start=p.row_start,
+            row_range=p.row_range,
         )
         got = quantized.dequantize()[: p.num_rows].double()
         largest = expected.abs().amax(dim=1 if layout == "rows" else 0, keepdim=True)
@@ -120,11 +120,11 @@ def test_operands_that_are_not_wanted():
     both = forward(twin, p, "mxfp8")
     for which in ("rows", "columns"):
         operand = p.operand(256, "mxfp8", columns=which == "columns")
-        twin.act_quantize(p.h, p.row_scale, p.row_start, p.activation, FORMATS["mxfp8"], **{which: operand})
+        twin.act_quantize(p.h, p.row_scale, p.row_range, p.activation, FORMATS["mxfp8"], **{which: operand})
         assert differences(named(**{which: operand}), {k: v for k, v in both.items() if k.startswith(which)}) == []
     dscale, wanted = p.blank_dscale(), backward(twin, p, "mxfp8")[1]
     workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 256))
-    arguments = (p.da, p.h, p.row_scale, p.row_start, dscale, workspace, p.activation, FORMATS["mxfp8"])
+    arguments = (p.da, p.h, p.row_scale, p.row_range, dscale, workspace, p.activation, FORMATS["mxfp8"])
     twin.dact_quantize(*arguments)
     assert torch.equal(dscale.nan_to_num(7), wanted.nan_to_num(7))
 
@@ -159,7 +159,7 @@ def act_arguments(**changes):
     arguments = {
         "h": p.h,
         "row_scale": p.row_scale,
-        "row_start": p.row_start,
+        "row_range": p.row_range,
         "activation": p.activation,
         "block_format": FORMATS["float8_block"],
         "rows": p.operand(256, "float8_block"),
@@ -204,7 +204,7 @@ def test_bad_columns():
 def test_bad_gradients():
     p = Problem(ACTIVATIONS["swiglu"], 288)
     workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 288))
-    arguments = (p.da, p.h, p.row_scale, p.row_start, p.blank_dscale(), workspace, p.activation)
+    arguments = (p.da, p.h, p.row_scale, p.row_range, p.blank_dscale(), workspace, p.activation)
     with pytest.raises(ArgumentError, match=r"divide each half of h \(288\)"):
         twin.dact_quantize(*arguments, FORMATS["float8_block"])
     with pytest.raises(ArgumentError, match="workspace must have 1685 contiguous fp32 elements"):

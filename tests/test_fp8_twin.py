@@ -222,12 +222,3 @@ def test_scales_of_columns_have_rows_of_16_bytes():
     p = WgradProblem((9,), (62, 48), Numbers(exact=True))
     with pytest.raises(ArgumentError, match="features of dout must be a multiple of 4, got 62"):
         grouped_gemm_wgrad_fp8(*p.operands, torch.zeros(p.shape))
-
-
-def test_ranges_where_bounds_are_needed():
-    p, q = (kind((3, 4), (64, 48), Numbers(exact=False)) for kind in (Problem, WgradProblem))
-    ranges = torch.tensor([[0, 3], [3, 7]], dtype=torch.int32)
-    with pytest.raises(ArgumentError, match="zero_tail needs row_start"):
-        grouped_gemm_fp8(*p.operands[:-1], ranges, p.blank(BF16), zero_tail=True)
-    with pytest.raises(ArgumentError, match="a weight gradient needs row_start"):
-        grouped_gemm_wgrad_fp8(*q.operands[:-1], ranges, torch.zeros(q.shape))

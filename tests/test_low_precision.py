@@ -31,6 +31,7 @@ from grouped_cases import (
     used_values,
 )
 from low_precision_oracle import relative_error
+from row_ranges import whole_groups
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import StaleRows
@@ -324,24 +325,25 @@ def test_seeds_come_from_the_gradients_of_the_group_alone():
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
         rows = torch.randn((40, 32), generator=generator).to(dtype)
-        bounds = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
-        seeds = gradient_seeds(NVFP4(), rows, bounds, None)
+        row_range = whole_groups((9, 0, 21))
+        seeds = gradient_seeds(NVFP4(), rows, row_range, None)
         assert (seeds.dtype, seeds.shape) == (torch.int64, (3,))
         assert seeds[1] == 0
         assert len(set(seeds.tolist())) == 3
         other = rows.clone()
         other[30:] = torch.nan  # a tail
         other[:9] *= 1.5  # another group
-        again = gradient_seeds(NVFP4(), other, bounds, None)
+        again = gradient_seeds(NVFP4(), other, row_range, None)
         assert (again == seeds).tolist() == [False, True, True]
         index = torch.randint(40, (35,), generator=generator, dtype=torch.int32)
         picked = rows[index.long()]
-        assert torch.equal(gradient_seeds(NVFP4(), rows, bounds, index), gradient_seeds(NVFP4(), picked, bounds, None))
+        of_index = gradient_seeds(NVFP4(), rows, row_range, index)
+        assert torch.equal(of_index, gradient_seeds(NVFP4(), picked, row_range, None))
         moved = torch.cat([rows[9:30], rows[:9]])
-        bounds = torch.tensor([0, 21, 30], dtype=torch.int32)
-        assert gradient_seeds(NVFP4(), moved, bounds, None).tolist() == [int(seeds[2]), int(seeds[0])]
+        row_range = whole_groups((21, 9))
+        assert gradient_seeds(NVFP4(), moved, row_range, None).tolist() == [int(seeds[2]), int(seeds[0])]
     for recipe in (Float8Block(), NVFP4(stochastic_gradients=False)):
-        assert gradient_seeds(recipe, rows, bounds, None) is None
+        assert gradient_seeds(recipe, rows, row_range, None) is None
 
 
 def test_stochastic_gradients_are_right_in_the_mean():

@@ -7,6 +7,7 @@ import gc
 import pytest
 import test_nan_isolation
 import torch
+from row_ranges import whole_groups
 from test_layer import tokens_of
 from test_low_precision import RECIPES
 from test_no_host_reads import NoReads
@@ -176,11 +177,11 @@ def test_weights_are_quantised_for_dgrad_where_they_are_kept(monkeypatch, stash)
 
 def test_what_torch_computes_of_operands_is_not_read():
     """Of seeds, and of scales that are laid out without a kernel. Kernels read nothing on GPUs (tests/gpu)."""
-    rows, bounds = torch.randn(40, 64).bfloat16(), torch.tensor([0, 9, 9, 30], dtype=torch.int32)
-    columns, index = Float8Rowwise().quantize_columns(rows, bounds), torch.arange(39, -1, -1, dtype=torch.int32)
-    numbers = NVFP4().quantize(rows, bounds)
+    rows, row_range = torch.randn(40, 64).bfloat16(), whole_groups((9, 0, 21))
+    columns, index = Float8Rowwise().quantize_columns(rows, row_range), torch.arange(39, -1, -1, dtype=torch.int32)
+    numbers = NVFP4().quantize(rows, row_range)
     with NoReads() as mode:
-        seeds = gradient_seeds(NVFP4(), rows, bounds, index)
+        seeds = gradient_seeds(NVFP4(), rows, row_range, index)
         scale = operand(columns).scale
         global_scale = numbers.global_scale
     assert mode.found == []

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 from limits import HANG_S
-from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled
+from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
@@ -66,6 +66,18 @@ def test_round_trips(recipe):
         assert 0.5 * most < relative_error(back, weight) < most
     has_square_blocks = recipe.weight_format.block_lines > 1
     assert torch.equal(forward.dequantize(), dgrad.dequantize()) == has_square_blocks
+
+
+@every_recipe
+def test_groups_as_bounds_and_as_ranges(recipe):
+    """Callers may bring either; the kernels get ranges."""
+    rows = normal(ROWS, C)
+    for method in (recipe.quantize, recipe.quantize_columns):
+        left, right = method(rows, bounds()), method(rows, row_range_of())
+        assert torch.equal(left.dequantize(), right.dequantize())
+        for quantized in (left, right):
+            assert torch.equal(quantized.row_start, bounds())
+            assert torch.equal(quantized.row_range, row_range_of())
 
 
 @every_recipe

@@ -201,8 +201,8 @@ PHASES = (
     Phase(
         name="splits, pointers",
         color=GREY,
-        operators=("splits_to_row_start", "copy_host_to_device", "read_addresses"),
-        kernels=("splits_to_row_start_kernel",),
+        operators=("splits_to_row_range", "copy_host_to_device", "read_addresses"),
+        kernels=("splits_to_row_range_kernel",),
     ),
     OTHER,
 )

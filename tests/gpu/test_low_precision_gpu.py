@@ -26,7 +26,7 @@ from grouped_cases import (
     run_linear,
 )
 from low_precision_oracle import relative_error
-from quantize_cases import FORMATS, bounds, filled, hard_rows
+from quantize_cases import FORMATS, filled, hard_rows, row_range_of
 from test_layer import WAYS
 from test_low_precision import CASES, NUMBERS, TINY, every_recipe, rows_of_groups
 from test_low_precision_layer import NAMES, WIRE_RECIPES, check_biases, check_layer, check_ways, run_cut
@@ -51,19 +51,19 @@ OTHER_ORDER = ("d_fc1.bias",)  # a sum that kernels make in another order than t
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_an_index_are_the_twins(name):
-    row_format, row_start = FORMATS[name], bounds()
+    row_format, row_range = FORMATS[name], row_range_of()
     rows = hard_rows(90, 288, BF16)
-    index = torch.randint(90, (int(row_start[-1]) + 9,), dtype=torch.int32)
+    index = torch.randint(90, (int(row_range[1, -1]) + 9,), dtype=torch.int32)
     amax = None
     if row_format.has_global_scale:
-        amax = torch.empty(row_start.shape[0] - 1)
-        twin.group_amax(rows, row_start, amax, row_index=index)
+        amax = torch.empty(row_range.shape[1])
+        twin.group_amax(rows, row_range, amax, row_index=index)
     found = []
     for ops, device in ((twin, "cpu"), (gpu, "cuda")):
         data = filled((len(index), row_format.data_width(288)), row_format.data_dtype).to(device)
         scale = filled((len(index), row_format.num_blocks(288)), row_format.scale_dtype).to(device)
         options = {"row_index": index.to(device), "amax": None if amax is None else amax.to(device)}
-        ops.quantize_rows(rows.to(device), row_start.to(device), data, scale, row_format, **options)
+        ops.quantize_rows(rows.to(device), row_range.to(device), data, scale, row_format, **options)
         found.append([tensor.cpu().view(torch.uint8) for tensor in (data, scale)])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -72,14 +72,14 @@ def test_rows_of_an_index_are_the_twins(name):
 @pytest.mark.parametrize("recipe", WIRE_RECIPES, ids=str)
 @pytest.mark.parametrize("hidden", [64, 544, 7168])
 def test_rows_on_the_wire_are_the_twins(recipe, hidden):
-    wire, x, row_start = WireFormat(recipe, hidden), torch.randn(300, hidden).to(BF16), bounds((130, 0, 60))
+    wire, x, row_range = WireFormat(recipe, hidden), torch.randn(300, hidden).to(BF16), row_range_of((130, 0, 60))
     index = torch.randint(300, (200,), dtype=torch.int32)
     sent = wire.encode(x)
     on_gpu = wire.encode(x.cuda())
     assert torch.equal(on_gpu.cpu().view(torch.uint8), sent.view(torch.uint8))
     for row_index in (None, index):
-        one = wire.quantized(sent, row_start, row_index)
-        other = wire.quantized(on_gpu, row_start.cuda(), None if row_index is None else row_index.cuda())
+        one = wire.quantized(sent, row_range, row_index)
+        other = wire.quantized(on_gpu, row_range.cuda(), None if row_index is None else row_index.cuda())
         for name in ("data", "scale"):
             left, right = (getattr(q, name)[:190].cpu().view(torch.uint8) for q in (one, other))
             assert torch.equal(left, right), name

@@ -17,13 +17,13 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import fp8, select
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.parts import panel, refuse_ranges
+from symmoe.kernels.parts import panel
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     ZERO_BLOCK,
     TileConfig,
     describe,
-    end_of_rows,
+    first_tail_row,
     launch_grid,
     locate_tile,
     max_row_tiles,
@@ -40,22 +40,21 @@ CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, n
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_start"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_range"])
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
     row_scale,  # [N, blocks of C], or [N]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK]
     weight_scale,  # [G, blocks of O, blocks of C], or [G, O]
-    row_start,
+    row_range,
     out,  # [N, O]
     num_rows,  # N; None: do not write the tail
+    panel_column,  # first column of the panel
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
-    END: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # first column of the panel
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the panel
     OF_LINES: tl.constexpr,  # scales
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,11 +64,11 @@ def grouped_gemm_fp8_kernel(
     NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     NUM_BLOCKS: tl.constexpr = (IN_WIDTH + BLOCK - 1) // BLOCK
     COLUMN_BLOCKS: tl.constexpr = (OUT_WIDTH + BLOCK - 1) // BLOCK
-    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
+    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
     for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        first_column = panel_column + n_tile * BLOCK_N
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
         weight_scales = weight_scale + (group.to(tl.int64) * COLUMN_BLOCKS + first_column // BLOCK) * NUM_BLOCKS
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -90,21 +89,21 @@ def grouped_gemm_fp8_kernel(
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
-        first = tl.load(row_start + NUM_GROUPS)
+        first = first_tail_row(row_range, NUM_GROUPS)
         if COLUMNS == OUT_WIDTH:
             zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
         else:
-            zero_panel(out, first, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+            zero_panel(out, first, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_start"])
+@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_range"])
 def grouped_gemm_wgrad_fp8_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK]
     dout_scale,  # [O, num_blocks], block-major
     rows_desc,  # [C, P], block [BLOCK_N, BLOCK]
     rows_scale,  # [C, num_blocks], block-major
-    row_start,
+    row_range,
     out,  # [G, O, C]
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -119,7 +118,7 @@ def grouped_gemm_wgrad_fp8_kernel(
     NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK)
+    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK)
     lane = tl.arange(0, GROUP_LANES)
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
         group = tile // TILES
@@ -146,7 +145,7 @@ def grouped_gemm_fp8(
     row_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     columns: tuple[int, int] | None = None,
@@ -158,19 +157,17 @@ def grouped_gemm_fp8(
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     columns = panel(columns, out_width)
-    if zero_tail:
-        refuse_ranges(row_start, "zero_tail")
     if num_rows == 0:
         return
     if config is None and not of_lines:
         on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= select.MAX_ROWS:
             options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
-            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_start, out, **options)
+            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **options)
             return
     config = config or CONFIG
-    end = end_of_rows(row_start, num_groups)
-    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end, columns, of_lines)
+    first_column, end_column = columns or (0, out_width)
+    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end_column - first_column, of_lines)
     num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * plan.num_n_tiles
     launch(
         grouped_gemm_fp8_kernel,
@@ -180,9 +177,10 @@ def grouped_gemm_fp8(
         row_scale,
         weight,
         weight_scale,
-        row_start,
+        row_range,
         out,
         num_rows if zero_tail else None,
+        first_column,
     )
 
 
@@ -191,7 +189,7 @@ def grouped_gemm_wgrad_fp8(
     dout_scale: torch.Tensor,
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     accumulate: bool = False,
@@ -199,7 +197,6 @@ def grouped_gemm_wgrad_fp8(
     config: TileConfig | None = None,
 ) -> None:
     fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
-    refuse_ranges(row_start, "a weight gradient")
     num_groups, out_rows, out_width = out.shape
     if dout_scale.shape[1] == 0:
         if not accumulate:
@@ -210,7 +207,7 @@ def grouped_gemm_wgrad_fp8(
         on_hopper = select.hopper_kernels(out.device, operands, out_width)
         if on_hopper is not None:
             options = {"accumulate": accumulate, "num_sms": num_sms}
-            on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_start, out, **options)
+            on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)
             return
     config = config or CONFIG
     num_tiles, constants = _wgrad_plan(config, out.dtype, accumulate, num_groups, out_rows, out_width)
@@ -222,7 +219,7 @@ def grouped_gemm_wgrad_fp8(
         dout_scale,
         rows,
         rows_scale,
-        row_start,
+        row_range,
         out,
     )
 
@@ -241,24 +238,20 @@ def _gemm_plan(
     num_groups: int,
     out_width: int,
     in_width: int,
-    end: int,
-    columns: tuple[int, int] | None,
+    num_columns: int,
     of_lines: bool,
 ) -> Plan:
-    first_column, end_column = columns or (0, out_width)
     constants = {
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
-        "END": end,
-        "FIRST_COLUMN": first_column,
-        "COLUMNS": end_column - first_column,
+        "COLUMNS": num_columns,
         "OF_LINES": of_lines,
         **_tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}
-    return Plan(ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+    return Plan(ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache

@@ -30,8 +30,7 @@ from symmoe.kernels.low_precision.codes import (
 )
 from symmoe.kernels.low_precision.hadamard import hadamard
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.parts import num_groups_of, refuse_ranges
-from symmoe.kernels.triton.tiles import end_of_rows, locate_tile, max_row_tiles, row_programs, row_tile_prefix
+from symmoe.kernels.triton.tiles import first_tail_row, locate_tile, max_row_tiles, row_programs, row_tile_prefix
 
 # Lines and elements of a program's tile.
 ROW_TILE = (16, 256)
@@ -121,43 +120,12 @@ def store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH: tl.const
         store_tile(scale, scales, feature, feature < WIDTH, tile, num_tiles * scales.shape[1])
 
 
-@triton.jit
-def quantize_rows_tile(
-    rows,
-    row_index,
-    row_start,
-    data,
-    scale,
-    amax,
-    seeds,
-    at,  # result of locate_tile
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_BYTE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Quantises COLUMNS of LINES rows."""
-    group, first_row, end, _ = at
-    tile_column = tl.program_id(1)
-    row, column = first_row + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-    pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-    words = random_words(seeds, group, row - tl.load(row_start + group), tile_column * COLUMNS, LINES, COLUMNS)
-    codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
-    store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
-    store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
-
-
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale", "amax", "seeds"])
 def quantize_rows_kernel(
     rows,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes
     scale,
     amax,  # fp32[G] or None
@@ -168,64 +136,35 @@ def quantize_rows_kernel(
     PER_BYTE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
-    END: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns)."""
-    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES, END)
-    if END == 1:
-        if tl.program_id(0) < num_tiles:
-            at = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, LINES)
-            quantize_rows_tile(
-                rows,
-                row_index,
-                row_start,
-                data,
-                scale,
-                amax,
-                seeds,
-                at,
-                ELEMENT,
-                SCALE,
-                BLOCK,
-                PER_BYTE,
-                WIDTH,
-                LINES,
-                COLUMNS,
-            )
-    else:
-        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            at = locate_tile(tile, prefix, row_start, 1, 1, LINES, END)
-            quantize_rows_tile(
-                rows,
-                row_index,
-                row_start,
-                data,
-                scale,
-                amax,
-                seeds,
-                at,
-                ELEMENT,
-                SCALE,
-                BLOCK,
-                PER_BYTE,
-                WIDTH,
-                LINES,
-                COLUMNS,
-            )
+    """Grid (programs that loop over tiles of rows, tiles of columns)."""
+    tile_column = tl.program_id(1)
+    column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
+        row = first_row + tl.arange(0, LINES)
+        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+        words = random_words(seeds, group, row - tl.load(row_range + group), tile_column * COLUMNS, LINES, COLUMNS)
+        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
+        store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
+        store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
 
 
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_tiles", "signs"],
-    do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"],
+    do_not_specialize_on_alignment=["row_index", "row_range", "scale", "amax", "seeds"],
 )
 def quantize_columns_kernel(
     rows,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes
     scale,
     amax,  # fp32[G] or None
@@ -244,14 +183,14 @@ def quantize_columns_kernel(
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tile < num_used:
-        group, first_row, end, _ = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
         x = load_columns(rows, row_index, first_row, end, feature, WIDTH)
         if HADAMARD:
             x = hadamard(x, signs)
-        words = random_words(seeds, group, feature, first_row - tl.load(row_start + group), LINES, TILE)
+        words = random_words(seeds, group, feature, first_row - tl.load(row_range + group), LINES, TILE)
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * (TILE // PER_BYTE))
         store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH)
@@ -335,11 +274,11 @@ def quantize_weight_pairs_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
 def quantize_lines_kernel(
     matrices,
     row_index,  # int32[N], which line of the one matrix stands for line r; None: line r
-    row_start,  # int32[G + 1], of the lines of one matrix; None: all lines
+    row_range,  # of the lines of one matrix; None: all lines
     data,  # bytes
     scale,  # fp32, one for every line
     SCALE: tl.constexpr,
@@ -353,10 +292,10 @@ def quantize_lines_kernel(
 ):
     """Quantises to E4M3 with one scale for a line. Grid (tiles of lines, matrices)."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    if row_start is None:
+    if row_range is None:
         end: tl.constexpr = NUM_LINES
     else:
-        end = tl.load(row_start + NUM_GROUPS)
+        end = first_tail_row(row_range, NUM_GROUPS)
     first_line = tl.program_id(1).to(tl.int64) * NUM_LINES
     source = line if row_index is None else tl.load(row_index + line, mask=line < end, other=0)
     pointers = matrices + first_line * WIDTH + source.to(tl.int64)[:, None] * LINE_STRIDE
@@ -380,11 +319,11 @@ def quantize_lines_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
 def quantize_column_lines_kernel(
     rows,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes
     scale,  # fp32[G, C]
     num_tiles,
@@ -397,7 +336,7 @@ def quantize_column_lines_kernel(
     """Quantises to E4M3 with one scale for a feature of a group. Grid (tiles of features, groups)."""
     group = tl.program_id(1)
     feature = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    start, end = tl.load(row_start + group), tl.load(row_start + group + 1)
+    start, end = tl.load(row_range + group), tl.load(row_range + NUM_GROUPS + group)
     bits = tl.zeros((LINES, TILE), tl.int32)
     for first_row in tl.range(start, end, TILE):
         bits = tl.maximum(bits, magnitude_bits(load_columns(rows, row_index, first_row, end, feature, WIDTH)))
@@ -405,7 +344,7 @@ def quantize_column_lines_kernel(
     stored, multiplier = block_scales(line_bits, 1.0, SCALE)
     tl.store(scale + group * WIDTH + feature, stored, mask=feature < WIDTH)
     is_finite = (line_bits < INFINITY_BITS)[:, None]
-    prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     tile = tl.max(tl.where(tl.arange(0, GROUP_LANES) < group, prefix, 0), axis=0)
     for first_row in tl.range(start, end, TILE):
         x = load_columns(rows, row_index, first_row, end, feature, WIDTH)
@@ -414,11 +353,11 @@ def quantize_column_lines_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["signs"], do_not_specialize_on_alignment=["row_index", "row_start", "amax_bits"])
+@triton.jit(do_not_specialize=["signs"], do_not_specialize_on_alignment=["row_index", "row_range", "amax_bits"])
 def group_amax_kernel(
     rows,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     amax_bits,  # int32[G], zeros: the numbers of amax, which are ordered as their bits are
     signs,
     HADAMARD: tl.constexpr,
@@ -428,9 +367,9 @@ def group_amax_kernel(
     LINES: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
-    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tl.program_id(0) < num_tiles:
-        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, TILE)
+        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         x = load_columns(rows, row_index, first_row, end, tl.program_id(1) * LINES + tl.arange(0, LINES), WIDTH)
         if HADAMARD:
             x = hadamard(x, signs)
@@ -441,7 +380,7 @@ def group_amax_kernel(
 
 def quantize_rows(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -451,24 +390,22 @@ def quantize_rows(
     seeds: torch.Tensor | None = None,
 ) -> None:
     num_rows, width = data.shape[0], rows.shape[1]
-    num_groups = num_groups_of(row_start)
-    if block_format.block is None or seeds is not None:
-        refuse_ranges(row_start, "a scale of a whole row, or a seed,")
+    num_groups = row_range.shape[1]
     if num_rows == 0:
         return
     if block_format.block is None:
         constants = _line_constants(block_format, num_groups, 0, width, width, 1)
         grid = (ceil_div(num_rows, constants.named["LINES"]), 1)
-        launch(quantize_lines_kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale)
+        launch(quantize_lines_kernel, grid, constants, rows, row_index, row_range, _bytes(data), scale)
         return
     lines, num_columns = ROW_TILE[0], ceil_div(width, ROW_TILE[1])
     launch(
         quantize_rows_kernel,
-        (row_programs(row_start, max_row_tiles(num_rows, num_groups, lines), num_columns), num_columns),
-        _row_constants(block_format, num_groups, end_of_rows(row_start, num_groups), width),
+        (row_programs(max_row_tiles(num_rows, num_groups, lines), num_columns), num_columns),
+        _row_constants(block_format, num_groups, width),
         rows,
         row_index,
-        row_start,
+        row_range,
         _bytes(data),
         _bytes(scale),
         amax,
@@ -478,7 +415,7 @@ def quantize_rows(
 
 def quantize_columns(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -489,7 +426,7 @@ def quantize_columns(
     seeds: torch.Tensor | None = None,
 ) -> None:
     check_column_scale("scale", scale)
-    width, num_groups = rows.shape[1], row_start.shape[0] - 1
+    width, num_groups = rows.shape[1], row_range.shape[1]
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
     constants = _column_constants(block_format, num_groups, width, signs is not None)
     if num_tiles == 0 and block_format.block is not None:
@@ -497,11 +434,11 @@ def quantize_columns(
     blocks = ceil_div(width, COLUMN_TILE[0])
     if block_format.block is None:
         kernel, grid = quantize_column_lines_kernel, (blocks, num_groups)
-        launch(kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale.t(), num_tiles)
+        launch(kernel, grid, constants, rows, row_index, row_range, _bytes(data), scale.t(), num_tiles)
         return
     on_hopper = select.hopper_kernels(rows.device, rows.dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, rows, width) and signs is None:
-        on_hopper.launch_quantize_columns(rows, row_start, data, scale, block_format, row_index=row_index)
+        on_hopper.launch_quantize_columns(rows, row_range, data, scale, block_format, row_index=row_index)
         return
     launch(
         quantize_columns_kernel,
@@ -509,7 +446,7 @@ def quantize_columns(
         constants,
         rows,
         row_index,
-        row_start,
+        row_range,
         _bytes(data),
         column_scale(scale),
         amax,
@@ -583,7 +520,7 @@ def quantize_weight_pairs(
 
 def group_amax(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     amax: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
@@ -600,7 +537,7 @@ def group_amax(
         _amax_constants(num_groups, width, signs is not None),
         rows,
         row_index,
-        row_start,
+        row_range,
         amax.view(torch.int32),
         signs or 0,
     )
@@ -625,8 +562,8 @@ def _groups(num_groups: int) -> dict[str, int]:
 
 
 @functools.cache
-def _row_constants(block_format: BlockFormat, num_groups: int, end: int, width: int) -> Constants:
-    tile = {"END": end, "WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
+def _row_constants(block_format: BlockFormat, num_groups: int, width: int) -> Constants:
+    tile = {"WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
     return Constants({**_format(block_format), **_groups(num_groups), **tile, "num_warps": ROW_WARPS})
 
 

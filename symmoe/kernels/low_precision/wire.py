@@ -25,8 +25,7 @@ from symmoe.kernels.low_precision.quantize import (
 )
 from symmoe.kernels.low_precision.quantize import NUM_WARPS as COLUMN_WARPS
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.parts import num_groups_of
-from symmoe.kernels.triton.tiles import TRITON_DTYPES, end_of_rows, locate_tile, row_programs, row_tile_prefix
+from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_tile, max_row_tiles, row_programs, row_tile_prefix
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
 DECODED_LINES, DECODED_COLUMNS = 16, 256  # features
@@ -118,47 +117,16 @@ def encode_lines_kernel(
         store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
 
 
-@triton.jit
-def unpack_tile(
-    wire,
-    row_index,
-    data,
-    scale,
-    first_row,
-    end,
-    ROW_BYTES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Unpacks COLUMNS of LINES rows from first_row on, before `end`; scales with the first columns."""
-    row = first_row + tl.arange(0, LINES)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-    lines = wire + source.to(tl.int64)[:, None] * ROW_BYTES
-    mask = (row < end)[:, None] & (column < WIDTH)[None, :]
-    values = tl.load(lines + column[None, :], mask=mask)
-    tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
-    if tl.program_id(1) == 0:
-        lane = tl.arange(0, SCALE_LANES)
-        is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
-        scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
-        tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
-
-
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
 def unpack_rows_kernel(
     wire,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,
     scale,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
-    END: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     WIDTH: tl.constexpr,  # width of data
     SCALE_BYTES: tl.constexpr,
@@ -166,20 +134,22 @@ def unpack_rows_kernel(
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns of data)."""
-    if END == 1:
-        first_row, end = tl.program_id(0) * LINES, tl.load(row_start + NUM_GROUPS)
-        if first_row < end:
-            unpack_tile(
-                wire, row_index, data, scale, first_row, end, ROW_BYTES, WIDTH, SCALE_BYTES, SCALE_LANES, LINES, COLUMNS
-            )
-    else:
-        prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES, END)
-        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, LINES, END)
-            unpack_tile(
-                wire, row_index, data, scale, first_row, end, ROW_BYTES, WIDTH, SCALE_BYTES, SCALE_LANES, LINES, COLUMNS
-            )
+    """Grid (programs that loop over tiles of rows, tiles of columns of data)."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
+        row = first_row + tl.arange(0, LINES)
+        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        lines = wire + source.to(tl.int64)[:, None] * ROW_BYTES
+        mask = (row < end)[:, None] & (column < WIDTH)[None, :]
+        values = tl.load(lines + column[None, :], mask=mask)
+        tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
+        if tl.program_id(1) == 0:  # scales with the first columns
+            lane = tl.arange(0, SCALE_LANES)
+            is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
+            scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
+            tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
 
 
 @triton.jit
@@ -229,13 +199,13 @@ def decode_rows_kernel(
 
 @fast_launch
 @triton.jit(
-    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["wire_scales", "row_index", "row_start", "scale"]
+    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["wire_scales", "row_index", "row_range", "scale"]
 )
 def requantize_columns_kernel(
     wire,  # bytes
     wire_scales,  # the wire as fp32, or as bytes
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes
     scale,
     num_tiles,
@@ -252,9 +222,9 @@ def requantize_columns_kernel(
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tile < num_used:
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
         row = first_row + tl.arange(0, TILE)
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
@@ -284,7 +254,7 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
 
 def unpack_rows(
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     *,
@@ -293,12 +263,11 @@ def unpack_rows(
     num_rows, width = data.shape
     if num_rows == 0:
         return
-    num_groups = num_groups_of(row_start)
+    num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
-    grid = row_programs(row_start, ceil_div(num_rows, LINES), num_columns), num_columns
-    end = end_of_rows(row_start, num_groups)
-    constants = _unpack_constants(num_groups, end, wire.shape[1], width, scale.shape[1])
-    launch(unpack_rows_kernel, grid, constants, wire, row_index, row_start, data, scale)
+    grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
+    constants = _unpack_constants(num_groups, wire.shape[1], width, scale.shape[1])
+    launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
 def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
@@ -312,7 +281,7 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
 
 def requantize_columns(
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -326,16 +295,16 @@ def requantize_columns(
         return
     on_hopper = select.hopper_kernels(wire.device, dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, wire, width):
-        on_hopper.launch_requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
+        on_hopper.launch_requantize_columns(wire, row_range, data, scale, block_format, dtype, row_index=row_index)
         return
     launch(
         requantize_columns_kernel,
         (num_tiles, ceil_div(width, COLUMN_TILE[0])),
-        _requantize_constants(block_format, wire.shape[1], width, row_start.shape[0] - 1, dtype),
+        _requantize_constants(block_format, wire.shape[1], width, row_range.shape[1], dtype),
         wire,
         _scales_of(wire, block_format),
         row_index,
-        row_start,
+        row_range,
         data.view(torch.uint8),
         column_scale(scale),
         num_tiles,
@@ -369,12 +338,11 @@ def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, 
 
 
 @functools.cache
-def _unpack_constants(num_groups: int, end: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
+def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
     return Constants(
         {
             "NUM_GROUPS": num_groups,
             "GROUP_LANES": next_power_of_2(num_groups),
-            "END": end,
             "ROW_BYTES": row_bytes,
             "WIDTH": width,
             "SCALE_BYTES": scale_bytes,

@@ -7,15 +7,14 @@ import torch
 from symmoe.kernels import formats
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
-from symmoe.kernels.parts import refuse_ranges
-from symmoe.kernels.twin.gemm import groups, row_ranges, take_rows
+from symmoe.kernels.twin.gemm import filled_groups, groups, take_rows
 from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
 
 
 def quantize_rows(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -25,9 +24,7 @@ def quantize_rows(
     seeds: torch.Tensor | None = None,
 ) -> None:
     width = rows.shape[1]
-    if block_format.block is None or seeds is not None:
-        refuse_ranges(row_start, "a scale of a whole row, or a seed,")
-    for g, span in row_ranges(row_start):
+    for g, span in filled_groups(row_range):
         seed = None if seeds is None else int(seeds[g])
         global_scale = None if amax is None else global_scale_of(amax[g])
         codes, scales = _quantize_lines(take_rows(rows, row_index, span).float(), block_format, global_scale, seed)
@@ -37,7 +34,7 @@ def quantize_rows(
 
 def quantize_columns(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -49,7 +46,7 @@ def quantize_columns(
 ) -> None:
     check_column_scale("scale", scale)
     first = 0
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         if span.start == span.stop:
             if block_format.block is None:
                 scale[:, g] = formats.MIN_SCALE
@@ -95,13 +92,13 @@ def quantize_weight_pairs(
 
 def group_amax(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     amax: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
     signs: int | None = None,
 ) -> None:
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         values = take_rows(rows, row_index, span).float()
         values = values if signs is None else _padded_columns(values, signs)
         finite = values.abs()[torch.isfinite(values)]
