@@ -44,8 +44,8 @@ class QuantizeKernels(Protocol):
         """Quantises every row of every group, with scales along the features.
 
         rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
-        Positions of seeds: (feature, row in the group). row_start: bounds or ranges; ranges not with seeds or
-        scales of whole rows (ArgumentError).
+        Positions of seeds: (feature, row in the group). row_start: bounds or ranges; ranges not with seeds
+        (ArgumentError).
         """
 
     def quantize_columns(
@@ -63,9 +63,9 @@ class QuantizeKernels(Protocol):
     ) -> None:
         """Quantises every feature of every group, with scales along the tokens; data is transposed.
 
-        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block], or [C, G] where a feature of
-        a group is one block. signs: 16 neighbouring tokens go through a Hadamard transform first, with these signs
-        (twin/hadamard.py). Positions of seeds: (token in the group, feature).
+        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block]. signs: 16 neighbouring
+        tokens go through a Hadamard transform first, with these signs (twin/hadamard.py). Positions of seeds: (token in
+        the group, feature).
         """
 
     def group_amax(

@@ -139,12 +139,6 @@ def pack(codes, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def encode(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
-    """Data of numbers x: bytes of x's shape, or of half the width; the others have x's shape, words may be None."""
-    return pack(element_codes(x, is_finite, multiplier, words, ELEMENT), ELEMENT)
-
-
-@triton.jit
 def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets the value of its block."""
     across: tl.constexpr = LINES // blocks.shape[0]

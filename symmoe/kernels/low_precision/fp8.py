@@ -3,7 +3,7 @@
 Letters: contract/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
 in fp32 before the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
 warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
-of grouped_gemm_fp8, for narrow results, and for scales of whole lines.
+of grouped_gemm_fp8, and for narrow results.
 """
 
 import functools
@@ -43,9 +43,9 @@ CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, n
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_start"])
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
-    row_scale,  # [N, blocks of C], or [N]
+    row_scale,  # [N, blocks of C]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK]
-    weight_scale,  # [G, blocks of O, blocks of C], or [G, O]
+    weight_scale,  # [G, blocks of O, blocks of C]
     row_start,
     out,  # [N, O]
     num_rows,  # N; None: do not write the tail
@@ -56,7 +56,6 @@ def grouped_gemm_fp8_kernel(
     END: tl.constexpr,
     FIRST_COLUMN: tl.constexpr,  # first column of the panel
     COLUMNS: tl.constexpr,
-    OF_LINES: tl.constexpr,  # scales
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -76,17 +75,9 @@ def grouped_gemm_fp8_kernel(
         for b in tl.range(0, NUM_BLOCKS):
             left = rows_desc.load([first_row, b * BLOCK])
             right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
-            if OF_LINES:
-                # Added in fp32 after every block: tensor cores keep about 14 bits of a sum of E4M3 products.
-                acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=BLOCK)
-            else:
-                scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
-                acc += tl.dot(left, right.T) * scale[:, None]
+            scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
+            acc += tl.dot(left, right.T) * scale[:, None]
         column = first_column + tl.arange(0, BLOCK_N)
-        if OF_LINES:
-            by_row = tl.load(row_scale + row, mask=row < end, other=0.0)
-            lines = weight_scale + group.to(tl.int64) * OUT_WIDTH + column
-            acc *= by_row[:, None] * tl.load(lines, mask=column < OUT_WIDTH, other=0.0)[None, :]
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
@@ -154,7 +145,7 @@ def grouped_gemm_fp8(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    of_lines = fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     columns = panel(columns, out_width)
@@ -162,7 +153,7 @@ def grouped_gemm_fp8(
         refuse_ranges(row_start, "zero_tail")
     if num_rows == 0:
         return
-    if config is None and not of_lines:
+    if config is None:
         on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= select.MAX_ROWS:
             options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
@@ -170,7 +161,7 @@ def grouped_gemm_fp8(
             return
     config = config or CONFIG
     end = end_of_rows(row_start, num_groups)
-    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end, columns, of_lines)
+    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end, columns)
     num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * plan.num_n_tiles
     launch(
         grouped_gemm_fp8_kernel,
@@ -243,7 +234,6 @@ def _gemm_plan(
     in_width: int,
     end: int,
     columns: tuple[int, int] | None,
-    of_lines: bool,
 ) -> Plan:
     first_column, end_column = columns or (0, out_width)
     constants = {
@@ -254,7 +244,6 @@ def _gemm_plan(
         "END": end,
         "FIRST_COLUMN": first_column,
         "COLUMNS": end_column - first_column,
-        "OF_LINES": of_lines,
         **_tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}

@@ -448,7 +448,7 @@ def _wgrad_config(block_format: BlockFormat, unit: Unit, out_width: int) -> Tile
 
 def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
     """Bytes of a line, and tiles of their scales, of a contraction step; ArgumentError if it cuts tiles of scales."""
-    unit = (block_format.block or config.block_k) * scaled.TILE_BLOCKS
+    unit = block_format.block * scaled.TILE_BLOCKS
     if config.block_m != formats.TILE or config.block_n % formats.TILE or config.block_k % unit:
         raise ArgumentError(
             f"tiles must have block_m {formats.TILE}, block_n a multiple of it, and block_k one of {unit}, got {config}"

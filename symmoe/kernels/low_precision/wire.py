@@ -13,10 +13,9 @@ from symmoe.kernels import formats, select
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.codes import INFINITY_BITS, TILE, block_scales, column_scale, encode, magnitude_bits
+from symmoe.kernels.low_precision.codes import TILE, column_scale
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
-    LINE_TILE,
     ROW_TILE,
     ROW_WARPS,
     quantize_tile,
@@ -83,39 +82,6 @@ def encode_rows_kernel(
     store_items(scales, stored, row, block, num_rows, end, SCALE_ITEMS)
     if tile_column == 0:
         store_padding(scales, row, num_rows, end, SCALE_ITEMS)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["num_rows"])
-def encode_lines_kernel(
-    rows,
-    wire,  # bytes
-    scales,  # the wire as fp32
-    num_rows,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALE_ITEMS: tl.constexpr,
-    FIRST_SCALE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Same as encode_rows_kernel with one scale for a row. Grid (tiles of rows)."""
-    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    bits = tl.zeros((LINES, COLUMNS), tl.int32)
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        x = load_tile(rows, row, first_column + tl.arange(0, COLUMNS), num_rows, WIDTH)
-        bits = tl.maximum(bits, magnitude_bits(x))
-    row_bits = tl.max(bits, axis=1)
-    stored, multiplier = block_scales(row_bits, 1.0, SCALE)
-    tl.store(scales + row.to(tl.int64) * SCALE_ITEMS + FIRST_SCALE, stored, mask=row < num_rows)
-    store_padding(scales, row, num_rows, FIRST_SCALE + 1, SCALE_ITEMS)
-    is_finite = (row_bits < INFINITY_BITS)[:, None]
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        x = load_tile(rows, row, column, num_rows, WIDTH)
-        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
-        store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
 
 
 @triton.jit
@@ -273,13 +239,9 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
     num_rows, width = rows.shape
     if num_rows == 0:
         return
+    grid = ceil_div(num_rows, ROW_TILE[0]), ceil_div(width, ROW_TILE[1])
     constants = _encode_constants(block_format, wire.shape[1], width)
-    args = rows, wire, _scales_of(wire, block_format), num_rows
-    if block_format.block is None:
-        launch(encode_lines_kernel, (ceil_div(num_rows, LINE_TILE[0]),), constants, *args)
-        return
-    lines, columns = ROW_TILE
-    launch(encode_rows_kernel, (ceil_div(num_rows, lines), ceil_div(width, columns)), constants, *args)
+    launch(encode_rows_kernel, grid, constants, rows, wire, _scales_of(wire, block_format), num_rows)
 
 
 def unpack_rows(
@@ -349,13 +311,16 @@ def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
 
 @functools.cache
 def _encode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    named = {"SCALE": block_format.scale, **_places(block_format, row_bytes, width)}
-    if block_format.block is None:
-        lines, columns = LINE_TILE
-        return Constants({**named, "LINES": lines, "COLUMNS": columns, "num_warps": NUM_WARPS})
-    lines, columns = ROW_TILE
-    tile = {"LINES": lines, "COLUMNS": columns, "num_warps": ROW_WARPS}
-    return Constants({**named, "BLOCK": block_format.block, **tile})
+    return Constants(
+        {
+            "SCALE": block_format.scale,
+            "BLOCK": block_format.block,
+            **_places(block_format, row_bytes, width),
+            "LINES": ROW_TILE[0],
+            "COLUMNS": ROW_TILE[1],
+            "num_warps": ROW_WARPS,
+        }
+    )
 
 
 def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, int]:
@@ -391,7 +356,7 @@ def _decode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> 
     return Constants(
         {
             "SCALE": block_format.scale,
-            "BLOCK": block_format.block or width,
+            "BLOCK": block_format.block,
             **_places(block_format, row_bytes, width),
             "LINES": DECODED_LINES,
             "COLUMNS": DECODED_COLUMNS,

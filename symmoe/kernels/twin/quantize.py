@@ -25,8 +25,8 @@ def quantize_rows(
     seeds: torch.Tensor | None = None,
 ) -> None:
     width = rows.shape[1]
-    if block_format.block is None or seeds is not None:
-        refuse_ranges(row_start, "a scale of a whole row, or a seed,")
+    if seeds is not None:
+        refuse_ranges(row_start, "a seed")
     for g, span in row_ranges(row_start):
         seed = None if seeds is None else int(seeds[g])
         global_scale = None if amax is None else global_scale_of(amax[g])
@@ -51,15 +51,13 @@ def quantize_columns(
     first = 0
     for g, span in groups(row_start):
         if span.start == span.stop:
-            if block_format.block is None:
-                scale[:, g] = formats.MIN_SCALE
             continue
         lines = _padded_columns(take_rows(rows, row_index, span), signs)
         seed = None if seeds is None else int(seeds[g])
         global_scale = None if amax is None else global_scale_of(amax[g])
         codes, scales = _quantize_lines(lines, block_format, global_scale, seed)
         _place(data, block_format.data_width(first), _pack(codes, block_format))
-        _place(scale, g if block_format.block is None else first // block_format.block, scales)
+        _place(scale, first // block_format.block, scales)
         first += lines.shape[1]
 
 
@@ -124,7 +122,7 @@ def _quantize_lines(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 of lines [L, K] fp32, with both padded to whole blocks, and the blocks' scales: bytes or fp32."""
     num_lines, width = lines.shape
-    block, block_lines = block_format.block or width, block_format.block_lines
+    block, block_lines = block_format.block, block_format.block_lines
     padded = torch.nn.functional.pad(lines, (0, -width % block, 0, -num_lines % block_lines))
     x = padded.view(padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block)
     amax = x.abs().amax(dim=(1, 3))
