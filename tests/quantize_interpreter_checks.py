@@ -247,7 +247,7 @@ HARD = {("nvfp4", torch.bfloat16): (True,), ("nvfp4", torch.float32): (True, Fal
 def main():
     check_casts()
     codes.e4m3_code, codes.e4m3_value = e4m3_code, e4m3_value
-    wire.e4m3_number = e4m3_number
+    wire.e4m3_value = e4m3_number
     check_powers_of_two()
     splits = (0, 37, 128, 1, 5)
     row_start, num_rows = bounds(splits), sum(splits) + 3

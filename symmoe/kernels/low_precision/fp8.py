@@ -7,7 +7,6 @@ of grouped_gemm_fp8, and for narrow results.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,18 +18,19 @@ from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import panel, refuse_ranges
 from symmoe.kernels.triton.tiles import (
-    TRITON_DTYPES,
     ZERO_BLOCK,
+    Plan,
     TileConfig,
     describe,
     end_of_rows,
     launch_grid,
     locate_tile,
-    max_row_tiles,
+    output_tile_constants,
     row_tile_prefix,
     store_gradient,
     swizzle_tile,
     tile_mask,
+    wgrad_plan,
     zero_panel,
     zero_rows,
 )
@@ -159,13 +159,11 @@ def grouped_gemm_fp8(
             options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
             on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_start, out, **options)
             return
-    config = config or CONFIG
     end = end_of_rows(row_start, num_groups)
-    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end, columns)
-    num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * plan.num_n_tiles
+    plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1], end, columns)
     launch(
         grouped_gemm_fp8_kernel,
-        launch_grid(config, num_tiles, num_sms, out.device),
+        plan.grid(num_rows, num_groups, num_sms, out.device),
         plan.constants,
         rows,
         row_scale,
@@ -191,24 +189,22 @@ def grouped_gemm_wgrad_fp8(
 ) -> None:
     fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
     refuse_ranges(row_start, "a weight gradient")
-    num_groups, out_rows, out_width = out.shape
     if dout_scale.shape[1] == 0:
         if not accumulate:
             out.zero_()
         return
     if config is None:
         operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
-        on_hopper = select.hopper_kernels(out.device, operands, out_width)
+        on_hopper = select.hopper_kernels(out.device, operands, out.shape[2])
         if on_hopper is not None:
             options = {"accumulate": accumulate, "num_sms": num_sms}
             on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_start, out, **options)
             return
-    config = config or CONFIG
-    num_tiles, constants = _wgrad_plan(config, out.dtype, accumulate, num_groups, out_rows, out_width)
+    plan = _wgrad_plan(config or CONFIG, out.dtype, accumulate, out.shape)
     launch(
         grouped_gemm_wgrad_fp8_kernel,
-        launch_grid(config, num_tiles, num_sms, out.device),
-        constants,
+        launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device),
+        plan.constants,
         dout,
         dout_scale,
         rows,
@@ -216,14 +212,6 @@ def grouped_gemm_wgrad_fp8(
         row_start,
         out,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Tiles and constants of launches of a GEMM with the same static dimensions."""
-
-    num_n_tiles: int
-    constants: Constants
 
 
 @functools.cache
@@ -247,34 +235,17 @@ def _gemm_plan(
         **_tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}
-    return Plan(ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache
-def _wgrad_plan(
-    config: TileConfig, dtype: torch.dtype, accumulate: bool, num_groups: int, out_rows: int, out_width: int
-) -> tuple[int, Constants]:
-    constants = {
-        "OUT_DTYPE": TRITON_DTYPES[dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
-        **_tile_constants(config),
-    }
+def _wgrad_plan(config: TileConfig, dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...]) -> Plan:
+    constants = {"GROUP_LANES": next_power_of_2(shape[0]), **_tile_constants(config)}
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([config.block_n, fp8.BLOCK])}
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return num_tiles, Constants(constants, descriptors)
+    return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
 
 
-def _tile_constants(config: TileConfig) -> dict[str, int]:
+def _tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
     if config.block_k != fp8.BLOCK or fp8.BLOCK % config.block_n:
         raise ArgumentError(f"tiles must have block_k {fp8.BLOCK} and a block_n that divides it, got {config}")
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "GROUP_M": config.group_m,
-        "num_stages": config.num_stages,
-        "num_warps": config.num_warps,
-    }
+    return output_tile_constants(config)

@@ -17,6 +17,7 @@ from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
+    as_stored,
     block_scales,
     column_scale,
     element_codes,
@@ -382,8 +383,8 @@ def quantize_rows(
         rows,
         row_index,
         row_start,
-        _bytes(data),
-        _bytes(scale),
+        as_stored(data),
+        as_stored(scale),
         amax,
         seeds,
     )
@@ -417,7 +418,7 @@ def quantize_columns(
         rows,
         row_index,
         row_start,
-        _bytes(data),
+        as_stored(data),
         column_scale(scale),
         amax,
         seeds,
@@ -441,8 +442,8 @@ def quantize_weights(
         (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
         _weight_constants(block_format, num_lines, width, *strides),
         weight,
-        _bytes(data),
-        _bytes(scale),
+        as_stored(data),
+        as_stored(scale),
         amax,
     )
 
@@ -470,10 +471,10 @@ def quantize_weight_pairs(
         (ceil_div(width, tile_columns), ceil_div(num_lines, tile_lines), num_groups),
         constants,
         weight,
-        _bytes(data),
-        _bytes(scale),
-        _bytes(transposed_data),
-        _bytes(transposed_scale),
+        as_stored(data),
+        as_stored(scale),
+        as_stored(transposed_data),
+        as_stored(transposed_scale),
         amax,
     )
 
@@ -503,45 +504,35 @@ def group_amax(
     )
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """One-byte formats as uint8, which the kernels store."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
 def _format(block_format: BlockFormat) -> dict[str, object]:
-    return {
-        "ELEMENT": block_format.element,
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
-        "PER_BYTE": block_format.elements_per_byte,
-    }
+    return {"ELEMENT": block_format.element, "SCALE": block_format.scale, "BLOCK": block_format.block}
 
 
-def _groups(num_groups: int) -> dict[str, int]:
+def _groups(num_groups: int) -> dict[str, object]:
     return {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
+
+
+def _format_of_groups(block_format: BlockFormat, num_groups: int) -> dict[str, object]:
+    return {**_format(block_format), "PER_BYTE": block_format.elements_per_byte, **_groups(num_groups)}
 
 
 @functools.cache
 def _row_constants(block_format: BlockFormat, num_groups: int, end: int, width: int) -> Constants:
     tile = {"END": end, "WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
-    return Constants({**_format(block_format), **_groups(num_groups), **tile, "num_warps": ROW_WARPS})
+    return Constants({**_format_of_groups(block_format, num_groups), **tile, "num_warps": ROW_WARPS})
 
 
 @functools.cache
 def _column_constants(block_format: BlockFormat, num_groups: int, width: int, transforms: bool) -> Constants:
-    tile = {"WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
-    return Constants({"HADAMARD": transforms, **_format(block_format), **_groups(num_groups), **tile})
+    return Constants({**_format_of_groups(block_format, num_groups), **_column_tile(width, transforms)})
+
+
+def _column_tile(width: int, transforms: bool) -> dict[str, object]:
+    return {"HADAMARD": transforms, "WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
 
 
 def _weights(block_format: BlockFormat, num_lines: int, width: int) -> dict[str, object]:
-    return {
-        "ELEMENT": block_format.element,
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
-        "BLOCK_LINES": block_format.block_lines,
-        "NUM_LINES": num_lines,
-        "WIDTH": width,
-    }
+    return {**_format(block_format), "BLOCK_LINES": block_format.block_lines, "NUM_LINES": num_lines, "WIDTH": width}
 
 
 @functools.cache
@@ -564,5 +555,4 @@ def _pair_constants(block_format: BlockFormat, num_lines: int, width: int) -> Co
 
 @functools.cache
 def _amax_constants(num_groups: int, width: int, transforms: bool) -> Constants:
-    tile = {"WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
-    return Constants({"HADAMARD": transforms, **_groups(num_groups), **tile})
+    return Constants({**_groups(num_groups), **_column_tile(width, transforms)})

@@ -13,7 +13,7 @@ from symmoe.kernels import formats, select
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.codes import TILE, column_scale
+from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
     ROW_TILE,
@@ -28,9 +28,7 @@ from symmoe.kernels.parts import num_groups_of
 from symmoe.kernels.triton.tiles import TRITON_DTYPES, end_of_rows, locate_tile, row_programs, row_tile_prefix
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
-DECODED_LINES, DECODED_COLUMNS = 16, 256  # features
 NUM_WARPS = 4
-E8M0_NAN = tl.constexpr(255)
 
 
 @triton.jit
@@ -159,12 +157,6 @@ def scale_number(scale, SCALE: tl.constexpr):
     return number
 
 
-@triton.jit
-def e4m3_number(code):
-    """fp32 of E4M3 numbers."""
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
 @fast_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_rows_kernel(
@@ -188,7 +180,7 @@ def decode_rows_kernel(
     code = tl.load(wire + row.to(tl.int64)[:, None] * ROW_BYTES + column[None, :], mask=mask, other=0)
     block = FIRST_SCALE + column // BLOCK
     scale = tl.load(scales + row.to(tl.int64)[:, None] * SCALE_ITEMS + block[None, :], mask=mask, other=0)
-    values = e4m3_number(code) * scale_number(scale, SCALE)
+    values = e4m3_value(code) * scale_number(scale, SCALE)
     pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
 
@@ -229,7 +221,7 @@ def requantize_columns_kernel(
         code = tl.load(wire + source * ROW_BYTES + feature[:, None], mask=mask, other=0)
         block = FIRST_SCALE + feature // BLOCK
         row_scale = tl.load(wire_scales + source * SCALE_ITEMS + block[:, None], mask=mask, other=0)
-        x = (e4m3_number(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
+        x = (e4m3_value(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
         codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
         store_column_scales(scale, stored, feature, tile, num_tiles, WIDTH)
@@ -239,9 +231,8 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
     num_rows, width = rows.shape
     if num_rows == 0:
         return
-    grid = ceil_div(num_rows, ROW_TILE[0]), ceil_div(width, ROW_TILE[1])
-    constants = _encode_constants(block_format, wire.shape[1], width)
-    launch(encode_rows_kernel, grid, constants, rows, wire, _scales_of(wire, block_format), num_rows)
+    constants = _row_constants(block_format, wire.shape[1], width)
+    launch(encode_rows_kernel, _grid(rows), constants, rows, wire, _scales_of(wire, block_format), num_rows)
 
 
 def unpack_rows(
@@ -267,9 +258,8 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     num_rows, width = out.shape
     if num_rows == 0:
         return
-    grid = (ceil_div(num_rows, DECODED_LINES), ceil_div(width, DECODED_COLUMNS))
-    constants = _decode_constants(block_format, wire.shape[1], width)
-    launch(decode_rows_kernel, grid, constants, wire, _scales_of(wire, block_format), out, num_rows)
+    constants = _row_constants(block_format, wire.shape[1], width)
+    launch(decode_rows_kernel, _grid(out), constants, wire, _scales_of(wire, block_format), out, num_rows)
 
 
 def requantize_columns(
@@ -304,28 +294,27 @@ def requantize_columns(
     )
 
 
+def _grid(rows: torch.Tensor) -> tuple[int, int]:
+    """Tiles of rows, tiles of columns."""
+    return ceil_div(rows.shape[0], ROW_TILE[0]), ceil_div(rows.shape[1], ROW_TILE[1])
+
+
 def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     """The wire as items of scales."""
     return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
 
 
 @functools.cache
-def _encode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    return Constants(
-        {
-            "SCALE": block_format.scale,
-            "BLOCK": block_format.block,
-            **_places(block_format, row_bytes, width),
-            "LINES": ROW_TILE[0],
-            "COLUMNS": ROW_TILE[1],
-            "num_warps": ROW_WARPS,
-        }
-    )
+def _row_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
+    tile = {"LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "num_warps": ROW_WARPS}
+    return Constants({**_places(block_format, row_bytes, width), **tile})
 
 
-def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, int]:
+def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, object]:
     item_bytes = block_format.scale_dtype.itemsize
     return {
+        "SCALE": block_format.scale,
+        "BLOCK": block_format.block,
         "ROW_BYTES": row_bytes,
         "SCALE_ITEMS": row_bytes // item_bytes,
         "FIRST_SCALE": width // item_bytes,
@@ -352,28 +341,12 @@ def _unpack_constants(num_groups: int, end: int, row_bytes: int, width: int, sca
 
 
 @functools.cache
-def _decode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    return Constants(
-        {
-            "SCALE": block_format.scale,
-            "BLOCK": block_format.block,
-            **_places(block_format, row_bytes, width),
-            "LINES": DECODED_LINES,
-            "COLUMNS": DECODED_COLUMNS,
-            "num_warps": NUM_WARPS,
-        }
-    )
-
-
-@functools.cache
 def _requantize_constants(
     block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> Constants:
     return Constants(
         {
             "DTYPE": TRITON_DTYPES[dtype],
-            "SCALE": block_format.scale,
-            "BLOCK": block_format.block,
             **_places(block_format, row_bytes, width),
             "NUM_GROUPS": num_groups,
             "GROUP_LANES": next_power_of_2(num_groups),
