@@ -25,7 +25,7 @@ import torch
 from symmoe.kernels import select
 from symmoe.kernels.formats import TILE
 from symmoe.kernels.parts import range_of
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Quantized
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Quantized
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.tools.bench.records import machine
 
@@ -34,7 +34,7 @@ SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "mixtral-8x7b": (4, 4096, 14336, 16384),
     "deepseek-like": (32, 7168, 2048, 65536),
 }
-RECIPES = (Float8Block(), Float8Rowwise(), MXFP8(), NVFP4())
+RECIPES = (Float8Block(), MXFP8(), NVFP4())
 DISTINCT_ROWS = 16384  # of gathered ones: what two ranks of 8192 tokens have
 HOPPER_OPTIONS = {
     "one stage": {"stages": 1},

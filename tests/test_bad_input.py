@@ -21,7 +21,7 @@ from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_toke
 from symmoe.errors import ArgumentError, ConfigMismatch, HeapClosed
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Recipe
 
 T, K, H = 6, 2, 16
 NUM_BYTES = 1 << 20
@@ -645,7 +645,7 @@ def check_scores(rank: int, num_ranks: int) -> list[str]:
     return findings.texts
 
 
-RECIPES = (None, Float8Block(), Float8Block(power_of_two=True), Float8Rowwise(), MXFP8(), NVFP4(hadamard_signs=5))
+RECIPES = (None, Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(hadamard_signs=5))
 # Every recipe beside every other one, and every choice of what travels.
 NUMBERS = [(recipe, "none") for recipe in RECIPES]
 NUMBERS += [(recipe, wire) for recipe in (Float8Block(), MXFP8()) for wire in ("forward", "backward", "both")]
@@ -653,7 +653,6 @@ SHOWN = {
     None: "none",
     Float8Block(): "float8-block",
     Float8Block(power_of_two=True): r"float8-block with options 0x[0-9a-f]+",
-    Float8Rowwise(): "float8-rowwise",
     MXFP8(): "mxfp8",
     NVFP4(hadamard_signs=5): r"nvfp4 with options 0x[0-9a-f]+",
 }
