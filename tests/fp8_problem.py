@@ -87,25 +87,6 @@ class Problem:
         return turned, self.weight_scale.transpose(1, 2).contiguous()
 
 
-@dataclass
-class LinesProblem(Problem):
-    """The same with one scale for a row, and one for a line of a weight."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.row_scale = self.numbers.scale(self.capacity, 1)
-        self.row_scale[self.num_rows :] = torch.nan
-        self.weight_scale = self.numbers.scale(len(self.splits), self.widths[0], 1)
-
-    def expected(self) -> torch.Tensor:
-        """The result in float64; the sentinel in the tail."""
-        result = self.blank(torch.float64)
-        for g, span in enumerate(self.spans):
-            left = self.rows[span].double() * self.row_scale[span].double()
-            result[span] = left @ (self.weight[g].double() * self.weight_scale[g].double()).T
-        return result
-
-
 def dequantised_rows(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """data * scale in float64, with a scale for BLOCK numbers of a row."""
     return data.double() * scale.double().repeat_interleave(BLOCK, 1)[:, : data.shape[1]]

@@ -12,7 +12,6 @@ from symmoe.kernels.parts import equal_groups, range_of
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
     "float8_block_powers": BlockFormat(element="e4m3", scale="power_of_two", block=128),
-    "float8_rowwise": BlockFormat(element="e4m3", scale="fp32", block=None),
     "mxfp8": BlockFormat(element="e4m3", scale="e8m0", block=32),
     "nvfp4": BlockFormat(element="e2m1", scale="e4m3", block=16),
 }
@@ -69,7 +68,6 @@ def quantize_all(
     block_format = FORMATS[name]
     (num_rows, width), num_groups = rows.shape, row_range.shape[1]
     padded = TILE * max_tiles(num_rows, num_groups)
-    num_scales = num_groups if block_format.block is None else padded // block_format.block
     result = {}
     index, source = None, rows
     if hard:
@@ -89,7 +87,7 @@ def quantize_all(
     kernels.quantize_rows(rows, row_range, data, scale, block_format, **options)
     result |= {"data": data, "scale": scale}
     data = filled((width, block_format.data_width(padded)), block_format.data_dtype, rows.device)
-    scale = filled_column_scale((width, num_scales), block_format, rows.device)
+    scale = filled_column_scale((width, padded // block_format.block), block_format, rows.device)
     kernels.quantize_columns(source, row_range, data, scale, block_format, row_index=index, **column_options)
     return result | {"column_data": data, "column_scale": scale}
 

@@ -144,7 +144,6 @@ def test_what_is_taken():
     block, mxfp8 = FORMATS["float8_block"], FORMATS["mxfp8"]
     assert takes_act_quantize(block)
     assert takes_act_quantize(mxfp8)
-    assert not takes_act_quantize(FORMATS["float8_rowwise"])
     assert not takes_act_quantize(FORMATS["nvfp4"])
     halves, alternating, plain = (ACTIVATIONS[name] for name in ("swiglu", "interleaved", "srelu"))
     assert takes_dact_quantize(256, halves, block)
@@ -172,14 +171,13 @@ def act_arguments(**changes):
     ("changes", "message"),
     [
         ({"block_format": FORMATS["nvfp4"]}, "block_format must be of E4M3 numbers in blocks of 32 or 128, got"),
-        ({"block_format": FORMATS["float8_rowwise"]}, "block_format must be"),
         ({"rows": None, "columns": None}, "rows or columns must be given"),
         ({"h": torch.zeros(337, 512)}, "h must be of torch.bfloat16 or torch.float16, got torch.float32"),
         ({"h": torch.zeros(337, 511, dtype=torch.bfloat16)}, "h must have a multiple of 2 columns, got 511"),
         ({"row_scale": torch.zeros(336)}, r"row_scale must be \[337\], got \[336\]"),
         ({"block_format": FORMATS["mxfp8"]}, r"scales of rows must be \[337, 8\], got \[337, 2\]"),
     ],
-    ids=["nvfp4", "rowwise", "nothing", "dtype", "odd", "scale", "other format"],
+    ids=["nvfp4", "nothing", "dtype", "odd", "scale", "other format"],
 )
 def test_bad_arguments(changes, message):
     with pytest.raises(ArgumentError, match=message):

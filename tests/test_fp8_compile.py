@@ -145,18 +145,11 @@ def test_weight_gradients_wait_once_for_a_stage(launches):
 
 
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
-@pytest.mark.parametrize("of_lines", [False, True])
 @pytest.mark.parametrize("name", ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"])
-def test_the_general_kernels(launches, name, of_lines, arch):
+def test_the_general_kernels(launches, name, arch):
     """As another GPU runs them, and as Hopper runs what its own kernels do not take."""
-    if of_lines and name == "grouped_gemm_wgrad_fp8":
-        pytest.skip("has scales of blocks alone")
     if name == "grouped_gemm_fp8":
-        operands = list(gemm_operands(SHAPES["odd"], FP32))
-        if of_lines:
-            G, O, _, N = SHAPES["odd"]
-            operands[1], operands[3] = meta(N, 1, dtype=FP32), meta(G, O, 1, dtype=FP32)
-        gpu_fp8.grouped_gemm_fp8(*operands, zero_tail=True, num_sms=132)
+        gpu_fp8.grouped_gemm_fp8(*gemm_operands(SHAPES["odd"], FP32), zero_tail=True, num_sms=132)
     else:
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(SHAPES["odd"]), accumulate=True, num_sms=132)
     code = launches.compile(arch=arch)

@@ -35,10 +35,10 @@ from row_ranges import whole_groups
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import StaleRows
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds
 
-RECIPES = [Float8Block(), Float8Block(power_of_two=True), Float8Rowwise(), MXFP8(), NVFP4()]
+RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4()]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 # Without rows, one row, unaligned, more than a tile; widths that end within a block of 128.
 SIZES = Sizes(splits=(130, 0, 1, 25), lead=(16, 10), hidden=160, ffn=96)
@@ -48,7 +48,6 @@ OUT = 96  # columns of a single linear layer
 NUMBERS = {
     Float8Block(): oracle.Numbers(*oracle.E4M3_BLOCK),
     Float8Block(power_of_two=True): oracle.Numbers(*oracle.E4M3_POWERS),
-    Float8Rowwise(): oracle.Numbers(*oracle.E4M3_LINES),
     MXFP8(): oracle.Numbers(*oracle.E4M3_MX),
     NVFP4(stochastic_gradients=False): oracle.Numbers(*oracle.E2M1, signs=0x9A5C),
     NVFP4(stochastic_gradients=False, hadamard_signs=None): oracle.Numbers(*oracle.E2M1),

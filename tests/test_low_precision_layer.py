@@ -25,7 +25,7 @@ from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels import twin
 from symmoe.kernels.parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 
@@ -110,7 +110,7 @@ def check_ways(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtyp
                     # A row that was rounded once is rounded again along tokens: another 2.8 % at most. Where scales are
                     # powers of two, its numbers have 3 bits behind the leading one already, and nothing changes.
                     error = relative_error(got, want)
-                    if recipe in (Float8Block(), Float8Rowwise()):
+                    if recipe == Float8Block():
                         findings.check(not torch.equal(got, one), f"{name} knows nothing of the wire")
                     findings.check(error < 1.25 * (TWO_LAYERS[element] + ONE_PRODUCT[element] / 2), f"{name}: {error}")
         findings.equal("staging copies", heap.statistics.num_staging_copies, 0)
@@ -212,7 +212,7 @@ def check_layer(rank: int, num_ranks: int, device: str, recipe, wire: str) -> li
 
 
 @pytest.mark.parametrize(
-    ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (Float8Rowwise(), "backward")], ids=str
+    ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "backward")], ids=str
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers(cluster, num_ranks: int, recipe, wire):

@@ -20,7 +20,7 @@ from worker import Findings, open_heap, poison
 from symmoe import MoEConfig
 from symmoe.grouped import quantized_experts
 from symmoe.kernels import twin
-from symmoe.precision import MXFP8, Float8Block, Float8Rowwise
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 H, I = 144, 128
 RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
@@ -172,7 +172,7 @@ def test_which_recipes_take_parts():
     taken = {Float8Block(), Float8Block(power_of_two=True)}
     assert {recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)} == taken & set(RECIPES)
     assert all(map(quantized_experts.takes_parts, (None, *taken)))
-    assert not any(map(quantized_experts.takes_parts, (MXFP8(), Float8Rowwise())))
+    assert not any(map(quantized_experts.takes_parts, (MXFP8(), NVFP4())))
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_rows_that_are_quantised():
     rows = hard_rows(CAPACITY, WIDTH, torch.bfloat16)
     packed, index = rows[:50].contiguous(), torch.randint(50, (CAPACITY,), dtype=torch.int32)
     for name, block_format in FORMATS.items():
-        if block_format.block is None or block_format.has_global_scale:
+        if block_format.has_global_scale:
             continue
 
         def buffers(block_format=block_format):

@@ -20,7 +20,6 @@ from symmoe.precision import (
     NVFP4,
     PRECISIONS,
     Float8Block,
-    Float8Rowwise,
     Recipe,
     draw_signs,
     hadamard,
@@ -30,7 +29,7 @@ from symmoe.precision import (
 )
 from symmoe.precision.names import precision_word
 
-RECIPES = [Float8Block(), Float8Block(power_of_two=True), Float8Rowwise(), MXFP8(), NVFP4(), NVFP4(hadamard_signs=None)]
+RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(), NVFP4(hadamard_signs=None)]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 ROWS, C, O = sum(SPLITS) + TAIL, 288, 160
 
@@ -99,7 +98,7 @@ def test_sizes(recipe):
         assert quantized.global_scale.tolist() == pytest.approx([max(a / 2688, 2.0**-110) for a in largest])
 
 
-ROW_BYTES = {"Float8Block": 2880 + 4 * 23, "Float8Rowwise": 2884, "MXFP8": 2880 + 90, "NVFP4": 1440 + 180}
+ROW_BYTES = {"Float8Block": 2880 + 4 * 23, "MXFP8": 2880 + 90, "NVFP4": 1440 + 180}
 
 
 @every_recipe

@@ -55,7 +55,7 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
     block_format, values = FORMATS[name], rows.float().numpy()
     padded, num_groups = TILE * max_tiles(len(rows), len(splits)), len(splits)
     size = block_format.scale_dtype.itemsize
-    num_scales = num_groups if block_format.block is None else padded // block_format.block
+    num_scales = padded // block_format.block
     result = {
         "data": np.full((len(rows), block_format.data_width(WIDTH)), FILL, np.uint8),
         "scale": np.full((len(rows), block_format.num_blocks(WIDTH) * size), FILL, np.uint8),
@@ -71,15 +71,13 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
         amax[g], column_amax[g] = reference.group_amax(group), reference.group_amax(lines)
         options = {**fields(block_format), "seed": seed}
         if start == end:
-            if block_format.block is None:
-                result["column_scale"][:, g * size : (g + 1) * size] = np.array([2.0**-126], np.float32).view(np.uint8)
             continue
         data, scale = reference.quantize_lines(group, amax=amax[g], **options)
         result["data"][start:end], result["scale"][start:end] = data, scale
         data, scale = reference.quantize_lines(lines, amax=column_amax[g], **options)
         first = token // block_format.elements_per_byte
         result["column_data"][:, first : first + data.shape[1]] = data
-        first = size * (g if block_format.block is None else token // block_format.block)
+        first = size * (token // block_format.block)
         result["column_scale"][:, first : first + scale.shape[1]] = scale
         token += lines.shape[1]
     if block_format.has_global_scale:
@@ -148,7 +146,7 @@ def test_rows_on_the_wire(name, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n].element == "e4m3" and FORMATS[n].block])
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].element == "e4m3"])
 def test_columns_of_rows_on_the_wire(name, dtype):
     """Bytes and scales are multiplied and rounded by numpy, then quantised by the reference."""
     block_format, width, splits = FORMATS[name], 272, (0, 37, 128, 1, 161)
@@ -336,10 +334,9 @@ def test_other_blocks_do_not_see_nan():
     dirty[40, 5] = torch.nan
     for name, block_format in FORMATS.items():
         left, right = (quantize_all(twin, rows, row_range_of(), name) for rows in (clean, dirty))
-        block = block_format.block or WIDTH
         changed = (as_bytes(left["data"]) != as_bytes(right["data"])).nonzero()
         assert set(changed[:, 0].tolist()) <= {40}, name
-        assert changed[:, 1].max() < block_format.data_width(min(block, WIDTH)), name
+        assert changed[:, 1].max() < block_format.data_width(min(block_format.block, WIDTH)), name
         changed = (as_bytes(left["column_data"]) != as_bytes(right["column_data"])).nonzero()
         assert set(changed[:, 0].tolist()) <= {5}, name
 

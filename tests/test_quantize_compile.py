@@ -29,7 +29,6 @@ from symmoe.kernels.low_precision import quantize, scale_tiles, wire
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
-    "float8_rowwise": BlockFormat(element="e4m3", scale="fp32", block=None),
     "mxfp8": BlockFormat(element="e4m3", scale="e8m0", block=32),
     "nvfp4": BlockFormat(element="e2m1", scale="e4m3", block=16),
 }
@@ -60,9 +59,8 @@ def launch_rows(block_format, dtype, *, indexed=False):
 
 def launch_columns(block_format, dtype, *, indexed=False):
     width = TILE * max_tiles(N, G)
-    num_scales = G if block_format.block is None else width // block_format.block
     data = meta(C, block_format.data_width(width), dtype=block_format.data_dtype)
-    scale = column_scale(C, num_scales, block_format)
+    scale = column_scale(C, width // block_format.block, block_format)
     options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64), "signs": 0x1234}
     options = options if block_format.has_global_scale else {}
     options |= {"row_index": meta(N, dtype=torch.int32)} if indexed else {}
@@ -137,9 +135,9 @@ def test_weights(launches, name, transposed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].block is not None])
+@pytest.mark.parametrize("name", FORMATS)
 def test_weight_pairs(launches, name, dtype):
-    """One launch, which loads every number once; those of lines take two of quantize_weights."""
+    """One launch, which loads every number once."""
     block_format = of_weights(name)
     launch_weight_pairs(block_format, dtype)
     loaded_bits = sum(access_bits(check(launches.compile(), block_format), r"ld\.global"))
@@ -157,7 +155,7 @@ def test_blackwell(launches, name, launch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [C, 2880])
-@pytest.mark.parametrize("name", ["float8_block", "float8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["float8_block", "mxfp8"])
 def test_rows_put_on_the_wire(launches, name, width, dtype):
     block_format = FORMATS[name]
     scale_bytes = block_format.num_blocks(width) * block_format.scale_dtype.itemsize
@@ -194,7 +192,7 @@ def test_amax_and_tiles(launches, arch):
         in_registers(launches.compile(arch=arch))
 
 
-@pytest.mark.parametrize("name", ["float8_block", "float8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["float8_block", "mxfp8"])
 def test_rows_of_the_wire(launches, name):
     block_format = FORMATS[name]
     scale_bytes = block_format.num_blocks(C) * block_format.scale_dtype.itemsize
@@ -259,12 +257,11 @@ def test_steps_do_not_compile_again(monkeypatch):
 
     def step(num_rows, signs):
         rows, row_range = torch.zeros(num_rows, 32, dtype=torch.bfloat16), row_range_of((num_rows, 0))
-        for name in ("mxfp8", "float8_rowwise", "nvfp4"):
+        for name in ("mxfp8", "nvfp4"):
             quantize_all(quantize, rows, row_range, name)
         quantize_weights(quantize, torch.zeros(1, 32, 32), "mxfp8")
         quantize_weight_pairs(quantize, torch.zeros(1, 32, 32), "mxfp8")
-        for name in ("mxfp8", "float8_rowwise"):
-            encode_rows(wire, rows, name)
+        encode_rows(wire, rows, "mxfp8")
         quantize.group_amax(rows, row_range, torch.zeros(2), signs=signs)
         scale, swizzled = torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(9, 1, 512, dtype=torch.uint8)
         scale_tiles.swizzle_group_scales(scale, row_range, swizzled)

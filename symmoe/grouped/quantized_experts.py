@@ -47,10 +47,8 @@ FULL = Wire()
 
 def takes_parts(recipe: Recipe | None) -> bool:
     """Whether experts compute some rows while others are on their way. For that, row i of an operand must be made of
-    row i only: not so with scales in tiles. For scales of whole rows there is no kernel."""
-    if recipe is None:
-        return True
-    return recipe.row_format.block is not None and recipe.row_format.scale_dtype == torch.float32
+    row i only: not so with scales in tiles."""
+    return recipe is None or recipe.row_format.scale_dtype == torch.float32
 
 
 @dataclass(frozen=True, slots=True)

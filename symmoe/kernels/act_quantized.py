@@ -29,7 +29,7 @@ def takes_act_quantize(block_format: BlockFormat) -> bool:
 def takes_dact_quantize(ffn: int, activation: Activation, block_format: BlockFormat) -> bool:
     """Whether dact_quantize makes this format of dh: no block of a row may have both gate and up features in halves."""
     in_halves = activation.is_gated and activation.interleave is None
-    return takes_act_quantize(block_format) and (not in_halves or ffn % (block_format.block or 1) == 0)
+    return takes_act_quantize(block_format) and (not in_halves or ffn % block_format.block == 0)
 
 
 def dact_features(activation: Activation) -> int:

@@ -3,8 +3,8 @@
     multiply          forward: rows x weight; dgrad: gradient rows x transposed weight
     multiply_columns  wgrad: gradient columns x columns of the rows
 
-An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128 or whole lines
-(kernels/fp8.py), one-byte ones in 128x4 tiles (kernels/scaled.py). No function synchronises the host.
+An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128 (kernels/fp8.py),
+one-byte ones in 128x4 tiles (kernels/scaled.py). No function synchronises the host.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
-from symmoe.kernels.formats import TILE
-from symmoe.kernels.operands import given
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import Recipe
 
@@ -39,18 +37,7 @@ def operand(quantized: Quantized) -> Operand:
     """The numbers of a recipe with their scales laid out."""
     if quantized.scale.dtype != torch.float32:
         return Operand(quantized.data, quantized.swizzled_scale(), quantized.global_scale)
-    if quantized.layout == "columns" and quantized.block_format.block is None:
-        return Operand(quantized.data, _spread(quantized), None)
     return Operand(quantized.data, quantized.scale, None)
-
-
-def _spread(columns: Quantized) -> torch.Tensor:
-    """Scales [C, G] of whole groups as scales [C, P / TILE] of their tiles, block-major as they are."""
-    begin, end_row = given("row_range", columns.row_range)
-    end = ((end_row - begin + (TILE - 1)) // TILE).cumsum(0)
-    tile = torch.arange(columns.data.shape[1] // TILE, device=end.device)
-    group = torch.searchsorted(end, tile, right=True).clamp(max=end.shape[0] - 1)  # a tile of no group may get any
-    return columns.scale.t().index_select(0, group).t()
 
 
 def multiply(

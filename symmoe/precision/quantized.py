@@ -26,10 +26,10 @@ class Quantized:
 
     | layout | contracted, last in data | data | scale |
     |---|---|---|---|
-    | rows | features | [N, C] | [N, C / block], or [N, 1] |
-    | columns | tokens | [C, P] | [C, P / block], or [C, G] |
-    | weight | C | [G, O, C] | [G, O / block_lines, C / block], or [G, O, 1] |
-    | weight_transposed | O | [G, C, O] | [G, C / block_lines, O / block], or [G, C, 1] |
+    | rows | features | [N, C] | [N, C / block] |
+    | columns | tokens | [C, P] | [C, P / block] |
+    | weight | C | [G, O, C] | [G, O / block_lines, C / block] |
+    | weight_transposed | O | [G, C, O] | [G, C / block_lines, O / block] |
 
     Quotients are rounded up. Nothing is written for rows that belong to no group.
 
@@ -119,11 +119,8 @@ class Quantized:
         # The group of each padded token; tiles of no group may get any.
         token = torch.arange(width, device=self.data.device)
         token_groups = (torch.searchsorted(first, token, right=True) - 1).clamp(min=0)
-        scale = None
-        if self.block_format.block is None:
-            scale = self.scale.float()[:, token_groups]
         global_scale = self.global_scale
-        values = self._values(None if global_scale is None else global_scale[token_groups], scale)
+        values = self._values(None if global_scale is None else global_scale[token_groups])
         if self.signs is not None:
             values = inverse_hadamard(values, self.signs)
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
@@ -135,14 +132,11 @@ class Quantized:
         belongs = groups < self._row_range.shape[1]
         return groups.where(belongs, 0), belongs
 
-    def _values(self, global_scale: torch.Tensor | None, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """data * scale, fp32; scales are spread over their blocks unless they are given for every element."""
+    def _values(self, global_scale: torch.Tensor | None) -> torch.Tensor:
+        """data * scale, fp32; scales are spread over their blocks."""
         values = _numbers(self.data, self.block_format)
-        if scale is None:
-            scale = self.scale.float()
-            block = values.shape[-1] if self.block_format.block is None else self.block_format.block
-            scale = scale.repeat_interleave(block, dim=-1)[..., : values.shape[-1]]
-            scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[..., : values.shape[-2], :]
+        scale = self.scale.float().repeat_interleave(self.block_format.block, dim=-1)[..., : values.shape[-1]]
+        scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[..., : values.shape[-2], :]
         return values * (scale if global_scale is None else scale * global_scale)
 
 

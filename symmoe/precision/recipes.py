@@ -1,4 +1,4 @@
-"""Which numbers the GEMMs of the experts multiply: four recipes as small frozen records (docs/precision.md)."""
+"""Which numbers the GEMMs of the experts multiply: three recipes as small frozen records (docs/precision.md)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Recipe(ABC):
         )
 
     def empty_columns(self, num_rows: int, features: int, row_range: torch.Tensor) -> Quantized:
-        """An uninitialised result of quantize_columns. Not for recipes with a global scale or one scale per group."""
+        """An uninitialised result of quantize_columns. Not for recipes with a global scale."""
         data, scale = self._column_buffers(num_rows, features, row_range, None)
         return Quantized(
             data=data,
@@ -177,10 +177,8 @@ class Recipe(ABC):
         self, num_rows: int, features: int, row_range: torch.Tensor, out: Buffers | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Data and scale of columns, the scale as it lies in memory; the caller's buffers if given."""
-        row_format, num_groups = self.row_format, row_range.shape[1]
-        padded = TILE * max_tiles(num_rows, num_groups)
-        num_scales = num_groups if row_format.block is None else row_format.num_blocks(padded)
-        data_shape, scale_shape = (features, row_format.data_width(padded)), (features, num_scales)
+        row_format, padded = self.row_format, TILE * max_tiles(num_rows, row_range.shape[1])
+        data_shape, scale_shape = (features, row_format.data_width(padded)), (features, row_format.num_blocks(padded))
         if out is None and row_format.scale_dtype == torch.float32:
             data, scale = _buffers(None, row_format, data_shape, scale_shape[::-1], row_range)
             return data, scale.t()
@@ -207,8 +205,7 @@ class Recipe(ABC):
 
     @torch.no_grad()
     def quantize_weight_pair(self, weight: torch.Tensor) -> tuple[Quantized, Quantized]:
-        """Results of quantize_weight and quantize_weight_transposed. The weight is read once, except for scales
-        of whole lines. Arguments as in quantize_weight."""
+        """Results of quantize_weight and quantize_weight_transposed, of one read. Arguments as in quantize_weight."""
         amax = self._weight_amax(weight)
         forward = self._empty_weight(weight, "weight", None, amax)
         transposed = self._empty_weight(weight, "weight_transposed", None, amax)
@@ -311,22 +308,6 @@ class Float8Block(Recipe):
     @property
     def _scale(self) -> ScaleKind:
         return "power_of_two" if self.power_of_two else "fp32"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Float8Rowwise(Recipe):
-    """E4M3 with one fp32 scale for a row, for a feature of a group's tokens, and for a line of a weight.
-
-    The scales are constant along the contraction, so a GEMM applies them only to its result.
-    """
-
-    @property
-    def row_format(self) -> BlockFormat:
-        return BlockFormat(element="e4m3", scale="fp32", block=None)
-
-    @property
-    def weight_format(self) -> BlockFormat:
-        return self.row_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,9 +77,7 @@ class WireFormat:
         dtype: torch.dtype,
         row_index: torch.Tensor | None = None,
     ) -> Quantized:
-        """The result of Recipe.quantize_columns for the rows of `decode`, in one launch if the recipe has blocks."""
-        if self.recipe.row_format.block is None:
-            return self.recipe.quantize_columns(self.decode(received, dtype), row_range, row_index=row_index)
+        """The result of Recipe.quantize_columns for the rows of `decode`, in one launch."""
         num_rows = (received if row_index is None else row_index).shape[0]
         columns = self.recipe.empty_columns(num_rows, self.hidden, row_range)
         ops, row_format = kernels.for_device(received.device), self.recipe.row_format

@@ -30,7 +30,7 @@ from quantize_cases import (
 )
 
 from symmoe.kernels import gpu, twin
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, swizzle_scales, unswizzle_scales
+from symmoe.precision import MXFP8, NVFP4, Float8Block, swizzle_scales, unswizzle_scales
 
 pytestmark = pytest.mark.gpu
 
@@ -133,7 +133,7 @@ def test_swizzled_scales(num_blocks):
     assert torch.equal(back.cpu()[: sum(SPLITS)], scale[: sum(SPLITS)])
 
 
-@pytest.mark.parametrize("recipe", [Float8Block(), Float8Rowwise(), MXFP8(), NVFP4()], ids=str)
+@pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
 def test_graph_replay_with_other_rows_and_splits(recipe):
     generator = torch.Generator().manual_seed(0)
     cases = [
@@ -167,7 +167,7 @@ def test_nothing_waits_for_the_device():
     weight = torch.randn(4, 128, 256, device="cuda")
 
     def step():
-        for recipe in (Float8Block(), Float8Rowwise(), MXFP8(), NVFP4()):
+        for recipe in (Float8Block(), MXFP8(), NVFP4()):
             for quantized in (
                 recipe.quantize(rows, row_range),
                 recipe.quantize(rows),

@@ -44,7 +44,7 @@ class QuantizeKernels(Protocol):
         """Quantises every row of every group, with scales along the features.
 
         rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
-        Positions of seeds: (feature, row in the group). Seeds and scales of whole rows need whole groups.
+        Positions of seeds: (feature, row in the group). Seeds need whole groups.
         """
 
     def quantize_columns(
@@ -62,9 +62,9 @@ class QuantizeKernels(Protocol):
     ) -> None:
         """Quantises every feature of every group, with scales along the tokens; data is transposed. Whole groups.
 
-        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block], or [C, G] where a feature of
-        a group is one block. signs: 16 neighbouring tokens go through a Hadamard transform first, with these signs
-        (twin/hadamard.py). Positions of seeds: (token in the group, feature).
+        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block]. signs: 16 neighbouring
+        tokens go through a Hadamard transform first, with these signs (twin/hadamard.py). Positions of seeds: (token in
+        the group, feature).
         """
 
     def group_amax(

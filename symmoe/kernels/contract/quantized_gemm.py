@@ -36,8 +36,7 @@ class QuantizedGemmKernels(Protocol):
 
         rows E4M3 [N, C], C a multiple of 16, with row_scale fp32 [N, B(C)]: a scale for BLOCK features of a row; weight
         E4M3 [G, O, C] with weight_scale fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. A block's sum is
-        multiplied by its scales and added to the blocks before it. Or row_scale [N, 1] and weight_scale [G, O, 1], one
-        for a row and one for a line of the weight, applied to the whole sum. out [N, O].
+        multiplied by its scales and added to the blocks before it. out [N, O].
         """
 
     def grouped_gemm_wgrad_fp8(

@@ -23,7 +23,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.codes import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
+from symmoe.kernels.low_precision.codes import as_stored, block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
@@ -366,19 +366,12 @@ def dact_quantize(
 
 
 def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Data and scales, those of one byte as uint8, which the kernels store."""
-    if rows is None:
-        return None, None
-    data, scale = rows
-    return data.view(torch.uint8), scale.view(torch.uint8) if scale.element_size() == 1 else scale
+    """Data and scales as kernels store them."""
+    return (None, None) if rows is None else (as_stored(rows[0]), as_stored(rows[1]))
 
 
 def _column_bytes(columns: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Same as _row_bytes; scales in the order in which they lie."""
-    if columns is None:
-        return None, None
-    data, scale = columns
-    return data.view(torch.uint8), column_scale(scale)
+    return (None, None) if columns is None else (as_stored(columns[0]), column_scale(columns[1]))
 
 
 def _num_tiles(columns: Buffers | None) -> int:
@@ -388,21 +381,19 @@ def _num_tiles(columns: Buffers | None) -> int:
 
 @functools.cache
 def _row_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    lanes = next_power_of_2(num_groups)
-    tile = {"GROUP_LANES": lanes, "FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
+    tile = {"FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
     return Constants({**_common(ffn, num_groups, activation, block_format), **tile})
 
 
 @functools.cache
 def _column_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    tile = {"GROUP_LANES": next_power_of_2(num_groups), "FEATURES": FEATURES, "STRIP": STRIP}
+    tile = {"FEATURES": FEATURES, "STRIP": STRIP}
     return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
 
 
 @functools.cache
 def _dact_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
     tile = {
-        "GROUP_LANES": next_power_of_2(num_groups),
         "FEATURES": dact_features(activation),
         "STRIP": max(DACT_STRIP, activation.interleave or 0),
         "ROWS": ROWS,
@@ -416,5 +407,6 @@ def _common(ffn: int, num_groups: int, activation: Activation, block_format: Blo
         "SCALE": block_format.scale,
         "BLOCK": block_format.block,
         "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
     }

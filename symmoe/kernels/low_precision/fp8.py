@@ -3,11 +3,10 @@
 Letters: contract/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
 in fp32 before the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
 warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
-of grouped_gemm_fp8, for narrow results, and for scales of whole lines.
+of grouped_gemm_fp8, and for narrow results.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,18 +18,19 @@ from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import panel
 from symmoe.kernels.triton.tiles import (
-    TRITON_DTYPES,
     ZERO_BLOCK,
+    Plan,
     TileConfig,
     describe,
     first_tail_row,
     launch_grid,
     locate_tile,
-    max_row_tiles,
+    output_tile_constants,
     row_tile_prefix,
     store_gradient,
     swizzle_tile,
     tile_mask,
+    wgrad_plan,
     zero_panel,
     zero_rows,
 )
@@ -43,9 +43,9 @@ CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, n
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_range"])
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
-    row_scale,  # [N, blocks of C], or [N]
+    row_scale,  # [N, blocks of C]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK]
-    weight_scale,  # [G, blocks of O, blocks of C], or [G, O]
+    weight_scale,  # [G, blocks of O, blocks of C]
     row_range,
     out,  # [N, O]
     num_rows,  # N; None: do not write the tail
@@ -55,7 +55,6 @@ def grouped_gemm_fp8_kernel(
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,  # of the panel
-    OF_LINES: tl.constexpr,  # scales
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -75,17 +74,9 @@ def grouped_gemm_fp8_kernel(
         for b in tl.range(0, NUM_BLOCKS):
             left = rows_desc.load([first_row, b * BLOCK])
             right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
-            if OF_LINES:
-                # Added in fp32 after every block: tensor cores keep about 14 bits of a sum of E4M3 products.
-                acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=BLOCK)
-            else:
-                scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
-                acc += tl.dot(left, right.T) * scale[:, None]
+            scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
+            acc += tl.dot(left, right.T) * scale[:, None]
         column = first_column + tl.arange(0, BLOCK_N)
-        if OF_LINES:
-            by_row = tl.load(row_scale + row, mask=row < end, other=0.0)
-            lines = weight_scale + group.to(tl.int64) * OUT_WIDTH + column
-            acc *= by_row[:, None] * tl.load(lines, mask=column < OUT_WIDTH, other=0.0)[None, :]
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
@@ -153,25 +144,23 @@ def grouped_gemm_fp8(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    of_lines = fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     columns = panel(columns, out_width)
     if num_rows == 0:
         return
-    if config is None and not of_lines:
+    if config is None:
         on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= select.MAX_ROWS:
             options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
             on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **options)
             return
-    config = config or CONFIG
     first_column, end_column = columns or (0, out_width)
-    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end_column - first_column, of_lines)
-    num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * plan.num_n_tiles
+    plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1], end_column - first_column)
     launch(
         grouped_gemm_fp8_kernel,
-        launch_grid(config, num_tiles, num_sms, out.device),
+        plan.grid(num_rows, num_groups, num_sms, out.device),
         plan.constants,
         rows,
         row_scale,
@@ -197,24 +186,22 @@ def grouped_gemm_wgrad_fp8(
     config: TileConfig | None = None,
 ) -> None:
     fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
-    num_groups, out_rows, out_width = out.shape
     if dout_scale.shape[1] == 0:
         if not accumulate:
             out.zero_()
         return
     if config is None:
         operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
-        on_hopper = select.hopper_kernels(out.device, operands, out_width)
+        on_hopper = select.hopper_kernels(out.device, operands, out.shape[2])
         if on_hopper is not None:
             options = {"accumulate": accumulate, "num_sms": num_sms}
             on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)
             return
-    config = config or CONFIG
-    num_tiles, constants = _wgrad_plan(config, out.dtype, accumulate, num_groups, out_rows, out_width)
+    plan = _wgrad_plan(config or CONFIG, out.dtype, accumulate, out.shape)
     launch(
         grouped_gemm_wgrad_fp8_kernel,
-        launch_grid(config, num_tiles, num_sms, out.device),
-        constants,
+        launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device),
+        plan.constants,
         dout,
         dout_scale,
         rows,
@@ -224,14 +211,6 @@ def grouped_gemm_wgrad_fp8(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Tiles and constants of launches of a GEMM with the same static dimensions."""
-
-    num_n_tiles: int
-    constants: Constants
-
-
 @functools.cache
 def _gemm_plan(
     config: TileConfig,
@@ -239,7 +218,6 @@ def _gemm_plan(
     out_width: int,
     in_width: int,
     num_columns: int,
-    of_lines: bool,
 ) -> Plan:
     constants = {
         "NUM_GROUPS": num_groups,
@@ -247,38 +225,20 @@ def _gemm_plan(
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
         "COLUMNS": num_columns,
-        "OF_LINES": of_lines,
         **_tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}
-    return Plan(ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache
-def _wgrad_plan(
-    config: TileConfig, dtype: torch.dtype, accumulate: bool, num_groups: int, out_rows: int, out_width: int
-) -> tuple[int, Constants]:
-    constants = {
-        "OUT_DTYPE": TRITON_DTYPES[dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
-        **_tile_constants(config),
-    }
+def _wgrad_plan(config: TileConfig, dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...]) -> Plan:
+    constants = {"GROUP_LANES": next_power_of_2(shape[0]), **_tile_constants(config)}
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([config.block_n, fp8.BLOCK])}
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return num_tiles, Constants(constants, descriptors)
+    return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
 
 
-def _tile_constants(config: TileConfig) -> dict[str, int]:
+def _tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
     if config.block_k != fp8.BLOCK or fp8.BLOCK % config.block_n:
         raise ArgumentError(f"tiles must have block_k {fp8.BLOCK} and a block_n that divides it, got {config}")
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "GROUP_M": config.group_m,
-        "num_stages": config.num_stages,
-        "num_warps": config.num_warps,
-    }
+    return output_tile_constants(config)

@@ -1,8 +1,7 @@
 """Quantising rows, their columns per group, and weights (Triton). Letters: contract/quantize.py.
 
-All kernels are bound by memory: one read of the numbers (two where a block is a whole line; the second one hits in L2),
-one write of the data. A program has a tile of lines by elements; where lines are columns of the rows, the compiler
-reads along the features and writes along the tokens.
+All kernels are bound by memory: one read of the numbers, one write of the data. A program has a tile of lines by
+elements; where lines are columns of the rows, the compiler reads along the features and writes along the tokens.
 """
 
 import functools
@@ -18,10 +17,10 @@ from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
+    as_stored,
     block_scales,
     column_scale,
     element_codes,
-    encode,
     global_scale_of,
     magnitude_bits,
     pack,
@@ -30,14 +29,13 @@ from symmoe.kernels.low_precision.codes import (
 )
 from symmoe.kernels.low_precision.hadamard import hadamard
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.triton.tiles import first_tail_row, locate_tile, max_row_tiles, row_programs, row_tile_prefix
+from symmoe.kernels.triton.tiles import locate_tile, max_row_tiles, row_programs, row_tile_prefix
 
 # Lines and elements of a program's tile.
 ROW_TILE = (16, 256)
 COLUMN_TILE = (64, formats.TILE)  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
 WEIGHT_TILE = (128, 128)
 PAIR_COLUMNS = 256  # where blocks are not square; a tile then has one block of lines, so few threads share a scale
-LINE_TILE = (16, 512)
 ROW_WARPS = 4
 NUM_WARPS = 8
 
@@ -274,85 +272,6 @@ def quantize_weight_pairs_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
-def quantize_lines_kernel(
-    matrices,
-    row_index,  # int32[N], which line of the one matrix stands for line r; None: line r
-    row_range,  # of the lines of one matrix; None: all lines
-    data,  # bytes
-    scale,  # fp32, one for every line
-    SCALE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_LINES: tl.constexpr,  # lines of each of several matrices
-    WIDTH: tl.constexpr,
-    LINE_STRIDE: tl.constexpr,
-    ELEMENT_STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Quantises to E4M3 with one scale for a line. Grid (tiles of lines, matrices)."""
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    if row_range is None:
-        end: tl.constexpr = NUM_LINES
-    else:
-        end = first_tail_row(row_range, NUM_GROUPS)
-    first_line = tl.program_id(1).to(tl.int64) * NUM_LINES
-    source = line if row_index is None else tl.load(row_index + line, mask=line < end, other=0)
-    pointers = matrices + first_line * WIDTH + source.to(tl.int64)[:, None] * LINE_STRIDE
-    bits = tl.zeros((LINES, COLUMNS), tl.int32)
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        mask = (line < end)[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(pointers + column.to(tl.int64)[None, :] * ELEMENT_STRIDE, mask=mask, other=0.0).to(tl.float32)
-        bits = tl.maximum(bits, magnitude_bits(x))
-    line_bits = tl.max(bits, axis=1)
-    stored, multiplier = block_scales(line_bits, 1.0, SCALE)
-    tl.store(scale + first_line + line, stored, mask=line < end)
-    is_finite = (line_bits < INFINITY_BITS)[:, None]
-    data += first_line * WIDTH
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        mask = (line < end)[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(pointers + column.to(tl.int64)[None, :] * ELEMENT_STRIDE, mask=mask, other=0.0).to(tl.float32)
-        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
-        store_tile(data, codes, line, line < end, first_column // COLUMNS, WIDTH)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
-def quantize_column_lines_kernel(
-    rows,
-    row_index,  # int32[N] or None
-    row_range,
-    data,  # bytes
-    scale,  # fp32[G, C]
-    num_tiles,
-    SCALE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Quantises to E4M3 with one scale for a feature of a group. Grid (tiles of features, groups)."""
-    group = tl.program_id(1)
-    feature = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    start, end = tl.load(row_range + group), tl.load(row_range + NUM_GROUPS + group)
-    bits = tl.zeros((LINES, TILE), tl.int32)
-    for first_row in tl.range(start, end, TILE):
-        bits = tl.maximum(bits, magnitude_bits(load_columns(rows, row_index, first_row, end, feature, WIDTH)))
-    line_bits = tl.max(bits, axis=1)
-    stored, multiplier = block_scales(line_bits, 1.0, SCALE)
-    tl.store(scale + group * WIDTH + feature, stored, mask=feature < WIDTH)
-    is_finite = (line_bits < INFINITY_BITS)[:, None]
-    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
-    tile = tl.max(tl.where(tl.arange(0, GROUP_LANES) < group, prefix, 0), axis=0)
-    for first_row in tl.range(start, end, TILE):
-        x = load_columns(rows, row_index, first_row, end, feature, WIDTH)
-        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
-        store_tile(data, codes, feature, feature < WIDTH, tile + (first_row - start) // TILE, num_tiles * TILE)
-
-
-@fast_launch
 @triton.jit(do_not_specialize=["signs"], do_not_specialize_on_alignment=["row_index", "row_range", "amax_bits"])
 def group_amax_kernel(
     rows,
@@ -393,11 +312,6 @@ def quantize_rows(
     num_groups = row_range.shape[1]
     if num_rows == 0:
         return
-    if block_format.block is None:
-        constants = _line_constants(block_format, num_groups, 0, width, width, 1)
-        grid = (ceil_div(num_rows, constants.named["LINES"]), 1)
-        launch(quantize_lines_kernel, grid, constants, rows, row_index, row_range, _bytes(data), scale)
-        return
     lines, num_columns = ROW_TILE[0], ceil_div(width, ROW_TILE[1])
     launch(
         quantize_rows_kernel,
@@ -406,8 +320,8 @@ def quantize_rows(
         rows,
         row_index,
         row_range,
-        _bytes(data),
-        _bytes(scale),
+        as_stored(data),
+        as_stored(scale),
         amax,
         seeds,
     )
@@ -428,13 +342,7 @@ def quantize_columns(
     check_column_scale("scale", scale)
     width, num_groups = rows.shape[1], row_range.shape[1]
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
-    constants = _column_constants(block_format, num_groups, width, signs is not None)
-    if num_tiles == 0 and block_format.block is not None:
-        return
-    blocks = ceil_div(width, COLUMN_TILE[0])
-    if block_format.block is None:
-        kernel, grid = quantize_column_lines_kernel, (blocks, num_groups)
-        launch(kernel, grid, constants, rows, row_index, row_range, _bytes(data), scale.t(), num_tiles)
+    if num_tiles == 0:
         return
     on_hopper = select.hopper_kernels(rows.device, rows.dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, rows, width) and signs is None:
@@ -442,12 +350,12 @@ def quantize_columns(
         return
     launch(
         quantize_columns_kernel,
-        (num_tiles, blocks),
-        constants,
+        (num_tiles, ceil_div(width, COLUMN_TILE[0])),
+        _column_constants(block_format, num_groups, width, signs is not None),
         rows,
         row_index,
         row_range,
-        _bytes(data),
+        as_stored(data),
         column_scale(scale),
         amax,
         seeds,
@@ -466,18 +374,13 @@ def quantize_weights(
 ) -> None:
     num_groups, num_lines, width = weight.shape
     strides = weight.stride()[1:]
-    if block_format.block is None:
-        constants = _line_constants(block_format, 0, num_lines, width, *strides)
-        grid = (ceil_div(num_lines, constants.named["LINES"]), num_groups)
-        launch(quantize_lines_kernel, grid, constants, weight, None, None, _bytes(data), scale)
-        return
     launch(
         quantize_weights_kernel,
         (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
         _weight_constants(block_format, num_lines, width, *strides),
         weight,
-        _bytes(data),
-        _bytes(scale),
+        as_stored(data),
+        as_stored(scale),
         amax,
     )
 
@@ -492,11 +395,6 @@ def quantize_weight_pairs(
     *,
     amax: torch.Tensor | None = None,
 ) -> None:
-    if block_format.block is None:
-        # A tile does not know the scales of its lines and columns: the numbers would be read twice here, too.
-        quantize_weights(weight, data, scale, block_format)
-        quantize_weights(weight.mT, transposed_data, transposed_scale, block_format)
-        return
     num_groups, num_lines, width = weight.shape
     on_hopper = select.hopper_kernels(weight.device, weight.dtype, width)
     if on_hopper is not None and on_hopper.takes_weight_pairs(block_format, weight):
@@ -510,10 +408,10 @@ def quantize_weight_pairs(
         (ceil_div(width, tile_columns), ceil_div(num_lines, tile_lines), num_groups),
         constants,
         weight,
-        _bytes(data),
-        _bytes(scale),
-        _bytes(transposed_data),
-        _bytes(transposed_scale),
+        as_stored(data),
+        as_stored(scale),
+        as_stored(transposed_data),
+        as_stored(transposed_scale),
         amax,
     )
 
@@ -543,47 +441,35 @@ def group_amax(
     )
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """One-byte formats as uint8, which the kernels store."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
 def _format(block_format: BlockFormat) -> dict[str, object]:
-    return {
-        "ELEMENT": block_format.element,
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
-        "PER_BYTE": block_format.elements_per_byte,
-    }
+    return {"ELEMENT": block_format.element, "SCALE": block_format.scale, "BLOCK": block_format.block}
 
 
-def _groups(num_groups: int) -> dict[str, int]:
+def _groups(num_groups: int) -> dict[str, object]:
     return {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
+
+
+def _format_of_groups(block_format: BlockFormat, num_groups: int) -> dict[str, object]:
+    return {**_format(block_format), "PER_BYTE": block_format.elements_per_byte, **_groups(num_groups)}
 
 
 @functools.cache
 def _row_constants(block_format: BlockFormat, num_groups: int, width: int) -> Constants:
     tile = {"WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
-    return Constants({**_format(block_format), **_groups(num_groups), **tile, "num_warps": ROW_WARPS})
+    return Constants({**_format_of_groups(block_format, num_groups), **tile, "num_warps": ROW_WARPS})
 
 
 @functools.cache
 def _column_constants(block_format: BlockFormat, num_groups: int, width: int, transforms: bool) -> Constants:
-    tile = {"WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
-    if block_format.block is None:
-        return Constants({"SCALE": block_format.scale, **_groups(num_groups), **tile})
-    return Constants({"HADAMARD": transforms, **_format(block_format), **_groups(num_groups), **tile})
+    return Constants({**_format_of_groups(block_format, num_groups), **_column_tile(width, transforms)})
+
+
+def _column_tile(width: int, transforms: bool) -> dict[str, object]:
+    return {"HADAMARD": transforms, "WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
 
 
 def _weights(block_format: BlockFormat, num_lines: int, width: int) -> dict[str, object]:
-    return {
-        "ELEMENT": block_format.element,
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
-        "BLOCK_LINES": block_format.block_lines,
-        "NUM_LINES": num_lines,
-        "WIDTH": width,
-    }
+    return {**_format(block_format), "BLOCK_LINES": block_format.block_lines, "NUM_LINES": num_lines, "WIDTH": width}
 
 
 @functools.cache
@@ -599,33 +485,11 @@ def _weight_constants(
 def _pair_constants(block_format: BlockFormat, num_lines: int, width: int) -> Constants:
     (lines, columns), num_warps = WEIGHT_TILE, NUM_WARPS
     if block_format.block != block_format.block_lines:
-        assert block_format.block is not None
         lines, columns, num_warps = block_format.block, PAIR_COLUMNS, ROW_WARPS
     tile = {"LINES": lines, "COLUMNS": columns, "num_warps": num_warps}
     return Constants({**_weights(block_format, num_lines, width), **tile})
 
 
 @functools.cache
-def _line_constants(
-    block_format: BlockFormat, num_groups: int, num_lines: int, width: int, line_stride: int, element_stride: int
-) -> Constants:
-    lines, columns = LINE_TILE if element_stride == 1 else COLUMN_TILE
-    return Constants(
-        {
-            "SCALE": block_format.scale,
-            "NUM_GROUPS": num_groups,
-            "NUM_LINES": num_lines,
-            "WIDTH": width,
-            "LINE_STRIDE": line_stride,
-            "ELEMENT_STRIDE": element_stride,
-            "LINES": lines,
-            "COLUMNS": columns,
-            "num_warps": NUM_WARPS,
-        }
-    )
-
-
-@functools.cache
 def _amax_constants(num_groups: int, width: int, transforms: bool) -> Constants:
-    tile = {"WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
-    return Constants({"HADAMARD": transforms, **_groups(num_groups), **tile})
+    return Constants({**_groups(num_groups), **_column_tile(width, transforms)})

@@ -11,7 +11,7 @@ ranges that begin elsewhere are cut out of tiles by masks.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -27,17 +27,18 @@ from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.parts import panel
 from symmoe.kernels.triton.tiles import (
-    TRITON_DTYPES,
     ZERO_BLOCK,
+    Plan,
     TileConfig,
     describe,
     first_tail_row,
     launch_grid,
-    max_row_tiles,
+    output_tile_constants,
     row_tile_prefix,
     store_gradient,
     swizzle_tile,
     tile_mask,
+    wgrad_plan,
     zero_panel,
     zero_rows,
 )
@@ -290,10 +291,9 @@ def grouped_gemm_scaled(
     first_column, end_column = columns or (0, out_width)
     unit, num_columns = scaled_products(out.device), end_column - first_column
     plan = _gemm_plan(config, block_format, unit, num_groups, out_width, rows.shape[1], num_columns)
-    num_tiles = max_row_tiles(num_rows, num_groups, formats.TILE) * plan.num_n_tiles
     launch(
         grouped_gemm_scaled_kernel,
-        launch_grid(plan.config, num_tiles, num_sms, out.device),
+        plan.grid(num_rows, num_groups, num_sms, out.device),
         plan.constants,
         rows,
         row_scale,
@@ -326,13 +326,11 @@ def grouped_gemm_wgrad_scaled(
     block_format = scaled.check_scaled_wgrad(
         dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale
     )
-    num_groups, out_rows, out_width = out.shape
     if dout.shape[1] == 0:
         if not accumulate:
             out.zero_()
         return
-    unit = scaled_products(out.device)
-    plan = _wgrad_plan(config, block_format, unit, out.dtype, accumulate, num_groups, out_rows, out_width)
+    plan = _wgrad_plan(config, block_format, scaled_products(out.device), out.dtype, accumulate, out.shape)
     launch(
         grouped_gemm_wgrad_scaled_kernel,
         launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device),
@@ -346,21 +344,6 @@ def grouped_gemm_wgrad_scaled(
         row_range,
         out,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Tiles and constants of launches of a GEMM with the same static dimensions.
-
-    Attributes:
-        config: the tiles.
-        num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
-        constants: constants of the kernel.
-    """
-
-    config: TileConfig
-    num_n_tiles: int
-    constants: Constants
 
 
 @functools.cache
@@ -399,21 +382,14 @@ def _wgrad_plan(
     unit: Unit,
     dtype: torch.dtype,
     accumulate: bool,
-    num_groups: int,
-    out_rows: int,
-    out_width: int,
+    shape: tuple[int, ...],
 ) -> Plan:
-    config = config or _wgrad_config(block_format, unit, out_width)
+    config = config or _wgrad_config(block_format, unit, shape[2])
     if config.block_k != formats.TILE:
         raise ArgumentError(f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}")
     step, across = _check_tiles(config, block_format)
     constants = {
-        "OUT_DTYPE": TRITON_DTYPES[dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
+        "GROUP_LANES": next_power_of_2(shape[0]),
         **_tile_constants(config, block_format, unit, step, across),
         # Otherwise the last global scale and the addition become one fma, and a sum added here has other bits than
         # the same sum stored and added later, as for discrete gradients.
@@ -425,8 +401,7 @@ def _wgrad_plan(
         2: describe([config.block_n, step]),
         3: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return Plan(config, num_tiles, Constants(constants, descriptors))
+    return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
 
 
 def _gemm_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileConfig:
@@ -441,7 +416,7 @@ def _wgrad_config(block_format: BlockFormat, unit: Unit, out_width: int) -> Tile
 
 def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
     """Bytes of a line, and tiles of their scales, of a contraction step; ArgumentError if it cuts tiles of scales."""
-    unit = (block_format.block or config.block_k) * scaled.TILE_BLOCKS
+    unit = block_format.block * scaled.TILE_BLOCKS
     if config.block_m != formats.TILE or config.block_n % formats.TILE or config.block_k % unit:
         raise ArgumentError(
             f"tiles must have block_m {formats.TILE}, block_n a multiple of it, and block_k one of {unit}, got {config}"
@@ -455,13 +430,9 @@ def _tile_constants(
     return {
         "ELEMENT": block_format.element,
         "NATIVE": unit is not None,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
         "STEP": step,
         "ACROSS": across,
-        "GROUP_M": config.group_m,
-        "num_stages": config.num_stages,
-        "num_warps": config.num_warps,
+        **output_tile_constants(config),
     }
 
 

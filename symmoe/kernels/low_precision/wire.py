@@ -13,10 +13,9 @@ from symmoe.kernels import formats, select
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.codes import INFINITY_BITS, TILE, block_scales, column_scale, encode, magnitude_bits
+from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
-    LINE_TILE,
     ROW_TILE,
     ROW_WARPS,
     quantize_tile,
@@ -28,9 +27,7 @@ from symmoe.kernels.operands import check_column_scale
 from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_tile, max_row_tiles, row_programs, row_tile_prefix
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
-DECODED_LINES, DECODED_COLUMNS = 16, 256  # features
 NUM_WARPS = 4
-E8M0_NAN = tl.constexpr(255)
 
 
 @triton.jit
@@ -85,39 +82,6 @@ def encode_rows_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows"])
-def encode_lines_kernel(
-    rows,
-    wire,  # bytes
-    scales,  # the wire as fp32
-    num_rows,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALE_ITEMS: tl.constexpr,
-    FIRST_SCALE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Same as encode_rows_kernel with one scale for a row. Grid (tiles of rows)."""
-    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    bits = tl.zeros((LINES, COLUMNS), tl.int32)
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        x = load_tile(rows, row, first_column + tl.arange(0, COLUMNS), num_rows, WIDTH)
-        bits = tl.maximum(bits, magnitude_bits(x))
-    row_bits = tl.max(bits, axis=1)
-    stored, multiplier = block_scales(row_bits, 1.0, SCALE)
-    tl.store(scales + row.to(tl.int64) * SCALE_ITEMS + FIRST_SCALE, stored, mask=row < num_rows)
-    store_padding(scales, row, num_rows, FIRST_SCALE + 1, SCALE_ITEMS)
-    is_finite = (row_bits < INFINITY_BITS)[:, None]
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        x = load_tile(rows, row, column, num_rows, WIDTH)
-        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
-        store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
-
-
-@fast_launch
 @triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
 def unpack_rows_kernel(
     wire,
@@ -163,12 +127,6 @@ def scale_number(scale, SCALE: tl.constexpr):
     return number
 
 
-@triton.jit
-def e4m3_number(code):
-    """fp32 of E4M3 numbers."""
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
 @fast_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def decode_rows_kernel(
@@ -192,7 +150,7 @@ def decode_rows_kernel(
     code = tl.load(wire + row.to(tl.int64)[:, None] * ROW_BYTES + column[None, :], mask=mask, other=0)
     block = FIRST_SCALE + column // BLOCK
     scale = tl.load(scales + row.to(tl.int64)[:, None] * SCALE_ITEMS + block[None, :], mask=mask, other=0)
-    values = e4m3_number(code) * scale_number(scale, SCALE)
+    values = e4m3_value(code) * scale_number(scale, SCALE)
     pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
 
@@ -233,7 +191,7 @@ def requantize_columns_kernel(
         code = tl.load(wire + source * ROW_BYTES + feature[:, None], mask=mask, other=0)
         block = FIRST_SCALE + feature // BLOCK
         row_scale = tl.load(wire_scales + source * SCALE_ITEMS + block[:, None], mask=mask, other=0)
-        x = (e4m3_number(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
+        x = (e4m3_value(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
         codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
         store_column_scales(scale, stored, feature, tile, num_tiles, WIDTH)
@@ -243,13 +201,8 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
     num_rows, width = rows.shape
     if num_rows == 0:
         return
-    constants = _encode_constants(block_format, wire.shape[1], width)
-    args = rows, wire, _scales_of(wire, block_format), num_rows
-    if block_format.block is None:
-        launch(encode_lines_kernel, (ceil_div(num_rows, LINE_TILE[0]),), constants, *args)
-        return
-    lines, columns = ROW_TILE
-    launch(encode_rows_kernel, (ceil_div(num_rows, lines), ceil_div(width, columns)), constants, *args)
+    constants = _row_constants(block_format, wire.shape[1], width)
+    launch(encode_rows_kernel, _grid(rows), constants, rows, wire, _scales_of(wire, block_format), num_rows)
 
 
 def unpack_rows(
@@ -274,9 +227,8 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     num_rows, width = out.shape
     if num_rows == 0:
         return
-    grid = (ceil_div(num_rows, DECODED_LINES), ceil_div(width, DECODED_COLUMNS))
-    constants = _decode_constants(block_format, wire.shape[1], width)
-    launch(decode_rows_kernel, grid, constants, wire, _scales_of(wire, block_format), out, num_rows)
+    constants = _row_constants(block_format, wire.shape[1], width)
+    launch(decode_rows_kernel, _grid(out), constants, wire, _scales_of(wire, block_format), out, num_rows)
 
 
 def requantize_columns(
@@ -311,25 +263,27 @@ def requantize_columns(
     )
 
 
+def _grid(rows: torch.Tensor) -> tuple[int, int]:
+    """Tiles of rows, tiles of columns."""
+    return ceil_div(rows.shape[0], ROW_TILE[0]), ceil_div(rows.shape[1], ROW_TILE[1])
+
+
 def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
     """The wire as items of scales."""
     return wire.view(torch.float32) if block_format.scale_dtype == torch.float32 else wire
 
 
 @functools.cache
-def _encode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    named = {"SCALE": block_format.scale, **_places(block_format, row_bytes, width)}
-    if block_format.block is None:
-        lines, columns = LINE_TILE
-        return Constants({**named, "LINES": lines, "COLUMNS": columns, "num_warps": NUM_WARPS})
-    lines, columns = ROW_TILE
-    tile = {"LINES": lines, "COLUMNS": columns, "num_warps": ROW_WARPS}
-    return Constants({**named, "BLOCK": block_format.block, **tile})
+def _row_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
+    tile = {"LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "num_warps": ROW_WARPS}
+    return Constants({**_places(block_format, row_bytes, width), **tile})
 
 
-def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, int]:
+def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, object]:
     item_bytes = block_format.scale_dtype.itemsize
     return {
+        "SCALE": block_format.scale,
+        "BLOCK": block_format.block,
         "ROW_BYTES": row_bytes,
         "SCALE_ITEMS": row_bytes // item_bytes,
         "FIRST_SCALE": width // item_bytes,
@@ -355,28 +309,12 @@ def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: 
 
 
 @functools.cache
-def _decode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    return Constants(
-        {
-            "SCALE": block_format.scale,
-            "BLOCK": block_format.block or width,
-            **_places(block_format, row_bytes, width),
-            "LINES": DECODED_LINES,
-            "COLUMNS": DECODED_COLUMNS,
-            "num_warps": NUM_WARPS,
-        }
-    )
-
-
-@functools.cache
 def _requantize_constants(
     block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> Constants:
     return Constants(
         {
             "DTYPE": TRITON_DTYPES[dtype],
-            "SCALE": block_format.scale,
-            "BLOCK": block_format.block,
             **_places(block_format, row_bytes, width),
             "NUM_GROUPS": num_groups,
             "GROUP_LANES": next_power_of_2(num_groups),

@@ -49,6 +49,7 @@ from symmoe.kernels.triton.tiles import (
     swizzle_tile,
     tile_constants,
     tile_mask,
+    wgrad_plan,
     zero_panel,
     zero_rows,
 )
@@ -399,7 +400,7 @@ def grouped_gemm_wgrad(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    num_groups, out_rows, out_width = out.shape
+    _, out_rows, out_width = out.shape
     num_rows = (dout if dout_index is None else dout_index).shape[0]
     if num_rows == 0:
         if not accumulate:
@@ -412,7 +413,7 @@ def grouped_gemm_wgrad(
         if on_hopper is not None and num_rows <= select.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
             on_hopper.launch_wgrad(dout, rows, row_range, out, num_sms=num_sms)
             return
-    plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, num_groups, out_rows, out_width)
+    plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, out.shape)
     launch(
         grouped_gemm_wgrad_kernel,
         launch_grid(plan.config, plan.num_n_tiles, num_sms, dout.device),
@@ -435,25 +436,14 @@ def _wgrad_plan(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     accumulate: bool,
-    num_groups: int,
-    out_rows: int,
-    out_width: int,
+    shape: tuple[int, ...],
 ) -> Plan:
-    config = config or wgrad_config(out_rows, out_width, dtype)
-    constants = {
-        "OUT_DTYPE": TRITON_DTYPES[out_dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
-        **tile_constants(config),
-    }
+    config = config or wgrad_config(shape[1], shape[2], dtype)
     descriptors = {
         0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
         3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),
     }
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return Plan(config, num_tiles, Constants(constants, descriptors))
+    return wgrad_plan(config, out_dtype, accumulate, shape, tile_constants(config), descriptors)
 
 
 def _zero_matrices(out: torch.Tensor | TensorTable) -> None:

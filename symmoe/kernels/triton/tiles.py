@@ -4,6 +4,7 @@ Letters: contract/gemm.py. row_range[g] is where the rows of group g begin, row_
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.launch.compiled import Describe
+from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants
 
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
@@ -362,18 +364,46 @@ def row_programs(num_tiles: int, num_column_tiles: int) -> int:
     return min(num_tiles, max(1, ROW_PROGRAMS // num_column_tiles))
 
 
-def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
+def output_tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
     """The constants and options that all GEMM kernels take from their configuration."""
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
-        "FLATTEN": config.flatten,
         "num_stages": config.num_stages,
         "num_warps": config.num_warps,
-        "maxnreg": config.max_registers,
     }
+
+
+def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
+    """Those of GEMM kernels in the working dtype."""
+    steps = {"BLOCK_K": config.block_k, "FLATTEN": config.flatten, "maxnreg": config.max_registers}
+    return {**output_tile_constants(config), **steps}
+
+
+def wgrad_plan(
+    config: TileConfig,
+    dtype: torch.dtype,
+    accumulate: bool,
+    shape: tuple[int, ...],
+    constants: Mapping[str, object],
+    descriptors: Mapping[int, Describe],
+) -> Plan:
+    """The plan of a weight gradient that is stored in, or added to, [num_groups, out_rows, out_width] of a dtype.
+
+    constants: those that not every weight gradient has.
+    """
+    num_groups, out_rows, out_width = shape
+    named = {
+        "OUT_DTYPE": TRITON_DTYPES[dtype],
+        "ACCUMULATE": accumulate,
+        "NUM_GROUPS": num_groups,
+        "OUT_ROWS": out_rows,
+        "OUT_WIDTH": out_width,
+        **constants,
+    }
+    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
+    return Plan(config, num_tiles, Constants(named, descriptors))
 
 
 def describe(block: list[int]) -> Describe:

@@ -23,7 +23,7 @@ def grouped_gemm_fp8(
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    of_lines = check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
     columns = panel(columns, out.shape[1])
     inside = slice(*columns) if columns else slice(None)
     for g, span in filled_groups(row_range):
@@ -32,13 +32,8 @@ def grouped_gemm_fp8(
         for b in range(num_blocks(rows.shape[1])):
             block = slice(b * BLOCK, (b + 1) * BLOCK)
             multiply_rows(partial, rows[span, block].float(), weight[g, :, block].float().t(), columns)
-            if of_lines:
-                total[:, inside] += partial[:, inside]
-                continue
             features = weight_scale[g, :, b].repeat_interleave(BLOCK)[: out.shape[1]]
             total[:, inside] += partial[:, inside] * (row_scale[span, b, None] * features[inside])
-        if of_lines:
-            total[:, inside] *= row_scale[span] * weight_scale[g, inside].T
         out[span, inside] = total[:, inside].to(out.dtype)
     if zero_tail:
         zero_rows(out, row_range, columns)

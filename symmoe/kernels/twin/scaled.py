@@ -89,7 +89,7 @@ def _numbers(
     )
     unswizzle_group_scales(scale, line_range, compact)
     scales = compact.view(block_format.scale_dtype).float()
-    return values * scales.repeat_interleave(block_format.block or values.shape[1], dim=1)
+    return values * scales.repeat_interleave(block_format.block, dim=1)
 
 
 def _e2m1(data: torch.Tensor) -> torch.Tensor:

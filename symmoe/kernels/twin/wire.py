@@ -40,7 +40,7 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     scale_bytes = num_blocks * block_format.scale_dtype.itemsize
     data = wire[:, :width].contiguous().view(block_format.data_dtype).float()
     scale = wire[:, width : width + scale_bytes].contiguous().view(block_format.scale_dtype).float()
-    spread = scale.repeat_interleave(block_format.block or width, dim=1)[:, :width]
+    spread = scale.repeat_interleave(block_format.block, dim=1)[:, :width]
     out.copy_(data * spread.view(num_rows, width))
 
 
