@@ -28,7 +28,7 @@ from symmoe.tools.bench.records import Record, gbs, machine, save, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
 from symmoe.tools.bench.run import case_record
 from symmoe.tools.bench.steps import eager_step
-from symmoe.tools.bench.stock import torch_experts
+from symmoe.tools.bench.stock_torch import torch_experts
 from symmoe.tools.bench.table import render
 from symmoe.tools.bench.timing import DIRECTIONS, Variant, clock_for, in_steps, measure, verify
 

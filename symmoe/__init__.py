@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from symmoe.grouped.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
     from symmoe.grouped.sequential import Sequential
     from symmoe.moe.config import MoEConfig
+    from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
     from symmoe.moe.expert_bias import balance_after, balance_step
     from symmoe.moe.layer import MoELayer
     from symmoe.moe.metrics import MoEMetrics
     from symmoe.moe.router import Router
-    from symmoe.moe.wrappers import prepare_for_ddp
     from symmoe.symm_mem.heap import SymmetricHeap
     from symmoe.symm_mem.lease import Lease
     from symmoe.tokens import combine_tokens, dispatch_tokens
@@ -76,7 +76,7 @@ _HOME = {
     "merge_lora": "symmoe.training.lora",
     "pack_weight_ptrs": "symmoe.grouped.pointers",
     "plan_memory": "symmoe.training.memory_plan",
-    "prepare_for_ddp": "symmoe.moe.wrappers",
+    "prepare_for_ddp": "symmoe.moe.ddp_and_fsdp",
     "record_routing": "symmoe.training.replay",
     "reduce_gradients": "symmoe.training.gradients",
     "replay_routing": "symmoe.training.replay",

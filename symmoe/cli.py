@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from symmoe import __version__
-from symmoe.checks.words import CHOICES
+from symmoe.checks.choices import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.names import PRECISIONS

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.buffers import buffer_problem, memory_problem, tensor_problem
-from symmoe.checks.words import words_problem
+from symmoe.checks.choices import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
@@ -24,7 +24,7 @@ from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, 
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
-from symmoe.symm_mem.told import told
+from symmoe.symm_mem.tell_peers import told
 
 
 @overload

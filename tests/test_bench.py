@@ -15,7 +15,7 @@ import symmoe.tools.bench.session  # noqa: F401 - all suites: imported while a t
 from symmoe import cli
 from symmoe.errors import WrongResult
 from symmoe.kernels import twin
-from symmoe.tools.bench import stock
+from symmoe.tools.bench import stock_torch
 
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
 SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]
@@ -158,7 +158,7 @@ def test_a_wrong_kernel_is_not_timed(kernel: str, argument: str, suite: str, mon
 
 
 def test_a_wrong_yardstick_is_not_timed(monkeypatch: pytest.MonkeyPatch):
-    right = stock.swiglu
-    monkeypatch.setattr(stock, "swiglu", lambda h, scale: right(h, scale * 1.1))
+    right = stock_torch.swiglu
+    monkeypatch.setattr(stock_torch, "swiglu", lambda h, scale: right(h, scale * 1.1))
     with pytest.raises(WrongResult, match="stock torch is wrong"):
         cli.main(["bench", "layer", *SIZES])

@@ -40,7 +40,7 @@ def test_files_that_are_something_else(command: list[str], name: str, tmp_path: 
 
 CUSTOM = ["--hidden=16", "--ffn=8", "--experts=4", "--top-k=2"]
 WRONG = [
-    ("bench layers", "suite (layers) must be of layer, variants"),
+    ("bench layers", "suite (layers) must be of steps, layer, variants"),
     ("bench --preset qwen", "preset (qwen) must be of qwen3-30b"),
     ("bench --skew flat", "skew (flat) must be of uniform, zipf, hot"),
     ("bench --tokens 12,many", "tokens (many) must be comma-separated whole numbers"),

@@ -11,7 +11,7 @@ import pytest
 
 from symmoe.cli import main
 from symmoe.errors import ArgumentError
-from symmoe.symm_mem.flight import FORMAT
+from symmoe.symm_mem.flight_record import FORMAT
 from symmoe.tools.doctor import checkup
 from symmoe.tools.doctor.flight import MAX_BYTES, diagnose, read_record
 

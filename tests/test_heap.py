@@ -49,7 +49,7 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.parts import Division
-from symmoe.symm_mem import address, host, machine, memory, nvshmem
+from symmoe.symm_mem import address, host_backend, machine_memory, memory, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap
 
@@ -308,7 +308,7 @@ def test_memory_that_is_left(tmp_path: Path, files: dict[str, str], want: int | 
         path = tmp_path / ("" if name.startswith("proc") else "sys/fs/cgroup") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert machine.available_bytes(tmp_path) == want
+    assert machine_memory.available_bytes(tmp_path) == want
 
 
 def construct_large(rank: int, num_ranks: int) -> list[str]:
@@ -475,7 +475,7 @@ def construct_without(rank: int, num_ranks: int) -> list[str]:
         findings.where = f"{name}: {parts[0]}, rank {rank}"
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(host.os, name, partial(stand_in, getattr(os, name)))
+                patch.setattr(host_backend.os, name, partial(stand_in, getattr(os, name)))
             found, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
         findings.equal("error", found, "BackendUnavailable")
         findings.check(text.startswith(f"on rank {culprit}: ") and all(part in text for part in parts), text)
@@ -485,7 +485,7 @@ def construct_without(rank: int, num_ranks: int) -> list[str]:
         found, text = outcome(SymmetricHeap, num_bytes=1 << 62, backend="host")
         findings.equal("error", (found, f"arenas of {1 << 62} bytes" in text), ("BackendUnavailable", True))
         if rank == 1:
-            patch.setattr(host, "preflight", lambda: [][0])  # an error that is not symmoe's
+            patch.setattr(host_backend, "preflight", lambda: [][0])  # an error that is not symmoe's
         found, text = outcome(SymmetricHeap, num_bytes=NUM_BYTES, backend="host")
         findings.check(text.startswith("on rank 1: IndexError: list index"), text)
         findings.equal("error", found, "BackendUnavailable")
@@ -903,12 +903,12 @@ def test_waits_may_have_no_bound(cluster):
 
 
 def test_files_of_nvshmem_are_for_this_user_only(tmp_path: Path):
-    """Its shared memory asks for mode 0777, see nvshmem.py; and the umask is as before afterwards."""
+    """Its shared memory asks for mode 0777, see nvshmem_backend.py; and the umask is as before afterwards."""
     before = os.umask(0o022)
     try:
-        with nvshmem._files_of_this_user():
+        with nvshmem_backend._files_of_this_user():
             os.close(os.open(tmp_path / "segment", os.O_CREAT | os.O_RDWR, 0o777))
-        with contextlib.suppress(ZeroDivisionError), nvshmem._files_of_this_user():
+        with contextlib.suppress(ZeroDivisionError), nvshmem_backend._files_of_this_user():
             raise ZeroDivisionError
         os.close(os.open(tmp_path / "afterwards", os.O_CREAT | os.O_RDWR, 0o777))
     finally:
@@ -977,13 +977,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvshmem:
     ):
         monkeypatch.setitem(sys.modules, name, module)
     zeros, ranges = torch.zeros, address.AddressRange
-    monkeypatch.setattr(nvshmem.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(nvshmem.torch, "zeros", lambda *shape, device=None: zeros(*shape))
-    monkeypatch.setattr(nvshmem.NvshmemBackend, "_check_peers", lambda self, bootstrap: None)
+    monkeypatch.setattr(nvshmem_backend.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nvshmem_backend.torch, "zeros", lambda *shape, device=None: zeros(*shape))
+    monkeypatch.setattr(nvshmem_backend.NvshmemBackend, "_check_peers", lambda self, bootstrap: None)
     monkeypatch.setattr(address, "_DL_CUDA", 1)  # DLPack's number of the CPU
     cpu = torch.device("cpu", 0)
-    monkeypatch.setattr(nvshmem, "AddressRange", lambda start, num_bytes, device: ranges(start, num_bytes, cpu))
-    for name in (*nvshmem._ENVIRONMENT, "NVSHMEM_SYMMETRIC_SIZE"):
+    monkeypatch.setattr(nvshmem_backend, "AddressRange", lambda start, num_bytes, device: ranges(start, num_bytes, cpu))
+    for name in (*nvshmem_backend._ENVIRONMENT, "NVSHMEM_SYMMETRIC_SIZE"):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
     return fake
@@ -995,7 +995,7 @@ def test_nvshmem_starts_privately_on_loopback(fake: FakeNvshmem):
     before = os.umask(0o022)
     try:
         with pytest.raises(BackendUnavailable, match="no direct address for ranks"):
-            nvshmem.NvshmemBackend(Bootstrap(None), len(fake.memory))
+            nvshmem_backend.NvshmemBackend(Bootstrap(None), len(fake.memory))
     finally:
         after = os.umask(before)
     assert after == 0o022
@@ -1008,27 +1008,29 @@ def test_what_keeps_nvshmem_from_starting(fake: FakeNvshmem, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 80 << 30))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert nvshmem.preflight(1 << 20) == ""
-    assert nvshmem.preflight(4 << 20) == "num_bytes (4194304) is more than the GPU's free memory (1048576 bytes)"
+    assert nvshmem_backend.preflight(1 << 20) == ""
+    assert (
+        nvshmem_backend.preflight(4 << 20) == "num_bytes (4194304) is more than the GPU's free memory (1048576 bytes)"
+    )
     fake.is_initialized = True
-    assert nvshmem.preflight(1 << 20).startswith("NVSHMEM is in use in this process: by an open heap")
+    assert nvshmem_backend.preflight(1 << 20).startswith("NVSHMEM is in use in this process: by an open heap")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert nvshmem.preflight(1 << 20).startswith("the package nvshmem4py-cu13 is not installed: pip install")
+    assert nvshmem_backend.preflight(1 << 20).startswith("the package nvshmem4py-cu13 is not installed: pip install")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert nvshmem.preflight(1 << 20) == "no CUDA device is visible to torch"
+    assert nvshmem_backend.preflight(1 << 20) == "no CUDA device is visible to torch"
 
 
 def meet_on_gpus(rank: int, num_ranks: int) -> list[tuple[str, str]]:
     """What a heap checks of the GPUs of two ranks, on GPUs that are made up."""
     found = []
     for gpus, machines, reach in (("00", "aa", True), ("01", "aa", False), ("01", "ab", True), ("01", "aa", True)):
-        backend = object.__new__(nvshmem.NvshmemBackend)
+        backend = object.__new__(nvshmem_backend.NvshmemBackend)
         backend.device = torch.device("cuda", int(gpus[rank]))
         gpu = types.SimpleNamespace(uuid=f"GPU-{gpus[rank]}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
             patch.setattr(torch.cuda, "can_device_access_peer", lambda here, there, reach=reach: reach)
-            patch.setattr(nvshmem.Path, "read_bytes", lambda _, machine=machines[rank]: machine.encode())
+            patch.setattr(nvshmem_backend.Path, "read_bytes", lambda _, machine=machines[rank]: machine.encode())
             found.append(outcome(backend._check_peers, Bootstrap(None)))
     return found
 
@@ -1044,8 +1046,8 @@ def test_gpus_of_two_ranks(cluster):
 @pytest.mark.parametrize("how", ["close", "abandon"])
 def test_the_arena_of_nvshmem_is_zeroed_before_it_is_freed(fake: FakeNvshmem, monkeypatch, how: str):
     waits = []
-    monkeypatch.setattr(nvshmem.torch.cuda, "synchronize", lambda device: waits.append(list(fake.calls)))
-    backend = nvshmem.NvshmemBackend(Bootstrap(None), 5000)
+    monkeypatch.setattr(nvshmem_backend.torch.cuda, "synchronize", lambda device: waits.append(list(fake.calls)))
+    backend = nvshmem_backend.NvshmemBackend(Bootstrap(None), 5000)
     arena = backend.arena_tensor(0)
     assert (arena.device, arena.shape) == (torch.device("cpu"), (5000,))
     arena.fill_(7)

@@ -378,7 +378,8 @@ def check_bytes(rank: int, num_ranks: int) -> list[str]:
     with open_heap("cpu") as heap:
         for wire in ("none", "both"):
             torch.manual_seed(2)
-            layer = MoELayer(replace(config_for(num_ranks), hidden=512, precision=MXFP8(), quantized_wire=wire), heap)
+            numbers = {"precision": MXFP8(), "quantized_wire": wire}
+            layer = MoELayer(replace(config_for(num_ranks), hidden=512, max_room=1, **numbers), heap)
             y, _ = layer(tokens_of(rank, 32, 512).bfloat16().requires_grad_())
             kept[wire] = heap.leased_bytes
             del y

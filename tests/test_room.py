@@ -6,14 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
-from test_layer import flat
 from torch.utils.checkpoint import checkpoint
 from worker import Findings, open_heap
 
 from symmoe import MoEConfig, MoELayer
 from symmoe.errors import ArgumentError
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.symm_mem.row_history import RowHistory
+from symmoe.symm_mem.room_for_rows import RowHistory
 
 H, I, E, K, CALLS = 16, 24, 8, 3, 30
 
@@ -124,7 +123,7 @@ def check_same_bits(rank: int, num_ranks: int, options: dict, recomputes: bool) 
 )
 def test_same_bits_whether_or_not_a_call_fits(cluster, options, recomputes):
     results = cluster(2).run(check_same_bits, options, recomputes)
-    assert flat([texts for _, texts in results]) == []
+    assert [text for _, texts in results for text in texts] == []
     (repeats,) = {count for count, _ in results}  # on all ranks in the same calls
     assert repeats > 2
 
@@ -149,7 +148,7 @@ def check_in_flight(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_calls_in_flight(cluster):
-    assert flat(cluster(2).run(check_in_flight)) == []
+    assert cluster(2).findings(check_in_flight) == []
 
 
 def check_after_errors(rank: int, num_ranks: int) -> list[str]:
@@ -186,4 +185,4 @@ def fails(*args, **kwargs):
 
 
 def test_after_errors(cluster):
-    assert flat(cluster(2).run(check_after_errors)) == []
+    assert cluster(2).findings(check_after_errors) == []

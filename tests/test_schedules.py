@@ -13,7 +13,7 @@ from test_layer import WAYS, H, I, config_for, make_layer, tokens_of
 from worker import Findings, open_heap
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
-from symmoe.checks.words import CHOICES
+from symmoe.checks.choices import CHOICES
 from symmoe.errors import ArgumentError, HeapExhausted
 from symmoe.moe import schedule
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from symmoe.symm_mem import streams
-from symmoe.symm_mem.access import Access, OneCall
 from symmoe.symm_mem.arena import Arena
 from symmoe.symm_mem.streams import StreamOrder
+from symmoe.symm_mem.thread_access import Access, OneCall
 
 SPAN, OTHER = (512, 1024), (4096, 512)
 

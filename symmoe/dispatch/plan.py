@@ -13,15 +13,15 @@ import torch
 
 from symmoe import kernels
 from symmoe.checks.buffers import tensor_problem
-from symmoe.checks.words import is_choice, words_problem
+from symmoe.checks.choices import is_choice, words_problem
 from symmoe.errors import ArgumentError, StaleLease, StalePlan
 from symmoe.kernels import control
 from symmoe.kernels.parts import bounds_of
 from symmoe.precision.names import precision_word
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.row_history import Room
-from symmoe.symm_mem.told import told
+from symmoe.symm_mem.room_for_rows import Room
+from symmoe.symm_mem.tell_peers import told
 
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}

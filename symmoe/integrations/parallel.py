@@ -31,11 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.moe.ddp_and_fsdp import gradients_elsewhere, join_ddp, prepare_for_ddp
 from symmoe.moe.layer import MoELayer
 from symmoe.moe.metrics import MoEMetrics
 from symmoe.moe.ownership import trainable
 from symmoe.moe.router import RouterOutput
-from symmoe.moe.wrappers import gradients_elsewhere, join_ddp, prepare_for_ddp
 
 EP = "ep"
 

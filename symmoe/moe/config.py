@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from symmoe.checks import words
+from symmoe.checks import choices
 from symmoe.checks.arguments import size_problem
 from symmoe.errors import ArgumentError, raise_for
 from symmoe.moe.overlap import received_layout
@@ -93,16 +93,16 @@ class MoEConfig:
     top_k: int
     capacity: int | None = None
     max_room: int | None = None
-    overflow: words.Overflow = "raise"
+    overflow: choices.Overflow = "raise"
     max_tokens: int | None = None
-    order: words.Order = "rank"
-    stash: words.Stash = "all"
-    layout: words.Layout = "auto"
-    schedule: words.Schedule = "overlapped"
+    order: choices.Order = "rank"
+    stash: choices.Stash = "all"
+    layout: choices.Layout = "auto"
+    schedule: choices.Schedule = "overlapped"
     precision: Recipe | None = None
-    quantized_wire: words.QuantizedWire = "none"
-    router: words.RouterKind = "linear"
-    score: words.Score = "softmax"
+    quantized_wire: choices.QuantizedWire = "none"
+    router: choices.RouterKind = "linear"
+    score: choices.Score = "softmax"
     renormalize: bool = True
     num_groups: int = 1
     top_groups: int = 1
@@ -110,9 +110,9 @@ class MoEConfig:
     expert_bias: bool = False
     bias_update_rate: float = 1e-3
     aux_loss_coef: float = 0.0
-    aux_loss: words.AuxLoss = "micro_batch"
+    aux_loss: choices.AuxLoss = "micro_batch"
     capacity_factor: float | None = None
-    drop_policy: words.DropPolicy = "probs"
+    drop_policy: choices.DropPolicy = "probs"
     z_loss_coef: float = 0.0
 
     @property
@@ -131,7 +131,7 @@ class MoEConfig:
         raise_for(size_problem(**{name: getattr(self, name) for name in sizes}))
         bounds = {name: getattr(self, name) for name in ("capacity", "max_room", "max_tokens")}
         raise_for(size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
-        raise_for(words.words_problem(**{name: getattr(self, name) for name in words.CHOICES}))
+        raise_for(choices.words_problem(**{name: getattr(self, name) for name in choices.CHOICES}))
         for name in ("renormalize", "expert_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) must be True or False")

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from symmoe.autograd import Context, Function, is_in_backward
 from symmoe.checks.arguments import kernel_rows
 from symmoe.checks.buffers import memory_problem
-from symmoe.checks.words import words_problem
+from symmoe.checks.choices import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
@@ -34,7 +34,7 @@ from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, r
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.lease import Lease
-from symmoe.symm_mem.told import told
+from symmoe.symm_mem.tell_peers import told
 
 RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)

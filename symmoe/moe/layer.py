@@ -18,17 +18,17 @@ from symmoe.kernels import control
 from symmoe.kernels.operands import given
 from symmoe.moe import balance
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
 from symmoe.moe.expert_bias import count_in_backward, load_so_far
 from symmoe.moe.layer_checks import arguments_problem, hooks_of, inference_problem, numbers_problem
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.metrics import MoEMetrics
-from symmoe.moe.operators import is_traced
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.moe.router import Choice, Router, RouterOutput, choice_of
 from symmoe.moe.side_stream import SideCall
-from symmoe.moe.wrappers import ExpertParallelModule, Replicas
+from symmoe.moe.torch_operators import is_traced
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.told import told
+from symmoe.symm_mem.tell_peers import told
 
 
 class MoELayer(ExpertParallelModule):

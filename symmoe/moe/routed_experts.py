@@ -1,7 +1,7 @@
 """From routed tokens to the weighted sums of their experts' outputs: plan, dispatch, experts, combine.
 
 MoELayer and the experts of symmoe.integrations.transformers use it. If a compiler or a dispatch mode traces the call,
-the step is one operator of torch (moe/operators.py); otherwise it is not. The bits are the same.
+the step is one operator of torch (moe/torch_operators.py); otherwise it is not. The bits are the same.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from symmoe.dispatch.plan import Plan, make_plan, make_plan_with_room
 from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.moe import operators
+from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.row_history import Room
+from symmoe.symm_mem.room_for_rows import Room
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,11 @@ class RoutedExperts:
     def of(cls, config: MoEConfig, heap: SymmetricHeap, experts: GroupedMLP) -> RoutedExperts:
         """The RoutedExperts for a layer with these experts. Only the layers keep it alive. Local."""
         kind = kind_of(experts)
-        for other in operators.BY_NUMBER.values():
+        for other in torch_operators.BY_NUMBER.values():
             if isinstance(other, cls) and other.heap is heap and other.config == config and other.kind == kind:
                 return other
         new = cls(config, heap, without_memory(experts), kind)
-        operators.BY_NUMBER[new.number] = new
+        torch_operators.BY_NUMBER[new.number] = new
         return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> RoutedExperts:
@@ -68,7 +68,7 @@ class RoutedExperts:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Collective over the EP group, forward and backward. Synchronises the host only with exact capacity: until the
         device has made the plan, once everything is launched; in the first calls, and in the rare one that needs more
-        rows than recent ones (symm_mem/row_history.py), before that.
+        rows than recent ones (symm_mem/room_for_rows.py), before that.
 
         Args:
             tokens: [T, H] in the dtype to compute in.
@@ -86,8 +86,8 @@ class RoutedExperts:
             ArgumentError, ConfigMismatch, CapacityError, HeapExhausted, PeerTimeout: see make_plan; on every rank.
             ArgumentError: the step has to be an operator, which cannot take these experts: see run_as_operator.
         """
-        if operators.is_traced(experts):
-            y, expert_load, num_dropped = operators.run_as_operator(self, tokens, probs, topk_idx, experts)
+        if torch_operators.is_traced(experts):
+            y, expert_load, num_dropped = torch_operators.run_as_operator(self, tokens, probs, topk_idx, experts)
             return y if out_shape is None else y.view(out_shape), expert_load, num_dropped
         return self.run(tokens, probs, topk_idx, experts, out_shape=out_shape, before_trips=before_trips)
 

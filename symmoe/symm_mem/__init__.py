@@ -1,5 +1,5 @@
 """The symmetric heap: memory that every rank of an expert-parallel group can reach, its leases, barrier and faults.
 
 May use the kernels. Begin with `heap`: `memory` has its leases, `waits` its barriers and signals, `faults` its errors;
-`bootstrap`, `host` and `nvshmem` make the memory.
+`bootstrap`, `host_backend` and `nvshmem_backend` make the memory.
 """

@@ -19,10 +19,10 @@ import torch
 
 from symmoe.errors import TRAVELLING, PeerError, SymmoeError
 from symmoe.kernels import control
-from symmoe.symm_mem.access import OneCall
 from symmoe.symm_mem.inbox import Report, counters, end_waits, read_error, read_report, send_error
-from symmoe.symm_mem.records import abort_error, mismatch_error, plan_error, plan_record, timeout_error
+from symmoe.symm_mem.status_errors import abort_error, mismatch_error, plan_error, plan_record, timeout_error
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem.thread_access import OneCall
 from symmoe.symm_mem.waits import Waits
 
 logger = logging.getLogger("symmoe")

@@ -27,17 +27,17 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
-from symmoe.symm_mem import host, nvshmem
-from symmoe.symm_mem.access import Access, OneCall
+from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap, warn_if_alone_by_mistake
 from symmoe.symm_mem.faults import UNRAISED, Faults
 from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
-from symmoe.symm_mem.machine import warn_if_too_large
+from symmoe.symm_mem.machine_memory import warn_if_too_large
 from symmoe.symm_mem.memory import Memory
-from symmoe.symm_mem.row_history import RowHistory
+from symmoe.symm_mem.room_for_rows import RowHistory
 from symmoe.symm_mem.streams import Branch, capture_id, stream_order
+from symmoe.symm_mem.thread_access import Access, OneCall
 from symmoe.symm_mem.waits import Waits
 
 logger = logging.getLogger("symmoe")
@@ -107,7 +107,7 @@ class SymmetricHeap:
         self._agree_on_configuration(timeout_s)
         logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
 
-        backend_class = host.HostBackend if self.backend == "host" else nvshmem.NvshmemBackend
+        backend_class = host_backend.HostBackend if self.backend == "host" else nvshmem_backend.NvshmemBackend
         self._backend = backend_class(self._bootstrap, num_bytes)
         self.device = self._backend.device
         self.peers = Peers(
@@ -515,7 +515,7 @@ class SymmetricHeap:
             )
         raise_for(_timeout_problem("timeout_s", timeout_s))
         raise_for(_timeout_problem("start_timeout_s", start_timeout_s))
-        missing = host.preflight() if self.backend == "host" else nvshmem.preflight(self.num_bytes)
+        missing = host_backend.preflight() if self.backend == "host" else nvshmem_backend.preflight(self.num_bytes)
         if missing:
             raise BackendUnavailable(missing)
         if self.backend == "host" and self.rank == 0:

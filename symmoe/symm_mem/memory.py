@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.access import Access
 from symmoe.symm_mem.arena import Arena
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
+from symmoe.symm_mem.thread_access import Access
 
 _Place = tuple[Arena, tuple[int, int]]  # the arena that gets a span back, and its (offset, size) there
 

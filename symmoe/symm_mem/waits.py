@@ -11,7 +11,7 @@ import torch
 from symmoe import kernels
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.flight import FlightRecorder
+from symmoe.symm_mem.flight_record import FlightRecorder
 from symmoe.symm_mem.streams import capture_id
 
 _ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})

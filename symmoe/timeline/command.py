@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from symmoe.checks.words import CHOICES
+from symmoe.checks.choices import CHOICES
 from symmoe.errors import ArgumentError
 from symmoe.moe.config import MoEConfig
 from symmoe.precision.names import PRECISIONS

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 
 from symmoe.errors import ArgumentError
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
 from symmoe.moe.ownership import named_parameters, trainable
-from symmoe.moe.wrappers import ExpertParallelModule
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

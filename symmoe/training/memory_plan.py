@@ -24,7 +24,7 @@ from symmoe.moe.config import MoEConfig
 from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES, Arena
 from symmoe.symm_mem.dry_heap import DryHeap, Event
-from symmoe.symm_mem.row_history import RowHistory
+from symmoe.symm_mem.room_for_rows import RowHistory
 
 _ENDLESS_BYTES = 1 << 62
 _MOST_BYTES = 8  # bytes of two fp32 numbers, a gate and its feature

@@ -20,7 +20,7 @@ from worker import Watching
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, StalePlan
-from symmoe.moe import operators
+from symmoe.moe import torch_operators
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor's own
 
@@ -154,11 +154,11 @@ def test_nothing_is_left_behind(heap):
     step(compiled, x)
     assert heap.leased_bytes == 0
     number = module.moe._routed_experts.number
-    assert number in operators.BY_NUMBER
+    assert number in torch_operators.BY_NUMBER
     del module, compiled, outputs
     torch._dynamo.reset()
     gc.collect()
-    assert number not in operators.BY_NUMBER
+    assert number not in torch_operators.BY_NUMBER
 
 
 def test_backward_twice_through_a_retained_graph(heap):
@@ -191,7 +191,7 @@ def test_errors_keep_their_types(heap):
         experts = symmoe.GroupedMLP(EXPERTS, HIDDEN, FFN, **{option: True})
         layer = symmoe.MoELayer(config(**STATIC), heap, experts=experts)
         with pytest.raises(ArgumentError, match=option):
-            operators.run_as_operator(
+            torch_operators.run_as_operator(
                 layer._routed_experts,
                 torch.ones(2, HIDDEN),
                 torch.ones(2, 2),

@@ -12,7 +12,7 @@ from small_model import Block, counted_barriers, without_semaphores
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import symmoe
-import symmoe.moe.operators  # registers torch.ops.symmoe
+import symmoe.moe.torch_operators  # registers torch.ops.symmoe
 
 # Barriers of one step (plan 1, dispatch 2, combine 2), and of its backward (dispatch 2, combine 2).
 FORWARD, BACKWARD = 5, 4

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from symmoe.errors import CheckpointError, SymmoeError
+from symmoe.integrations.transformers.checkpoint_keys import Piece, beside, layout_problem, pieces_of
 from symmoe.integrations.transformers.layout import INDEX, WEIGHTS, Layout, new_layout, read_layout
-from symmoe.integrations.transformers.pieces import Piece, beside, layout_problem, pieces_of
 from symmoe.integrations.transformers.swap import heap_of
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ import torch
 
 from symmoe.checks.arguments import width_problem, working_dtype
 from symmoe.checks.buffers import dtype_problem
-from symmoe.checks.words import CHOICES, Order, Overflow, Stash, is_choice
+from symmoe.checks.choices import CHOICES, Order, Overflow, Stash, is_choice
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.integrations.transformers.families import Family, StockExperts
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule, Replicas
 from symmoe.moe.listeners import Listeners, RoutingReport
 from symmoe.moe.routed_experts import RoutedExperts
-from symmoe.moe.wrappers import ExpertParallelModule, Replicas
 from symmoe.symm_mem.heap import SymmetricHeap
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from symmoe.errors import ArgumentError
 from symmoe.integrations.transformers.experts import ExpertParallelExperts, StepConfig, empty_experts
 from symmoe.integrations.transformers.families import Family, StockExperts, experts_modules, family_of
-from symmoe.moe.wrappers import prepare_for_ddp
+from symmoe.moe.ddp_and_fsdp import prepare_for_ddp
 from symmoe.symm_mem.heap import SymmetricHeap
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -30,7 +30,7 @@ from symmoe.tools.bench.records import Record, rounded, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference
 from symmoe.tools.bench.run import Run, case_record
 from symmoe.tools.bench.step_trace import trace_step
-from symmoe.tools.bench.stock import STOCK, stock_layer, torch_experts
+from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
 from symmoe.tools.bench.timing import WARM_UP, Variant, verify
 
 STEPS = 20  # in a row

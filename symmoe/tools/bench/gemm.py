@@ -18,7 +18,7 @@ from symmoe.tools.bench.problem import DTYPE, LocalRows, Problem
 from symmoe.tools.bench.records import Record, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.run import Run, case_record
-from symmoe.tools.bench.stock import STOCK, grouped_mm, grouped_wgrad, swiglu, swiglu_grad
+from symmoe.tools.bench.stock_torch import STOCK, grouped_mm, grouped_wgrad, swiglu, swiglu_grad
 from symmoe.tools.bench.timing import Variant, in_steps
 
 _SAMPLED_EXPERTS = 3

@@ -28,7 +28,7 @@ from symmoe.tools.bench.records import Record, gbs, median_ms, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference
 from symmoe.tools.bench.run import Run, case_record
 from symmoe.tools.bench.steps import Forward, Inputs, captured_step, eager_step
-from symmoe.tools.bench.stock import STOCK, stock_layer, torch_experts
+from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
 from symmoe.tools.bench.timing import DIRECTIONS, Direction, Variant, clock_for
 from symmoe.tools.bench.traffic import combine_bytes, dispatch_bytes, wire_bytes
 from symmoe.training.precision_choice import AUTO, choose_precision

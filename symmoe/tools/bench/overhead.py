@@ -20,7 +20,7 @@ from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.records import Record, median_ms, new_record
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.run import Run
-from symmoe.tools.bench.stock import grouped_mm, swiglu
+from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
 from symmoe.tools.bench.timing import Clock, HostClock, Mark, Variant, in_steps, measure, verify
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16

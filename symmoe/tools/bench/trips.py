@@ -21,7 +21,7 @@ from symmoe.precision.wire import WireFormat
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, gbs, median_ms
 from symmoe.tools.bench.run import Run, case_record
-from symmoe.tools.bench.stock import STOCK, all_to_all, plan_exchange
+from symmoe.tools.bench.stock_torch import STOCK, all_to_all, plan_exchange
 from symmoe.tools.bench.timing import DIRECTIONS, Variant, in_steps
 from symmoe.tools.bench.traffic import PeerCopy, combine_bytes, dispatch_bytes, wire_bytes
 

@@ -1,4 +1,4 @@
-"""What happened, from the flight records (symm_mem/flight.py) of as many ranks as have left one."""
+"""What happened, from the flight records (symm_mem/flight_record.py) of as many ranks as have left one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from symmoe.errors import ArgumentError
-from symmoe.symm_mem.flight import FORMAT
+from symmoe.symm_mem.flight_record import FORMAT
 
 MAX_BYTES = 16 << 20  # a record has some 30 KB
 _END_OF_TIME_S = 253_402_300_800  # the end of what a date can say: the year 10000

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from symmoe.symm_mem import host
-from symmoe.symm_mem.machine import available_bytes
+from symmoe.symm_mem import host_backend
+from symmoe.symm_mem.machine_memory import available_bytes
 from symmoe.tools.doctor.findings import Finding
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -66,7 +66,7 @@ def read_system(environment: Mapping[str, str]) -> System:
         os_release=platform.release(),
         machine=platform.machine(),
         python=platform.python_version(),
-        host_problem=host.preflight() or _memfd_problem(),
+        host_problem=host_backend.preflight() or _memfd_problem(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         free_bytes=available_bytes(),
         shm_bytes=shm.total if shm else None,

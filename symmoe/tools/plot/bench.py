@@ -10,7 +10,7 @@ from typing import Any
 from symmoe.errors import ArgumentError
 from symmoe.tools.bench.layer import CEILING, LAYER
 from symmoe.tools.bench.records import Record, identity
-from symmoe.tools.bench.stock import STOCK
+from symmoe.tools.bench.stock_torch import STOCK
 from symmoe.tools.bench.timing import DIRECTIONS
 from symmoe.tools.picture import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW, picture
 

@@ -32,7 +32,7 @@ from symmoe.grouped.local_experts import kind_of, local_parameters, with_paramet
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
-from symmoe.moe.wrappers import ddp_problem, fsdp_problem
+from symmoe.moe.ddp_and_fsdp import ddp_problem, fsdp_problem
 from symmoe.symm_mem.heap import SymmetricHeap
 
 

@@ -19,7 +19,7 @@ import torch
 from symmoe.errors import PeerError, PeerTimeout, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.symm_mem.records import CHOICES
+from symmoe.symm_mem.status_errors import CHOICES
 
 FORMAT = "symmoe flight record 1"
 NUM_CALLS = 64
