@@ -38,7 +38,9 @@ ROOMS = (
     "__main__",
 )
 LEVELS = {room: level for level, room in enumerate(ROOMS)}
-MAY_READ_ENVIRONMENT = {f"symmoe/symm_mem/{name}.py" for name in ("bootstrap", "nvshmem_backend", "host_backend", "flight_record")}
+MAY_READ_ENVIRONMENT = {
+    f"symmoe/symm_mem/{name}.py" for name in ("bootstrap", "nvshmem_backend", "host_backend", "flight_record")
+}
 MAY_READ_ENVIRONMENT.add("symmoe/tools/doctor/command.py")  # what the machine's is, is its subject
 
 
