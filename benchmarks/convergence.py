@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from symmoe.tools.bench.records import machine
-from symmoe.tools.picture import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, picture
+from symmoe.tools.picture import BLACK, BLUE, GREY, ORANGE, PURPLE, SKY, picture
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 SMOOTHED_STEPS = 20
@@ -59,7 +59,6 @@ WAYS = {
     "float8-block, on the wire": Way(
         ("--precision", "float8-block", "--wire"), 0.01, {"color": SKY, "linestyle": "--"}
     ),
-    "float8-rowwise": Way(("--precision", "float8-rowwise"), 0.01, {"color": GREEN, "linestyle": "-."}),
     "mxfp8": Way(("--precision", "mxfp8"), 0.01, {"color": ORANGE, "linestyle": "--"}),
     "nvfp4": Way(("--precision", "nvfp4"), 0.02, {"color": PURPLE, "linestyle": ":"}),
 }

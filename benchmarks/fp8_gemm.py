@@ -15,7 +15,6 @@ PyTorch is checked in the same way on a tiny shape, and nothing is timed.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from one_gpu import medians_in_turn_ms, parser_of, write
 
 from symmoe import kernels
 from symmoe.kernels.fp8 import BLOCK, num_blocks
+from symmoe.kernels.parts import range_of
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "deepseek-like": (32, 7168, 2048, 65536),
@@ -74,12 +74,12 @@ class Numbers:
         return torch.rand(shape, device=self.device, generator=self._generator) / 150 + 1e-3
 
 
-def uneven_row_start(num_groups: int, num_rows: int) -> torch.Tensor:
-    """int32 [G + 1]: experts whose loads vary by about a quarter."""
+def uneven_groups(num_groups: int, num_rows: int) -> torch.Tensor:
+    """The row_range of experts whose loads vary by about a quarter."""
     generator = torch.Generator().manual_seed(0)
     load = (1 + 0.25 * torch.randn(num_groups, generator=generator)).clamp(min=0.2)
-    bounds = (load.cumsum(0) / load.sum() * num_rows).round().int()
-    return torch.cat([torch.zeros(1, dtype=torch.int32), bounds])
+    ends = (load.cumsum(0) / load.sum() * num_rows).round().int()
+    return range_of(torch.cat([torch.zeros(1, dtype=torch.int32), ends]))
 
 
 def dequantised(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -87,11 +87,11 @@ def dequantised(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return data.double() * scale.double().repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
 
 
-def product(name: str, sizes: Sizes, numbers: Numbers, bounds: torch.Tensor) -> Op:
+def product(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -> Op:
     """out [N, O] of rows [N, C] and weights [G, O, C]. sizes: G, O, C, N."""
     G, O, C, N = sizes
-    ops, row_start = kernels.for_device(numbers.device), bounds.to(numbers.device)
-    spans = [slice(first, end) for first, end in itertools.pairwise(bounds.tolist())]
+    ops, row_range = kernels.for_device(numbers.device), on_host.to(numbers.device)
+    spans = [slice(first, end) for first, end in on_host.t().tolist()]
     rows, row_scale = numbers.data(N, C), numbers.scale(N, num_blocks(C))
     weight, weight_scale = numbers.data(G, O, C), numbers.scale(G, num_blocks(O), num_blocks(C))
     out = torch.empty(N, O, dtype=BF16, device=numbers.device)
@@ -101,26 +101,26 @@ def product(name: str, sizes: Sizes, numbers: Numbers, bounds: torch.Tensor) -> 
         return dequantised(rows[spans[g]], row_scale[spans[g]]) @ dequantised(weight[g], by_row).T
 
     op = Op(name, 2 * N * O * C, expected, lambda: out.fill_(torch.nan))
-    op.ways["fp8"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, weight, weight_scale, row_start, out)
+    op.ways["fp8"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, weight, weight_scale, row_range, out)
     op.checked["fp8"] = lambda g: out[spans[g]]
     if numbers.device.type == "cuda":
         by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
         op.ways["torch rows"] = lambda: torch._scaled_grouped_mm(
-            rows, weight.mT, by_rows, by_columns, offs=row_start[1:], out_dtype=BF16, use_fast_accum=True
+            rows, weight.mT, by_rows, by_columns, offs=row_range[1], out_dtype=BF16, use_fast_accum=True
         )
         x, y = numbers.normal(N, C), torch.empty_like(out)
         is_dgrad = name.startswith("d")
         w = numbers.normal(G, C, O) if is_dgrad else numbers.normal(G, O, C)
         in_bf16 = ops.grouped_gemm_dgrad if is_dgrad else ops.grouped_gemm
-        op.ways["bf16"] = lambda: in_bf16(x, w, row_start, y)
+        op.ways["bf16"] = lambda: in_bf16(x, w, row_range, y)
     return op
 
 
-def gradient(name: str, sizes: Sizes, numbers: Numbers, bounds: torch.Tensor) -> Op:
+def gradient(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -> Op:
     """out [G, O, C] of dout [O, P] and rows [C, P], whose groups begin at multiples of BLOCK. sizes: G, O, C, N."""
     G, O, C, N = sizes
-    ops, row_start = kernels.for_device(numbers.device), bounds.to(numbers.device)
-    lengths = bounds.diff()
+    ops, row_range = kernels.for_device(numbers.device), on_host.to(numbers.device)
+    lengths = on_host[1] - on_host[0]
     tiles = (lengths + BLOCK - 1) // BLOCK
     firsts = ((tiles.cumsum(0) - tiles) * BLOCK).tolist()
     spans = [slice(first, first + n) for first, n in zip(firsts, lengths.tolist(), strict=True)]
@@ -130,7 +130,7 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, bounds: torch.Tensor) ->
         for data in (dout, rows):
             data.view(torch.uint8)[:, span.stop : end] = 0
     dout_scale, rows_scale = numbers.scale(P // BLOCK, O).t(), numbers.scale(P // BLOCK, C).t()
-    operands = (dout, dout_scale, rows, rows_scale, row_start)
+    operands = (dout, dout_scale, rows, rows_scale, row_range)
     out = torch.empty(G, O, C, dtype=BF16, device=numbers.device)
     main_grad = torch.zeros(G, O, C, dtype=FP32, device=numbers.device)
 
@@ -152,18 +152,18 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, bounds: torch.Tensor) ->
     op.checked["add fp32"] = lambda g: main_grad[g]
     if numbers.device.type == "cuda":
         x, dy, dw = numbers.normal(N, C), numbers.normal(N, O), torch.empty_like(out)
-        op.ways["bf16"] = lambda: ops.grouped_gemm_wgrad(dy, x, row_start, dw)
+        op.ways["bf16"] = lambda: ops.grouped_gemm_wgrad(dy, x, row_range, dw)
     return op
 
 
 def ops_of(sizes: Sizes, device: torch.device) -> Iterator[Op]:
     """A layer's products and weight gradients, one after the other: each takes gigabytes. sizes: G, H, I, N."""
     G, H, I, N = sizes
-    bounds, numbers = uneven_row_start(G, N), Numbers(device)
+    on_host, numbers = uneven_groups(G, N), Numbers(device)
     for name, widths in {"fc1": (2 * I, H), "fc2": (H, I), "dfc2": (I, H), "dfc1": (H, 2 * I)}.items():
-        yield product(name, (G, *widths, N), numbers, bounds)
+        yield product(name, (G, *widths, N), numbers, on_host)
     for name, widths in {"wgrad1": (2 * I, H), "wgrad2": (H, I)}.items():
-        yield gradient(name, (G, *widths, N), numbers, bounds)
+        yield gradient(name, (G, *widths, N), numbers, on_host)
 
 
 def errors_of(op: Op, num_groups: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from quantize_cases import FORMATS, as_bytes, bounds, filled, filled_column_scale
+from quantize_cases import FORMATS, as_bytes, filled, filled_column_scale, row_range_of
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.activation import Activation
@@ -46,7 +46,7 @@ class Problem:
         if self.num_rows > 60:
             h[41, 3], da[50, 5], row_scale[55] = torch.inf, torch.nan, 0.0
         self.h, self.da = h.to(self.dtype).to(self.device), da.to(self.dtype).to(self.device)
-        self.row_scale, self.row_start = row_scale.to(self.device), bounds(self.splits).to(self.device)
+        self.row_scale, self.row_range = row_scale.to(self.device), row_range_of(self.splits).to(self.device)
 
     @staticmethod
     def numbers(rows, width, generator):
@@ -114,7 +114,7 @@ def named(**operands):
 def forward(kernels, p, name):
     """By act_quantize: both operands in one call."""
     rows, columns = p.operand(p.ffn, name), p.operand(p.ffn, name, columns=True)
-    kernels.act_quantize(p.h, p.row_scale, p.row_start, p.activation, FORMATS[name], rows=rows, columns=columns)
+    kernels.act_quantize(p.h, p.row_scale, p.row_range, p.activation, FORMATS[name], rows=rows, columns=columns)
     return named(rows=rows, columns=columns)
 
 
@@ -124,8 +124,8 @@ def forward_apart(kernels, p, name):
     a = torch.zeros(p.h.shape[0], p.ffn, dtype=p.dtype, device=p.device)
     kernels.scaled_activation(p.h[:n], p.row_scale[:n], a[:n], p.activation)
     rows, columns = p.operand(p.ffn, name), p.operand(p.ffn, name, columns=True)
-    kernels.quantize_rows(a, p.row_start, *rows, FORMATS[name])
-    kernels.quantize_columns(a, p.row_start, *columns, FORMATS[name])
+    kernels.quantize_rows(a, p.row_range, *rows, FORMATS[name])
+    kernels.quantize_columns(a, p.row_range, *columns, FORMATS[name])
     return named(rows=rows, columns=columns)
 
 
@@ -139,7 +139,7 @@ def backward(kernels, p, name):
         p.da,
         p.h,
         p.row_scale,
-        p.row_start,
+        p.row_range,
         dscale,
         workspace,
         p.activation,
@@ -158,8 +158,8 @@ def backward_apart(kernels, p, name):
     kernels.scaled_activation_grad(p.da[:n], p.h[:n], p.row_scale[:n], dh[:n], dscale[:n], p.activation)
     dscale[n:] = 0
     rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
-    kernels.quantize_rows(dh, p.row_start, *rows, FORMATS[name])
-    kernels.quantize_columns(dh, p.row_start, *columns, FORMATS[name])
+    kernels.quantize_rows(dh, p.row_range, *rows, FORMATS[name])
+    kernels.quantize_columns(dh, p.row_range, *columns, FORMATS[name])
     forward = forward_apart(kernels, p, name)
     a_columns = forward["columns data"], forward["columns scale"]
     return named(rows=rows, columns=columns, a_columns=a_columns), dscale

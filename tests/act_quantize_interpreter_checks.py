@@ -53,12 +53,12 @@ def check_fusion(name, ffn, block_format):
 
 def check_ranges(name, ffn, block_format):
     """Rows of ranges: those of one call for all, and no others."""
-    tiles.RANGE_PROGRAMS = 4  # so that programs have several tiles
+    tiles.ROW_PROGRAMS = 4  # so that programs have several tiles
     p, recorded = Problem(ACTIVATIONS[name], ffn, splits=SPLITS), []
-    for row_start in (p.row_start, *random_ranges(SPLITS, 3)):
+    for row_range in (p.row_range, *random_ranges(SPLITS, 3)):
         rows = p.operand(ffn, block_format)
-        gpu.act_quantize(p.h, p.row_scale, row_start, p.activation, FORMATS[block_format], rows=rows)
-        recorded.append((row_start, [as_bytes(tensor) for tensor in rows]))
+        gpu.act_quantize(p.h, p.row_scale, row_range, p.activation, FORMATS[block_format], rows=rows)
+        recorded.append((row_range, [as_bytes(tensor) for tensor in rows]))
     (_, whole), *parts = recorded
     blank = [as_bytes(tensor) for tensor in p.operand(ffn, block_format)]
     for ranges, found in parts:

@@ -17,13 +17,13 @@ from quantize_cases import (  # noqa: E402
     FORMATS,
     SPLITS,
     TAIL,
-    bounds,
     differences,
     encode_rows,
     filled,
     filled_column_scale,
     hard_rows,
     quantize_weight_pairs,
+    row_range_of,
 )
 
 from symmoe.kernels import twin  # noqa: E402
@@ -83,8 +83,8 @@ def check(rows, splits, name, row_index, options, num_sms=1):
     num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
     found, expected = (buffers(width, num_rows, len(splits), name) for _ in range(2))
     given = {"row_index": row_index, "num_sms": num_sms, **options}
-    hopper_columns.launch_quantize_columns(rows, bounds(splits), *found.values(), FORMATS[name], **given)
-    twin.quantize_columns(rows, bounds(splits), *expected.values(), FORMATS[name], row_index=row_index)
+    hopper_columns.launch_quantize_columns(rows, row_range_of(splits), *found.values(), FORMATS[name], **given)
+    twin.quantize_columns(rows, row_range_of(splits), *expected.values(), FORMATS[name], row_index=row_index)
     assert differences(found, expected) == [], (splits, name, options, width)
     return found
 
@@ -94,7 +94,7 @@ def check_wire(wire, width, dtype, splits, name, row_index, options, num_sms=1):
     found, expected = (buffers(width, num_rows, len(splits), name) for _ in range(2))
     for function, result in ((hopper_columns.launch_requantize_columns, found), (twin.requantize_columns, expected)):
         given = {"num_sms": num_sms, **options} if result is found else {}
-        function(wire, bounds(splits), *result.values(), FORMATS[name], dtype, row_index=row_index, **given)
+        function(wire, row_range_of(splits), *result.values(), FORMATS[name], dtype, row_index=row_index, **given)
     assert differences(found, expected) == [], (splits, name, options, width)
 
 

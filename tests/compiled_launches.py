@@ -57,8 +57,8 @@ class CaughtLaunch:
     def source(self) -> tuple[Any, dict[str, Any]]:
         """What the JIT would compile, and the options.
 
-        Tensors are of 16-byte alignment unless the kernel does not specialise on it; integers must not be
-        specialised on.
+        Tensors are of 16-byte alignment unless the kernel does not specialise on it; integers that it specialises on
+        must be multiples of 16.
         """
         is_gluon = isinstance(self.kernel, GluonJITFunction)
         values = {**dict(zip(self.kernel.arg_names, self.args, strict=False)), **self.kwargs}
@@ -76,7 +76,9 @@ class CaughtLaunch:
                 if not parameter.do_not_specialize_on_alignment:
                     attributes[i,] = [["tt.divisibility", 16]]
             else:
-                assert parameter.do_not_specialize, parameter.name
+                if not parameter.do_not_specialize:
+                    assert value % 16 == 0, parameter.name  # always: the JIT makes one variant
+                    attributes[i,] = [["tt.divisibility", 16]]
                 signature[parameter.name] = parameter.annotation_type or "i32"
         options = {name: value for name, value in values.items() if value is not None}
         return (GluonASTSource if is_gluon else ASTSource)(self.kernel, signature, constants, attributes), options

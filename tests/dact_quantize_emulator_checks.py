@@ -60,7 +60,7 @@ def results_of(p, name, num_sms):
     rows, columns = p.operand(hidden, name), p.operand(hidden, name, columns=True)
     a_columns = p.operand(p.ffn, name, columns=True)
     workspace = torch.full((num_scale_sums(p.ffn), len(p.h)), torch.nan)
-    inputs = p.da, p.h, p.row_scale, p.row_start, workspace, p.activation, FORMATS[name]
+    inputs = p.da, p.h, p.row_scale, p.row_range, workspace, p.activation, FORMATS[name]
     assert hopper_dact_quantize.takes_dact_quantize(p.da, p.h, p.activation, FORMATS[name])
     hopper_dact_quantize.launch_dact_quantize(*inputs, rows, columns, a_columns, num_sms=num_sms)
     assert workspace[:, p.num_rows :].isnan().all()

@@ -23,7 +23,7 @@ CASES = [(SPLITS, ODD), (SPLITS, EXACT), ((0, 0, 0), EXACT), ((0, 300, 9), ODD)]
 def check_that_the_emulator_runs_kernels_that_hardware_has_run():
     p = Problem(SPLITS, (264, 72), Numbers(exact=True), tail=5)
     rows, weight, out = p.rows.float().bfloat16(), p.weight.float().bfloat16(), p.blank(BF16)
-    gemm.launch_gemm(rows, weight, p.row_start, out, weight_k_first=False, num_sms=2)
+    gemm.launch_gemm(rows, weight, p.row_range, out, weight_k_first=False, num_sms=2)
     expected = p.blank(BF16)
     for g, span in enumerate(p.spans):
         expected[span] = (rows[span].float() @ weight[g].float().T).bfloat16()

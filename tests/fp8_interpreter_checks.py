@@ -8,7 +8,7 @@ Whole numbers with power-of-two scales: the sums are exact, so every bit has to 
 from dataclasses import replace
 
 import torch
-from fp8_problem import SENTINEL, LinesProblem, Numbers, Problem, WgradProblem
+from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem
 from interpreter import spare_the_interpreter
 from row_ranges import random_ranges
 
@@ -20,8 +20,8 @@ CONFIG = replace(fp8.CONFIG, block_m=32, block_n=64, group_m=2)
 NUM_SMS = 3
 
 
-def check_products(kind, splits, widths):
-    p = kind(splits, widths, Numbers(exact=True), tail=7)
+def check_products(splits, widths):
+    p = Problem(splits, widths, Numbers(exact=True), tail=7)
     for dtype, zero_tail in ((torch.float32, False), (torch.float16, True)):
         got, expected = p.blank(dtype), p.blank(dtype)
         fp8.grouped_gemm_fp8(*p.operands, got, zero_tail=zero_tail, config=CONFIG, num_sms=NUM_SMS)
@@ -35,8 +35,8 @@ def check_products(kind, splits, widths):
         assert torch.equal(got, expected), (splits, widths)
 
 
-def check_panels(kind):
-    p = kind((19, 0, 3), (264, 144), Numbers(exact=True), tail=3)
+def check_panels():
+    p = Problem((19, 0, 3), (264, 144), Numbers(exact=True), tail=3)
     for columns in ((0, 256), (256, 264)):
         got, expected = p.blank(torch.float32), p.blank(torch.float32)
         fp8.grouped_gemm_fp8(*p.operands, got, columns=columns, zero_tail=True, config=CONFIG, num_sms=NUM_SMS)
@@ -57,8 +57,8 @@ def check_gradients(splits, widths):
         assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7)), (splits, widths, dtype, accumulate)
 
 
-def check_that_scales_matter(kind):
-    p = kind(*CASES[0], Numbers(exact=True))
+def check_that_scales_matter():
+    p = Problem(*CASES[0], Numbers(exact=True))
     got, other = p.blank(torch.float32), p.blank(torch.float32)
     fp8.grouped_gemm_fp8(*p.operands, got, config=CONFIG, num_sms=NUM_SMS)
     p.weight_scale = p.weight_scale.flip(1)
@@ -69,11 +69,8 @@ def check_that_scales_matter(kind):
 if __name__ == "__main__":
     spare_the_interpreter()
     for splits, widths in CASES:
-        for kind in (Problem, LinesProblem):
-            check_products(kind, splits, widths)
+        check_products(splits, widths)
         check_gradients(splits, widths)
-    check_panels(Problem)
-    check_panels(LinesProblem)
-    check_that_scales_matter(Problem)
-    check_that_scales_matter(LinesProblem)
+    check_panels()
+    check_that_scales_matter()
     print("all is well")

@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from row_ranges import spans_of, whole_groups
 
 BLOCK = 128
 SENTINEL = -77.0
@@ -54,9 +55,8 @@ class Problem:
     def __post_init__(self):
         out_width, in_width = self.widths
         groups, device = len(self.splits), self.numbers.device
-        bounds = [0, *itertools.accumulate(self.splits)]
-        self.num_rows, self.spans = bounds[-1], [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.row_range = whole_groups(self.splits, device=device)
+        self.num_rows, self.spans = sum(self.splits), spans_of(self.row_range)
         self.capacity = self.num_rows + self.tail
         self.rows = self.numbers.data(self.capacity, in_width)
         self.row_scale = self.numbers.scale(self.capacity, cdiv(in_width, BLOCK))
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        return self.rows, self.row_scale, self.weight, self.weight_scale, self.row_start
+        return self.rows, self.row_scale, self.weight, self.weight_scale, self.row_range
 
     def blank(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((self.capacity, self.widths[0]), SENTINEL, dtype=dtype, device=self.numbers.device)
@@ -85,25 +85,6 @@ class Problem:
         """The same numbers with the features the other way round, as the input gradient wants them."""
         turned = self.weight.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3)
         return turned, self.weight_scale.transpose(1, 2).contiguous()
-
-
-@dataclass
-class LinesProblem(Problem):
-    """The same with one scale for a row, and one for a line of a weight."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.row_scale = self.numbers.scale(self.capacity, 1)
-        self.row_scale[self.num_rows :] = torch.nan
-        self.weight_scale = self.numbers.scale(len(self.splits), self.widths[0], 1)
-
-    def expected(self) -> torch.Tensor:
-        """The result in float64; the sentinel in the tail."""
-        result = self.blank(torch.float64)
-        for g, span in enumerate(self.spans):
-            left = self.rows[span].double() * self.row_scale[span].double()
-            result[span] = left @ (self.weight[g].double() * self.weight_scale[g].double()).T
-        return result
 
 
 def dequantised_rows(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -125,8 +106,7 @@ class WgradProblem:
 
     def __post_init__(self):
         device = self.numbers.device
-        bounds = [0, *itertools.accumulate(self.splits)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.row_range = whole_groups(self.splits, device=device)
         firsts = [0, *itertools.accumulate(cdiv(size, BLOCK) * BLOCK for size in self.splits)]
         self.spans = [slice(first, first + size) for first, size in zip(firsts, self.splits, strict=False)]
         self.num_tokens = firsts[-1] + self.tail_blocks * BLOCK
@@ -144,7 +124,7 @@ class WgradProblem:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        return self.dout, self.dout_scale, self.rows, self.rows_scale, self.row_start
+        return self.dout, self.dout_scale, self.rows, self.rows_scale, self.row_range
 
     @property
     def shape(self) -> tuple[int, int, int]:

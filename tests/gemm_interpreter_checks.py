@@ -89,12 +89,12 @@ def check_sums_in_panels(p, options):
     """Results that are added, in a panel only."""
     before = p.before(p.width, accumulate=True)
     whole = before.clone()
-    kernels.grouped_gemm(p.rows, p.weight, p.row_start, whole, accumulate=True, **options)
+    kernels.grouped_gemm(p.rows, p.weight, p.row_range, whole, accumulate=True, **options)
     assert not torch.equal(whole, before)
     for columns in ((0, 256), (256, p.width)):
         out, right, inside = before.clone(), before.clone(), slice(*columns)
         right[:, inside] = whole[:, inside]
-        kernels.grouped_gemm(p.rows, p.weight, p.row_start, out, columns=columns, accumulate=True, **options)
+        kernels.grouped_gemm(p.rows, p.weight, p.row_range, out, columns=columns, accumulate=True, **options)
         assert torch.equal(out, right), columns
 
 

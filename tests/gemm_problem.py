@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import torch
-from row_ranges import rows_of
+from row_ranges import rows_of, spans_of, whole_groups
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.table import TensorTable
@@ -43,9 +42,8 @@ class Problem:
         self.num_groups, self.num_rows = len(splits), sum(splits)
         self.capacity = self.num_rows + TAIL if capacity is None else capacity
         self.num_packed = self.num_rows // 2 + 1
-        bounds = list(itertools.accumulate(splits, initial=0))
-        self.spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.row_range = whole_groups(splits, device=device)
+        self.spans = spans_of(self.row_range)
         self.row_index = torch.randint(
             self.num_packed, (self.capacity,), dtype=torch.int32, device=device, generator=self.generator
         )
@@ -160,7 +158,7 @@ def _check_product(p, function, source, expected, width, table, options):
         weights.append(scattered.table)
     outs = [before.clone() for _ in weights]
     for out, weight in zip(outs, weights, strict=True):
-        function(source, weight, p.row_start, out, **options)
+        function(source, weight, p.row_range, out, **options)
     wanted = p.per_group(expected)
     if options["accumulate"]:
         wanted = wanted + before[: p.num_rows].double()
@@ -173,14 +171,14 @@ def check_wgrad(kernels, p, gather_dout, gather_rows, table, accumulate, out_dty
     source, index, rows = p.source(gather_rows)
     before = p.normal(p.num_groups, p.width, p.hidden, dtype=out_dtype)
     if accumulate:
-        before[p.row_start.diff() == 0] = torch.nan  # left alone
+        before[p.row_range[0] == p.row_range[1]] = torch.nan  # left alone
     else:
         before.fill_(torch.nan)
     options |= {"dout_index": dout_index, "rows_index": index, "accumulate": accumulate}
     out, scattered = before.clone(), Scattered(before)
-    kernels.grouped_gemm_wgrad(dout, source, p.row_start, out, **options)
+    kernels.grouped_gemm_wgrad(dout, source, p.row_range, out, **options)
     if table:
-        kernels.grouped_gemm_wgrad(dout, source, p.row_start, scattered.table, **options)
+        kernels.grouped_gemm_wgrad(dout, source, p.row_range, scattered.table, **options)
         assert torch.equal(scattered.packed().nan_to_num(7), out.nan_to_num(7))
     for g, span in enumerate(p.spans):
         if span.start < span.stop:
@@ -195,12 +193,12 @@ def check_biases(kernels, p, gather, scaled, accumulate):
     for out_dtype in {p.dtype, torch.float32}:
         dbias = torch.full((p.num_groups, p.width), torch.nan, dtype=out_dtype, device=p.device)
         scale = p.scale if scaled else None
-        kernels.grouped_bias_grad(dout, p.row_start, dbias, dout_index=index, scale=scale)
+        kernels.grouped_bias_grad(dout, p.row_range, dbias, dout_index=index, scale=scale)
         for g, span in enumerate(p.spans):
             addends = rows[span] * (p.scale[span].double()[:, None] if scaled else 1.0)
             assert_near(dbias[g], addends.sum(dim=0))
     dscale = p.blank(dtype=torch.float32)
-    kernels.grouped_bias_dot(dout, p.bias, p.row_start, dscale, dout_index=index, accumulate=accumulate)
+    kernels.grouped_bias_dot(dout, p.bias, p.row_range, dscale, dout_index=index, accumulate=accumulate)
     start = SENTINEL if accumulate else 0.0
     p.check(dscale, p.per_group(lambda g, span: rows[span] @ p.bias[g].double() + start))
 
@@ -209,25 +207,25 @@ def check_biases(kernels, p, gather, scaled, accumulate):
 
 
 def part_calls(kernels, p, **fixed):
-    """{name: (width of the output, call(row_start, out, come, **options))}; rows that have not come are NaN."""
+    """{name: (width of the output, call(row_range, out, come, **options))}; rows that have not come are NaN."""
     scattered = Scattered(p.weight)
 
     def only(rows, come):
         return torch.where(come[:, None], rows, torch.nan)
 
-    def plain(row_start, out, come, **options):
-        kernels.grouped_gemm(only(p.rows, come), p.weight, row_start, out, **fixed, **options)
+    def plain(row_range, out, come, **options):
+        kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, out, **fixed, **options)
 
-    def biased(row_start, out, come, **options):
+    def biased(row_range, out, come, **options):
         options |= {**fixed, **p.biases("scaled")}
-        kernels.grouped_gemm(only(p.rows, come), p.weight, row_start, out, **options)
+        kernels.grouped_gemm(only(p.rows, come), p.weight, row_range, out, **options)
 
-    def gathered(row_start, out, come, **options):
+    def gathered(row_range, out, come, **options):
         options |= {**fixed, **p.biases("bias"), "row_index": p.row_index}
-        kernels.grouped_gemm(p.packed, scattered.table, row_start, out, **options)
+        kernels.grouped_gemm(p.packed, scattered.table, row_range, out, **options)
 
-    def dgrad(row_start, out, come, **options):
-        kernels.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_start, out, **fixed, **options)
+    def dgrad(row_range, out, come, **options):
+        kernels.grouped_gemm_dgrad(only(p.dout, come), p.weight, row_range, out, **fixed, **options)
 
     calls = {call.__name__: (p.width, call) for call in (plain, biased, gathered)}
     return calls | {"dgrad": (p.hidden, dgrad)}
@@ -240,7 +238,7 @@ def all_rows(p):
 def check_ranges(p, width, call, parts, **options):
     """A range's rows are written, no others, and none are read that have not come; all ranges are the whole."""
     whole, union = p.blank(width), p.blank(width)
-    call(p.row_start, whole, all_rows(p))
+    call(p.row_range, whole, all_rows(p))
     assert not whole.isnan().any()
     for ranges in parts:
         ranges, out = ranges.to(p.device), p.blank(width)
@@ -254,12 +252,12 @@ def check_ranges(p, width, call, parts, **options):
 def check_panels(p, width, call, parts, panels, **options):
     """A panel's columns are written, no others, in the tail too; of all rows and of ranges."""
     whole, union = p.blank(width), p.blank(width)
-    call(p.row_start, whole, all_rows(p), zero_tail=True)
+    call(p.row_range, whole, all_rows(p), zero_tail=True)
     for columns in panels:
         inside = slice(*columns)
         out, right = p.blank(width), p.blank(width)
         right[:, inside] = whole[:, inside]
-        call(p.row_start, out, all_rows(p), columns=columns, zero_tail=True, **options)
+        call(p.row_range, out, all_rows(p), columns=columns, zero_tail=True, **options)
         assert torch.equal(out, right), (call.__name__, columns)
         for ranges in parts:
             ranges, part, right = ranges.to(p.device), p.blank(width), p.blank(width)
@@ -317,7 +315,7 @@ def forward(kernels, p, source, index, *, weight=None, bias=None, **options):
     h, a = p.blank(p.width), p.blank(p.ffn)
     weight = p.weight1 if weight is None else weight
     options |= {"row_index": index, "bias": bias}
-    kernels.grouped_gemm_act(source, weight, p.row_start, p.scale, h, a, p.activation, **options)
+    kernels.grouped_gemm_act(source, weight, p.row_range, p.scale, h, a, p.activation, **options)
     return h, a
 
 
@@ -328,7 +326,7 @@ def backward(kernels, p, source, index, h, *, weight=None, with_dbias=True, **op
     weight = p.weight2 if weight is None else weight
     outputs = dh, a, dscale, p.workspace(kernels, options.get("config"))
     options |= {"row_index": index, "dbias": dbias}
-    kernels.grouped_gemm_dact(source, weight, p.row_start, h, p.scale, *outputs, p.activation, **options)
+    kernels.grouped_gemm_dact(source, weight, p.row_range, h, p.scale, *outputs, p.activation, **options)
     return dh, a, dscale, dbias
 
 
@@ -392,9 +390,9 @@ def check_fused(kernels, p):
     dh, a_again, dscale, dbias = backward(kernels, p, p.rows, None, h)
     h3, a3, da3, dh3 = p.blank(p.width), p.blank(p.ffn), p.blank(p.ffn), p.blank(p.width)
     dscale3 = p.blank(dtype=torch.float32)
-    kernels.grouped_gemm(p.rows, p.weight1, p.row_start, h3, bias=p.bias)
+    kernels.grouped_gemm(p.rows, p.weight1, p.row_range, h3, bias=p.bias)
     kernels.scaled_activation(h3, p.scale, a3, p.activation)
-    kernels.grouped_gemm_dgrad(p.rows, p.weight2, p.row_start, da3)
+    kernels.grouped_gemm_dgrad(p.rows, p.weight2, p.row_range, da3)
     kernels.scaled_activation_grad(da3, h3, p.scale, dh3, dscale3, p.activation)
     for fused, apart in ((h, h3), (a, a3), (a_again, a3), (dh, dh3), (dscale, dscale3)):
         assert torch.equal(fused[:n], apart[:n])
@@ -407,14 +405,14 @@ def check_act_ranges(kernels, p, parts, *, gather=False, bias=None, act_options=
     source, index, _ = p.source(gather)
     act_options, dact_options = act_options or {}, dact_options or {}
 
-    def run(row_start, come, outputs, dscale, workspace, **more):
+    def run(row_range, come, outputs, dscale, workspace, **more):
         """Both kernels on rows that have come."""
         h, a, dh, a_again = outputs
         rows = source if gather else torch.where(come[:, None], source, torch.nan)
         hidden = torch.where(come[:, None], p.h, torch.nan)
         given = {"row_index": index, "bias": bias, **act_options, **more}
-        kernels.grouped_gemm_act(rows, p.weight1, row_start, p.scale, h, a, p.activation, **given)
-        arguments = (row_start, hidden, p.scale, dh, a_again, dscale, workspace, p.activation)
+        kernels.grouped_gemm_act(rows, p.weight1, row_range, p.scale, h, a, p.activation, **given)
+        arguments = (row_range, hidden, p.scale, dh, a_again, dscale, workspace, p.activation)
         return kernels.grouped_gemm_dact(rows, p.weight2, *arguments, row_index=index, **dact_options, **more)
 
     def blanks():
@@ -422,30 +420,29 @@ def check_act_ranges(kernels, p, parts, *, gather=False, bias=None, act_options=
 
     workspace = p.workspace(kernels, dact_options.get("config"))
     whole, union, (dscale, in_parts) = blanks(), blanks(), (p.blank(dtype=torch.float32) for _ in range(2))
-    num_partials = run(p.row_start, all_rows(p), whole, dscale, workspace.clone())
+    num_partials = run(p.row_range, all_rows(p), whole, dscale, workspace.clone())
     for ranges in parts:
         ranges, outputs = ranges.to(p.device), blanks()
         come = rows_of(ranges, p.capacity)
         assert run(ranges, come, outputs, None, workspace.clone(), **options) == num_partials
         for out, expected in zip(outputs, whole, strict=True):
             assert torch.equal(out, torch.where(come[:, None], expected, SENTINEL)), ranges
-        assert run(ranges, come, union, in_parts, workspace) == num_partials
+        assert run(ranges, come, union, None, workspace) == num_partials
     for out, expected in zip(union, whole, strict=True):
         assert torch.equal(out, expected)
-    assert (in_parts == SENTINEL).all()  # not finished
-    kernels.sum_dact_partials(workspace, p.row_start, in_parts, num_partials)
+    kernels.sum_dact_partials(workspace, p.row_range, in_parts, num_partials)
     assert not dscale.isnan().any()
     assert torch.equal(in_parts, dscale)
 
 
 def check_a_forgotten_range(kernels, p, group, num_forgotten):
     """Rows of a group that no part of dact had are NaN in dscale, and no others."""
-    ranges = torch.stack([p.row_start[:-1], p.row_start[1:]])
+    ranges = p.row_range.clone()
     ranges[1, group] -= num_forgotten
     workspace, dh, a, dscale = p.workspace(kernels), p.blank(p.width), p.blank(p.ffn), p.blank(dtype=torch.float32)
     arguments = (ranges, p.h, p.scale, dh, a, None, workspace, p.activation)
     num_partials = kernels.grouped_gemm_dact(p.rows, p.weight2, *arguments)
-    kernels.sum_dact_partials(workspace, p.row_start, dscale, num_partials)
+    kernels.sum_dact_partials(workspace, p.row_range, dscale, num_partials)
     forgotten = slice(p.spans[group].stop - num_forgotten, p.spans[group].stop)
     assert dscale[forgotten].isnan().all()
     assert dscale.isnan().sum() == num_forgotten
@@ -453,7 +450,7 @@ def check_a_forgotten_range(kernels, p, group, num_forgotten):
 
 # -- splits -----------------------------------------------------------------------------------------------------------
 
-# Splits, the number of rows, and row_start.
+# Splits, the number of rows, and where groups begin, with the end of the last.
 SPLITS_CASES = [
     ([3, 0, 4], 10, [0, 3, 3, 7]),
     ([3, 0, 4], 7, [0, 3, 3, 7]),
@@ -473,6 +470,6 @@ SPLITS_OF_64_BITS = ([-(2**63), 5, 2**63 - 1, 2**63 - 1], 100, [0, 0, 5, 100, 10
 def check_splits(kernels, device="cpu"):
     cases = [(case, dtype) for case in SPLITS_CASES for dtype in (torch.int32, torch.int64)]
     for (splits, num_rows, expected), dtype in [*cases, (SPLITS_OF_64_BITS, torch.int64)]:
-        row_start = torch.full((len(splits) + 1,), -1, dtype=torch.int32, device=device)
-        kernels.splits_to_row_start(torch.tensor(splits, dtype=dtype, device=device), row_start, num_rows)
-        assert row_start.tolist() == expected, (splits, num_rows, dtype)
+        row_range = torch.full((2, len(splits)), -1, dtype=torch.int32, device=device)
+        kernels.splits_to_row_range(torch.tensor(splits, dtype=dtype, device=device), row_range, num_rows)
+        assert row_range.tolist() == [expected[:-1], expected[1:]], (splits, num_rows, dtype)

@@ -24,7 +24,7 @@ class Format:
 
     element: str  # "e4m3" or "e2m1"
     scale: str  # "fp32", "power", "e4m3"
-    block: int | None
+    block: int
     block_lines: int = 1
 
     def round(self, lines: np.ndarray, amax: float | None = None) -> np.ndarray:
@@ -32,7 +32,7 @@ class Format:
         num_lines, width = lines.shape
         if lines.size == 0:
             return lines.astype(np.float64)
-        block, block_lines = self.block or width, self.block_lines
+        block, block_lines = self.block, self.block_lines
         padded = np.zeros((-(-num_lines // block_lines) * block_lines, -(-width // block) * block), F32)
         padded[:num_lines, :width] = lines
         blocks = padded.reshape(padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block)
@@ -85,7 +85,6 @@ def transform(signs: int) -> np.ndarray:
 
 E4M3_BLOCK = Format("e4m3", "fp32", 128), Format("e4m3", "fp32", 128, 128)
 E4M3_POWERS = Format("e4m3", "power", 128), Format("e4m3", "power", 128, 128)
-E4M3_LINES = (Format("e4m3", "fp32", None),) * 2
 E4M3_MX = (Format("e4m3", "power", 32),) * 2
 E2M1 = Format("e2m1", "e4m3", 16), Format("e2m1", "e4m3", 16, 16)
 

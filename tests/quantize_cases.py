@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
+from symmoe.kernels.parts import equal_groups, range_of
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
     "float8_block_powers": BlockFormat(element="e4m3", scale="power_of_two", block=128),
-    "float8_rowwise": BlockFormat(element="e4m3", scale="fp32", block=None),
     "mxfp8": BlockFormat(element="e4m3", scale="e8m0", block=32),
     "nvfp4": BlockFormat(element="e2m1", scale="e4m3", block=16),
 }
@@ -26,6 +26,11 @@ FILL = 0xA5  # what tests put where nothing may be written
 def bounds(splits: tuple[int, ...] = SPLITS) -> torch.Tensor:
     """row_start of groups of these sizes."""
     return torch.tensor([0, *splits], dtype=torch.int32).cumsum(0).to(torch.int32)
+
+
+def row_range_of(splits: tuple[int, ...] = SPLITS) -> torch.Tensor:
+    """row_range of groups of these sizes."""
+    return range_of(bounds(splits))
 
 
 def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
@@ -54,16 +59,15 @@ def hard_rows(num_rows: int, width: int, dtype: torch.dtype, *, seed: int = 0) -
 
 
 def quantize_all(
-    kernels, rows: torch.Tensor, row_start: torch.Tensor, name: str, *, hard: bool = False
+    kernels, rows: torch.Tensor, row_range: torch.Tensor, name: str, *, hard: bool = False
 ) -> dict[str, torch.Tensor]:
     """What kernels (a module of them) make of rows, with FILL where they write nothing.
 
     hard: with what is optional, and columns of rows that are picked by an index from the reversed ones.
     """
     block_format = FORMATS[name]
-    (num_rows, width), num_groups = rows.shape, row_start.shape[0] - 1
+    (num_rows, width), num_groups = rows.shape, row_range.shape[1]
     padded = TILE * max_tiles(num_rows, num_groups)
-    num_scales = num_groups if block_format.block is None else padded // block_format.block
     result = {}
     index, source = None, rows
     if hard:
@@ -73,18 +77,18 @@ def quantize_all(
         signs = SIGNS if hard else None
         seeds = torch.arange(num_groups, device=rows.device) * 0x123456789 - 7
         amax, column_amax = (filled((num_groups,), torch.float32, rows.device) for _ in range(2))
-        kernels.group_amax(rows, row_start, amax)
-        kernels.group_amax(source, row_start, column_amax, signs=signs, row_index=index)
+        kernels.group_amax(rows, row_range, amax)
+        kernels.group_amax(source, row_range, column_amax, signs=signs, row_index=index)
         result |= {"amax": amax, "column_amax": column_amax}
         options = {"amax": amax, "seeds": seeds if hard else None}
         column_options = {"amax": column_amax, "signs": signs, "seeds": seeds if hard else None}
     data = filled((num_rows, block_format.data_width(width)), block_format.data_dtype, rows.device)
     scale = filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, rows.device)
-    kernels.quantize_rows(rows, row_start, data, scale, block_format, **options)
+    kernels.quantize_rows(rows, row_range, data, scale, block_format, **options)
     result |= {"data": data, "scale": scale}
     data = filled((width, block_format.data_width(padded)), block_format.data_dtype, rows.device)
-    scale = filled_column_scale((width, num_scales), block_format, rows.device)
-    kernels.quantize_columns(source, row_start, data, scale, block_format, row_index=index, **column_options)
+    scale = filled_column_scale((width, padded // block_format.block), block_format, rows.device)
+    kernels.quantize_columns(source, row_range, data, scale, block_format, row_index=index, **column_options)
     return result | {"column_data": data, "column_scale": scale}
 
 
@@ -93,9 +97,9 @@ def quantize_weights(kernels, weight: torch.Tensor, name: str) -> dict[str, torc
     block_format = weight_format(name)
     result, amax = {}, None
     if block_format.has_global_scale:
-        row_start = torch.arange(weight.shape[0] + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
+        row_range = equal_groups(weight.shape[0], weight.shape[1], weight.device)
         amax = filled((weight.shape[0],), torch.float32, weight.device)
-        kernels.group_amax(weight.flatten(0, 1), row_start, amax)
+        kernels.group_amax(weight.flatten(0, 1), row_range, amax)
         result["amax"] = amax
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         num_groups, num_lines, width = lines.shape
@@ -113,9 +117,9 @@ def quantize_weight_pairs(kernels, weight: torch.Tensor, name: str) -> dict[str,
     block_format = weight_format(name)
     result, amax = {}, None
     if block_format.has_global_scale:
-        row_start = torch.arange(weight.shape[0] + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
+        row_range = equal_groups(weight.shape[0], weight.shape[1], weight.device)
         result["amax"] = amax = filled((weight.shape[0],), torch.float32, weight.device)
-        kernels.group_amax(weight.flatten(0, 1), row_start, amax)
+        kernels.group_amax(weight.flatten(0, 1), row_range, amax)
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         num_groups, num_lines, width = lines.shape
         scale_lines = -(-num_lines // block_format.block_lines)
@@ -142,17 +146,17 @@ def joined_rows(kernels, rows: torch.Tensor, name: str) -> torch.Tensor:
     block_format, (num_rows, width) = FORMATS[name], rows.shape
     data = filled((num_rows, width), block_format.data_dtype, rows.device)
     scale = filled((num_rows, block_format.num_blocks(width)), block_format.scale_dtype, rows.device)
-    kernels.quantize_rows(rows, bounds((num_rows,)).to(rows.device), data, scale, block_format)
+    kernels.quantize_rows(rows, row_range_of((num_rows,)).to(rows.device), data, scale, block_format)
     row = torch.cat([data.view(torch.uint8), scale.view(torch.uint8)], dim=1)
     row = torch.nn.functional.pad(row, (0, -row.shape[1] % 16))
     return torch.cat([row, torch.full_like(row[:1], FILL).expand(2, -1)])
 
 
 def filled_columns(
-    rows: torch.Tensor, row_start: torch.Tensor, width: int, block_format: BlockFormat
+    rows: torch.Tensor, row_range: torch.Tensor, width: int, block_format: BlockFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Data and scales for the columns of so many rows, on their device."""
-    padded = TILE * max_tiles(rows.shape[0], row_start.shape[0] - 1)
+    padded = TILE * max_tiles(rows.shape[0], row_range.shape[1])
     data = filled((width, padded), block_format.data_dtype, rows.device)
     return data, filled_column_scale((width, padded // block_format.block), block_format, rows.device)
 
@@ -160,7 +164,7 @@ def filled_columns(
 def requantize_columns(
     kernels,
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     width: int,
     name: str,
     dtype: torch.dtype,
@@ -168,15 +172,15 @@ def requantize_columns(
 ) -> dict[str, torch.Tensor]:
     """Columns that kernels make of rows of the wire."""
     block_format = FORMATS[name]
-    data, scale = filled_columns(wire if row_index is None else row_index, row_start, width, block_format)
-    kernels.requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
+    data, scale = filled_columns(wire if row_index is None else row_index, row_range, width, block_format)
+    kernels.requantize_columns(wire, row_range, data, scale, block_format, dtype, row_index=row_index)
     return {"data": data, "scale": scale}
 
 
 def decoded_columns(
     kernels,
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     width: int,
     name: str,
     dtype: torch.dtype,
@@ -184,10 +188,10 @@ def decoded_columns(
 ) -> dict[str, torch.Tensor]:
     """The same in two steps, by way of the decoded rows."""
     block_format = FORMATS[name]
-    data, scale = filled_columns(wire if row_index is None else row_index, row_start, width, block_format)
+    data, scale = filled_columns(wire if row_index is None else row_index, row_range, width, block_format)
     decoded = torch.empty(wire.shape[0], width, dtype=dtype, device=wire.device)
     kernels.decode_rows(wire, decoded, block_format)
-    kernels.quantize_columns(decoded, row_start, data, scale, block_format, row_index=row_index)
+    kernels.quantize_columns(decoded, row_range, data, scale, block_format, row_index=row_index)
     return {"data": data, "scale": scale}
 
 

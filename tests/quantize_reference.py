@@ -108,11 +108,10 @@ def block_scales_or_nan(bits: torch.Tensor, kind: str) -> tuple[torch.Tensor, to
 
 
 def quantize_lines(
-    lines: np.ndarray, *, element: str, kind: str, block: int | None, block_lines: int, amax, seed: int | None = None
+    lines: np.ndarray, *, element: str, kind: str, block: int, block_lines: int, amax, seed: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(data as stored, scales), both bytes, of lines [L, K]."""
     num_lines, width = lines.shape
-    block = block or width
     codes = np.zeros((num_lines, width), np.uint8)
     scales = [
         [b"" for _ in range(0, width, block)] for _ in range(0, num_lines, block_lines)

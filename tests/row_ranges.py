@@ -1,8 +1,19 @@
-"""Ranges of rows for tests: groups cut into parts at random rows."""
+"""Ranges of rows for tests: whole groups, and groups cut into parts at random rows."""
 
 import itertools
 
 import torch
+
+
+def whole_groups(splits, device="cpu"):
+    """The row_range int32[2, G] of groups of these sizes."""
+    ends = list(itertools.accumulate(splits, initial=0))
+    return torch.tensor([ends[:-1], ends[1:]], dtype=torch.int32, device=device)
+
+
+def spans_of(row_range):
+    """The rows of each group."""
+    return [slice(begin, end) for begin, end in row_range.t().tolist()]
 
 
 def random_ranges(splits, num_parts, *, step=1, seed=0):
@@ -12,7 +23,7 @@ def random_ranges(splits, num_parts, *, step=1, seed=0):
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.tensor(splits)
-    starts = torch.tensor([0, *itertools.accumulate(splits)])[:-1]
+    starts = whole_groups(splits)[0]
     inner = (torch.rand(num_parts - 1, len(splits), generator=generator) * (sizes // step + 2)).long() * step
     inner = inner.minimum(sizes).sort(dim=0).values
     cuts = torch.cat([starts[None], starts + inner, (starts + sizes)[None]])

@@ -54,11 +54,11 @@ def use_products(native):
     scaled.scaled_products = lambda device: "tcgen05" if native else None
 
 
-def products(p, dtype, native, *, row_start=None, **options):
+def products(p, dtype, native, *, row_range=None, **options):
     """By the kernel and by the twin."""
     use_products(native)
-    *operands, bounds = p.operands
-    operands, options = (*operands, bounds if row_start is None else row_start), {**p.options, **options}
+    *operands, groups = p.operands
+    operands, options = (*operands, groups if row_range is None else row_range), {**p.options, **options}
     got, expected = p.blank(dtype), p.blank(dtype)
     scaled.grouped_gemm_scaled(*operands, got, num_sms=NUM_SMS, **options)
     twin.grouped_gemm_scaled(*operands, expected, **options)
@@ -70,9 +70,9 @@ def check_products(name, native, splits, widths):
     for dtype, zero_tail in ((torch.float32, False), (torch.float16, True)):
         got, expected = products(p, dtype, native, zero_tail=zero_tail)
         assert torch.equal(got, expected), (name, native, splits, widths, dtype)
-    lasts = torch.stack([p.row_start[:-1] + torch.tensor(splits) * 9 // 10, p.row_start[1:]]).int()  # 135 of 150
+    lasts = torch.stack([p.row_range[0] + torch.tensor(splits) * 9 // 10, p.row_range[1]]).int()  # 135 of 150
     for ranges in (*random_ranges(splits, 2, step=1), *random_ranges(splits, 2, step=128), lasts):
-        got, expected = products(p, torch.float32, native, row_start=ranges, group_start=p.row_start)
+        got, expected = products(p, torch.float32, native, row_range=ranges, group_range=p.row_range)
         assert torch.equal(got, expected), (name, native, splits, widths, ranges)
 
 

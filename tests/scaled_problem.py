@@ -11,6 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from row_ranges import spans_of, whole_groups
 
 TILE = 128
 SENTINEL = -77.0
@@ -119,9 +120,8 @@ class Problem:
     def __post_init__(self):
         self.name, self.device = self.numbers.name, self.numbers.device
         (out_width, in_width), groups = self.widths, len(self.splits)
-        bounds = [0, *itertools.accumulate(self.splits)]
-        self.num_rows, self.spans = bounds[-1], [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device=self.device)
+        self.row_range = whole_groups(self.splits, device=self.device)
+        self.num_rows, self.spans = sum(self.splits), spans_of(self.row_range)
         self.capacity = self.num_rows + self.tail
         num_blocks = cdiv(in_width, BLOCK[self.name])
         self.rows, self.row_scale = (
@@ -143,7 +143,7 @@ class Problem:
             tiles(self.name, [self.row_scale[span] for span in self.spans], row_tiles),
             self.weight,
             tiles(self.name, list(self.weight_scale), weight_tiles),
-            self.row_start,
+            self.row_range,
         )
         return tuple(tensor.to(self.device) for tensor in given)
 
@@ -180,8 +180,7 @@ class WgradProblem:
 
     def __post_init__(self):
         self.name, self.device = self.numbers.name, self.numbers.device
-        bounds = [0, *itertools.accumulate(self.splits)]
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device=self.device)
+        self.row_range = whole_groups(self.splits, device=self.device)
         firsts = [0, *itertools.accumulate(cdiv(size, TILE) * TILE for size in self.splits)]
         self.spans = [slice(first, first + size) for first, size in zip(firsts, self.splits, strict=False)]
         self.end, self.num_tokens = firsts[-1], firsts[-1] + self.tail_tiles * TILE
@@ -212,7 +211,7 @@ class WgradProblem:
             (data, tiles(self.name, [scale], cdiv(data.shape[0], TILE)))
             for data, scale in ((self.dout, self.dout_scale), (self.rows, self.rows_scale))
         ]
-        return tuple(tensor.to(self.device) for tensor in (*sides[0], *sides[1], self.row_start))
+        return tuple(tensor.to(self.device) for tensor in (*sides[0], *sides[1], self.row_range))
 
     @property
     def options(self) -> dict[str, torch.Tensor]:

@@ -220,7 +220,7 @@ class _Call:
             status[control.STATUS_KIND] = case.pending
             layout = {
                 "splits": self.int32(local),
-                "row_start": self.int32(local + 1),
+                "row_range": self.int32(2, local),
                 "slot_start": self.int32(num_experts),
                 "slot_limit": self.int32(num_experts),
                 "packed_start": self.int32(num_ranks),
@@ -347,7 +347,7 @@ class _Call:
             values = torch.randn(rows.shape, generator=generator) * 3
             values[:, ::7] = -0.0
             values[::3, 3::11], values[1::3, 3::11] = torch.inf, -torch.inf
-            count = int(maps["row_start"][-1])
+            count = int(maps["row_range"][1, -1])
             rows[:count] = values.to(case.dtype).to(self.device)[:count]
             row_values = torch.rand((self.num_rows,), generator=generator).to(self.device)
             packed_values = self.buffer(rank, VALUES, (self.num_packed, case.top_k), torch.float32)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from act_quantize_cases import ACTIVATIONS
 from compiled_launches import access_bits, assert_compiled_once, atomics, catch_launches, meta
-from quantize_cases import FORMATS, bounds
+from quantize_cases import FORMATS, row_range_of
 
 from symmoe.kernels.act_quantized import dact_quantize_workspace_numel
 from symmoe.kernels.formats import TILE, max_tiles
@@ -52,12 +52,12 @@ def buffers(width, name, *, columns=False):
     return meta(lines, length, dtype=block_format.data_dtype), scales
 
 
-def launch_act(name, ffn, block_format, operand, dtype=BF16, *, ranges=False):
+def launch_act(name, ffn, block_format, operand, dtype=BF16):
     activation = ACTIVATIONS[name]
     h, row_scale = meta(N, activation.hidden_width(ffn), dtype=dtype), meta(N, dtype=FP32)
     options = {operand: buffers(ffn, block_format, columns=operand == "columns")}
-    row_start = meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32)
-    act_quantized.act_quantize(h, row_scale, row_start, activation, FORMATS[block_format], **options)
+    row_range = meta(2, G, dtype=torch.int32)
+    act_quantized.act_quantize(h, row_scale, row_range, activation, FORMATS[block_format], **options)
 
 
 def launch_dact(name, ffn, block_format, dtype=BF16):
@@ -68,7 +68,7 @@ def launch_dact(name, ffn, block_format, dtype=BF16):
         meta(N, ffn, dtype=dtype),
         meta(N, hidden, dtype=dtype),
         meta(N, dtype=FP32),
-        meta(G + 1, dtype=torch.int32),
+        meta(2, G, dtype=torch.int32),
         meta(N, dtype=FP32),
         workspace,
         activation,
@@ -111,14 +111,6 @@ def test_every_number_is_converted_once(launches, operand):
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2", code.ptx)) == numbers // threads // 2
 
 
-@pytest.mark.slow
-def test_ranges_of_rows(launches):
-    launch_act("swiglu", 2048, "float8_block", "rows", ranges=True)
-    code = launches.compile()
-    check(code, "float8_block")
-    assert code.registers <= 64
-
-
 @cases
 def test_dact(launches, name, ffn, block_format, arch):
     launch_dact(name, ffn, block_format)
@@ -131,7 +123,7 @@ def test_steps_do_not_compile_again(monkeypatch):
 
     def step(num_rows):
         p = Problem(ACTIVATIONS["swiglu"], 128, splits=(num_rows, 0))
-        assert torch.equal(p.row_start, bounds((num_rows, 0)))
+        assert torch.equal(p.row_range, row_range_of((num_rows, 0)))
         forward(act_quantized, p, "mxfp8")
         backward(act_quantized, p, "mxfp8")
 

@@ -93,7 +93,7 @@ def test_dequantised_results_are_near_float64(activation, name):
             block_format=FORMATS[name],
             layout=layout,
             num_rows=len(p.h),
-            row_start=p.row_start,
+            row_range=p.row_range,
         )
         got = quantized.dequantize()[: p.num_rows].double()
         largest = expected.abs().amax(dim=1 if layout == "rows" else 0, keepdim=True)
@@ -120,11 +120,11 @@ def test_operands_that_are_not_wanted():
     both = forward(twin, p, "mxfp8")
     for which in ("rows", "columns"):
         operand = p.operand(256, "mxfp8", columns=which == "columns")
-        twin.act_quantize(p.h, p.row_scale, p.row_start, p.activation, FORMATS["mxfp8"], **{which: operand})
+        twin.act_quantize(p.h, p.row_scale, p.row_range, p.activation, FORMATS["mxfp8"], **{which: operand})
         assert differences(named(**{which: operand}), {k: v for k, v in both.items() if k.startswith(which)}) == []
     dscale, wanted = p.blank_dscale(), backward(twin, p, "mxfp8")[1]
     workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 256))
-    arguments = (p.da, p.h, p.row_scale, p.row_start, dscale, workspace, p.activation, FORMATS["mxfp8"])
+    arguments = (p.da, p.h, p.row_scale, p.row_range, dscale, workspace, p.activation, FORMATS["mxfp8"])
     twin.dact_quantize(*arguments)
     assert torch.equal(dscale.nan_to_num(7), wanted.nan_to_num(7))
 
@@ -144,7 +144,6 @@ def test_what_is_taken():
     block, mxfp8 = FORMATS["float8_block"], FORMATS["mxfp8"]
     assert takes_act_quantize(block)
     assert takes_act_quantize(mxfp8)
-    assert not takes_act_quantize(FORMATS["float8_rowwise"])
     assert not takes_act_quantize(FORMATS["nvfp4"])
     halves, alternating, plain = (ACTIVATIONS[name] for name in ("swiglu", "interleaved", "srelu"))
     assert takes_dact_quantize(256, halves, block)
@@ -159,7 +158,7 @@ def act_arguments(**changes):
     arguments = {
         "h": p.h,
         "row_scale": p.row_scale,
-        "row_start": p.row_start,
+        "row_range": p.row_range,
         "activation": p.activation,
         "block_format": FORMATS["float8_block"],
         "rows": p.operand(256, "float8_block"),
@@ -172,14 +171,13 @@ def act_arguments(**changes):
     ("changes", "message"),
     [
         ({"block_format": FORMATS["nvfp4"]}, "block_format must be of E4M3 numbers in blocks of 32 or 128, got"),
-        ({"block_format": FORMATS["float8_rowwise"]}, "block_format must be"),
         ({"rows": None, "columns": None}, "rows or columns must be given"),
         ({"h": torch.zeros(337, 512)}, "h must be of torch.bfloat16 or torch.float16, got torch.float32"),
         ({"h": torch.zeros(337, 511, dtype=torch.bfloat16)}, "h must have a multiple of 2 columns, got 511"),
         ({"row_scale": torch.zeros(336)}, r"row_scale must be \[337\], got \[336\]"),
         ({"block_format": FORMATS["mxfp8"]}, r"scales of rows must be \[337, 8\], got \[337, 2\]"),
     ],
-    ids=["nvfp4", "rowwise", "nothing", "dtype", "odd", "scale", "other format"],
+    ids=["nvfp4", "nothing", "dtype", "odd", "scale", "other format"],
 )
 def test_bad_arguments(changes, message):
     with pytest.raises(ArgumentError, match=message):
@@ -204,7 +202,7 @@ def test_bad_columns():
 def test_bad_gradients():
     p = Problem(ACTIVATIONS["swiglu"], 288)
     workspace = torch.empty(dact_quantize_workspace_numel(len(p.h), 288))
-    arguments = (p.da, p.h, p.row_scale, p.row_start, p.blank_dscale(), workspace, p.activation)
+    arguments = (p.da, p.h, p.row_scale, p.row_range, p.blank_dscale(), workspace, p.activation)
     with pytest.raises(ArgumentError, match=r"divide each half of h \(288\)"):
         twin.dact_quantize(*arguments, FORMATS["float8_block"])
     with pytest.raises(ArgumentError, match="workspace must have 1685 contiguous fp32 elements"):

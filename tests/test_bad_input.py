@@ -23,7 +23,7 @@ from symmoe import Lease, MoEConfig, MoELayer, Plan, SymmetricHeap, combine_toke
 from symmoe.errors import ArgumentError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
+from symmoe.precision import MXFP8, NVFP4, Float8Block, Recipe
 
 T, K, H = 6, 2, 16
 NUM_BYTES = 1 << 20
@@ -573,7 +573,6 @@ SHOWN: dict[Recipe | None, str] = {
     None: "none",
     Float8Block(): "float8-block",
     Float8Block(power_of_two=True): r"float8-block with options 0x[0-9a-f]+",
-    Float8Rowwise(): "float8-rowwise",
     MXFP8(): "mxfp8",
     NVFP4(hadamard_signs=5): r"nvfp4 with options 0x[0-9a-f]+",
 }

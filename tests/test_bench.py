@@ -31,8 +31,13 @@ VARIANTS = {
     "variants": EAGER
     | {"order=slot", "stash=rows", "stash=hidden", "stash=none", "public parts"}
     | {"packed", "expert-major", "serial packed", "serial expert-major"},
-    "precision": {"static", "float8-block", "float8-block, wire", "float8-rowwise, wire"}
-    | {"float8-block, wire, constant weights", "float8-auto"},
+    "precision": {
+        "static",
+        "float8-block",
+        "float8-block, wire",
+        "float8-block, wire, constant weights",
+        "float8-auto",
+    },
     "plan": CAPACITIES,
     "dispatch": {f"{layout}{numbers}" for layout in ("packed", "expert-major") for numbers in ("", ", float8-block")},
     "combine": {"order=rank", "order=slot"},

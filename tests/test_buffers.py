@@ -103,8 +103,8 @@ def raw_writes(monkeypatch) -> None:
     """Twins that write past autograd's version counters, as kernels on GPUs do."""
 
     def raw(kernel):
-        def write(rows, weight, row_start, out, **options):
-            kernel(rows, weight, row_start, out.data, **options)
+        def write(rows, weight, row_range, out, **options):
+            kernel(rows, weight, row_range, out.data, **options)
 
         return write
 

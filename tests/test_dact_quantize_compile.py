@@ -40,10 +40,10 @@ CASES = {  # activation, FFN width, dtype, format, most spilled bytes
 
 
 def arguments(activation, ffn, dtype=BF16, num_rows=N):
-    """da, h, row_scale, row_start, dscale, workspace of dact_quantize."""
+    """da, h, row_scale, row_range, dscale, workspace of dact_quantize."""
     workspace = meta(dact_quantize_workspace_numel(num_rows, ffn), dtype=FP32)
     numbers = meta(num_rows, ffn, dtype=dtype), meta(num_rows, 2 * ffn, dtype=dtype)
-    return *numbers, meta(num_rows, dtype=FP32), meta(G + 1, dtype=torch.int32), meta(num_rows, dtype=FP32), workspace
+    return *numbers, meta(num_rows, dtype=FP32), meta(2, G, dtype=torch.int32), meta(num_rows, dtype=FP32), workspace
 
 
 def operands(ffn, name="float8_block"):

@@ -38,14 +38,14 @@ def launches(monkeypatch):
     return catch_launches(monkeypatch, gpu_fp8, hopper_fp8, hopper_fp8_wgrad)
 
 
-def gemm_operands(shape, dtype=BF16, ranges=False):
+def gemm_operands(shape, dtype=BF16):
     G, O, C, N = shape
     return (
         meta(N, C, dtype=E4M3),
         meta(N, num_blocks(C), dtype=FP32),
         meta(G, O, C, dtype=E4M3),
         meta(G, num_blocks(O), num_blocks(C), dtype=FP32),
-        meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32),
+        meta(2, G, dtype=torch.int32),
         meta(N, O, dtype=dtype),
     )
 
@@ -56,7 +56,7 @@ def wgrad_operands(shape, dtype=BF16):
     tokens = scales * BLOCK
     dout, rows = meta(O, tokens, dtype=E4M3), meta(C, tokens, dtype=E4M3)
     scale = [meta(scales, width, dtype=FP32).t() for width in (O, C)]
-    return dout, scale[0], rows, scale[1], meta(G + 1, dtype=torch.int32), meta(G, O, C, dtype=dtype)
+    return dout, scale[0], rows, scale[1], meta(2, G, dtype=torch.int32), meta(G, O, C, dtype=dtype)
 
 
 def check_products(ptx):
@@ -100,14 +100,13 @@ def test_products(launches, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranges", "columns", "zero_tail", "dtype"),
-    [(False, (256, 512), True, FP16), (True, (512, 712), False, BF16)],
-    ids=["panel", "ranges"],
+    ("columns", "zero_tail", "dtype"),
+    [((256, 512), True, FP16), ((512, 712), False, BF16)],
+    ids=["panel", "last panel"],
 )
-def test_parts_of_products(launches, ranges, columns, zero_tail, dtype):
-    launchers.launch_fp8_gemm(
-        *gemm_operands(SHAPES["odd"], dtype, ranges), columns=columns, zero_tail=zero_tail, num_sms=132
-    )
+def test_parts_of_products(launches, columns, zero_tail, dtype):
+    operands = gemm_operands(SHAPES["odd"], dtype)
+    launchers.launch_fp8_gemm(*operands, columns=columns, zero_tail=zero_tail, num_sms=132)
     code = compiled(launches)
     ptx = code.ptx
     assert code.spilled <= ODD_SPILLED
@@ -146,18 +145,11 @@ def test_weight_gradients_wait_once_for_a_stage(launches):
 
 
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
-@pytest.mark.parametrize("of_lines", [False, True])
 @pytest.mark.parametrize("name", ["grouped_gemm_fp8", "grouped_gemm_wgrad_fp8"])
-def test_the_general_kernels(launches, name, of_lines, arch):
+def test_the_general_kernels(launches, name, arch):
     """As another GPU runs them, and as Hopper runs what its own kernels do not take."""
-    if of_lines and name == "grouped_gemm_wgrad_fp8":
-        pytest.skip("has scales of blocks alone")
     if name == "grouped_gemm_fp8":
-        operands = list(gemm_operands(SHAPES["odd"], FP32))
-        if of_lines:
-            G, O, _, N = SHAPES["odd"]
-            operands[1], operands[3] = meta(N, 1, dtype=FP32), meta(G, O, 1, dtype=FP32)
-        gpu_fp8.grouped_gemm_fp8(*operands, zero_tail=True, num_sms=132)
+        gpu_fp8.grouped_gemm_fp8(*gemm_operands(SHAPES["odd"], FP32), zero_tail=True, num_sms=132)
     else:
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(SHAPES["odd"]), accumulate=True, num_sms=132)
     code = launches.compile(arch=arch)
@@ -179,12 +171,10 @@ def test_the_public_functions_choose_the_kernels_for_hopper(launches, monkeypatc
 
     monkeypatch.setattr(select, "hopper_kernels", taken)
     shape = SHAPES["odd"]
-    for ranges, end in ((False, 1), (True, 3)):
-        gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape, ranges=ranges), columns=(256, 512), num_sms=5)
-        launch = launches.pop_one()
-        pipe = launch.kwargs["PIPE"]
-        assert launch.grid == (5,)
-        assert (pipe.end, pipe.first_column, pipe.num_n_tiles, pipe.num_k) == (end, 256, 1, 9)
+    gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape), columns=(256, 512), num_sms=5)
+    launch = launches.pop_one()
+    pipe = launch.kwargs["PIPE"]
+    assert (launch.grid, launch.args[7], pipe.num_n_tiles, pipe.num_k) == ((5,), 256, 1, 9)
     for dtype, accumulate in ((BF16, False), (FP32, True)):
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(shape, dtype), accumulate=accumulate, num_sms=5)
         launch = launches.pop_one()

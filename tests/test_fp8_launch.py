@@ -27,18 +27,18 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
         empty, tokens = torch.empty, num_blocks(num_rows + G * (BLOCK - 1)) * BLOCK
         rows, weight = empty(num_rows, C, dtype=E4M3), empty(G, O, C, dtype=E4M3)
         row_scale, weight_scale = empty(num_rows, num_blocks(C)), empty(G, num_blocks(O), num_blocks(C))
-        bounds, ranges = empty(G + 1, dtype=torch.int32), empty(2, G, dtype=torch.int32)
+        row_range = empty(2, G, dtype=torch.int32)
         out = empty(num_rows, O, dtype=torch.bfloat16)
         operands = (rows, row_scale, weight, weight_scale)
         for launch in (hopper_fp8.launch_fp8_gemm, gpu_fp8.grouped_gemm_fp8):
-            launch(*operands, bounds, out, zero_tail=True, num_sms=8)
-            launch(*operands, ranges, out, columns=(256, 512), num_sms=8)
+            launch(*operands, row_range, out, zero_tail=True, num_sms=8)
+            launch(*operands, row_range, out, columns=(256, 512), num_sms=8)
         dout, columns = empty(O, tokens, dtype=E4M3), empty(C, tokens, dtype=E4M3)
         dout_scale, columns_scale = empty(tokens // BLOCK, O).t(), empty(tokens // BLOCK, C).t()
         for launch in (hopper_fp8_wgrad.launch_fp8_wgrad, gpu_fp8.grouped_gemm_wgrad_fp8):
             for accumulate in (False, True):
                 out = empty(G, O, C)
-                launch(dout, dout_scale, columns, columns_scale, bounds, out, accumulate=accumulate, num_sms=8)
+                launch(dout, dout_scale, columns, columns_scale, row_range, out, accumulate=accumulate, num_sms=8)
 
     assert len(jits) == 4
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
@@ -50,16 +50,15 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
 
     def step(num_rows, G=4, I=256):
         empty, tokens = torch.empty, TILE * max_tiles(num_rows, G)
-        bounds, ranges = empty(G + 1, dtype=torch.int32), empty(2, G, dtype=torch.int32)
+        row_range = empty(2, G, dtype=torch.int32)
         factor = empty(num_rows)
         h, da = empty(num_rows, 2 * I, dtype=torch.bfloat16), empty(num_rows, I, dtype=torch.bfloat16)
         data, scale = empty(num_rows, I, dtype=E4M3), empty(num_rows, num_blocks(I))
         activation = Activation()
         columns = empty(I, tokens, dtype=E4M3), empty(num_blocks(tokens), I).t()
-        arguments = (h, factor, bounds, activation, FLOAT8_BLOCK)
+        arguments = (h, factor, row_range, activation, FLOAT8_BLOCK)
         act_quantized.act_quantize(*arguments, rows=(data, scale), columns=columns)
         act_quantized.act_quantize(*arguments, rows=(data, scale))
-        act_quantized.act_quantize(h, factor, ranges, activation, FLOAT8_BLOCK, rows=(data, scale))
         workspace = empty(dact_quantize_workspace_numel(num_rows, I))
         act_quantized.dact_quantize(da, *arguments[:3], factor, workspace, *arguments[3:], a_columns=columns)
         dh_rows = empty(num_rows, 2 * I, dtype=E4M3), empty(num_rows, num_blocks(2 * I))
@@ -83,14 +82,14 @@ def test_launches_of_activations_are_understood(fake_driver, monkeypatch):  # no
 
 def test_nothing_is_launched_without_rows(fake_driver, monkeypatch):  # noqa: F811
     jits = fake_jits(monkeypatch, hopper_fp8, hopper_fp8_wgrad, gpu_fp8)
-    bounds = torch.zeros(3, dtype=torch.int32)
+    row_range = torch.zeros(2, 2, dtype=torch.int32)
     weight, weight_scale = torch.empty(2, 64, 48, dtype=E4M3), torch.empty(2, 1, 1)
     rows, scale = torch.empty(0, 48, dtype=E4M3), torch.empty(0, 1)
-    gpu_fp8.grouped_gemm_fp8(rows, scale, weight, weight_scale, bounds, torch.empty(0, 64))
+    gpu_fp8.grouped_gemm_fp8(rows, scale, weight, weight_scale, row_range, torch.empty(0, 64))
     dout, dout_scale = torch.empty(64, 0, dtype=E4M3), torch.empty(0, 64).t()
     columns, columns_scale = torch.empty(48, 0, dtype=E4M3), torch.empty(0, 48).t()
     for accumulate in (True, False):
         out = torch.ones(2, 64, 48)
-        gpu_fp8.grouped_gemm_wgrad_fp8(dout, dout_scale, columns, columns_scale, bounds, out, accumulate=accumulate)
+        gpu_fp8.grouped_gemm_wgrad_fp8(dout, dout_scale, columns, columns_scale, row_range, out, accumulate=accumulate)
         assert (out == (1.0 if accumulate else 0.0)).all()
     assert not any(jit.calls for jit in jits.values())

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from fp8_problem import BLOCK, E4M3, SENTINEL, LinesProblem, Numbers, Problem, WgradProblem, relative_error
+from fp8_problem import BLOCK, E4M3, SENTINEL, Numbers, Problem, WgradProblem, relative_error
 from row_ranges import random_ranges, rows_of
 
 from symmoe.errors import ArgumentError
@@ -27,24 +27,6 @@ def test_products_of_whole_numbers_are_exact(widths):
     for splits in SPLITS:
         p = Problem(splits, widths, Numbers(exact=True))
         assert torch.equal(product(p, FP32).double(), p.expected())
-
-
-def test_products_with_scales_of_lines():
-    for splits, widths in itertools.product(SPLITS, WIDTHS):
-        p = LinesProblem(splits, widths, Numbers(exact=True))
-        assert torch.equal(product(p, FP32).double(), p.expected())
-        out, n = p.blank(FP32), p.num_rows
-        for ranges in random_ranges(splits, 3, step=128):
-            grouped_gemm_fp8(*p.operands[:-1], ranges, out)
-        assert torch.equal(out.double(), p.expected())
-        if n:
-            p.weight_scale = p.weight_scale.flip(1)
-            assert not torch.equal(product(p, FP32), out)
-    for which in (1, 3):  # one of either kind
-        operands = list(LinesProblem(SPLITS[0], WIDTHS[0], Numbers(exact=True)).operands)
-        operands[which] = Problem(SPLITS[0], WIDTHS[0], Numbers(exact=True)).operands[which]
-        with pytest.raises(ArgumentError, match="row_scale must be"):
-            grouped_gemm_fp8(*operands, p.blank(FP32))
 
 
 @DTYPES
@@ -222,12 +204,3 @@ def test_scales_of_columns_have_rows_of_16_bytes():
     p = WgradProblem((9,), (62, 48), Numbers(exact=True))
     with pytest.raises(ArgumentError, match="features of dout must be a multiple of 4, got 62"):
         grouped_gemm_wgrad_fp8(*p.operands, torch.zeros(p.shape))
-
-
-def test_ranges_where_bounds_are_needed():
-    p, q = (kind((3, 4), (64, 48), Numbers(exact=False)) for kind in (Problem, WgradProblem))
-    ranges = torch.tensor([[0, 3], [3, 7]], dtype=torch.int32)
-    with pytest.raises(ArgumentError, match="zero_tail needs row_start"):
-        grouped_gemm_fp8(*p.operands[:-1], ranges, p.blank(BF16), zero_tail=True)
-    with pytest.raises(ArgumentError, match="a weight gradient needs row_start"):
-        grouped_gemm_wgrad_fp8(*q.operands[:-1], ranges, torch.zeros(q.shape))

@@ -37,7 +37,7 @@ def launch(function, shape, dtype, *, gather=False, table=False, biased=False, a
     """Calls a GEMM of the first expert layer, [W, H] weights, the way the layer does."""
     G, H, W, N = SHAPES[shape]
     rows_N = N // 2 if gather else N
-    row_start = meta(G + 1, dtype=torch.int32)
+    row_range = meta(2, G, dtype=torch.int32)
     index = meta(N, dtype=torch.int32) if gather else None
     x, h = meta(rows_N, H, dtype=dtype), meta(N, W, dtype=dtype)
 
@@ -47,14 +47,14 @@ def launch(function, shape, dtype, *, gather=False, table=False, biased=False, a
     if function == "gemm":
         biases = {"bias": meta(G, W, dtype=dtype), "bias_scale": meta(N, dtype=torch.float32), "zero_tail": True}
         extra = {**(biases if biased else {}), "accumulate": accumulate}
-        gemm.grouped_gemm(x, matrices(dtype), row_start, h, row_index=index, num_sms=132, **extra)
+        gemm.grouped_gemm(x, matrices(dtype), row_range, h, row_index=index, num_sms=132, **extra)
     elif function == "dgrad":
         dout, out = (meta(N // 2, W, dtype=dtype), meta(N, H, dtype=dtype)) if gather else (h, x)
         options = {"row_index": index, "accumulate": accumulate, "zero_tail": True, "num_sms": 132}
-        gemm.grouped_gemm_dgrad(dout, matrices(dtype), row_start, out, **options)
+        gemm.grouped_gemm_dgrad(dout, matrices(dtype), row_range, out, **options)
     else:
         gemm.grouped_gemm_wgrad(
-            h, x, row_start, matrices(out_dtype or dtype), rows_index=index, accumulate=accumulate, num_sms=132
+            h, x, row_range, matrices(out_dtype or dtype), rows_index=index, accumulate=accumulate, num_sms=132
         )
 
 
@@ -163,23 +163,23 @@ def test_low_ranks(launches, monkeypatch, product, rank, dtype):
 
 
 PARTS = [
-    ("gemm", {"ranges": True}),
-    ("gemm", {"ranges": True, "gather": True}),
+    ("gemm", {}),
+    ("gemm", {"gather": True}),
     ("gemm", {"columns": (256, 512), "zero_tail": True}),
     ("gemm", {"columns": (512, 1536), "table": True, "biased": True}),
-    ("dgrad", {"ranges": True, "columns": (0, 256)}),
+    ("dgrad", {"columns": (0, 256)}),
     ("dgrad", {"columns": (1792, 2048), "zero_tail": True}),
-    ("gemm", {"ranges": True, "columns": (256, 512), "accumulate": True}),
+    ("gemm", {"columns": (256, 512), "accumulate": True}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("function", "options"), PARTS, ids=str)
 def test_parts_are_as_fast_code(launches, function, options):
-    """Ranges of rows and panels of columns cost neither registers nor wide accesses."""
+    """Panels of columns cost neither registers nor wide accesses."""
     G, H, W, N = SHAPES["qwen3-30b"]
     dtype = torch.bfloat16
-    row_start = meta(2, G, dtype=torch.int32) if "ranges" in options else meta(G + 1, dtype=torch.int32)
+    row_range = meta(2, G, dtype=torch.int32)
     weight = (
         TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype) if "table" in options else meta(G, W, H, dtype=dtype)
     )
@@ -189,9 +189,9 @@ def test_parts_are_as_fast_code(launches, function, options):
     if function == "gemm":
         index = meta(N, dtype=torch.int32) if "gather" in options else None
         bias = meta(G, W, dtype=dtype) if "biased" in options else None
-        gemm.grouped_gemm(x, weight, row_start, h, row_index=index, bias=bias, **parts)
+        gemm.grouped_gemm(x, weight, row_range, h, row_index=index, bias=bias, **parts)
     else:
-        gemm.grouped_gemm_dgrad(h, weight, row_start, x, **parts)
+        gemm.grouped_gemm_dgrad(h, weight, row_range, x, **parts)
     assert launches[-1].grid == (100,)
     code = launches.compile()
     assert WGMMA in code.ptx
@@ -212,7 +212,7 @@ def test_tiles_that_do_not_fill_a_panel(launches):
     config = tiles.TileConfig(block_m=64, block_n=512, block_k=32, num_stages=2, num_warps=8)
     x, weight, out = (meta(*shape, dtype=torch.bfloat16) for shape in ((64, 64), (2, 1024, 64), (64, 1024)))
     with pytest.raises(ArgumentError, match="tiles of 512 columns do not fill the columns"):
-        gemm.grouped_gemm(x, weight, meta(3, dtype=torch.int32), out, columns=(256, 1024), config=config, num_sms=4)
+        gemm.grouped_gemm(x, weight, meta(2, 2, dtype=torch.int32), out, columns=(256, 1024), config=config, num_sms=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -222,10 +222,10 @@ def test_bias_gradients(launches, gather, dtype):
     G, _, W, N = SHAPES["qwen3-30b"]
     dout = meta(N, W, dtype=dtype)
     index = meta(N, dtype=torch.int32) if gather else None
-    row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    row_range, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
     biases = meta(G, W, dtype=dtype)
-    bias.grouped_bias_grad(dout, row_start, biases, dout_index=index, scale=scale)
-    bias.grouped_bias_dot(dout, biases, row_start, scale, dout_index=index, accumulate=True)
+    bias.grouped_bias_grad(dout, row_range, biases, dout_index=index, scale=scale)
+    bias.grouped_bias_dot(dout, biases, row_range, scale, dout_index=index, accumulate=True)
     for kernel in ("grouped_bias_grad_kernel", "grouped_bias_dot_kernel"):
         code = launches.compile(kernel)
         assert COPY_16 in code.ptx or "ld.global.v4.b32" in code.ptx
@@ -238,7 +238,7 @@ def test_zeros_of_a_table(launches, dtype):
     G, H, W, _ = SHAPES["odd"]
     out = TensorTable(meta(G, dtype=torch.int64), (G, W, H), dtype)
     empty = meta(0, H, dtype=dtype), meta(0, W, dtype=dtype)
-    gemm.grouped_gemm_wgrad(empty[1], empty[0], meta(G + 1, dtype=torch.int32), out)
+    gemm.grouped_gemm_wgrad(empty[1], empty[0], meta(2, G, dtype=torch.int32), out)
     assert launches[-1].name == "zero_matrices_kernel"
     assert WIDE_STORE in launches.compile().ptx
 
@@ -246,7 +246,7 @@ def test_zeros_of_a_table(launches, dtype):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("num_groups", [1, 65])
 def test_splits(launches, num_groups, dtype):
-    splits.splits_to_row_start(meta(num_groups, dtype=dtype), meta(num_groups + 1, dtype=torch.int32), 12345)
+    splits.splits_to_row_range(meta(num_groups, dtype=dtype), meta(2, num_groups, dtype=torch.int32), 12345)
     assert launches.compile().spilled == 0
 
 

@@ -18,7 +18,7 @@ from gemm_problem import (
     check_ranges,
     part_calls,
 )
-from row_ranges import random_ranges
+from row_ranges import random_ranges, whole_groups
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import parts, twin
@@ -68,7 +68,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(widths):
     generator = torch.Generator().manual_seed(0)
     rows, weight = torch.randn(130, widths[0], generator=generator), torch.randn(1, *widths[::-1], generator=generator)
     whole = torch.empty(130, widths[1])
-    twin.grouped_gemm(rows, weight, torch.tensor([0, 130], dtype=torch.int32), whole)
+    twin.grouped_gemm(rows, weight, whole_groups([130]), whole)
     for size, first in itertools.product((1, 2, 3, 4, 7, 12, 15, 16, 17, 33, 64), (0, 1, 5, 61)):
         out = torch.empty_like(whole)
         twin.grouped_gemm(rows, weight, torch.tensor([[first], [first + size]], dtype=torch.int32), out)
@@ -121,32 +121,16 @@ def ops(request):
 @pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_dgrad"])
 def test_panels_that_are_none(ops, name, columns):
     weight = torch.zeros((2, WIDE, 8) if name == "grouped_gemm" else (2, 8, WIDE))
-    row_start, rows, out = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(4, WIDE)
+    row_range, rows, out = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(4, WIDE)
     with pytest.raises(
         ArgumentError, match=rf"columns must be .* <= {WIDE}, both multiples of 256 or the width itself"
     ):
-        getattr(ops, name)(rows, weight, row_start, out, columns=columns)
+        getattr(ops, name)(rows, weight, row_range, out, columns=columns)
 
 
 def test_all_columns_are_no_panel():
     assert parts.panel((0, 256), 256) is parts.panel(None, 256) is None
     assert parts.panel([0, 256], 257) == (0, 256)
-
-
-def test_what_ranges_cannot_do(ops):
-    ranges, rows, weight = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(3, 8, 8)
-    vector, h = torch.zeros(4), torch.zeros(4, 16)
-    for function in (ops.grouped_gemm, ops.grouped_gemm_dgrad):
-        with pytest.raises(ArgumentError, match=r"zero_tail needs row_start \[G \+ 1\], got ranges of rows \[2, 3\]"):
-            function(rows, weight, ranges, rows.clone(), zero_tail=True)
-    with pytest.raises(ArgumentError, match="a weight gradient needs row_start"):
-        ops.grouped_gemm_wgrad(rows, rows, ranges, weight)
-    with pytest.raises(ArgumentError, match="dscale needs row_start"):
-        ops.sum_dact_partials(vector, ranges, vector, 1)
-    with pytest.raises(ArgumentError, match="dbias needs row_start"):
-        ops.grouped_gemm_dact(
-            rows, weight, ranges, h, vector, h, rows, None, vector, Activation(), dbias=torch.zeros(3, 16)
-        )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from gemm_problem import BIASES, BOTH, DTYPES, Problem, check_biases, check_dgrad, check_gemm, check_splits, check_wgrad
+from row_ranges import whole_groups
 
 from symmoe.kernels import twin
 
@@ -49,22 +50,21 @@ def test_gradients_of_weights_and_biases(splits, dtype):
 
 def test_the_result_is_rounded_once():
     """256 + 1 + 1 is 258 in bf16, but 256 + 1 alone is rounded to 256."""
-    ones = torch.ones(1, 8, dtype=torch.bfloat16)
+    ones, row_range = torch.ones(1, 8, dtype=torch.bfloat16), whole_groups([1])
     weight = torch.tensor([256.0, 1, 0, 0, 0, 0, 0, 0], dtype=torch.bfloat16).expand(1, 8, 8).contiguous()
     out = torch.empty(1, 8, dtype=torch.bfloat16)
-    row_start = torch.tensor([0, 1], dtype=torch.int32)
-    twin.grouped_gemm(ones, weight, row_start, out, bias=ones, bias_scale=torch.ones(1))
+    twin.grouped_gemm(ones, weight, row_range, out, bias=ones, bias_scale=torch.ones(1))
     assert torch.equal(out, torch.full_like(out, 258.0))
 
 
 def test_a_sum_is_rounded_once():
     """256 + 1 is 256 in bf16, and so is a second 1 more; their sum of 2 is not lost."""
-    ones, row_start = torch.ones(1, 8, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
+    ones, row_range = torch.ones(1, 8, dtype=torch.bfloat16), whole_groups([1])
     weight = torch.zeros(1, 8, 8, dtype=torch.bfloat16)
     weight[:, :, :2] = 1
     for call in (twin.grouped_gemm, twin.grouped_gemm_dgrad):
         out = torch.full((1, 8), 256.0, dtype=torch.bfloat16)
-        call(ones, weight if call is twin.grouped_gemm else weight.mT.contiguous(), row_start, out, accumulate=True)
+        call(ones, weight if call is twin.grouped_gemm else weight.mT.contiguous(), row_range, out, accumulate=True)
         assert torch.equal(out, torch.full_like(out, 258.0))
 
 
@@ -76,7 +76,7 @@ def test_accumulating_leaves_groups_without_rows_alone(dtype):
     out = torch.full(p.weight.shape, -0.0, dtype=dtype)
     out[2].view(bits).fill_(torch.full((1,), -torch.nan, dtype=dtype).view(bits).item() ^ 1)
     before = out.clone()
-    twin.grouped_gemm_wgrad(p.dout, p.rows, p.row_start, out, accumulate=True)
+    twin.grouped_gemm_wgrad(p.dout, p.rows, p.row_range, out, accumulate=True)
     for g in (0, 2):
         assert torch.equal(out[g].view(bits), before[g].view(bits))
     assert out[1].any()
@@ -94,7 +94,7 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
     p = Problem((13,), (width, 2 * width), dtype, capacity=13)
 
     def run(shift):
-        row_start = torch.tensor([0, shift, shift + 13], dtype=torch.int32)
+        row_range = whole_groups([shift, 13])
         n = shift + 13
 
         def placed(tensor):
@@ -105,11 +105,11 @@ def test_bits_do_not_depend_on_where_the_rows_lie(dtype, width_bytes):
         x, d, s = placed(p.rows), placed(p.dout), placed(p.scale)
         out, dx = torch.empty(n, 2 * width, dtype=dtype), torch.empty(n, width, dtype=dtype)
         dw, db, ds = torch.empty_like(both), torch.empty_like(both_bias), torch.empty(n)
-        twin.grouped_gemm(x, both, row_start, out, bias=both_bias, bias_scale=s)
-        twin.grouped_gemm_dgrad(d, both, row_start, dx)
-        twin.grouped_gemm_wgrad(d, x, row_start, dw)
-        twin.grouped_bias_grad(d, row_start, db)
-        twin.grouped_bias_dot(d, both_bias, row_start, ds)
+        twin.grouped_gemm(x, both, row_range, out, bias=both_bias, bias_scale=s)
+        twin.grouped_gemm_dgrad(d, both, row_range, dx)
+        twin.grouped_gemm_wgrad(d, x, row_range, dw)
+        twin.grouped_bias_grad(d, row_range, db)
+        twin.grouped_bias_dot(d, both_bias, row_range, ds)
         return [dw[1], db[1], *(t[shift:] for t in (out, dx, ds))]
 
     expected = run(0)

@@ -139,7 +139,7 @@ def test_lay_out(launches, shape, drop):
         drop=drop,
         record_errors=True,
         splits=empty(num_experts // num_ranks),
-        row_start=empty(num_experts // num_ranks + 1),
+        row_range=empty(2, num_experts // num_ranks),
         slot_start=empty(num_experts),
         slot_limit=empty(num_experts),
         packed_start=empty(num_ranks),

@@ -40,7 +40,7 @@ from grouped_cases import (
 from symmoe import GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import ArgumentError
 from symmoe.moe.ownership import named_parameters
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 PLAIN = Case(buffers=())
 FUSED_PATHS = PATHS[1:]
@@ -332,7 +332,7 @@ def test_another_default_device(kind):
     assert_same_bits(x.grad, want.tensors["d_x"])
 
 
-@pytest.mark.parametrize("precision", [MXFP8(), NVFP4(), Float8Block(), Float8Rowwise()], ids=str)
+@pytest.mark.parametrize("precision", [MXFP8(), NVFP4(), Float8Block()], ids=str)
 def test_another_default_device_with_a_precision(precision):
     model = GroupedMLP(2, 128, 128, precision=precision)
     results = []

@@ -1,5 +1,7 @@
 """Compiles the kernels for Hopper without a GPU, with the arguments of their launchers. See test_gemm_compile.py."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -46,8 +48,8 @@ def test_products(launches, k_first, dtype, shape):
     G, H, I, N = SHAPES[shape]
     narrow, wide = meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
     rows, out = (wide, narrow) if k_first else (narrow, wide)
-    weight, row_start = meta(G, H, I, dtype=dtype), meta(G + 1, dtype=torch.int32)
-    gemm.launch_gemm(rows, weight, row_start, out, weight_k_first=k_first, zero_tail=True, num_sms=132)
+    weight, row_range = meta(G, H, I, dtype=dtype), meta(2, G, dtype=torch.int32)
+    gemm.launch_gemm(rows, weight, row_range, out, weight_k_first=k_first, zero_tail=True, num_sms=132)
     assert compiled(launches).spilled == 0
 
 
@@ -63,13 +65,13 @@ def test_products(launches, k_first, dtype, shape):
 def test_dact(launches, numbers, variant, shape):
     activation, dtype = numbers
     G, H, I, N = SHAPES[shape]
-    row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    row_range, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
     h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
     gathered = variant == "gathered"
     act.launch_dact(
         meta(N // 2 if gathered else N, H, dtype=dtype),
         meta(G, H, I, dtype=dtype),
-        row_start,
+        row_range,
         h,
         scale,
         h,
@@ -92,60 +94,43 @@ def test_dact(launches, numbers, variant, shape):
 )
 def test_act(launches, dtype, variant, shape):
     G, H, I, N = SHAPES[shape]
-    row_start, scale = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.float32)
+    row_range, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
     h, a = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype)
     rows, weight = meta(N, H, dtype=dtype), meta(G, 2 * I, H, dtype=dtype)
-    act.launch_act(rows, weight, row_start, scale, h, a, SWIGLU, variant=VARIANTS[variant], num_sms=132)
+    act.launch_act(rows, weight, row_range, scale, h, a, SWIGLU, variant=VARIANTS[variant], num_sms=132)
     assert compiled(launches).spilled == 0
 
 
 @pytest.mark.slow
 @every_combination(
     part={
-        "ranges": (True, None, False),
-        "panel": (False, (256, 512), True),
-        "last panel": (False, (512, 712), True),
-        "both": (True, (0, 256), False),
+        "all columns": (None, False),
+        "first panel": ((0, 256), False),
+        "panel": ((256, 512), True),
+        "last panel": ((512, 712), True),
     },
     k_first=FIRST,
     dtype=DTYPES,
 )
 def test_parts_of_products(launches, part, k_first, dtype):
-    ranges, columns, zero_tail = part
+    columns, zero_tail = part
     G, K, O, N = 3, 1032, 712, 999
     rows, out = meta(N, K, dtype=dtype), meta(N, O, dtype=dtype)
     weight = meta(G, K, O, dtype=dtype) if k_first else meta(G, O, K, dtype=dtype)
-    row_start = meta(2, G, dtype=torch.int32) if ranges else meta(G + 1, dtype=torch.int32)
+    row_range = meta(2, G, dtype=torch.int32)
     gemm.launch_gemm(
-        rows, weight, row_start, out, weight_k_first=k_first, columns=columns, zero_tail=zero_tail, num_sms=132
+        rows, weight, row_range, out, weight_k_first=k_first, columns=columns, zero_tail=zero_tail, num_sms=132
     )
     assert compiled(launches).spilled == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ranges_of_the_fused_kernels(launches, variant):
-    G, H, I, N = SHAPES["qwen3-30b"]
-    dtype = torch.bfloat16
-    ranges, scale = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.float32)
-    h, a, rows = meta(N, 2 * I, dtype=dtype), meta(N, I, dtype=dtype), meta(N, H, dtype=dtype)
-    w1, w2 = meta(G, 2 * I, H, dtype=dtype), meta(G, H, I, dtype=dtype)
-    options = {"num_sms": 132, "variant": VARIANTS[variant]}
-    index = meta(N, dtype=torch.int32) if variant == "gathered" else None
-    act.launch_dact(rows, w2, ranges, h, scale, h, a, scale, SWIGLU, row_index=index, **options)
-    assert compiled(launches).spilled == 0
-    if variant in ("separate", "alternate"):
-        act.launch_act(rows, w1, ranges, scale, h, a, SWIGLU, **options)
-        assert compiled(launches).spilled == 0
-
-
 def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
-    """From the public functions, as on a Hopper GPU; and row_start decides what the end of a group's rows is."""
+    """From the public functions, as on a Hopper GPU."""
     launches = catch_launches(monkeypatch, act, gemm, wgrad, gpu_gemm, gpu_gemm_act)
     monkeypatch.setattr(select, "hopper_kernels", lambda device, dtype, columns: launchers)
     G, H, I, N = SHAPES["qwen3-30b"]
     bf16 = torch.bfloat16
-    bounds, ranges = meta(G + 1, dtype=torch.int32), meta(2, G, dtype=torch.int32)
+    row_range = meta(2, G, dtype=torch.int32)
     scale, sums = meta(N, dtype=torch.float32), meta(12 * N, dtype=torch.float32)
     h, a, rows = meta(N, 2 * I, dtype=bf16), meta(N, I, dtype=bf16), meta(N, H, dtype=bf16)
     w1, w2 = meta(G, 2 * I, H, dtype=bf16), meta(G, H, I, dtype=bf16)
@@ -156,28 +141,25 @@ def test_parts_and_the_limit_of_sms_reach_the_kernels(monkeypatch):
         first, *rest = launches
         launches.clear()
         assert first.grid == (5,)
-        return first.kwargs["PIPE"], [launch.name for launch in rest]
+        return first.kwargs["PIPE"], first.args, [launch.name for launch in rest]
 
     panel = {"columns": (256, 768)}
-    for row_start, end in ((bounds, 1), (ranges, G)):
-        whole, _ = launched_by(gpu_gemm.grouped_gemm, a, w2, row_start, rows)
-        part, _ = launched_by(gpu_gemm.grouped_gemm, a, w2, row_start, rows, **panel)
-        dgrad, _ = launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_start, a, **panel)
-        assert [(p.end, p.first_column, p.num_n_tiles) for p in (whole, part, dgrad)] == [
-            (end, 0, H // 256), (end, 256, 2), (end, 256, 2)
-        ]  # fmt: skip
-        pipe, _ = launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_start, scale, h, a, SWIGLU)
-        assert pipe.end == end
-        for i in (None, index):
-            arguments = (rows, w2, row_start, h, scale, h, a, scale, sums, SWIGLU)
-            pipe, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
-            assert pipe.end == end
-            assert rest == ([] if row_start is ranges else ["sum_dscale_kernel"])
-    pipe, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, bounds, w1)
+    calls = [
+        launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows),
+        launched_by(gpu_gemm.grouped_gemm, a, w2, row_range, rows, **panel),
+        launched_by(gpu_gemm.grouped_gemm_dgrad, rows, w2, row_range, a, **panel),
+    ]
+    assert [(given[5], pipe.num_n_tiles) for pipe, given, _ in calls] == [(None, H // 256), (256, 2), (256, 2)]
+    launched_by(gpu_gemm_act.grouped_gemm_act, rows, w1, row_range, scale, h, a, SWIGLU)
+    for i, dscale in itertools.product((None, index), (None, scale)):
+        arguments = (rows, w2, row_range, h, scale, h, a, dscale, sums, SWIGLU)
+        *_, rest = launched_by(gpu_gemm_act.grouped_gemm_dact, *arguments, row_index=i)
+        assert rest == ([] if dscale is None else ["sum_dscale_kernel"])
+    pipe, _, rest = launched_by(gpu_gemm.grouped_gemm_wgrad, h, rows, row_range, w1)
     assert (pipe.num_groups, pipe.out_rows, pipe.columns, rest) == (G, 2 * I, H, [])
     for others in ({"dout_index": index}, {"rows_index": index}, {"accumulate": True}):
-        gpu_gemm.grouped_gemm_wgrad(h, rows, bounds, w1, num_sms=5, **others)
-    gpu_gemm.grouped_gemm_wgrad(h, rows, bounds, w1.float(), num_sms=5)
+        gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1, num_sms=5, **others)
+    gpu_gemm.grouped_gemm_wgrad(h, rows, row_range, w1.float(), num_sms=5)
     assert [launch.name for launch in launches] == ["grouped_gemm_wgrad_kernel"] * 4
 
 

@@ -31,13 +31,14 @@ from grouped_cases import (
     used_values,
 )
 from low_precision_oracle import relative_error
+from row_ranges import whole_groups
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import StaleRows
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds
 
-RECIPES = [Float8Block(), Float8Block(power_of_two=True), Float8Rowwise(), MXFP8(), NVFP4()]
+RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4()]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 # Without rows, one row, unaligned, more than a tile; widths that end within a block of 128.
 SIZES = Sizes(splits=(130, 0, 1, 25), lead=(16, 10), hidden=160, ffn=96)
@@ -47,7 +48,6 @@ OUT = 96  # columns of a single linear layer
 NUMBERS = {
     Float8Block(): oracle.Numbers(*oracle.E4M3_BLOCK),
     Float8Block(power_of_two=True): oracle.Numbers(*oracle.E4M3_POWERS),
-    Float8Rowwise(): oracle.Numbers(*oracle.E4M3_LINES),
     MXFP8(): oracle.Numbers(*oracle.E4M3_MX),
     NVFP4(stochastic_gradients=False): oracle.Numbers(*oracle.E2M1, signs=0x9A5C),
     NVFP4(stochastic_gradients=False, hadamard_signs=None): oracle.Numbers(*oracle.E2M1),
@@ -324,24 +324,25 @@ def test_seeds_come_from_the_gradients_of_the_group_alone():
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
         rows = torch.randn((40, 32), generator=generator).to(dtype)
-        bounds = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
-        seeds = gradient_seeds(NVFP4(), rows, bounds, None)
+        row_range = whole_groups((9, 0, 21))
+        seeds = gradient_seeds(NVFP4(), rows, row_range, None)
         assert (seeds.dtype, seeds.shape) == (torch.int64, (3,))
         assert seeds[1] == 0
         assert len(set(seeds.tolist())) == 3
         other = rows.clone()
         other[30:] = torch.nan  # a tail
         other[:9] *= 1.5  # another group
-        again = gradient_seeds(NVFP4(), other, bounds, None)
+        again = gradient_seeds(NVFP4(), other, row_range, None)
         assert (again == seeds).tolist() == [False, True, True]
         index = torch.randint(40, (35,), generator=generator, dtype=torch.int32)
         picked = rows[index.long()]
-        assert torch.equal(gradient_seeds(NVFP4(), rows, bounds, index), gradient_seeds(NVFP4(), picked, bounds, None))
+        of_index = gradient_seeds(NVFP4(), rows, row_range, index)
+        assert torch.equal(of_index, gradient_seeds(NVFP4(), picked, row_range, None))
         moved = torch.cat([rows[9:30], rows[:9]])
-        bounds = torch.tensor([0, 21, 30], dtype=torch.int32)
-        assert gradient_seeds(NVFP4(), moved, bounds, None).tolist() == [int(seeds[2]), int(seeds[0])]
+        row_range = whole_groups((21, 9))
+        assert gradient_seeds(NVFP4(), moved, row_range, None).tolist() == [int(seeds[2]), int(seeds[0])]
     for recipe in (Float8Block(), NVFP4(stochastic_gradients=False)):
-        assert gradient_seeds(recipe, rows, bounds, None) is None
+        assert gradient_seeds(recipe, rows, row_range, None) is None
 
 
 def test_stochastic_gradients_are_right_in_the_mean():

@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 from low_precision_oracle import relative_error
+from row_ranges import whole_groups
 from test_layer import WAYS, global_weights, local_part, tokens_of
 from test_low_precision import ONE_PRODUCT, RECIPES, TWO_LAYERS, every_recipe
 from test_memory import bytes_kept
@@ -24,7 +25,7 @@ from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels import twin
 from symmoe.kernels.parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 
@@ -109,7 +110,7 @@ def check_ways(rank: int, num_ranks: int, device: str, recipe, dtype: torch.dtyp
                     # A row that was rounded once is rounded again along tokens: another 2.8 % at most. Where scales are
                     # powers of two, its numbers have 3 bits behind the leading one already, and nothing changes.
                     error = relative_error(got, want)
-                    if recipe in (Float8Block(), Float8Rowwise()):
+                    if recipe == Float8Block():
                         findings.check(not torch.equal(got, one), f"{name} knows nothing of the wire")
                     findings.check(error < 1.25 * (TWO_LAYERS[element] + ONE_PRODUCT[element] / 2), f"{name}: {error}")
         findings.equal("staging copies", heap.statistics.num_staging_copies, 0)
@@ -211,7 +212,7 @@ def check_layer(rank: int, num_ranks: int, device: str, recipe, wire: str) -> li
 
 
 @pytest.mark.parametrize(
-    ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (Float8Rowwise(), "backward")], ids=str
+    ("recipe", "wire"), [(NVFP4(), "none"), (Float8Block(), "both"), (MXFP8(), "backward")], ids=str
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers(cluster, num_ranks: int, recipe, wire):
@@ -251,16 +252,16 @@ def test_rows_on_their_way_are_waited_for():
     tensors = experts.fc1.weight, experts.fc2.weight
     weights = expert_weights(experts.fc1, experts.activation, experts.fc2, (None, None), tensors, trains=(True, True))
     rows = torch.randn(8, 64)
-    row_start, scale = torch.tensor([0, 5, 8], dtype=torch.int32), torch.ones(8)
-    want, _ = weights.first_layer(ExpertRows(rows, row_start, scale), num_rows=8)
+    row_range, scale = whole_groups((5, 3)), torch.ones(8)
+    want, _ = weights.first_layer(ExpertRows(rows, row_range, scale), num_rows=8)
     arriving = torch.full_like(rows, torch.nan)
 
     def parts():
         for begin, end in ((0, 3), (3, 8)):
             arriving[begin:end] = rows[begin:end]
-            yield Part(row_start)
+            yield Part(row_range)
 
-    found, _ = weights.first_layer(ExpertRows(arriving, row_start, scale), num_rows=8, parts=parts())
+    found, _ = weights.first_layer(ExpertRows(arriving, row_range, scale), num_rows=8, parts=parts())
     assert torch.equal(found.h, want.h)
 
 
@@ -278,15 +279,15 @@ def test_a_row_on_the_wire(recipe, hidden):
     assert 0 <= wire.row_bytes - recipe.row_bytes(hidden) < 16
     assert wire.row_bytes < 0.55 * 2 * hidden or hidden < 512
     assert (sent.shape, sent.dtype) == ((20, wire.row_words), torch.bfloat16)
-    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    row_range = whole_groups((4, 5))
     index = torch.randint(20, (11,), dtype=torch.int32)
     for row_index in (None, index):
-        found = wire.quantized(sent, bounds, row_index)
+        found = wire.quantized(sent, row_range, row_index)
         picked = slice(None) if row_index is None else index.long()
         for name in ("data", "scale"):
             got, want = (getattr(q, name).view(torch.uint8) for q in (found, quantized))
             assert torch.equal(got[:9], want[picked][:9]), name  # the others belong to no group
-        assert found.row_start is bounds
+        assert found.row_range is row_range
     parts = quantized.data.view(torch.uint8), quantized.scale.view(torch.uint8)
     padding = torch.zeros(20, wire.row_bytes - recipe.row_bytes(hidden), dtype=torch.uint8)
     assert torch.equal(sent.view(torch.uint8), torch.cat([*parts, padding], dim=1))
@@ -306,12 +307,12 @@ def test_columns_of_a_row_on_the_wire(recipe, dtype):
     """What the recipe makes of decoded rows, bit for bit."""
     wire, x = WireFormat(recipe, 160), torch.randn(20, 160).bfloat16()
     x[3], x[4, 5] = 0, torch.nan
-    sent, bounds = wire.encode(x), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    sent, row_range = wire.encode(x), whole_groups((4, 0, 5))
     for row_index in (None, torch.randint(20, (11,), dtype=torch.int32)):
-        found = wire.columns(sent, bounds, dtype, row_index)
-        wanted = recipe.quantize_columns(wire.decode(sent, dtype), bounds, row_index=row_index)
-        other = wire.columns(sent.flip(0), bounds, dtype, row_index)
-        assert (found.layout, found.num_rows, found.row_start) == ("columns", wanted.num_rows, bounds)
+        found = wire.columns(sent, row_range, dtype, row_index)
+        wanted = recipe.quantize_columns(wire.decode(sent, dtype), row_range, row_index=row_index)
+        other = wire.columns(sent.flip(0), row_range, dtype, row_index)
+        assert (found.layout, found.num_rows, found.row_range) == ("columns", wanted.num_rows, row_range)
         for got, want in ((found.data, wanted.data), (found.scale, wanted.scale)):
             assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
         assert torch.equal(found.dequantize().nan_to_num(7), wanted.dequantize().nan_to_num(7))

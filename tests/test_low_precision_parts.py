@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +10,7 @@ import pytest
 import torch
 from act_quantize_cases import ACTIVATIONS
 from act_quantize_cases import Problem as ActProblem
-from quantize_cases import FILL, FORMATS, as_bytes, bounds, filled, hard_rows
+from quantize_cases import FILL, FORMATS, as_bytes, filled, hard_rows, row_range_of
 from row_ranges import random_ranges, rows_of
 from test_layer import make_layer, tokens_of
 from test_low_precision import RECIPES
@@ -20,22 +18,24 @@ from test_schedules import compare_bits
 from worker import Findings, open_heap, poison
 
 from symmoe import MoEConfig
-from symmoe.errors import ArgumentError
 from symmoe.grouped import quantized_experts
 from symmoe.kernels import twin
-from symmoe.kernels.activation import Activation
-from symmoe.kernels.parts import are_ranges
-from symmoe.precision import MXFP8, Float8Block, Float8Rowwise
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 H, I = 144, 128
 RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles
-PART_KERNELS = {"grouped_gemm_fp8": 4, "quantize_rows": 1, "unpack_rows": 1, "act_quantize": 2}  # where row_start is
+PART_KERNELS = {"grouped_gemm_fp8": 4, "quantize_rows": 1, "unpack_rows": 1, "act_quantize": 2}  # where row_range is
 
 # -- a layer's step ---------------------------------------------------------------------------------------------------
 
 
+def is_part(row_range: torch.Tensor) -> bool:
+    """Whether it is the rows of one source rank, out of plan.source_to_rows [R, 2, e]."""
+    return row_range._base is not None and row_range._base.dim() == 3
+
+
 class Kernels:
-    """Counts the calls of PART_KERNELS, with ranges and without, while it is open; the first one takes `lag_s`."""
+    """Counts the calls of PART_KERNELS, with parts and with all rows, while it is open; the first one takes `lag_s`."""
 
     def __init__(self, lag_s: float = 0.0) -> None:
         self.calls: Counter[tuple[str, bool]] = Counter()
@@ -53,7 +53,7 @@ class Kernels:
 
     def _counting(self, name: str, kernel):
         def counted(*args, **options):
-            self.calls[name, are_ranges(args[PART_KERNELS[name]])] += 1
+            self.calls[name, is_part(args[PART_KERNELS[name]])] += 1
             time.sleep(self._lag_s)
             self._lag_s = 0.0
             return kernel(*args, **options)
@@ -138,9 +138,9 @@ def all_at_once(weights, wire, received, x, parts):
     rows = None
     for part in parts:
         if rows is None and wire is None:
-            rows = weights.recipe.quantize(received, x.row_start, row_index=x.row_index)
+            rows = weights.recipe.quantize(received, x.row_range, row_index=x.row_index)
         elif rows is None:
-            rows = wire.quantized(received, x.row_start, x.row_index)
+            rows = wire.quantized(received, x.row_range, x.row_index)
         yield quantized_experts.operand(rows), part
 
 
@@ -172,7 +172,7 @@ def test_which_recipes_take_parts():
     taken = {Float8Block(), Float8Block(power_of_two=True)}
     assert {recipe for recipe in RECIPES if quantized_experts.takes_parts(recipe)} == taken & set(RECIPES)
     assert all(map(quantized_experts.takes_parts, (None, *taken)))
-    assert not any(map(quantized_experts.takes_parts, (MXFP8(), Float8Rowwise())))
+    assert not any(map(quantized_experts.takes_parts, (MXFP8(), NVFP4())))
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -183,9 +183,9 @@ WIDTH = 272
 
 
 def check_rows(call, buffers, num_parts: int = 3) -> None:
-    """call(row_start, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
+    """call(row_range, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
     whole, union = buffers(), buffers()
-    call(bounds(SPLITS), *whole)
+    call(row_range_of(SPLITS), *whole)
     for ranges in random_ranges(SPLITS, num_parts, seed=num_parts):
         part = buffers()
         call(ranges, *part)
@@ -203,7 +203,7 @@ def test_rows_that_are_quantised():
     rows = hard_rows(CAPACITY, WIDTH, torch.bfloat16)
     packed, index = rows[:50].contiguous(), torch.randint(50, (CAPACITY,), dtype=torch.int32)
     for name, block_format in FORMATS.items():
-        if block_format.block is None or block_format.has_global_scale:
+        if block_format.has_global_scale:
             continue
 
         def buffers(block_format=block_format):
@@ -212,8 +212,8 @@ def test_rows_that_are_quantised():
 
         for source, row_index in ((rows, None), (packed, index)):
 
-            def call(row_start, data, scale, source=source, row_index=row_index, block_format=block_format):
-                twin.quantize_rows(source, row_start, data, scale, block_format, row_index=row_index)
+            def call(row_range, data, scale, source=source, row_index=row_index, block_format=block_format):
+                twin.quantize_rows(source, row_range, data, scale, block_format, row_index=row_index)
 
             check_rows(call, buffers)
         assert name
@@ -225,8 +225,8 @@ def test_rows_of_the_wire():
     index = torch.randint(CAPACITY, (CAPACITY,), dtype=torch.int32)
     for row_index in (None, index):
 
-        def call(row_start, data, scale, row_index=row_index):
-            twin.unpack_rows(wire, row_start, data, scale, row_index=row_index)
+        def call(row_range, data, scale, row_index=row_index):
+            twin.unpack_rows(wire, row_range, data, scale, row_index=row_index)
 
         check_rows(call, lambda: (filled((CAPACITY, 272), torch.uint8), filled((CAPACITY, 12), torch.uint8)))
 
@@ -236,30 +236,8 @@ def test_activations_that_are_quantised(name: str):
     p = ActProblem(ACTIVATIONS[name], 160, splits=SPLITS)
     block_format = FORMATS["mxfp8"]
 
-    def call(row_start, data, scale):
+    def call(row_range, data, scale):
         rows = slice(0, CAPACITY)
-        twin.act_quantize(p.h[rows], p.row_scale[rows], row_start, p.activation, block_format, rows=(data, scale))
+        twin.act_quantize(p.h[rows], p.row_scale[rows], row_range, p.activation, block_format, rows=(data, scale))
 
     check_rows(call, lambda: tuple(buffer[:CAPACITY] for buffer in p.operand(160, "mxfp8")))
-
-
-def test_ranges_where_bounds_are_needed():
-    """On all devices: none of these gets as far as to look at one."""
-    packages = [twin]
-    with contextlib.suppress(ImportError):
-        from symmoe.kernels import gpu
-
-        packages.append(gpu)
-    ranges, rows = torch.tensor([[0, 3], [3, 7]], dtype=torch.int32), torch.zeros(7, 128, dtype=torch.bfloat16)
-    data, scale = torch.empty(7, 128, dtype=torch.float8_e4m3fn), torch.empty(7, 1)
-    factor, seeds, block = torch.ones(7), torch.zeros(2, dtype=torch.int64), FORMATS["float8_block"]
-    columns = torch.empty(128, 384, dtype=data.dtype), torch.empty(3, 128).t()
-    activation = Activation(kind="srelu")
-    for ops, (name, options) in itertools.product(packages, (("float8_rowwise", {}), ("nvfp4", {"seeds": seeds}))):
-        with pytest.raises(ArgumentError, match=r"a seed, needs row_start \[G \+ 1\], got ranges of rows \[2, 2\]"):
-            ops.quantize_rows(rows, ranges, data, scale, FORMATS[name], **options)
-    for ops in packages:
-        with pytest.raises(ArgumentError, match=r"columns needs row_start \[G \+ 1\]"):
-            ops.act_quantize(rows, factor, ranges, activation, block, columns=columns)
-        with pytest.raises(ArgumentError, match="the gradient of an activation needs row_start"):
-            ops.dact_quantize(rows, rows, factor, ranges, factor, factor, activation, block)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_ranges import whole_groups
 
 from symmoe import SymmetricHeap, copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError, StaleLease
@@ -341,11 +342,11 @@ def test_more_than_64_discrete_weights_in_a_grouped_gemm():
     num_groups = 100
     discrete = weights_of(num_groups, 5, 8)
     table = TensorTable(copy_data_ptrs_to_device(discrete, "cpu"), (num_groups, 5, 8), torch.float32)
-    row_start = torch.arange(0, 3 * num_groups + 1, 3, dtype=torch.int32)
+    row_range = whole_groups([3] * num_groups)
     rows = torch.randn(3 * num_groups, 8)
     packed_out, out = torch.full((2, 3 * num_groups, 5), torch.nan)
-    twin.grouped_gemm(rows, torch.stack([w.data for w in discrete]), row_start, packed_out)
-    twin.grouped_gemm(rows, table, row_start, out)
+    twin.grouped_gemm(rows, torch.stack([w.data for w in discrete]), row_range, packed_out)
+    twin.grouped_gemm(rows, table, row_range, out)
     assert torch.equal(out, packed_out)
 
 

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 from limits import HANG_S
-from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled
+from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
@@ -20,7 +20,6 @@ from symmoe.precision import (
     NVFP4,
     PRECISIONS,
     Float8Block,
-    Float8Rowwise,
     Recipe,
     draw_signs,
     hadamard,
@@ -30,7 +29,7 @@ from symmoe.precision import (
 )
 from symmoe.precision.names import precision_word
 
-RECIPES = [Float8Block(), Float8Block(power_of_two=True), Float8Rowwise(), MXFP8(), NVFP4(), NVFP4(hadamard_signs=None)]
+RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(), NVFP4(hadamard_signs=None)]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 ROWS, C, O = sum(SPLITS) + TAIL, 288, 160
 
@@ -69,6 +68,18 @@ def test_round_trips(recipe):
 
 
 @every_recipe
+def test_groups_as_bounds_and_as_ranges(recipe):
+    """Callers may bring either; the kernels get ranges."""
+    rows = normal(ROWS, C)
+    for method in (recipe.quantize, recipe.quantize_columns):
+        left, right = method(rows, bounds()), method(rows, row_range_of())
+        assert torch.equal(left.dequantize(), right.dequantize())
+        for quantized in (left, right):
+            assert torch.equal(quantized.row_start, bounds())
+            assert torch.equal(quantized.row_range, row_range_of())
+
+
+@every_recipe
 def test_sizes(recipe):
     rows, row_start = normal(ROWS, C), bounds()
     quantized = recipe.quantize(rows, row_start)
@@ -87,7 +98,7 @@ def test_sizes(recipe):
         assert quantized.global_scale.tolist() == pytest.approx([max(a / 2688, 2.0**-110) for a in largest])
 
 
-ROW_BYTES = {"Float8Block": 2880 + 4 * 23, "Float8Rowwise": 2884, "MXFP8": 2880 + 90, "NVFP4": 1440 + 180}
+ROW_BYTES = {"Float8Block": 2880 + 4 * 23, "MXFP8": 2880 + 90, "NVFP4": 1440 + 180}
 
 
 @every_recipe

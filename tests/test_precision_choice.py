@@ -17,7 +17,7 @@ from symmoe import MoEConfig, MoELayer
 from symmoe.cli import main
 from symmoe.errors import ArgumentError, ConfigMismatch
 from symmoe.kernels.control import QUANTIZED_WIRES
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.tools.bench.cases import PRESETS
 from symmoe.training import precision_choice
 from symmoe.training.precision_choice import (
@@ -150,7 +150,7 @@ def test_a_config_is_taken_as_it_is_or_in_full(monkeypatch):
     assert replace(chosen, precision=small.precision, quantized_wire=small.quantized_wire) == small
     power = replace(big, precision=Float8Block(power_of_two=True))
     assert choose_precision(power, **NUMBERS, device="cuda") is power
-    for other in (Float8Rowwise(), MXFP8(), NVFP4()):
+    for other in (MXFP8(), NVFP4()):
         config = replace(big, precision=other, quantized_wire="none")
         assert choose_precision(config, **NUMBERS, device="cuda") == in_full(config)
 

@@ -19,7 +19,6 @@ from quantize_cases import (
     SPLITS,
     TAIL,
     as_bytes,
-    bounds,
     differences,
     encode_rows,
     filled,
@@ -28,6 +27,7 @@ from quantize_cases import (
     quantize_weight_pairs,
     quantize_weights,
     requantize_columns,
+    row_range_of,
     weight_format,
 )
 
@@ -55,7 +55,7 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
     block_format, values = FORMATS[name], rows.float().numpy()
     padded, num_groups = TILE * max_tiles(len(rows), len(splits)), len(splits)
     size = block_format.scale_dtype.itemsize
-    num_scales = num_groups if block_format.block is None else padded // block_format.block
+    num_scales = padded // block_format.block
     result = {
         "data": np.full((len(rows), block_format.data_width(WIDTH)), FILL, np.uint8),
         "scale": np.full((len(rows), block_format.num_blocks(WIDTH) * size), FILL, np.uint8),
@@ -71,15 +71,13 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
         amax[g], column_amax[g] = reference.group_amax(group), reference.group_amax(lines)
         options = {**fields(block_format), "seed": seed}
         if start == end:
-            if block_format.block is None:
-                result["column_scale"][:, g * size : (g + 1) * size] = np.array([2.0**-126], np.float32).view(np.uint8)
             continue
         data, scale = reference.quantize_lines(group, amax=amax[g], **options)
         result["data"][start:end], result["scale"][start:end] = data, scale
         data, scale = reference.quantize_lines(lines, amax=column_amax[g], **options)
         first = token // block_format.elements_per_byte
         result["column_data"][:, first : first + data.shape[1]] = data
-        first = size * (g if block_format.block is None else token // block_format.block)
+        first = size * (token // block_format.block)
         result["column_scale"][:, first : first + scale.shape[1]] = scale
         token += lines.shape[1]
     if block_format.has_global_scale:
@@ -92,17 +90,17 @@ def expected_rows(rows: torch.Tensor, splits, name: str, *, hard: bool) -> dict[
 def test_rows_and_columns(name, dtype):
     rows = hard_rows(ROWS, WIDTH, dtype)
     expected = expected_rows(rows, SPLITS, name, hard=False)
-    assert differences(quantize_all(twin, rows, bounds(), name), expected) == []
+    assert differences(quantize_all(twin, rows, row_range_of(), name), expected) == []
     if name != "nvfp4":  # with an index; what else is optional is NVFP4's
-        assert differences(quantize_all(twin, rows, bounds(), name, hard=True), expected) == []
+        assert differences(quantize_all(twin, rows, row_range_of(), name, hard=True), expected) == []
 
 
 def test_stochastic_rounding_and_hadamard():
     rows = hard_rows(200, WIDTH, torch.bfloat16)
     splits = (3, 0, 150, 20)
-    found = quantize_all(twin, rows, bounds(splits), "nvfp4", hard=True)
+    found = quantize_all(twin, rows, row_range_of(splits), "nvfp4", hard=True)
     assert differences(found, expected_rows(rows, splits, "nvfp4", hard=True)) == []
-    nearest = quantize_all(twin, rows, bounds(splits), "nvfp4")
+    nearest = quantize_all(twin, rows, row_range_of(splits), "nvfp4")
     assert differences(found, nearest) == ["column_amax", "data", "column_data", "column_scale"]
 
 
@@ -148,7 +146,7 @@ def test_rows_on_the_wire(name, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n].element == "e4m3" and FORMATS[n].block])
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].element == "e4m3"])
 def test_columns_of_rows_on_the_wire(name, dtype):
     """Bytes and scales are multiplied and rounded by numpy, then quantised by the reference."""
     block_format, width, splits = FORMATS[name], 272, (0, 37, 128, 1, 161)
@@ -156,7 +154,7 @@ def test_columns_of_rows_on_the_wire(name, dtype):
     generator = torch.Generator().manual_seed(2)
     index = torch.randint(50, (sum(splits) + 3,), dtype=torch.int32, generator=generator)
     index[-3:] = -5  # of the tail, which is not read
-    row_start, padded = bounds(splits), TILE * max_tiles(len(index), len(splits))
+    row_range, padded = row_range_of(splits), TILE * max_tiles(len(index), len(splits))
     codes = wire[:50, :width].numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     size, num_blocks = block_format.scale_dtype.itemsize, block_format.num_blocks(width)
     scales = wire[:50, width : width + num_blocks * size].contiguous().numpy()
@@ -169,7 +167,7 @@ def test_columns_of_rows_on_the_wire(name, dtype):
         "scale": np.full((width, num_scales * size), FILL, np.uint8),
     }
     token = 0
-    for start, end in itertools.pairwise(row_start.tolist()):
+    for start, end in row_range.t().tolist():
         lines = reference.padded_columns(decoded[index[start:end].numpy()], None)
         data, scale = reference.quantize_lines(lines, amax=None, **fields(block_format))
         expected["data"][:, token : token + data.shape[1]] = data
@@ -177,21 +175,21 @@ def test_columns_of_rows_on_the_wire(name, dtype):
         expected["scale"][:, first : first + scale.reshape(width, -1).shape[1]] = scale.reshape(width, -1)
         token += lines.shape[1]
     expected = {key: torch.from_numpy(value) for key, value in expected.items()}
-    found = requantize_columns(twin, wire, row_start, width, name, dtype, index)
+    found = requantize_columns(twin, wire, row_range, width, name, dtype, index)
     assert differences(found, expected) == []
     picked = wire[index.clamp(min=0).long()]
-    assert differences(requantize_columns(twin, picked, row_start, width, name, dtype), expected) == []
+    assert differences(requantize_columns(twin, picked, row_range, width, name, dtype), expected) == []
     assert 0 < float((expected["data"][:, :token] == formats.E4M3_NAN).float().mean()) < 0.9  # both kinds of blocks
-    found = requantize_columns(twin, wire.roll(1, 0), row_start, width, name, dtype, index)
+    found = requantize_columns(twin, wire.roll(1, 0), row_range, width, name, dtype, index)
     assert differences(found, expected) != []
 
 
 def test_columns_whose_scales_lie_otherwise_are_refused():
-    rows, row_start = hard_rows(4, 32, torch.bfloat16), bounds((4,))
+    rows, row_range = hard_rows(4, 32, torch.bfloat16), row_range_of((4,))
     data = filled((32, 256), torch.float8_e4m3fn)
     for name, scale in (("float8_block", torch.zeros(32, 2)), ("mxfp8", torch.zeros(8, 32, dtype=torch.uint8).t())):
         with pytest.raises(ArgumentError, match=r"scale \[32, .\] must have strides"):
-            twin.quantize_columns(rows, row_start, data, scale, FORMATS[name])
+            twin.quantize_columns(rows, row_range, data, scale, FORMATS[name])
 
 
 MUTANTS = {
@@ -230,9 +228,9 @@ def test_the_reference_notices(monkeypatch, mutant):
     splits, hard = (30, 34), "word" in mutant
     rows = tied_rows(64) if "ties" in mutant else hard_rows(64, WIDTH, torch.bfloat16)
     expected = expected_rows(rows, splits, name, hard=hard)
-    assert differences(quantize_all(twin, rows, bounds(splits), name, hard=hard), expected) == []
+    assert differences(quantize_all(twin, rows, row_range_of(splits), name, hard=hard), expected) == []
     monkeypatch.setattr(quantize, function, mutate(getattr(quantize, function)))
-    assert differences(quantize_all(twin, rows, bounds(splits), name, hard=hard), expected) != []
+    assert differences(quantize_all(twin, rows, row_range_of(splits), name, hard=hard), expected) != []
 
 
 def all_bf16_and_more() -> torch.Tensor:
@@ -295,12 +293,12 @@ def test_stochastic_rounding_is_unbiased():
 
 def test_random_numbers_depend_on_the_place_in_the_group_alone():
     rows = hard_rows(90, 64, torch.bfloat16)[20:]
-    alone = quantize_all(twin, rows[30:].contiguous(), bounds((40,)), "nvfp4", hard=True)
+    alone = quantize_all(twin, rows[30:].contiguous(), row_range_of((40,)), "nvfp4", hard=True)
     shifted = torch.zeros(2, dtype=torch.int64)  # the seed of group 0 in both
     data, scale = filled((70, 32), torch.uint8), filled((70, 4), torch.float8_e4m3fn)
     amax = torch.empty(2)
-    twin.group_amax(rows, bounds((30, 40)), amax)
-    twin.quantize_rows(rows, bounds((30, 40)), data, scale, FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
+    twin.group_amax(rows, row_range_of((30, 40)), amax)
+    twin.quantize_rows(rows, row_range_of((30, 40)), data, scale, FORMATS["nvfp4"], amax=amax, seeds=shifted.fill_(-7))
     assert torch.equal(data[30:], alone["data"])
 
 
@@ -335,24 +333,23 @@ def test_other_blocks_do_not_see_nan():
     dirty = clean.clone()
     dirty[40, 5] = torch.nan
     for name, block_format in FORMATS.items():
-        left, right = (quantize_all(twin, rows, bounds(), name) for rows in (clean, dirty))
-        block = block_format.block or WIDTH
+        left, right = (quantize_all(twin, rows, row_range_of(), name) for rows in (clean, dirty))
         changed = (as_bytes(left["data"]) != as_bytes(right["data"])).nonzero()
         assert set(changed[:, 0].tolist()) <= {40}, name
-        assert changed[:, 1].max() < block_format.data_width(min(block, WIDTH)), name
+        assert changed[:, 1].max() < block_format.data_width(min(block_format.block, WIDTH)), name
         changed = (as_bytes(left["column_data"]) != as_bytes(right["column_data"])).nonzero()
         assert set(changed[:, 0].tolist()) <= {5}, name
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4, 6, 10])
 def test_swizzled_scales(num_blocks):
-    row_start, num_rows = bounds(), ROWS
+    row_range, num_rows = row_range_of(), ROWS
     scale = torch.randint(1, 255, (num_rows, num_blocks), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     num_tiles, across = max_tiles(num_rows, len(SPLITS)), -(-num_blocks // 4)
     swizzled = filled((num_tiles, across, 512), torch.uint8)
-    twin.swizzle_group_scales(scale, row_start, swizzled)
+    twin.swizzle_group_scales(scale, row_range, swizzled)
     expected, tile = np.full((num_tiles, across * 512), FILL, np.uint8), 0
-    for start, end in itertools.pairwise(row_start.tolist()):
+    for start, end in row_range.t().tolist():
         num_group_tiles = -(-(end - start) // 128)
         flat = np.zeros(num_group_tiles * across * 512, np.uint8)
         for row in range(start, end):
@@ -362,7 +359,7 @@ def test_swizzled_scales(num_blocks):
         tile += num_group_tiles
     assert np.array_equal(swizzled.view(num_tiles, -1).numpy(), expected)
     back = filled((num_rows, num_blocks), torch.uint8)
-    twin.unswizzle_group_scales(swizzled, row_start, back)
-    end = int(row_start[-1])
+    twin.unswizzle_group_scales(swizzled, row_range, back)
+    end = int(row_range[1, -1])
     assert torch.equal(back[:end], scale[:end])
     assert (back[end:] == FILL).all()

@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 
 from compiled_launches import BLACKWELL, HOPPER, access_bits, assert_compiled_once, catch_launches, meta
 from quantize_cases import (
-    bounds,
     encode_rows,
     quantize_all,
     quantize_weight_pairs,
     quantize_weights,
     requantize_columns,
+    row_range_of,
 )
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
@@ -29,7 +29,6 @@ from symmoe.kernels.low_precision import quantize, scale_tiles, wire
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
-    "float8_rowwise": BlockFormat(element="e4m3", scale="fp32", block=None),
     "mxfp8": BlockFormat(element="e4m3", scale="e8m0", block=32),
     "nvfp4": BlockFormat(element="e2m1", scale="e4m3", block=16),
 }
@@ -48,26 +47,25 @@ def column_scale(num_features, num_scales, block_format):
     return meta(num_features, num_scales, dtype=block_format.scale_dtype)
 
 
-def launch_rows(block_format, dtype, *, indexed=False, ranges=False):
+def launch_rows(block_format, dtype, *, indexed=False):
     data = meta(N, block_format.data_width(C), dtype=block_format.data_dtype)
     scale = meta(N, block_format.num_blocks(C), dtype=block_format.scale_dtype)
     options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64)}
     options = options if block_format.has_global_scale else {}
     options |= {"row_index": meta(N, dtype=torch.int32)} if indexed else {}
-    row_start = meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32)
-    quantize.quantize_rows(meta(N, C, dtype=dtype), row_start, data, scale, block_format, **options)
+    row_range = meta(2, G, dtype=torch.int32)
+    quantize.quantize_rows(meta(N, C, dtype=dtype), row_range, data, scale, block_format, **options)
 
 
 def launch_columns(block_format, dtype, *, indexed=False):
     width = TILE * max_tiles(N, G)
-    num_scales = G if block_format.block is None else width // block_format.block
     data = meta(C, block_format.data_width(width), dtype=block_format.data_dtype)
-    scale = column_scale(C, num_scales, block_format)
+    scale = column_scale(C, width // block_format.block, block_format)
     options = {"amax": meta(G, dtype=torch.float32), "seeds": meta(G, dtype=torch.int64), "signs": 0x1234}
     options = options if block_format.has_global_scale else {}
     options |= {"row_index": meta(N, dtype=torch.int32)} if indexed else {}
-    row_start = meta(G + 1, dtype=torch.int32)
-    quantize.quantize_columns(meta(N, C, dtype=dtype), row_start, data, scale, block_format, **options)
+    row_range = meta(2, G, dtype=torch.int32)
+    quantize.quantize_columns(meta(N, C, dtype=dtype), row_range, data, scale, block_format, **options)
 
 
 def launch_weights(block_format, dtype, *, transposed=False):
@@ -137,9 +135,9 @@ def test_weights(launches, name, transposed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].block is not None])
+@pytest.mark.parametrize("name", FORMATS)
 def test_weight_pairs(launches, name, dtype):
-    """One launch, which loads every number once; those of lines take two of quantize_weights."""
+    """One launch, which loads every number once."""
     block_format = of_weights(name)
     launch_weight_pairs(block_format, dtype)
     loaded_bits = sum(access_bits(check(launches.compile(), block_format), r"ld\.global"))
@@ -157,7 +155,7 @@ def test_blackwell(launches, name, launch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [C, 2880])
-@pytest.mark.parametrize("name", ["float8_block", "float8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["float8_block", "mxfp8"])
 def test_rows_put_on_the_wire(launches, name, width, dtype):
     block_format = FORMATS[name]
     scale_bytes = block_format.num_blocks(width) * block_format.scale_dtype.itemsize
@@ -177,39 +175,31 @@ def test_one_group_of_a_narrow_width(launches, name, monkeypatch):
         in_registers(launches.compile())
 
 
-@pytest.mark.slow
-def test_ranges_of_rows(launches):
-    for indexed in (False, True):
-        launch_rows(FORMATS["float8_block"], torch.bfloat16, indexed=indexed, ranges=True)
-        check(launches.compile(), FORMATS["float8_block"])
-
-
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 def test_amax_and_tiles(launches, arch):
-    rows, row_start = meta(N, C, dtype=torch.bfloat16), meta(G + 1, dtype=torch.int32)
+    rows, row_range = meta(N, C, dtype=torch.bfloat16), meta(2, G, dtype=torch.int32)
     for signs in (None, 0x1234):
-        quantize.group_amax(rows, row_start, meta(G, dtype=torch.float32), signs=signs)
+        quantize.group_amax(rows, row_range, meta(G, dtype=torch.float32), signs=signs)
         ptx = in_registers(launches.compile(arch=arch))
         # One word for a program; no other atomics, and no sums.
         assert re.findall(r"\b(?:atom|red)\.\S+", ptx) == ["atom.global.gpu.relaxed.max.s32"]
     scale, swizzled = meta(N, C // 32, dtype=torch.uint8), meta(max_tiles(N, G), C // 128, 512, dtype=torch.uint8)
     for function, args in (
-        (scale_tiles.swizzle_group_scales, (scale, row_start, swizzled)),
-        (scale_tiles.unswizzle_group_scales, (swizzled, row_start, scale)),
+        (scale_tiles.swizzle_group_scales, (scale, row_range, swizzled)),
+        (scale_tiles.unswizzle_group_scales, (swizzled, row_range, scale)),
     ):
         function(*args)
         in_registers(launches.compile(arch=arch))
 
 
-@pytest.mark.parametrize("name", ["float8_block", "float8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["float8_block", "mxfp8"])
 def test_rows_of_the_wire(launches, name):
     block_format = FORMATS[name]
     scale_bytes = block_format.num_blocks(C) * block_format.scale_dtype.itemsize
-    rows, row_start = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(G + 1, dtype=torch.int32)
+    rows, row_range = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(2, G, dtype=torch.int32)
     data, scale = meta(N, C, dtype=torch.uint8), meta(N, scale_bytes, dtype=torch.uint8)
-    index, ranges = meta(N, dtype=torch.int32), meta(2, G, dtype=torch.int32)
-    for row_index, rows_of_groups in ((None, row_start), (index, row_start), (index, ranges)):
-        wire.unpack_rows(rows, rows_of_groups, data, scale, row_index=row_index)
+    for row_index in (None, meta(N, dtype=torch.int32)):
+        wire.unpack_rows(rows, row_range, data, scale, row_index=row_index)
         ptx = in_registers(launches.compile())
         for access in ("ld", "st"):  # 16 bytes of data at a time
             assert re.search(access + r"\.global\S*\.v4\.b32", ptx), access
@@ -224,11 +214,11 @@ def test_rows_of_the_wire(launches, name):
 def test_columns_of_rows_of_the_wire(launches, name):
     block_format, width = FORMATS[name], TILE * max_tiles(N, G)
     scale_bytes = block_format.num_blocks(C) * block_format.scale_dtype.itemsize
-    rows, row_start = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(G + 1, dtype=torch.int32)
+    rows, row_range = meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8), meta(2, G, dtype=torch.int32)
     data = meta(C, width, dtype=torch.uint8)
     scale = column_scale(C, width // block_format.block, block_format)
     for index in (None, meta(N, dtype=torch.int32)):
-        wire.requantize_columns(rows, row_start, data, scale, block_format, torch.bfloat16, row_index=index)
+        wire.requantize_columns(rows, row_range, data, scale, block_format, torch.bfloat16, row_index=index)
         ptx = in_registers(launches.compile())
         assert "cvt.rn.f16x2.e4m3x2" in ptx
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
@@ -240,17 +230,17 @@ def test_the_wire_on_blackwell(launches):
     block_format = FORMATS["mxfp8"]
     scale_bytes, width = block_format.num_blocks(C), TILE * max_tiles(N, G)
     rows, sent = meta(N, C, dtype=torch.bfloat16), meta(N, -(-(C + scale_bytes) // 16) * 16, dtype=torch.uint8)
-    row_start, index = meta(G + 1, dtype=torch.int32), meta(N, dtype=torch.int32)
+    row_range, index = meta(2, G, dtype=torch.int32), meta(N, dtype=torch.int32)
     data, scale = meta(N, C, dtype=torch.uint8), meta(N, scale_bytes, dtype=torch.uint8)
     columns, column_scales = meta(C, width, dtype=torch.uint8), column_scale(C, width // 32, block_format)
     to_e4m3, from_e4m3 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
     for function, args, options, conversions in (
         (wire.encode_rows, (rows, sent, block_format), {}, {to_e4m3}),
-        (wire.unpack_rows, (sent, row_start, data, scale), {"row_index": index}, set()),
+        (wire.unpack_rows, (sent, row_range, data, scale), {"row_index": index}, set()),
         (wire.decode_rows, (sent, rows, block_format), {}, {from_e4m3}),
         (
             wire.requantize_columns,
-            (sent, row_start, columns, column_scales, block_format, torch.bfloat16),
+            (sent, row_range, columns, column_scales, block_format, torch.bfloat16),
             {"row_index": index},
             {to_e4m3, from_e4m3},
         ),
@@ -266,24 +256,23 @@ def test_steps_do_not_compile_again(monkeypatch):
     """The number of rows and the signs are not part of the compiled code."""
 
     def step(num_rows, signs):
-        rows, row_start = torch.zeros(num_rows, 32, dtype=torch.bfloat16), bounds((num_rows, 0))
-        for name in ("mxfp8", "float8_rowwise", "nvfp4"):
-            quantize_all(quantize, rows, row_start, name)
+        rows, row_range = torch.zeros(num_rows, 32, dtype=torch.bfloat16), row_range_of((num_rows, 0))
+        for name in ("mxfp8", "nvfp4"):
+            quantize_all(quantize, rows, row_range, name)
         quantize_weights(quantize, torch.zeros(1, 32, 32), "mxfp8")
         quantize_weight_pairs(quantize, torch.zeros(1, 32, 32), "mxfp8")
-        for name in ("mxfp8", "float8_rowwise"):
-            encode_rows(wire, rows, name)
-        quantize.group_amax(rows, row_start, torch.zeros(2), signs=signs)
+        encode_rows(wire, rows, "mxfp8")
+        quantize.group_amax(rows, row_range, torch.zeros(2), signs=signs)
         scale, swizzled = torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(9, 1, 512, dtype=torch.uint8)
-        scale_tiles.swizzle_group_scales(scale, row_start, swizzled)
-        scale_tiles.unswizzle_group_scales(swizzled, row_start, scale)
+        scale_tiles.swizzle_group_scales(scale, row_range, swizzled)
+        scale_tiles.unswizzle_group_scales(swizzled, row_range, scale)
         sent, data, scale = (torch.zeros(num_rows, width, dtype=torch.uint8) for width in (48, 32, 1))
-        wire.unpack_rows(sent, row_start, data, scale)
-        ranges = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)
-        wire.unpack_rows(sent, ranges, data, scale)
-        quantize.quantize_rows(rows, ranges, data.view(torch.float8_e4m3fn), scale, FORMATS["mxfp8"])
+        wire.unpack_rows(sent, row_range, data, scale)
+        part = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)
+        wire.unpack_rows(sent, part, data, scale)
+        quantize.quantize_rows(rows, part, data.view(torch.float8_e4m3fn), scale, FORMATS["mxfp8"])
         wire.decode_rows(sent, torch.empty(num_rows, 32), FORMATS["mxfp8"])
-        requantize_columns(wire, sent, row_start, 32, "mxfp8", torch.bfloat16)
+        requantize_columns(wire, sent, row_range, 32, "mxfp8", torch.bfloat16)
 
     steps = (16, 1), (1, 16), (333, 0x9A5C), (500, 0xFFFF)
     assert all(assert_compiled_once(monkeypatch, (quantize, scale_tiles, wire), step, *steps).values())

@@ -85,24 +85,24 @@ bf16, f32, i32, i64 = (
     partial(meta, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int64)
 )
 G, H, I, N, T = 3, 256, 128, 999, 512
-STARTS, PEERS, OFFSETS = i32(G + 1), peers_of(2, 0), i64(2, 3)
+RANGES, PEERS, OFFSETS = i32(2, G), peers_of(2, 0), i64(2, 3)
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # In the order of addresses; B is the barrier of all warps. Loop of the other warps: B, role read (R), B and B if there
 # is none. Every role: B, work, B. First warps: roles written (W), B, B, work, B, "leave" written (W), B.
 PROTOCOL = "BRBB(BB)+WBBBWB"
 LAUNCHES: dict[str, Callable[[], None]] = {
     "hopper_gemm_kernel": lambda: gemm.launch_gemm(
-        bf16(N, I), bf16(G, H, I), STARTS, bf16(N, H), weight_k_first=False, zero_tail=True, num_sms=132
+        bf16(N, I), bf16(G, H, I), RANGES, bf16(N, H), weight_k_first=False, zero_tail=True, num_sms=132
     ),
     "hopper_act_kernel": lambda: act.launch_act(
-        bf16(N, H), bf16(G, 2 * I, H), STARTS, f32(N), bf16(N, 2 * I), bf16(N, I), Activation(), num_sms=132
+        bf16(N, H), bf16(G, 2 * I, H), RANGES, f32(N), bf16(N, 2 * I), bf16(N, I), Activation(), num_sms=132
     ),
     "hopper_dact_kernel": lambda: act.launch_dact(
-        *(bf16(N, H), bf16(G, H, I), STARTS, bf16(N, 2 * I), f32(N), bf16(N, 2 * I), bf16(N, I), f32(N)),
+        *(bf16(N, H), bf16(G, H, I), RANGES, bf16(N, 2 * I), f32(N), bf16(N, 2 * I), bf16(N, I), f32(N)),
         Activation(),
         num_sms=132,
     ),
-    "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(bf16(N, H), bf16(N, I), STARTS, bf16(G, H, I), num_sms=132),
+    "hopper_wgrad_kernel": lambda: wgrad.launch_wgrad(bf16(N, H), bf16(N, I), RANGES, bf16(G, H, I), num_sms=132),
     "hopper_fp8_gemm_kernel": lambda: hopper_fp8.launch_fp8_gemm(
         *gemm_operands((G, H, I, N)), zero_tail=True, num_sms=132
     ),

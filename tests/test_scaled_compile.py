@@ -44,13 +44,13 @@ def gemm_operands(name, shape, dtype=BF16, ranges=False):
     if name == "nvfp4":
         options |= {key: meta(G, dtype=FP32) for key in ("row_global_scale", "weight_global_scale")}
     if ranges:
-        options["group_start"] = meta(G + 1, dtype=torch.int32)
+        options["group_range"] = meta(2, G, dtype=torch.int32)
     arguments = (
         meta(N, C // per_byte, dtype=data),
         swizzled(max_tiles(N, G), C, block),
         meta(G, O, C // per_byte, dtype=data),
         swizzled(max_tiles(G * O, G), C, block),
-        meta(*((2, G) if ranges else (G + 1,)), dtype=torch.int32),
+        meta(2, G, dtype=torch.int32),
         meta(N, O, dtype=dtype),
     )
     return arguments, options
@@ -67,7 +67,7 @@ def wgrad_operands(name, shape, dtype=BF16):
     arguments = []
     for width in (O, C):
         arguments += [meta(width, tokens // per_byte, dtype=data), swizzled(-(-width // TILE), tokens, block)]
-    return (*arguments, meta(G + 1, dtype=torch.int32), meta(G, O, C, dtype=dtype)), options
+    return (*arguments, meta(2, G, dtype=torch.int32), meta(G, O, C, dtype=dtype)), options
 
 
 @pytest.fixture

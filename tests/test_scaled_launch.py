@@ -21,15 +21,14 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
     jits = fake_jits(monkeypatch, scaled)
 
     def step(splits, O=520, C=160):
-        ranges = torch.zeros(2, len(splits), dtype=torch.int32)
         for name in NAMES:
             numbers = Numbers(name, exact=True)
             p, q = Problem(splits, (O, C), numbers), WgradProblem(splits, (O, C), numbers)
-            *operands, row_start = p.operands
+            *operands, row_range = p.operands
             out = p.blank(BF16)
-            scaled.grouped_gemm_scaled(*operands, row_start, out, zero_tail=True, num_sms=8, **p.options)
-            options = {**p.options, "group_start": row_start, "columns": (256, 512), "num_sms": 8}
-            scaled.grouped_gemm_scaled(*operands, ranges, out, **options)
+            scaled.grouped_gemm_scaled(*operands, row_range, out, zero_tail=True, num_sms=8, **p.options)
+            options = {**p.options, "group_range": row_range, "columns": (256, 512), "num_sms": 8}
+            scaled.grouped_gemm_scaled(*operands, row_range, out, **options)
             for accumulate in (False, True):
                 gradient = torch.zeros(q.shape)
                 options = {**q.options, "accumulate": accumulate, "num_sms": 8}

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, spans_of, whole_groups
 from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, dequantised, relative_error
 
 from symmoe.errors import ArgumentError
@@ -76,8 +76,8 @@ def test_ranges_and_panels_have_the_bits_of_the_whole(name):
     for splits, step in itertools.product(SPLITS, (1, 128)):
         p = Problem(splits, (264, 288), Numbers(name, exact=False))
         whole, union = product(p, BF16), p.blank(BF16)
-        *operands, row_start = p.operands
-        options = {**p.options, "group_start": row_start}
+        *operands, row_range = p.operands
+        options = {**p.options, "group_range": row_range}
         for ranges in random_ranges(splits, 3, step=step):
             come, out = rows_of(ranges, p.capacity), p.blank(BF16)
             grouped_gemm_scaled(*operands, ranges, out, **options)
@@ -154,14 +154,14 @@ def test_no_rows_at_all(name):
 def recipe_operands(recipe, seed=0):
     """Rows of 3 groups, gradients of their results, and weights; quantised, as the three products take them."""
     generator = torch.Generator().manual_seed(seed)
-    row_start = torch.tensor([0, 50, 50, 201], dtype=torch.int32)
+    row_range = whole_groups((50, 0, 151))
     rows, dout = (torch.randn(201, width, generator=generator, dtype=BF16) for width in (160, 96))
     weight = torch.randn(3, 96, 160, generator=generator, dtype=BF16)
     return (
-        row_start,
-        (recipe.quantize(rows, row_start), recipe.quantize_weight(weight)),
-        (recipe.quantize(dout, row_start), recipe.quantize_weight_transposed(weight)),
-        (recipe.quantize_columns(dout, row_start), recipe.quantize_columns(rows, row_start)),
+        row_range,
+        (recipe.quantize(rows, row_range), recipe.quantize_weight(weight)),
+        (recipe.quantize(dout, row_range), recipe.quantize_weight_transposed(weight)),
+        (recipe.quantize_columns(dout, row_range), recipe.quantize_columns(rows, row_range)),
         (rows.double(), dout.double(), weight.double()),
     )
 
@@ -177,12 +177,12 @@ def scales_of(left, right, names):
 )
 def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
     """All three products of a layer, against float64 of the dequantised operands, and of the numbers themselves."""
-    row_start, forward, dgrad, wgrad, (rows, dout, weight) = recipe_operands(recipe)
-    spans = [slice(a, b) for a, b in itertools.pairwise(row_start.tolist())]
+    row_range, forward, dgrad, wgrad, (rows, dout, weight) = recipe_operands(recipe)
+    spans = spans_of(row_range)
     gemm_scales, wgrad_scales = ("row_global_scale", "weight_global_scale"), ("dout_global_scale", "rows_global_scale")
     for (left, right), plain in ((forward, (rows, weight.mT)), (dgrad, (dout, weight))):
         out = torch.empty(201, plain[1].shape[2])
-        operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_start)
+        operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_range)
         grouped_gemm_scaled(*operands, out, **scales_of(left, right, gemm_scales))
         matrices = right.dequantize().double()
         matrices = matrices.mT if right.layout == "weight" else matrices
@@ -193,7 +193,7 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
         assert least <= (out.double() - true).norm() / true.norm() <= most
     left, right = wgrad
     out = torch.full((3, 96, 160), torch.nan)
-    operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_start)
+    operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_range)
     grouped_gemm_wgrad_scaled(*operands, out, **scales_of(left, right, wgrad_scales))
     # What fills a group's last tile is summed as well: the Hadamard transform mixes it with the last tokens.
     padded = [slice(0, 128), slice(128, 128), slice(128, 384)]
@@ -222,7 +222,8 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
             lambda o, k: k.update(row_global_scale=torch.ones(5)),
             r"row_global_scale must be None where numbers are e4m3",
         ),
-        (lambda o, k: k.update(group_start=o[4]), r"group_start .* belongs to ranges .*got \[6\] and row_start \[6\]"),
+        (lambda o, k: o.__setitem__(4, o[4][0]), r"row_range must be \[2, 5\], got \[5\]"),
+        (lambda o, k: k.update(group_range=o[4][1]), r"group_range must be \[2, 5\], got \[5\]"),
     ],
 )
 def test_wrong_operands_of_products_are_named(change, text):
@@ -233,7 +234,7 @@ def test_wrong_operands_of_products_are_named(change, text):
         grouped_gemm_scaled(*operands, p.blank(BF16), **options)
 
 
-def test_global_scales_and_bounds_that_are_missing():
+def test_global_scales_that_are_missing():
     p = Problem((3, 4), (64, 64), Numbers("nvfp4", exact=False))
     with pytest.raises(ArgumentError, match=r"row_global_scale must be \[2\] where numbers are e2m1, got None"):
         grouped_gemm_scaled(*p.operands, p.blank(BF16))
@@ -241,15 +242,6 @@ def test_global_scales_and_bounds_that_are_missing():
     q.rows_global_scale = torch.ones(3)
     with pytest.raises(ArgumentError, match=r"rows_global_scale must be \[2\], got \[3\]"):
         gradient(q, torch.zeros(q.shape))
-    ranges = torch.tensor([[0, 3], [3, 7]], dtype=torch.int32)
-    *operands, row_start = p.operands
-    with pytest.raises(ArgumentError, match=r"got None and row_start \[2, 2\]"):
-        grouped_gemm_scaled(*operands, ranges, p.blank(BF16), **p.options)
-    with pytest.raises(ArgumentError, match="zero_tail needs row_start"):
-        grouped_gemm_scaled(*operands, ranges, p.blank(BF16), group_start=row_start, zero_tail=True, **p.options)
-    q.rows_global_scale = torch.ones(2)
-    with pytest.raises(ArgumentError, match="a weight gradient needs row_start"):
-        grouped_gemm_wgrad_scaled(*q.operands[:-1], ranges, torch.zeros(q.shape), **q.options)
 
 
 def test_widths_that_do_not_fit():

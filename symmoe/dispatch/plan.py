@@ -16,6 +16,7 @@ from symmoe.checks.buffers import tensor_problem
 from symmoe.checks.choices import is_choice, words_problem
 from symmoe.errors import ArgumentError, StaleLease, StalePlan
 from symmoe.kernels import control
+from symmoe.kernels.parts import bounds_of
 from symmoe.precision.names import precision_word
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.heap import SymmetricHeap
@@ -31,7 +32,7 @@ class PlanIntegers:
     """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. See Plan."""
 
     splits: torch.Tensor
-    row_start: torch.Tensor
+    row_range: torch.Tensor
     slot_start: torch.Tensor
     slot_limit: torch.Tensor
     slot_to_row: torch.Tensor
@@ -52,7 +53,7 @@ class PlanIntegers:
         num_local = num_experts // num_ranks
         return {
             "splits": (num_local,),
-            "row_start": (num_local + 1,),
+            "row_range": (2, num_local),
             "slot_start": (num_experts,),
             "slot_limit": (num_experts,),
             "slot_to_row": (num_tokens, top_k),
@@ -84,7 +85,7 @@ class Plan(PlanIntegers):
         num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
             room until it is settled.
         splits: int32 [e], rows of each local expert.
-        row_start: int32 [e + 1], where each local expert's rows start; the last is N.
+        row_range: int32 [2, e], where each local expert's rows begin and end.
         slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank.
         token_to_primary_row, token_to_packed_row: int32 [T, R], per destination rank.
         source_to_packed_start: int32 [R + 1], where the packed rows of each source rank start here; the last is P.
@@ -139,6 +140,11 @@ class Plan(PlanIntegers):
         if self.packed_to_row is not None and self.row_to_packed_row is not None:
             self.packed_to_row = self.packed_to_row[: self.packed_row_capacity]
             self.row_to_packed_row = self.row_to_packed_row[: self.row_capacity]
+
+    @property
+    def row_start(self) -> torch.Tensor:
+        """int32 [e + 1], where each local expert's rows start; the last is N. A new tensor."""
+        return bounds_of(self.row_range)
 
     @property
     def num_dropped(self) -> torch.Tensor:
@@ -333,7 +339,7 @@ def _place_slots(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int,
             drop=overflow == control.OVERFLOW_DROP,
             record_errors=limit >= 0,  # what is launched before the host looks must move nothing
             splits=integers.splits,
-            row_start=integers.row_start,
+            row_range=integers.row_range,
             slot_start=integers.slot_start,
             slot_limit=integers.slot_limit,
             packed_start=integers.packed_start,

@@ -94,7 +94,7 @@ class ExpertWeights:
         """
         h = x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
-        for part in (Part(x.row_start),) if parts is None else parts:
+        for part in (Part(x.row_range),) if parts is None else parts:
             kernels.for_device(h.device).grouped_gemm_act(
                 x.rows,
                 self.w1,
@@ -125,7 +125,7 @@ class ExpertWeights:
         kernels.for_device(out.device).grouped_gemm(
             a,
             self.w2,
-            x.row_start,
+            x.row_range,
             out,
             bias=self.b2,
             bias_scale=x.bias_scale,
@@ -153,14 +153,14 @@ class ExpertRows:
 
     Attributes:
         rows: [., H]; row i is `rows[row_index[i]]`, or `rows[i]` without an index.
-        row_start: int32 [G + 1].
+        row_range: int32 [2, G], where the rows of each group begin and end.
         scale: fp32 [N], multiplies the activation.
         bias_scale: fp32 [N], multiplies b2; None is 1.
         row_index: int32 [N] or None.
     """
 
     rows: torch.Tensor
-    row_start: torch.Tensor
+    row_range: torch.Tensor
     scale: torch.Tensor
     bias_scale: torch.Tensor | None = None
     row_index: torch.Tensor | None = None
@@ -182,8 +182,8 @@ def experts_forward(
     """out[i] = W2 (act(W1 row i + b1) * scale) + b2 * bias_scale.
 
     Args:
-        out: [N, H], written up to row_start[G], and with zeros past it if `zero_tail`.
-        num_rows: rows of the intermediate tensors, at least row_start[G].
+        out: [N, H], written up to the end of the last group, and with zeros past it if `zero_tail`.
+        num_rows: rows of the intermediate tensors, enough for all groups.
 
     Returns:
         all that backward needs in addition to the inputs.
@@ -236,9 +236,9 @@ class ExpertsBackward:
             d_out = self._output_gradients()
             gathered = {"dout_index": x.row_index}
             if self.db2 is not None:
-                ops.grouped_bias_grad(d_out, x.row_start, self.db2, scale=x.bias_scale, **gathered)
+                ops.grouped_bias_grad(d_out, x.row_range, self.db2, scale=x.bias_scale, **gathered)
             if x.bias_scale is not None and needs_scale:
-                ops.grouped_bias_dot(d_out, weights.b2, x.row_start, self.d_scale, accumulate=True, **gathered)
+                ops.grouped_bias_dot(d_out, weights.b2, x.row_range, self.d_scale, accumulate=True, **gathered)
 
     def _to_first_layer(self, hidden: Hidden, parts: Iterable[Part] | None) -> None:
         """dh, a, d_scale and db1: FC2 dgrad and the activation's gradient, in one kernel per part."""
@@ -251,8 +251,8 @@ class ExpertsBackward:
             for _ in parts:
                 pass
             parts = None
-        num_partials = 0
-        for part in (Part(x.row_start),) if parts is None else parts:
+        num_partials, d_scale = 0, self.d_scale if parts is None else None
+        for part in (Part(x.row_range),) if parts is None else parts:
             num_partials = ops.grouped_gemm_dact(
                 self._d_out,
                 weights.w2,
@@ -261,7 +261,7 @@ class ExpertsBackward:
                 x.scale,
                 self._dh,
                 self._a,
-                self.d_scale,
+                d_scale,
                 workspace,
                 weights.activation,
                 row_index=x.row_index,
@@ -269,7 +269,7 @@ class ExpertsBackward:
                 num_sms=part.num_sms,
             )
         if parts is not None:
-            ops.sum_dact_partials(workspace, x.row_start, self.d_scale, num_partials)
+            ops.sum_dact_partials(workspace, x.row_range, self.d_scale, num_partials)
 
     def _output_gradients(self) -> torch.Tensor:
         """[., H] in the working dtype; row i is at `row_index[i]`, or at i without an index."""
@@ -277,14 +277,14 @@ class ExpertsBackward:
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
         """d_rows [N, H]: the gradient of row i (not summed over rows that share a packed row)."""
-        self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_start, d_rows, zero_tail=zero_tail)
+        self._ops.grouped_gemm_dgrad(self._dh, self._weights.w1, self._x.row_range, d_rows, zero_tail=zero_tail)
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """Writes dW1 [G, W, H]; a weight_gradients.Compute."""
         self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(
-            self._dh, x.rows, x.row_start, out, rows_index=x.row_index, accumulate=accumulate, num_sms=num_sms
+            self._dh, x.rows, x.row_range, out, rows_index=x.row_index, accumulate=accumulate, num_sms=num_sms
         )
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
@@ -292,7 +292,7 @@ class ExpertsBackward:
         self._inputs.check()
         x = self._x
         self._ops.grouped_gemm_wgrad(
-            self._d_out, self._a, x.row_start, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
+            self._d_out, self._a, x.row_range, out, dout_index=x.row_index, accumulate=accumulate, num_sms=num_sms
         )
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:

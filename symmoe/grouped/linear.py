@@ -35,7 +35,7 @@ from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.grouped import weight_gradients
 from symmoe.grouped.low_rank import low_rank
 from symmoe.grouped.products import NOTHING, products_of, weight_gradient
-from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_start
+from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
 from symmoe.grouped.weights import addresses, lay_side_by_side
 from symmoe.kernels.table import TensorTable
 from symmoe.precision.cached_weights import HeldWeight
@@ -206,12 +206,12 @@ class GroupedLinear(nn.Module):
             overwrite_main_grad=is_first_microbatch,
             trains_x=torch.is_grad_enabled() and x.requires_grad,
         )
-        row_start = splits_to_row_start(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
+        row_range = splits_to_row_range(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
         buffers = (out, grad_input_out)
         added_bias = None if self.return_bias else bias
         scale = None if bias_scale is None else bias_scale.float()
         adapters = (adapter.to(x.dtype) for adapter in self.adapters())
-        y: torch.Tensor = _GroupedLinear.apply(settings, buffers, row_start, x, added_bias, scale, *weights, *adapters)
+        y: torch.Tensor = _GroupedLinear.apply(settings, buffers, row_range, x, added_bias, scale, *weights, *adapters)
         return (y, bias) if self.return_bias else y
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]:
@@ -376,7 +376,7 @@ class _GroupedLinear(Function):
         ctx: _GroupedLinearContext,
         settings: _LinearSettings,
         buffers: tuple[torch.Tensor | None, torch.Tensor | None],
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         x: torch.Tensor,
         bias: torch.Tensor | None,
         bias_scale: torch.Tensor | None,
@@ -391,7 +391,7 @@ class _GroupedLinear(Function):
         products = products_of(linear.precision, weights, trains_rows=settings.trains_x, held=linear.held_weight)
         products.forward(
             x.view(-1, linear.in_features),
-            row_start,
+            row_range,
             y.view(-1, linear.out_features),
             bias=bias,
             bias_scale=None if bias_scale is None else bias_scale.view(-1),
@@ -400,9 +400,9 @@ class _GroupedLinear(Function):
         low, t = low_rank(adapters), None
         if low is not None:
             t = low.new_rows(math.prod(x.shape[:-1]))
-            low.down(x.view(-1, linear.in_features), row_start, t)
-            low.add_up(t, row_start, y.view(-1, linear.out_features))
-        ctx.save_for_backward(row_start, x, bias, bias_scale, t, *products.kept(), *tensors)
+            low.down(x.view(-1, linear.in_features), row_range, t)
+            low.add_up(t, row_range, y.view(-1, linear.out_features))
+        ctx.save_for_backward(row_range, x, bias, bias_scale, t, *products.kept(), *tensors)
         ctx.settings, ctx.grad_input_out = settings, GradientBuffer("grad_input_out", grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
         return y if out is None else wrote_into(y).detach()
@@ -411,7 +411,7 @@ class _GroupedLinear(Function):
     @once_differentiable
     def backward(ctx: _GroupedLinearContext, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_gradient(d_y)
-        row_start, x, bias, bias_scale, t, *rest = ctx.saved_tensors
+        row_range, x, bias, bias_scale, t, *rest = ctx.saved_tensors
         settings = ctx.settings
         linear, ops = settings.linear, kernels.for_device(x.device)
         kept, tensors = tuple(rest[: len(NOTHING)]), rest[len(NOTHING) :]
@@ -425,28 +425,28 @@ class _GroupedLinear(Function):
         d_adapters: tuple[torch.Tensor | None, ...] = ()
         if low is not None:
             d_t = low.new_rows(rows.shape[0])
-            low.down_gradient(d_y, row_start, d_t)
-            d_adapters = low.gradients(rows, t, d_y, d_t, row_start)
+            low.down_gradient(d_y, row_range, d_t)
+            d_adapters = low.gradients(rows, t, d_y, d_t, row_range)
         if needs_x:
             d_x = gradient_rows(ctx.grad_input_out, x, d_y)
             d_rows, zero_tail = d_x.view(-1, linear.in_features), ctx.grad_input_out.tensor is None
-            products.input_gradient(d_y, row_start, d_rows, zero_tail=zero_tail)
+            products.input_gradient(d_y, row_range, d_rows, zero_tail=zero_tail)
             if low is not None:
-                low.add_up_gradient(d_t, row_start, d_x.view(-1, linear.in_features))
+                low.add_up_gradient(d_t, row_range, d_x.view(-1, linear.in_features))
             d_x = ctx.grad_input_out.hand_on(d_x)
         if needs_bias:
             d_bias = torch.empty_like(bias)
             scale = None if bias_scale is None else bias_scale.view(-1)
-            ops.grouped_bias_grad(d_y, row_start, d_bias, scale=scale)
+            ops.grouped_bias_grad(d_y, row_range, d_bias, scale=scale)
         if needs_scale:
             d_scale = torch.zeros_like(bias_scale)
-            ops.grouped_bias_dot(d_y, bias, row_start, d_scale.view(-1))
+            ops.grouped_bias_dot(d_y, bias, row_range, d_scale.view(-1))
 
         inputs = Unmodified(x=x, d_y=d_y)
 
         def wgrad(out: torch.Tensor | TensorTable, accumulate: bool) -> None:
             inputs.check()
-            weight_gradient(linear.precision, d_y, rows, row_start, out, accumulate=accumulate)
+            weight_gradient(linear.precision, d_y, rows, row_range, out, accumulate=accumulate)
 
         d_weights = linear.weight_gradients(weights, wgrad, overwrite_main_grad=settings.overwrite_main_grad)
         ctx.grad_input_out.end_backward()

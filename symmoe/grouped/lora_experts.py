@@ -48,13 +48,13 @@ class AdaptedWeights(ExpertWeights):
         h = x.rows.new_empty((num_rows, self.w1.shape[1]))
         a = x.rows.new_empty((num_rows, self.w2.shape[2]))
         t1, t2 = self.low1.new_rows(num_rows), self.low2.new_rows(num_rows)
-        for part in (Part(x.row_start),) if parts is None else parts:
+        for part in (Part(x.row_range),) if parts is None else parts:
             gathered: _Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm(x.rows, self.w1, part.rows, h, bias=self.b1, **gathered)
             self.low1.down(x.rows, part.rows, t1, **gathered)
             self.low1.add_up(t1, part.rows, h, num_sms=part.num_sms)
         ops.scaled_activation(h, x.scale[:num_rows], a, self.activation)
-        self.low2.down(a, x.row_start, t2)
+        self.low2.down(a, x.row_range, t2)
         return Hidden(h, t1, t2), a
 
     def second_layer(
@@ -70,7 +70,7 @@ class AdaptedWeights(ExpertWeights):
     ) -> None:
         """Same as ExpertWeights.second_layer; the sum is made in `out`."""
         ExpertWeights.second_layer(self, a, hidden, x, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
-        self.low2.add_up(given("t2", hidden.t2), x.row_start, out, columns=columns, num_sms=num_sms)
+        self.low2.add_up(given("t2", hidden.t2), x.row_range, out, columns=columns, num_sms=num_sms)
 
     def backward(
         self,
@@ -97,7 +97,7 @@ class AdaptedBackward(ExpertsBackward):
         scale, da = x.scale[:num_rows], torch.empty_like(self._a)
         self._t1, self._t2 = given("t1", hidden.t1), given("t2", hidden.t2)
         self._dt2 = low2.new_rows(num_rows)
-        for part in (Part(x.row_start),) if parts is None else parts:
+        for part in (Part(x.row_range),) if parts is None else parts:
             gathered: _Gathered = {"row_index": x.row_index, "num_sms": part.num_sms}
             ops.grouped_gemm_dgrad(self._d_out, weights.w2, part.rows, da, **gathered)
             low2.down_gradient(self._d_out, part.rows, self._dt2, **gathered)
@@ -105,20 +105,20 @@ class AdaptedBackward(ExpertsBackward):
         ops.scaled_activation(h, scale, self._a, weights.activation)
         d_scale = torch.empty_like(self.d_scale)
         ops.scaled_activation_grad(da, h, scale, self._dh, d_scale, weights.activation)
-        ops.sum_dact_partials(d_scale, x.row_start, self.d_scale, 1)  # the same, with zeros in the tail
+        ops.sum_dact_partials(d_scale, x.row_range, self.d_scale, 1)  # the same, with zeros in the tail
         if self.db1 is not None:
-            ops.grouped_bias_grad(self._dh, x.row_start, self.db1)
+            ops.grouped_bias_grad(self._dh, x.row_range, self.db1)
         self._dt1 = weights.low1.new_rows(num_rows)
-        weights.low1.down_gradient(self._dh, x.row_start, self._dt1)
+        weights.low1.down_gradient(self._dh, x.row_range, self._dt1)
 
     def input_gradient(self, d_rows: torch.Tensor, *, zero_tail: bool = False) -> None:
         """Same as in ExpertsBackward; the sum is made in `d_rows`."""
         super().input_gradient(d_rows, zero_tail=zero_tail)
-        self._weights.low1.add_up_gradient(self._dt1, self._x.row_start, d_rows)
+        self._weights.low1.add_up_gradient(self._dt1, self._x.row_range, d_rows)
 
     def adapter_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """dA1, dB1, dA2, dB2; None for adapters that require none."""
         x, weights = self._x, self._weights
-        of_first = weights.low1.gradients(x.rows, self._t1, self._dh, self._dt1, x.row_start, rows_index=x.row_index)
-        of_second = weights.low2.gradients(self._a, self._t2, self._d_out, self._dt2, x.row_start, dy_index=x.row_index)
+        of_first = weights.low1.gradients(x.rows, self._t1, self._dh, self._dt1, x.row_range, rows_index=x.row_index)
+        of_second = weights.low2.gradients(self._a, self._t2, self._d_out, self._dt2, x.row_range, dy_index=x.row_index)
         return *of_first, *of_second

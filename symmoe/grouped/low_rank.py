@@ -22,7 +22,7 @@ RANK_MULTIPLE = 8  # kernels want matrices with rows of a multiple of 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The adapters of one layer, and its GEMMs in both directions. row_start: bounds or ranges (kernels/parts.py).
+    """The adapters of one layer, and its GEMMs in both directions. row_range: int32 [2, G] (kernels/contract).
 
     Attributes:
         a: [G, r, C]; r is a multiple of RANK_MULTIPLE on GPUs.
@@ -39,44 +39,44 @@ class LowRank:
     def down(
         self,
         rows: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         t: torch.Tensor,
         *,
         row_index: torch.Tensor | None = None,
         num_sms: int | None = None,
     ) -> None:
         """t [N, r] = rows A^T; row i is rows[row_index[i]], or rows[i] without an index."""
-        _ops(t).grouped_gemm(rows, self.a, row_start, t, row_index=row_index, num_sms=num_sms)
+        _ops(t).grouped_gemm(rows, self.a, row_range, t, row_index=row_index, num_sms=num_sms)
 
     def add_up(
         self,
         t: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         y: torch.Tensor,
         *,
         columns: tuple[int, int] | None = None,
         num_sms: int | None = None,
     ) -> None:
         """y [N, O] += t B^T, or only columns of it."""
-        _ops(t).grouped_gemm(t, self.b, row_start, y, columns=columns, accumulate=True, num_sms=num_sms)
+        _ops(t).grouped_gemm(t, self.b, row_range, y, columns=columns, accumulate=True, num_sms=num_sms)
 
     def down_gradient(
         self,
         dy: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         dt: torch.Tensor,
         *,
         row_index: torch.Tensor | None = None,
         num_sms: int | None = None,
     ) -> None:
         """dt [N, r] = dy B, gathered as in :meth:`down`."""
-        _ops(dt).grouped_gemm_dgrad(dy, self.b, row_start, dt, row_index=row_index, num_sms=num_sms)
+        _ops(dt).grouped_gemm_dgrad(dy, self.b, row_range, dt, row_index=row_index, num_sms=num_sms)
 
     def add_up_gradient(
-        self, dt: torch.Tensor, row_start: torch.Tensor, dx: torch.Tensor, *, num_sms: int | None = None
+        self, dt: torch.Tensor, row_range: torch.Tensor, dx: torch.Tensor, *, num_sms: int | None = None
     ) -> None:
         """dx [N, C] += dt A."""
-        _ops(dt).grouped_gemm_dgrad(dt, self.a, row_start, dx, accumulate=True, num_sms=num_sms)
+        _ops(dt).grouped_gemm_dgrad(dt, self.a, row_range, dx, accumulate=True, num_sms=num_sms)
 
     def gradients(
         self,
@@ -84,7 +84,7 @@ class LowRank:
         t: torch.Tensor,
         dy: torch.Tensor,
         dt: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         *,
         rows_index: torch.Tensor | None = None,
         dy_index: torch.Tensor | None = None,
@@ -92,9 +92,9 @@ class LowRank:
         """dA = dt^T rows and dB = dy^T t, each None if it is not required; a group without rows has zeros."""
         d_a, d_b = (torch.empty_like(adapter) if adapter.requires_grad else None for adapter in (self.a, self.b))
         if d_a is not None:
-            _ops(t).grouped_gemm_wgrad(dt, rows, row_start, d_a, rows_index=rows_index)
+            _ops(t).grouped_gemm_wgrad(dt, rows, row_range, d_a, rows_index=rows_index)
         if d_b is not None:
-            _ops(t).grouped_gemm_wgrad(dy, t, row_start, d_b, dout_index=dy_index)
+            _ops(t).grouped_gemm_wgrad(dy, t, row_range, d_b, dout_index=dy_index)
         return d_a, d_b
 
 

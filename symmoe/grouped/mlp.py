@@ -36,7 +36,7 @@ from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import RANK_MULTIPLE, LowRank
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
-from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_start
+from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
 from symmoe.grouped.weights import kernel_matrices, packed_weight
 from symmoe.precision.recipes import Recipe
 
@@ -192,10 +192,10 @@ def fused_mlp(
         overwrite_main_grad=is_first_microbatch,
         trains=(trains_rows, trains),
     )
-    row_start = splits_to_row_start(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
+    row_range = splits_to_row_range(splits, device=x.device, num_rows=math.prod(x.shape[:-1]))
     adapters = (adapter.to(x.dtype) for adapter in adapters_of(fc1, fc2))
     y: torch.Tensor = _FusedMLP.apply(
-        settings, (out, grad_input_out), row_start, x, scale.float(), b1, b2, *weights1, *weights2, *adapters
+        settings, (out, grad_input_out), row_range, x, scale.float(), b1, b2, *weights1, *weights2, *adapters
     )
     return y
 
@@ -287,7 +287,7 @@ class _MLPSettings:
     def operands(
         self,
         x: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         scale: torch.Tensor,
         b1: torch.Tensor | None,
         b2: torch.Tensor | None,
@@ -296,7 +296,7 @@ class _MLPSettings:
         """Inputs as the kernels take them."""
         scale = scale.view(-1)
         return (
-            ExpertRows(x.view(-1, x.shape[-1]), row_start, scale, scale if self.scale_bias else None),
+            ExpertRows(x.view(-1, x.shape[-1]), row_range, scale, scale if self.scale_bias else None),
             expert_weights(self.fc1, self.activation, self.fc2, (b1, b2), tensors, trains=self.trains),
         )
 
@@ -312,7 +312,7 @@ class _FusedMLP(Function):
         ctx: _FusedMLPContext,
         settings: _MLPSettings,
         buffers: tuple[torch.Tensor | None, torch.Tensor | None],
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         x: torch.Tensor,
         scale: torch.Tensor,
         b1: torch.Tensor | None,
@@ -322,9 +322,9 @@ class _FusedMLP(Function):
         x, scale = kernel_rows(x), scale.contiguous()
         hidden, (out, grad_input_out) = settings.fc2.out_features, buffers
         y = x.new_empty((*x.shape[:-1], hidden)) if out is None else out
-        rows, experts = settings.operands(x, row_start, scale, b1, b2, tensors)
+        rows, experts = settings.operands(x, row_range, scale, b1, b2, tensors)
         kept = experts_forward(rows, experts, y.view(-1, hidden), num_rows=scale.numel(), zero_tail=out is None)
-        ctx.save_for_backward(x, row_start, scale, b1, b2, *kept, *tensors)
+        ctx.save_for_backward(x, row_range, scale, b1, b2, *kept, *tensors)
         ctx.settings, ctx.grad_input_out = settings, GradientBuffer("grad_input_out", grad_input_out)
         # Not `mark_dirty(out)`: for a slice of a lease, autograd would make that a copy into the lease's gradient.
         return y if out is None else wrote_into(y).detach()
@@ -333,11 +333,11 @@ class _FusedMLP(Function):
     @once_differentiable
     def backward(ctx: _FusedMLPContext, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_gradient(d_y)
-        x, row_start, scale, b1, b2, *rest = ctx.saved_tensors
+        x, row_range, scale, b1, b2, *rest = ctx.saved_tensors
         settings = ctx.settings
         hidden, tensors = Hidden(*rest[: len(Hidden._fields)]), rest[len(Hidden._fields) :]
         weights1, weights2, _ = split_tensors(settings.fc1, settings.fc2, tensors)
-        rows, experts = settings.operands(x, row_start, scale, b1, b2, tensors)
+        rows, experts = settings.operands(x, row_range, scale, b1, b2, tensors)
         experts_backward = experts.backward(rows, hidden, kernel_rows(d_y).view(-1, d_y.shape[-1]))
         d_x = None
         if ctx.needs_input_grad[3]:

@@ -30,7 +30,7 @@ class Products(Protocol):
     def forward(
         self,
         rows: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         out: torch.Tensor,
         *,
         bias: torch.Tensor | None,
@@ -43,7 +43,7 @@ class Products(Protocol):
         """What forward has made for backward, in addition to the weights: tensors to save for :func:`products_of`."""
 
     def input_gradient(
-        self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+        self, d_out: torch.Tensor, row_range: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
     ) -> None:
         """d_rows [N, C] = d_out @ weight."""
 
@@ -73,7 +73,7 @@ class WorkingPrecision:
     def forward(
         self,
         rows: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         out: torch.Tensor,
         *,
         bias: torch.Tensor | None,
@@ -82,18 +82,18 @@ class WorkingPrecision:
     ) -> None:
         """See Products."""
         (weight,) = kernel_matrices({"weight": self._weights})
-        self._ops.grouped_gemm(rows, weight, row_start, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
+        self._ops.grouped_gemm(rows, weight, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
 
     def kept(self) -> Kept:
         """See Products."""
         return NOTHING
 
     def input_gradient(
-        self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+        self, d_out: torch.Tensor, row_range: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
     ) -> None:
         """See Products."""
         (weight,) = kernel_matrices({"weight": self._weights})
-        self._ops.grouped_gemm_dgrad(d_out, weight, row_start, d_rows, zero_tail=zero_tail)
+        self._ops.grouped_gemm_dgrad(d_out, weight, row_range, d_rows, zero_tail=zero_tail)
 
 
 class Quantizing:
@@ -113,7 +113,7 @@ class Quantizing:
     def forward(
         self,
         rows: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         out: torch.Tensor,
         *,
         bias: torch.Tensor | None,
@@ -121,30 +121,30 @@ class Quantizing:
         zero_tail: bool,
     ) -> None:
         """See Products."""
-        left, weight = self._numbers.rows(rows, row_start), packed_weight(self._weights)
+        left, weight = self._numbers.rows(rows, row_range), packed_weight(self._weights)
         right, transposed = weight_operands(self._numbers, weight, transposed=self._trains_rows, held=self._held)
         self._kept = NOTHING if transposed is None else transposed
-        product(left, right, row_start, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
+        product(left, right, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
 
     def kept(self) -> Kept:
         """The transposed weight, quantised; nothing where the rows are not trained."""
         return self._kept
 
     def input_gradient(
-        self, d_out: torch.Tensor, row_start: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
+        self, d_out: torch.Tensor, row_range: torch.Tensor, d_rows: torch.Tensor, *, zero_tail: bool
     ) -> None:
         """See Products."""
-        lines = self._numbers.gradient_rows(d_out, row_start)
+        lines = self._numbers.gradient_rows(d_out, row_range)
         data, scale, global_scale = self._kept
         weight = Operand(given("data", data), given("scale", scale), global_scale)
-        multiply(lines, weight, row_start, d_rows, zero_tail=zero_tail)
+        multiply(lines, weight, row_range, d_rows, zero_tail=zero_tail)
 
 
 def weight_gradient(
     recipe: Recipe | None,
     d_out: torch.Tensor,
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor | TensorTable,
     *,
     accumulate: bool,
@@ -152,8 +152,8 @@ def weight_gradient(
     """out [G, O, C] (+)= d_out_g^T rows_g; `out` is packed if there is a recipe. Needs no weights, so a
     delayed gradient keeps none of them alive."""
     if recipe is None:
-        kernels.for_device(rows.device).grouped_gemm_wgrad(d_out, rows, row_start, out, accumulate=accumulate)
+        kernels.for_device(rows.device).grouped_gemm_wgrad(d_out, rows, row_range, out, accumulate=accumulate)
         return
     numbers = LowPrecision(recipe)
-    left, right = numbers.gradient_columns(d_out, row_start), numbers.columns(rows, row_start)
-    products.weight_gradient(left, right, row_start, out, accumulate=accumulate)
+    left, right = numbers.gradient_columns(d_out, row_range), numbers.columns(rows, row_range)
+    products.weight_gradient(left, right, row_range, out, accumulate=accumulate)

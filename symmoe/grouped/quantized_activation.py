@@ -24,7 +24,7 @@ def first_layer(
     numbers: LowPrecision,
     arriving: Iterable[tuple[Operand, Part]],
     weight: Operand,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     h: torch.Tensor,
     scale: torch.Tensor,
     activation: Activation,
@@ -38,7 +38,7 @@ def first_layer(
     recipe, ops = numbers.recipe, kernels.for_device(h.device)
     num_rows, ffn = h.shape[0], h.shape[1] // activation.hidden_width(1)
     fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(recipe.row_format)
-    quantized = recipe.empty_rows(num_rows, ffn, row_start) if fused else None
+    quantized = recipe.empty_rows(num_rows, ffn, row_range) if fused else None
     for rows, part in arriving:
         product(rows, weight, part.rows, h, bias=bias, num_sms=part.num_sms)
         if quantized is not None:
@@ -48,7 +48,7 @@ def first_layer(
         return operand(quantized)
     a = h.new_empty((num_rows, ffn))
     ops.scaled_activation(h, scale, a, activation)
-    return numbers.rows(a, row_start)
+    return numbers.rows(a, row_range)
 
 
 class HiddenGradients(Protocol):
@@ -86,21 +86,21 @@ class _Ready:
 @dataclass(frozen=True, slots=True)
 class _Full:
     numbers: LowPrecision
-    row_start: torch.Tensor
+    row_range: torch.Tensor
     dh: torch.Tensor
     a: torch.Tensor
 
     def rows(self) -> Operand:
         """See HiddenGradients."""
-        return self.numbers.gradient_rows(self.dh, self.row_start)
+        return self.numbers.gradient_rows(self.dh, self.row_range)
 
     def columns(self) -> Operand:
         """See HiddenGradients."""
-        return self.numbers.gradient_columns(self.dh, self.row_start)
+        return self.numbers.gradient_columns(self.dh, self.row_range)
 
     def activation_columns(self) -> Operand:
         """See HiddenGradients."""
-        return self.numbers.columns(self.a, self.row_start)
+        return self.numbers.columns(self.a, self.row_range)
 
 
 def hidden_gradients(
@@ -108,7 +108,7 @@ def hidden_gradients(
     da: torch.Tensor,
     h: torch.Tensor,
     scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     activation: Activation,
     d_scale: torch.Tensor,
     db1: torch.Tensor | None,
@@ -122,19 +122,19 @@ def hidden_gradients(
         workspace = torch.empty(numel, dtype=torch.float32, device=h.device)
         recipe = numbers.recipe
         made = (
-            recipe.empty_rows(num_rows, h.shape[1], row_start),
-            recipe.empty_columns(num_rows, h.shape[1], row_start),
-            recipe.empty_columns(num_rows, ffn, row_start),
+            recipe.empty_rows(num_rows, h.shape[1], row_range),
+            recipe.empty_columns(num_rows, h.shape[1], row_range),
+            recipe.empty_columns(num_rows, ffn, row_range),
         )
         rows, columns, a_columns = ((quantized.data, quantized.scale) for quantized in made)
         results = {"rows": rows, "columns": columns, "a_columns": a_columns}
-        ops.dact_quantize(da, h, scale, row_start, d_scale, workspace, activation, row_format, **results)
+        ops.dact_quantize(da, h, scale, row_range, d_scale, workspace, activation, row_format, **results)
         return _Ready(*map(operand, made))
     dh, a = torch.empty_like(h), torch.empty_like(da)
     ops.scaled_activation(h, scale, a, activation)
     sums = torch.empty_like(d_scale)
     ops.scaled_activation_grad(da, h, scale, dh, sums, activation)
-    ops.sum_dact_partials(sums, row_start, d_scale, 1)  # the same, with zeros in the tail
+    ops.sum_dact_partials(sums, row_range, d_scale, 1)  # the same, with zeros in the tail
     if db1 is not None:
-        ops.grouped_bias_grad(dh, row_start, db1)
-    return _Full(numbers, row_start, dh, a)
+        ops.grouped_bias_grad(dh, row_range, db1)
+    return _Full(numbers, row_range, dh, a)

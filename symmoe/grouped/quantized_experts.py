@@ -30,7 +30,7 @@ from symmoe.precision.products import LowPrecision, product, weight_gradient
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
 
-# Makes an operand of all rows: (rows, row_start, row_index).
+# Makes an operand of all rows: (rows, row_range, row_index).
 Quantize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Operand]
 
 
@@ -47,10 +47,8 @@ FULL = Wire()
 
 def takes_parts(recipe: Recipe | None) -> bool:
     """Whether experts compute some rows while others are on their way. For that, row i of an operand must be made of
-    row i only: not so with scales in tiles. For scales of whole rows there is no kernel."""
-    if recipe is None:
-        return True
-    return recipe.row_format.block is not None and recipe.row_format.scale_dtype == torch.float32
+    row i only: not so with scales in tiles."""
+    return recipe is None or recipe.row_format.scale_dtype == torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class QuantizedWeights(ExpertWeights):
             weight_operands(numbers, weight, transposed=is_needed, held=held)
             for weight, is_needed, held in zip((self.w1, self.w2), self.needs_transposed, self.held, strict=True)
         )
-        a = first_layer(numbers, arriving, w1, x.row_start, h, x.scale, self.activation, self.b1)
+        a = first_layer(numbers, arriving, w1, x.row_range, h, x.scale, self.activation, self.b1)
         return Hidden.with_weights(h, transposed1, transposed2), (a, w2)
 
     def second_layer(
@@ -103,7 +101,7 @@ class QuantizedWeights(ExpertWeights):
         assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
         product(
             *a,
-            x.row_start,
+            x.row_range,
             out[:num_rows],
             bias=self.b2,
             bias_scale=x.bias_scale,
@@ -140,7 +138,7 @@ class QuantizedBackward(ExpertsBackward):
         for d_out, part in _arriving(quantize, weights, weights.wire.gradients, received, x, parts):
             multiply(d_out, hidden.transposed2, part.rows, da, num_sms=part.num_sms)
         self._gradients = hidden_gradients(
-            self._numbers, da, h, x.scale, x.row_start, weights.activation, self.d_scale, self.db1
+            self._numbers, da, h, x.scale, x.row_range, weights.activation, self.d_scale, self.db1
         )
 
     def _output_gradients(self) -> torch.Tensor:
@@ -156,7 +154,7 @@ class QuantizedBackward(ExpertsBackward):
         """See ExpertsBackward."""
         assert self._transposed1 is not None  # forward has kept it for this
         dh, d_rows = self._gradients.rows(), d_rows[: self._x.scale.shape[0]]
-        multiply(dh, self._transposed1, self._x.row_start, d_rows, zero_tail=zero_tail)
+        multiply(dh, self._transposed1, self._x.row_range, d_rows, zero_tail=zero_tail)
         self._transposed1 = None  # weight gradients do not use it, and may run much later
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
@@ -164,21 +162,21 @@ class QuantizedBackward(ExpertsBackward):
         self._inputs.check()
         x, wire = self._x, self._weights.wire.rows
         if wire is None:
-            right = self._numbers.columns(x.rows, x.row_start, x.row_index)
+            right = self._numbers.columns(x.rows, x.row_range, x.row_index)
         else:
-            right = operand(wire.columns(x.rows, x.row_start, self._dtype, x.row_index))
-        weight_gradient(self._gradients.columns(), right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
+            right = operand(wire.columns(x.rows, x.row_range, self._dtype, x.row_index))
+        weight_gradient(self._gradients.columns(), right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
         """See ExpertsBackward; `out` is packed."""
         self._inputs.check()
         x, wire = self._x, self._weights.wire.gradients
         if wire is None:
-            left = self._numbers.gradient_columns(self._received_gradients(), x.row_start, x.row_index)
+            left = self._numbers.gradient_columns(self._received_gradients(), x.row_range, x.row_index)
         else:
-            left = operand(wire.columns(self._received_gradients(), x.row_start, self._dtype, x.row_index))
+            left = operand(wire.columns(self._received_gradients(), x.row_range, self._dtype, x.row_index))
         right = self._gradients.activation_columns()
-        weight_gradient(left, right, x.row_start, out, accumulate=accumulate, num_sms=num_sms)
+        weight_gradient(left, right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
 
 def _arriving(
@@ -197,17 +195,17 @@ def _arriving(
         return _part_by_part(weights, wire, received, x, parts)
     deque(() if parts is None else parts, maxlen=0)  # waits
     if wire is None:
-        rows = quantize(received, x.row_start, x.row_index)
+        rows = quantize(received, x.row_range, x.row_index)
     else:
-        rows = operand(wire.quantized(received, x.row_start, x.row_index))
-    return ((rows, Part(x.row_start)),)
+        rows = operand(wire.quantized(received, x.row_range, x.row_index))
+    return ((rows, Part(x.row_range)),)
 
 
 def _part_by_part(
     weights: QuantizedWeights, wire: WireFormat | None, received: torch.Tensor, x: ExpertRows, parts: Iterable[Part]
 ) -> Iterator[tuple[Operand, Part]]:
     recipe, ops = weights.recipe, kernels.for_device(received.device)
-    rows = recipe.empty_rows(x.scale.shape[0], weights.w1.shape[2], x.row_start)
+    rows = recipe.empty_rows(x.scale.shape[0], weights.w1.shape[2], x.row_range)
     for part in parts:
         if wire is None:
             ops.quantize_rows(received, part.rows, rows.data, rows.scale, recipe.row_format, row_index=x.row_index)

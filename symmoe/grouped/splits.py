@@ -1,4 +1,4 @@
-"""Converts the number of rows of each group into the row where each group starts, on the device of the rows."""
+"""Converts the number of rows of each group into where they begin and end, on the device of the rows."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def splits_problem(
     return None
 
 
-def splits_to_row_start(splits: Splits, *, device: torch.device, num_rows: int) -> torch.Tensor:
-    """int32 [G + 1] on `device`: group g has the rows row_start[g]:row_start[g + 1]. Does not synchronise the host.
+def splits_to_row_range(splits: Splits, *, device: torch.device, num_rows: int) -> torch.Tensor:
+    """int32 [2, G] on `device`: group g has rows row_range[0, g]:row_range[1, g]. Does not synchronise the host.
 
     Args:
         splits: checked by :func:`splits_problem`.
@@ -60,16 +60,16 @@ def splits_to_row_start(splits: Splits, *, device: torch.device, num_rows: int) 
     ops = kernels.for_device(device)
     if isinstance(splits, torch.Tensor) and splits.device == device:
         counts = splits if splits.dtype in _KERNEL_DTYPES else splits.long()
-        row_start = torch.empty(splits.shape[0] + 1, dtype=torch.int32, device=device)
-        ops.splits_to_row_start(counts.contiguous(), row_start, num_rows)
-        return row_start
-    ends = itertools.accumulate(_host_counts(splits), initial=0)
-    bounds = torch.tensor([*ends], dtype=torch.int32, device="cpu")
-    if bounds.device == device:
-        return bounds
-    row_start = torch.empty_like(bounds, device=device)
-    ops.copy_host_to_device(bounds, row_start)
-    return row_start
+        row_range = torch.empty((2, splits.shape[0]), dtype=torch.int32, device=device)
+        ops.splits_to_row_range(counts.contiguous(), row_range, num_rows)
+        return row_range
+    bounds = [*itertools.accumulate(_host_counts(splits), initial=0)]
+    on_host = torch.tensor([bounds[:-1], bounds[1:]], dtype=torch.int32, device="cpu")
+    if on_host.device == device:
+        return on_host
+    row_range = torch.empty_like(on_host, device=device)
+    ops.copy_host_to_device(on_host, row_range)
+    return row_range
 
 
 def same_splits(left: Splits, right: Splits) -> bool:

@@ -13,13 +13,12 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.operands import check_column_scale, check_operand
-from symmoe.kernels.parts import are_ranges, num_groups_of, refuse_ranges
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
 
 FEATURES = 128  # features of the activation's result in a tile
 ALTERNATING_FEATURES = 64  # the same for its gradient, if gate and up features alternate: a whole block of dh
-H, SCALE, BOUNDS = (torch.bfloat16, torch.float16), (torch.float32,), (torch.int32,)
+H, SCALE, RANGE = (torch.bfloat16, torch.float16), (torch.float32,), (torch.int32,)
 
 
 def takes_act_quantize(block_format: BlockFormat) -> bool:
@@ -30,7 +29,7 @@ def takes_act_quantize(block_format: BlockFormat) -> bool:
 def takes_dact_quantize(ffn: int, activation: Activation, block_format: BlockFormat) -> bool:
     """Whether dact_quantize makes this format of dh: no block of a row may have both gate and up features in halves."""
     in_halves = activation.is_gated and activation.interleave is None
-    return takes_act_quantize(block_format) and (not in_halves or ffn % (block_format.block or 1) == 0)
+    return takes_act_quantize(block_format) and (not in_halves or ffn % block_format.block == 0)
 
 
 def dact_features(activation: Activation) -> int:
@@ -56,20 +55,18 @@ class Sizes:
 def check_act_quantize(
     h: torch.Tensor,
     row_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     activation: Activation,
     block_format: BlockFormat,
     rows: Buffers | None,
     columns: Buffers | None,
 ) -> Sizes:
     """The sizes; ArgumentError unless these are arguments of act_quantize."""
-    sizes = _sizes(h, row_scale, row_start, activation)
+    sizes = _sizes(h, row_scale, row_range, activation)
     if not takes_act_quantize(block_format):
         raise ArgumentError(f"block_format must be of E4M3 numbers in blocks of 32 or 128, got {block_format}")
     if rows is None and columns is None:
         raise ArgumentError("rows or columns must be given, got None for both")
-    if columns is not None:
-        refuse_ranges(row_start, "columns")
     _check_rows("rows", rows, sizes.num_rows, sizes.ffn, block_format)
     _check_columns("columns", columns, sizes, sizes.ffn, block_format)
     return sizes
@@ -79,7 +76,7 @@ def check_dact_quantize(
     da: torch.Tensor,
     h: torch.Tensor,
     row_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     dscale: torch.Tensor,
     workspace: torch.Tensor,
     activation: Activation,
@@ -89,8 +86,7 @@ def check_dact_quantize(
     a_columns: Buffers | None,
 ) -> Sizes:
     """The sizes; ArgumentError unless these are arguments of dact_quantize."""
-    refuse_ranges(row_start, "the gradient of an activation")
-    sizes = _sizes(h, row_scale, row_start, activation)
+    sizes = _sizes(h, row_scale, row_range, activation)
     if not takes_dact_quantize(sizes.ffn, activation, block_format):
         raise ArgumentError(
             f"block_format must be of E4M3 numbers in blocks of 32 or 128 that divide each half of h ({sizes.ffn}), "
@@ -109,15 +105,15 @@ def check_dact_quantize(
     return sizes
 
 
-def _sizes(h: torch.Tensor, row_scale: torch.Tensor, row_start: torch.Tensor, activation: Activation) -> Sizes:
+def _sizes(h: torch.Tensor, row_scale: torch.Tensor, row_range: torch.Tensor, activation: Activation) -> Sizes:
     num_rows, hidden = h.shape
     parts = activation.hidden_width(activation.interleave or 1)
     if hidden == 0 or hidden % parts:
         raise ArgumentError(f"h must have a multiple of {parts} columns, got {hidden}")
     check_operand("h", h, (num_rows, hidden), H)
     check_operand("row_scale", row_scale, (num_rows,), SCALE)
-    num_groups = num_groups_of(row_start)
-    check_operand("row_start", row_start, (2, num_groups) if are_ranges(row_start) else (num_groups + 1,), BOUNDS)
+    num_groups = row_range.shape[-1]
+    check_operand("row_range", row_range, (2, num_groups), RANGE)
     return Sizes(num_rows, num_groups, hidden // activation.hidden_width(1), hidden)
 
 

@@ -1,8 +1,8 @@
 """Low-precision formats, and where their groups lie, as data that kernels and recipes share.
 
 A line is contracted in a GEMM: a row of rows, a feature's column of a group's rows, or a row of a weight. A block
-shares one scale: `block` elements of each of `block_lines` lines, or a whole line. x is about data * scale, in NVFP4
-about data * scale * global scale.
+shares one scale: `block` elements of each of `block_lines` lines. x is about data * scale, in NVFP4 about data *
+scale * global scale.
 
     amax       the largest |x| of a block; NaN or Inf anywhere in it makes the block not finite
     fp32       scale = max(amax / 448, 2^-126)
@@ -51,13 +51,13 @@ class BlockFormat:
     Attributes:
         element: "e4m3", or "e2m1": two in a byte, the first in the low half.
         scale: "fp32"; "power_of_two" in fp32; "e8m0", a power of two in a byte; "e4m3", with a global scale.
-        block: elements of a line that share a scale; None: all.
+        block: elements of a line that share a scale.
         block_lines: lines that share a scale; more than 1 in weights only.
     """
 
     element: Element
     scale: ScaleKind
-    block: int | None
+    block: int
     block_lines: int = 1
 
     @property
@@ -86,7 +86,7 @@ class BlockFormat:
 
     def num_blocks(self, width: int) -> int:
         """Scales for `width` elements of a line; the last block may be shorter."""
-        return 1 if self.block is None else -(-width // self.block)
+        return -(-width // self.block)
 
 
 def max_tiles(num_rows: int, num_groups: int) -> int:

@@ -13,22 +13,17 @@ DATA, SCALE, OUT = (torch.float8_e4m3fn,), (torch.float32,), (torch.bfloat16, to
 
 def check_fp8_gemm(
     rows: torch.Tensor, row_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor
-) -> bool:
-    """Whether lines have one scale each; ArgumentError unless these are operands and result of grouped_gemm_fp8."""
+) -> None:
+    """ArgumentError unless these are operands and result of grouped_gemm_fp8."""
     num_rows, in_width = rows.shape
     num_groups, out_width, _ = weight.shape
     check_operand("rows", rows, (num_rows, in_width), DATA)
     check_operand("weight", weight, (num_groups, out_width, in_width), DATA)
-    # This is not ambiguous: a block has several lines, and there is more than one line.
-    of_lines = weight_scale.shape == (num_groups, out_width, 1)
-    blocks = 1 if of_lines else num_blocks(in_width)
-    check_operand("row_scale", row_scale, (num_rows, blocks), SCALE)
-    scale_lines = out_width if of_lines else num_blocks(out_width)
-    check_operand("weight_scale", weight_scale, (num_groups, scale_lines, blocks), SCALE)
+    check_operand("row_scale", row_scale, (num_rows, num_blocks(in_width)), SCALE)
+    check_operand("weight_scale", weight_scale, (num_groups, num_blocks(out_width), num_blocks(in_width)), SCALE)
     check_operand("out", out, (num_rows, out_width), OUT)
     check_multiple("contracted features", in_width, ALIGNMENT)
     check_multiple("features of out", out_width, ALIGNMENT // out.element_size())
-    return of_lines
 
 
 def check_fp8_wgrad(

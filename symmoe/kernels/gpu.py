@@ -27,7 +27,7 @@ from symmoe.kernels.triton.plan import (
 from symmoe.kernels.triton.pointers import copy_host_to_device, read_addresses, swizzle_scales
 from symmoe.kernels.triton.route import select_experts
 from symmoe.kernels.triton.router_products import router_gemm, router_gemm_grads
-from symmoe.kernels.triton.splits import splits_to_row_start
+from symmoe.kernels.triton.splits import splits_to_row_range
 from symmoe.kernels.triton.sync import barrier, send_signal, wait_for_signal
 from symmoe.kernels.triton.tokens import (
     fan_out,
@@ -88,7 +88,7 @@ __all__ = [
     "send_counts",
     "send_signal",
     "split_by_source",
-    "splits_to_row_start",
+    "splits_to_row_range",
     "sum_dact_partials",
     "swizzle_group_scales",
     "swizzle_scales",

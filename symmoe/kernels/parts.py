@@ -1,6 +1,6 @@
 """Parts of the grouped GEMMs, for overlap with communication: some rows of every group, some columns of the result.
 
-Ranges of rows: int32[2, G] in the place of row_start, the begin and the end of the rows to compute in every group.
+Rows: a row_range that has only some rows of every group (contract/__init__.py).
 Panels of columns: (first, end) of the output's features, at multiples of PANEL_COLUMNS.
 """
 
@@ -29,7 +29,7 @@ class Part:
     """What one launch of a grouped GEMM computes.
 
     Attributes:
-        rows: ranges of rows, or row_start.
+        rows: the row_range of the launch.
         num_sms: most SMs that it uses; None: all.
     """
 
@@ -37,20 +37,21 @@ class Part:
     num_sms: int | None = None
 
 
-def are_ranges(row_start: torch.Tensor) -> bool:
-    """Whether these are ranges [2, G], not the groups' bounds [G + 1]."""
-    return row_start.ndim == 2
+def range_of(bounds: torch.Tensor) -> torch.Tensor:
+    """The row_range of groups that lie one after the other: int32[2, G] from int32[G + 1], the row where each begins
+    and the row where the last one ends."""
+    return torch.stack((bounds[:-1], bounds[1:]))
 
 
-def num_groups_of(row_start: torch.Tensor) -> int:
-    """G of ranges [2, G] or bounds [G + 1]."""
-    return row_start.shape[1] if are_ranges(row_start) else row_start.shape[0] - 1
+def bounds_of(row_range: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`range_of`."""
+    return torch.cat((row_range[0], row_range[1, -1:]))
 
 
-def refuse_ranges(row_start: torch.Tensor, what: str) -> None:
-    """ArgumentError if these are ranges: `what` needs to know where the groups begin and end."""
-    if row_start.ndim == 2:
-        raise ArgumentError(f"{what} needs row_start [G + 1], got ranges of rows {list(row_start.shape)}")
+def equal_groups(num_groups: int, num_rows: int, device: torch.device) -> torch.Tensor:
+    """The row_range of groups that have num_rows rows each."""
+    begin = torch.arange(num_groups, dtype=torch.int32, device=device) * num_rows
+    return torch.stack((begin, begin + num_rows))
 
 
 def panel(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | None:

@@ -16,7 +16,6 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.operands import check_multiple, check_operand
-from symmoe.kernels.parts import are_ranges
 
 ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples
 TILE_BLOCKS, TILE_BYTES = 4, 512
@@ -44,11 +43,11 @@ def check_scaled_gemm(
     row_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     row_global_scale: torch.Tensor | None,
     weight_global_scale: torch.Tensor | None,
-    group_start: torch.Tensor | None,
+    group_range: torch.Tensor | None,
 ) -> BlockFormat:
     """The format of operands of grouped_gemm_scaled; ArgumentError if these do not fit."""
     block_format = _format_of("rows", rows)
@@ -65,13 +64,9 @@ def check_scaled_gemm(
     _check_global_scale("weight_global_scale", weight_global_scale, block_format, num_groups)
     check_multiple("contracted features", num_bytes * block_format.elements_per_byte, 32)
     check_multiple("features of out", out_width, ALIGNMENT // out.element_size())
-    if are_ranges(row_start) != (group_start is not None):
-        given = "None" if group_start is None else list(group_start.shape)
-        raise ArgumentError(
-            f"group_start [G + 1] belongs to ranges of rows [2, G], got {given} and row_start {list(row_start.shape)}"
-        )
-    if group_start is not None:
-        check_operand("group_start", group_start, (num_groups + 1,), (torch.int32,))
+    for name, ranges in (("row_range", row_range), ("group_range", group_range)):
+        if ranges is not None:
+            check_operand(name, ranges, (2, num_groups), (torch.int32,))
     return block_format
 
 

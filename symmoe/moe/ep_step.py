@@ -236,7 +236,7 @@ class _EPStep:
             wire=self.wire,
         )
         row_index = row_to_packed_row if self.layout == "packed" else None
-        return ExpertRows(received, self.plan.row_start, row_probs, bias_scale, row_index), weights
+        return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
 
 
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:

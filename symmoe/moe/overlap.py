@@ -55,7 +55,7 @@ class Rates:
 H200 = Rates()
 H200_FLOAT8 = Rates(flops=1.17e15, wgrad_flops=0.95e15, part_s=50e-6)
 H200_SMS = 132
-MAX_PANELS = 8  # kernels are compiled anew for every panel's columns
+MAX_PANELS = 8  # kernels are compiled anew for every width of a panel
 
 
 def rates_of(precision: Recipe | None) -> Rates:

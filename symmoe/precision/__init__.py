@@ -4,14 +4,13 @@ from symmoe.precision.block_scaled.hadamard import draw_signs, hadamard, inverse
 from symmoe.precision.block_scaled.scale_tiles import swizzle_scales, unswizzle_scales
 from symmoe.precision.names import PRECISIONS
 from symmoe.precision.quantized import Quantized
-from symmoe.precision.recipes import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
+from symmoe.precision.recipes import MXFP8, NVFP4, Float8Block, Recipe
 
 __all__ = [
     "MXFP8",
     "NVFP4",
     "PRECISIONS",
     "Float8Block",
-    "Float8Rowwise",
     "Quantized",
     "Recipe",
     "draw_signs",

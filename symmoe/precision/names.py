@@ -6,11 +6,10 @@ import dataclasses
 import zlib
 
 from symmoe.kernels import control
-from symmoe.precision.recipes import MXFP8, NVFP4, Float8Block, Float8Rowwise, Recipe
+from symmoe.precision.recipes import MXFP8, NVFP4, Float8Block, Recipe
 
 PRECISIONS: dict[str, Recipe] = {
     "float8-block": Float8Block(),
-    "float8-rowwise": Float8Rowwise(),
     "mxfp8": MXFP8(),
     "nvfp4": NVFP4(),
 }

@@ -3,8 +3,8 @@
     multiply          forward: rows x weight; dgrad: gradient rows x transposed weight
     multiply_columns  wgrad: gradient columns x columns of the rows
 
-An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128 or whole lines
-(kernels/fp8.py), one-byte ones in 128x4 tiles (kernels/scaled.py). No function synchronises the host.
+An operand has its scales as the kernel reads them: compact fp32 ones for E4M3 in blocks of 128 (kernels/fp8.py),
+one-byte ones in 128x4 tiles (kernels/scaled.py). No function synchronises the host.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
-from symmoe.kernels.formats import TILE
-from symmoe.kernels.operands import given
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import Recipe
 
@@ -39,23 +37,13 @@ def operand(quantized: Quantized) -> Operand:
     """The numbers of a recipe with their scales laid out."""
     if quantized.scale.dtype != torch.float32:
         return Operand(quantized.data, quantized.swizzled_scale(), quantized.global_scale)
-    if quantized.layout == "columns" and quantized.block_format.block is None:
-        return Operand(quantized.data, _spread(quantized), None)
     return Operand(quantized.data, quantized.scale, None)
-
-
-def _spread(columns: Quantized) -> torch.Tensor:
-    """Scales [C, G] of whole groups as scales [C, P / TILE] of their tiles, block-major as they are."""
-    end = ((given("row_start", columns.row_start).diff() + (TILE - 1)) // TILE).cumsum(0)
-    tile = torch.arange(columns.data.shape[1] // TILE, device=end.device)
-    group = torch.searchsorted(end, tile, right=True).clamp(max=end.shape[0] - 1)  # a tile of no group may get any
-    return columns.scale.t().index_select(0, group).t()
 
 
 def multiply(
     rows: Operand,
     weight: Operand,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     columns: tuple[int, int] | None = None,
@@ -63,7 +51,7 @@ def multiply(
     num_sms: int | None = None,
 ) -> None:
     """out[r] = rows[r] @ weight[g]^T for every row r of every group g, same as grouped_gemm; out bf16, fp16 or fp32."""
-    ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_start, out)
+    ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_range, out)
     if rows.scale.dtype == torch.float32:
         ops.grouped_gemm_fp8(*operands, columns=columns, zero_tail=zero_tail, num_sms=num_sms)
         return
@@ -80,14 +68,14 @@ def multiply(
 def multiply_columns(
     dout: Operand,
     rows: Operand,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     accumulate: bool,
     num_sms: int | None = None,
 ) -> None:
     """out[g] (+)= dout_g @ rows_g^T over the tokens of group g, same as grouped_gemm_wgrad; out [G, O, C]."""
-    ops, operands = kernels.for_device(out.device), (dout.data, dout.scale, rows.data, rows.scale, row_start, out)
+    ops, operands = kernels.for_device(out.device), (dout.data, dout.scale, rows.data, rows.scale, row_range, out)
     if rows.scale.dtype == torch.float32:
         ops.grouped_gemm_wgrad_fp8(*operands, accumulate=accumulate, num_sms=num_sms)
         return
@@ -101,7 +89,7 @@ def multiply_columns(
 
 
 def gradient_seeds(
-    recipe: Recipe, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None
+    recipe: Recipe, rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None
 ) -> torch.Tensor | None:
     """int64[G]: seeds of the stochastic rounding of every group's gradients [N, C]; None if rounding is not stochastic.
 
@@ -111,11 +99,11 @@ def gradient_seeds(
     if not recipe.stochastic_gradients:
         return None
     if rows.numel() == 0:
-        return torch.zeros(row_start.shape[0] - 1, dtype=torch.int64, device=rows.device)
+        return torch.zeros(row_range.shape[1], dtype=torch.int64, device=rows.device)
     words = rows.view(torch.int64).sum(1)  # wraps around
     words = words if row_index is None else words.index_select(0, row_index)
     up_to = torch.nn.functional.pad(words.cumsum(0), (1, 0))  # includes rows of the tail, but these cancel
-    return up_to.index_select(0, row_start).diff()
+    return up_to[row_range].diff(dim=0)[0]
 
 
 def precision_problem(precision: object, **widths: int) -> ArgumentError | None:

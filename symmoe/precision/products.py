@@ -29,9 +29,9 @@ class LowPrecision:
 
     recipe: Recipe
 
-    def rows(self, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
+    def rows(self, rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
         """The rows of the forward product."""
-        return operand(self.recipe.quantize(rows, row_start, row_index=row_index))
+        return operand(self.recipe.quantize(rows, row_range, row_index=row_index))
 
     def weight(self, weight: torch.Tensor) -> Operand:
         """The weight of the forward product, from [G, O, C]."""
@@ -43,30 +43,30 @@ class LowPrecision:
         return weight_operand, transposed
 
     def gradient_rows(
-        self, d_rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
+        self, d_rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None
     ) -> Operand:
         """The gradient rows of dgrad."""
-        seeds = gradient_seeds(self.recipe, d_rows, row_start, row_index)
-        return operand(self.recipe.quantize(d_rows, row_start, row_index=row_index, seeds=seeds))
+        seeds = gradient_seeds(self.recipe, d_rows, row_range, row_index)
+        return operand(self.recipe.quantize(d_rows, row_range, row_index=row_index, seeds=seeds))
 
-    def columns(self, rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
+    def columns(self, rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None) -> Operand:
         """The columns of wgrad, from rows or activations."""
-        return operand(self.recipe.quantize_columns(rows, row_start, row_index=row_index))
+        return operand(self.recipe.quantize_columns(rows, row_range, row_index=row_index))
 
     def gradient_columns(
-        self, d_rows: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
+        self, d_rows: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None
     ) -> Operand:
         """The gradient columns of wgrad."""
-        seeds = gradient_seeds(self.recipe, d_rows, row_start, row_index)
+        seeds = gradient_seeds(self.recipe, d_rows, row_range, row_index)
         # Other random words than those that rounded the rows.
         seeds = None if seeds is None else seeds + 1
-        return operand(self.recipe.quantize_columns(d_rows, row_start, row_index=row_index, seeds=seeds))
+        return operand(self.recipe.quantize_columns(d_rows, row_range, row_index=row_index, seeds=seeds))
 
 
 def weight_gradient(
     d_rows: Operand,
     rows: Operand,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor | TensorTable,
     *,
     accumulate: bool,
@@ -75,13 +75,13 @@ def weight_gradient(
     """out [G, O, C] (+)= d_rows_g^T rows_g, from columns. ArgumentError if `out` is not a packed tensor."""
     if isinstance(out, TensorTable):
         raise ArgumentError(f"out ({out}) must be one packed tensor where quantised numbers are multiplied")
-    multiply_columns(d_rows, rows, row_start, out, accumulate=accumulate, num_sms=num_sms)
+    multiply_columns(d_rows, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
 
 
 def product(
     rows: Operand,
     weight: Operand,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
@@ -92,7 +92,7 @@ def product(
 ) -> None:
     """out [N, O] = rows @ weight^T + bias * bias_scale, as grouped_gemm. With a bias, the product is rounded before
     the bias is added, in fp32, and the sum is rounded again."""
-    multiply(rows, weight, row_start, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
+    multiply(rows, weight, row_range, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
     if bias is None:
         return
     zeros = out.new_zeros((out.shape[0], _BIAS_WIDTH))
@@ -101,7 +101,7 @@ def product(
     ops.grouped_gemm(
         zeros,
         nothing,
-        row_start,
+        row_range,
         out,
         bias=bias,
         bias_scale=bias_scale,

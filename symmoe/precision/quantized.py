@@ -10,6 +10,7 @@ import torch
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.operands import given
+from symmoe.kernels.parts import bounds_of, equal_groups
 from symmoe.precision.block_scaled.hadamard import inverse_hadamard
 from symmoe.precision.block_scaled.scale_tiles import swizzle_scales
 
@@ -25,10 +26,10 @@ class Quantized:
 
     | layout | contracted, last in data | data | scale |
     |---|---|---|---|
-    | rows | features | [N, C] | [N, C / block], or [N, 1] |
-    | columns | tokens | [C, P] | [C, P / block], or [C, G] |
-    | weight | C | [G, O, C] | [G, O / block_lines, C / block], or [G, O, 1] |
-    | weight_transposed | O | [G, C, O] | [G, C / block_lines, O / block], or [G, C, 1] |
+    | rows | features | [N, C] | [N, C / block] |
+    | columns | tokens | [C, P] | [C, P / block] |
+    | weight | C | [G, O, C] | [G, O / block_lines, C / block] |
+    | weight_transposed | O | [G, C, O] | [G, C / block_lines, O / block] |
 
     Quotients are rounded up. Nothing is written for rows that belong to no group.
 
@@ -40,7 +41,7 @@ class Quantized:
         layout: the row of the table above.
         num_rows: N for rows and columns; O or C for weights.
         amax: fp32[G], the largest finite |x| of every group, where there is a global scale; else None.
-        row_start: int32[G + 1], the groups' bounds; None for weights.
+        row_range: int32[2, G], where the rows of each group begin and end; None for weights.
         signs: signs of the Hadamard transform that tokens have gone through; None: no transform.
     """
 
@@ -50,8 +51,13 @@ class Quantized:
     layout: Layout
     num_rows: int
     amax: torch.Tensor | None = None
-    row_start: torch.Tensor | None = None
+    row_range: torch.Tensor | None = None
     signs: int | None = None
+
+    @property
+    def row_start(self) -> torch.Tensor | None:
+        """int32[G + 1], the groups' bounds, as a new tensor; None for weights."""
+        return None if self.row_range is None else bounds_of(self.row_range)
 
     @property
     def global_scale(self) -> torch.Tensor | None:
@@ -75,13 +81,13 @@ class Quantized:
             ArgumentError: a scale is not one byte.
         """
         if self.layout == "rows":
-            return swizzle_scales(self.scale, self._bounds)
+            return swizzle_scales(self.scale, self._row_range)
         num_matrices, num_lines = (1, self.data.shape[0]) if self.layout == "columns" else self.data.shape[:2]
         lines = self.scale
         if self.block_format.block_lines > 1:
             lines = lines.view(torch.uint8).repeat_interleave(self.block_format.block_lines, dim=-2)[:, :num_lines]
-        starts = torch.arange(num_matrices + 1, dtype=torch.int32, device=lines.device) * num_lines
-        return swizzle_scales(lines.reshape(-1, lines.shape[-1]), starts)
+        line_range = equal_groups(num_matrices, num_lines, lines.device)
+        return swizzle_scales(lines.reshape(-1, lines.shape[-1]), line_range)
 
     def dequantize(self) -> torch.Tensor:
         """The numbers in fp32, up to rounding: rows [N, C] or weights [G, O, C]; rows of no group are 0.
@@ -99,25 +105,22 @@ class Quantized:
         return values if self.layout == "weight" else values.mT.contiguous()
 
     @property
-    def _bounds(self) -> torch.Tensor:
-        return given("row_start", self.row_start)
+    def _row_range(self) -> torch.Tensor:
+        return given("row_range", self.row_range)
 
     def _columns(self) -> torch.Tensor:
         groups, belongs = self._row_groups()
-        sizes = self._bounds.diff()
-        tiles = (sizes + formats.TILE - 1) // formats.TILE
+        begin, end = self._row_range
+        tiles = (end - begin + formats.TILE - 1) // formats.TILE
         first = formats.TILE * (tiles.cumsum(0) - tiles)
         row = torch.arange(self.num_rows, device=self.data.device)
-        place = (first - self._bounds[:-1])[groups] + row
+        place = (first - begin)[groups] + row
         width = self.data.shape[1] * self.block_format.elements_per_byte
         # The group of each padded token; tiles of no group may get any.
         token = torch.arange(width, device=self.data.device)
         token_groups = (torch.searchsorted(first, token, right=True) - 1).clamp(min=0)
-        scale = None
-        if self.block_format.block is None:
-            scale = self.scale.float()[:, token_groups]
         global_scale = self.global_scale
-        values = self._values(None if global_scale is None else global_scale[token_groups], scale)
+        values = self._values(None if global_scale is None else global_scale[token_groups])
         if self.signs is not None:
             values = inverse_hadamard(values, self.signs)
         return values.T[place.where(belongs, 0)].where(belongs[:, None], 0.0)
@@ -125,18 +128,15 @@ class Quantized:
     def _row_groups(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The group of every row, 0 if it has none, and whether it has one."""
         row = torch.arange(self.num_rows, device=self.data.device, dtype=torch.int32)
-        groups = torch.searchsorted(self._bounds[1:].contiguous(), row, right=True)
-        belongs = groups < self._bounds.shape[0] - 1
+        groups = torch.searchsorted(self._row_range[1], row, right=True)
+        belongs = groups < self._row_range.shape[1]
         return groups.where(belongs, 0), belongs
 
-    def _values(self, global_scale: torch.Tensor | None, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """data * scale, fp32; scales are spread over their blocks unless they are given for every element."""
+    def _values(self, global_scale: torch.Tensor | None) -> torch.Tensor:
+        """data * scale, fp32; scales are spread over their blocks."""
         values = _numbers(self.data, self.block_format)
-        if scale is None:
-            scale = self.scale.float()
-            block = values.shape[-1] if self.block_format.block is None else self.block_format.block
-            scale = scale.repeat_interleave(block, dim=-1)[..., : values.shape[-1]]
-            scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[..., : values.shape[-2], :]
+        scale = self.scale.float().repeat_interleave(self.block_format.block, dim=-1)[..., : values.shape[-1]]
+        scale = scale.repeat_interleave(self.block_format.block_lines, dim=-2)[..., : values.shape[-2], :]
         return values * (scale if global_scale is None else scale * global_scale)
 
 

@@ -1,4 +1,4 @@
-"""Which numbers the GEMMs of the experts multiply: four recipes as small frozen records (docs/precision.md)."""
+"""Which numbers the GEMMs of the experts multiply: three recipes as small frozen records (docs/precision.md)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
 from symmoe.kernels.operands import check_column_scale, check_contiguous
+from symmoe.kernels.parts import equal_groups
 from symmoe.precision.block_scaled.hadamard import check_signs
-from symmoe.precision.block_scaled.scale_tiles import row_start_problem
+from symmoe.precision.block_scaled.scale_tiles import checked_row_range
 from symmoe.precision.quantized import Layout, Quantized
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
@@ -69,28 +70,28 @@ class Recipe(ABC):
         row_format = self.row_format
         return row_format.data_width(features) + row_format.num_blocks(features) * row_format.scale_dtype.itemsize
 
-    def empty_rows(self, num_rows: int, features: int, row_start: torch.Tensor) -> Quantized:
+    def empty_rows(self, num_rows: int, features: int, row_range: torch.Tensor) -> Quantized:
         """An uninitialised result of quantize, for kernels that fill it. Not for recipes with a global scale."""
         row_format = self.row_format
         return Quantized(
-            data=row_start.new_empty((num_rows, row_format.data_width(features)), dtype=row_format.data_dtype),
-            scale=row_start.new_empty((num_rows, row_format.num_blocks(features)), dtype=row_format.scale_dtype),
+            data=row_range.new_empty((num_rows, row_format.data_width(features)), dtype=row_format.data_dtype),
+            scale=row_range.new_empty((num_rows, row_format.num_blocks(features)), dtype=row_format.scale_dtype),
             block_format=row_format,
             layout="rows",
             num_rows=num_rows,
-            row_start=row_start,
+            row_range=row_range,
         )
 
-    def empty_columns(self, num_rows: int, features: int, row_start: torch.Tensor) -> Quantized:
-        """An uninitialised result of quantize_columns. Not for recipes with a global scale or one scale per group."""
-        data, scale = self._column_buffers(num_rows, features, row_start, None)
+    def empty_columns(self, num_rows: int, features: int, row_range: torch.Tensor) -> Quantized:
+        """An uninitialised result of quantize_columns. Not for recipes with a global scale."""
+        data, scale = self._column_buffers(num_rows, features, row_range, None)
         return Quantized(
             data=data,
             scale=scale,
             block_format=self.row_format,
             layout="columns",
             num_rows=num_rows,
-            row_start=row_start,
+            row_range=row_range,
         )
 
     @torch.no_grad()
@@ -107,8 +108,8 @@ class Recipe(ABC):
 
         Args:
             rows: [N, C], bf16, fp16 or fp32, contiguous; C a multiple of feature_multiple.
-            row_start: int32[G + 1] on their device, the groups' bounds; None: one group of all rows. Rows past
-                row_start[G] are neither read nor written.
+            row_start: int32[G + 1] on their device, the groups' bounds; or int32[2, G], their begins and ends; None:
+                one group of all rows. Rows past the last group's are neither read nor written.
             row_index: int32[N], row r of the groups is rows[row_index[r]]; None: rows[r].
             seeds: int64[G]; random words of the group's seed and the place in the group round numbers up or down,
                 so that the mean is right. Equal seeds and rows give equal bits wherever the group lies.
@@ -117,14 +118,14 @@ class Recipe(ABC):
         Raises:
             ArgumentError: an argument is not as described, or there are seeds without stochastic_gradients.
         """
-        row_start = self._row_start(rows, row_start, seeds, row_index)
+        row_range = self._row_range(rows, row_start, seeds, row_index)
         num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
         row_format = self.row_format
         shapes = (num_rows, row_format.data_width(width)), (num_rows, row_format.num_blocks(width))
         data, scale = _buffers(out, row_format, *shapes, rows)
         ops = kernels.for_device(rows.device)
-        amax = _amax(row_format, rows, row_start, row_index=row_index)
-        ops.quantize_rows(rows, row_start, data, scale, row_format, row_index=row_index, amax=amax, seeds=seeds)
+        amax = _amax(row_format, rows, row_range, row_index=row_index)
+        ops.quantize_rows(rows, row_range, data, scale, row_format, row_index=row_index, amax=amax, seeds=seeds)
         return Quantized(
             data=data,
             scale=scale,
@@ -132,7 +133,7 @@ class Recipe(ABC):
             layout="rows",
             num_rows=num_rows,
             amax=amax,
-            row_start=row_start,
+            row_range=row_range,
         )
 
     @torch.no_grad()
@@ -153,13 +154,13 @@ class Recipe(ABC):
         Raises:
             ArgumentError: as in quantize.
         """
-        row_start = self._row_start(rows, row_start, seeds, row_index)
+        row_range = self._row_range(rows, row_start, seeds, row_index)
         num_rows, width = (rows if row_index is None else row_index).shape[0], rows.shape[1]
         row_format, signs = self.row_format, self.column_signs
-        data, scale = self._column_buffers(num_rows, width, row_start, out)
-        amax = _amax(row_format, rows, row_start, row_index=row_index, signs=signs)
+        data, scale = self._column_buffers(num_rows, width, row_range, out)
+        amax = _amax(row_format, rows, row_range, row_index=row_index, signs=signs)
         kernels.for_device(rows.device).quantize_columns(
-            rows, row_start, data, scale, row_format, row_index=row_index, amax=amax, signs=signs, seeds=seeds
+            rows, row_range, data, scale, row_format, row_index=row_index, amax=amax, signs=signs, seeds=seeds
         )
         return Quantized(
             data=data,
@@ -168,22 +169,20 @@ class Recipe(ABC):
             layout="columns",
             num_rows=num_rows,
             amax=amax,
-            row_start=row_start,
+            row_range=row_range,
             signs=signs,
         )
 
     def _column_buffers(
-        self, num_rows: int, features: int, row_start: torch.Tensor, out: Buffers | None
+        self, num_rows: int, features: int, row_range: torch.Tensor, out: Buffers | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Data and scale of columns, the scale as it lies in memory; the caller's buffers if given."""
-        row_format, num_groups = self.row_format, row_start.shape[0] - 1
-        padded = TILE * max_tiles(num_rows, num_groups)
-        num_scales = num_groups if row_format.block is None else row_format.num_blocks(padded)
-        data_shape, scale_shape = (features, row_format.data_width(padded)), (features, num_scales)
+        row_format, padded = self.row_format, TILE * max_tiles(num_rows, row_range.shape[1])
+        data_shape, scale_shape = (features, row_format.data_width(padded)), (features, row_format.num_blocks(padded))
         if out is None and row_format.scale_dtype == torch.float32:
-            data, scale = _buffers(None, row_format, data_shape, scale_shape[::-1], row_start)
+            data, scale = _buffers(None, row_format, data_shape, scale_shape[::-1], row_range)
             return data, scale.t()
-        return _buffers(out, row_format, data_shape, scale_shape, row_start, check_column_scale)
+        return _buffers(out, row_format, data_shape, scale_shape, row_range, check_column_scale)
 
     def quantize_weight(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
         """Weights for the forward product.
@@ -206,8 +205,7 @@ class Recipe(ABC):
 
     @torch.no_grad()
     def quantize_weight_pair(self, weight: torch.Tensor) -> tuple[Quantized, Quantized]:
-        """Results of quantize_weight and quantize_weight_transposed. The weight is read once, except for scales
-        of whole lines. Arguments as in quantize_weight."""
+        """Results of quantize_weight and quantize_weight_transposed, of one read. Arguments as in quantize_weight."""
         amax = self._weight_amax(weight)
         forward = self._empty_weight(weight, "weight", None, amax)
         transposed = self._empty_weight(weight, "weight_transposed", None, amax)
@@ -235,8 +233,8 @@ class Recipe(ABC):
             self._check_width(f"{name} of weight", width)
         if not self.weight_format.has_global_scale:
             return None
-        matrix_start = torch.arange(weight.shape[0] + 1, dtype=torch.int32, device=weight.device) * weight.shape[1]
-        return _amax(self.weight_format, weight.flatten(0, 1), matrix_start)
+        line_range = equal_groups(weight.shape[0], weight.shape[1], weight.device)
+        return _amax(self.weight_format, weight.flatten(0, 1), line_range)
 
     def _empty_weight(
         self, weight: torch.Tensor, layout: Layout, out: Buffers | None, amax: torch.Tensor | None
@@ -251,14 +249,14 @@ class Recipe(ABC):
             data=data, scale=scale, block_format=weight_format, layout=layout, num_rows=num_lines, amax=amax
         )
 
-    def _row_start(
+    def _row_range(
         self,
         rows: torch.Tensor,
         row_start: torch.Tensor | None,
         seeds: torch.Tensor | None,
         row_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The groups' bounds; ArgumentError if an argument is not what it must be."""
+        """Where the rows of every group begin and end; ArgumentError if an argument is not what it must be."""
         if rows.dim() != 2 or rows.dtype not in DTYPES or not rows.is_contiguous():
             raise ArgumentError(
                 f"rows is {rows.dtype} {list(rows.shape)}; it must be contiguous [N, C] of one of {DTYPES}"
@@ -273,20 +271,17 @@ class Recipe(ABC):
             given = f"{row_index.dtype} {list(row_index.shape)} on {row_index.device}"
             raise ArgumentError(f"row_index is {given}; it must be contiguous torch.int32 [N] on {rows.device}")
         if row_start is None:
-            num_rows = (rows if row_index is None else row_index).shape[0]
-            row_start = torch.arange(2, dtype=torch.int32, device=rows.device) * num_rows
-        problem = row_start_problem(row_start, rows)
-        if problem is not None:
-            raise problem
-        num_groups = row_start.shape[0] - 1
+            row_start = equal_groups(1, (rows if row_index is None else row_index).shape[0], rows.device)
+        row_range = checked_row_range(row_start, rows)
+        num_groups = row_range.shape[1]
         if seeds is None:
-            return row_start
+            return row_range
         if not self.stochastic_gradients:
             raise ArgumentError(f"seeds are given; {self} rounds to nearest")
         if seeds.dtype != torch.int64 or seeds.shape != (num_groups,) or seeds.device != rows.device:
             given = f"{seeds.dtype} {list(seeds.shape)} on {seeds.device}"
             raise ArgumentError(f"seeds is {given}; it must be torch.int64 [{num_groups}] on {rows.device}")
-        return row_start
+        return row_range
 
     def _check_width(self, name: str, width: int) -> None:
         if width == 0 or width % self.feature_multiple:
@@ -313,22 +308,6 @@ class Float8Block(Recipe):
     @property
     def _scale(self) -> ScaleKind:
         return "power_of_two" if self.power_of_two else "fp32"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Float8Rowwise(Recipe):
-    """E4M3 with one fp32 scale for a row, for a feature of a group's tokens, and for a line of a weight.
-
-    The scales are constant along the contraction, so a GEMM applies them only to its result.
-    """
-
-    @property
-    def row_format(self) -> BlockFormat:
-        return BlockFormat(element="e4m3", scale="fp32", block=None)
-
-    @property
-    def weight_format(self) -> BlockFormat:
-        return self.row_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +365,7 @@ class NVFP4(Recipe):
 def _amax(
     block_format: BlockFormat,
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
     signs: int | None = None,
@@ -394,8 +373,8 @@ def _amax(
     """The largest finite |x| of every group, if the format has a global scale."""
     if not block_format.has_global_scale:
         return None
-    amax = torch.empty(row_start.shape[0] - 1, dtype=torch.float32, device=rows.device)
-    kernels.for_device(rows.device).group_amax(rows, row_start, amax, row_index=row_index, signs=signs)
+    amax = torch.empty(row_range.shape[1], dtype=torch.float32, device=rows.device)
+    kernels.for_device(rows.device).group_amax(rows, row_range, amax, row_index=row_index, signs=signs)
     return amax
 
 

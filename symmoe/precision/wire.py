@@ -54,37 +54,35 @@ class WireFormat:
         return sent.view(WORD)
 
     def quantized(
-        self, received: torch.Tensor, row_start: torch.Tensor, row_index: torch.Tensor | None = None
+        self, received: torch.Tensor, row_range: torch.Tensor, row_index: torch.Tensor | None = None
     ) -> Quantized:
         """The result of Recipe.quantize for rows received[row_index[r]], or received[r] without an index."""
         num_rows = (received if row_index is None else row_index).shape[0]
-        rows = self.recipe.empty_rows(num_rows, self.hidden, row_start)
-        self.unpack(received, row_start, rows, row_index)
+        rows = self.recipe.empty_rows(num_rows, self.hidden, row_range)
+        self.unpack(received, row_range, rows, row_index)
         return rows
 
     def unpack(
-        self, received: torch.Tensor, row_start: torch.Tensor, rows: Quantized, row_index: torch.Tensor | None = None
+        self, received: torch.Tensor, row_range: torch.Tensor, rows: Quantized, row_index: torch.Tensor | None = None
     ) -> None:
-        """Fills the result of Recipe.empty_rows as `quantized` does; with ranges int32[2, G], only these rows."""
+        """Fills the result of Recipe.empty_rows as `quantized` does, the rows of row_range."""
         data, scale = rows.data.view(torch.uint8), rows.scale.view(torch.uint8)
         ops = kernels.for_device(received.device)
-        ops.unpack_rows(received.view(torch.uint8), row_start, data, scale, row_index=row_index)
+        ops.unpack_rows(received.view(torch.uint8), row_range, data, scale, row_index=row_index)
 
     def columns(
         self,
         received: torch.Tensor,
-        row_start: torch.Tensor,
+        row_range: torch.Tensor,
         dtype: torch.dtype,
         row_index: torch.Tensor | None = None,
     ) -> Quantized:
-        """The result of Recipe.quantize_columns for the rows of `decode`, in one launch if the recipe has blocks."""
-        if self.recipe.row_format.block is None:
-            return self.recipe.quantize_columns(self.decode(received, dtype), row_start, row_index=row_index)
+        """The result of Recipe.quantize_columns for the rows of `decode`, in one launch."""
         num_rows = (received if row_index is None else row_index).shape[0]
-        columns = self.recipe.empty_columns(num_rows, self.hidden, row_start)
+        columns = self.recipe.empty_columns(num_rows, self.hidden, row_range)
         ops, row_format = kernels.for_device(received.device), self.recipe.row_format
         ops.requantize_columns(
-            received.view(torch.uint8), row_start, columns.data, columns.scale, row_format, dtype, row_index=row_index
+            received.view(torch.uint8), row_range, columns.data, columns.scale, row_format, dtype, row_index=row_index
         )
         return columns
 

@@ -179,7 +179,6 @@ PHASES = (
             "act_quantize_rows_kernel",
             "dact_quantize_kernel",
             "decode_rows_kernel",
-            "encode_lines_kernel",
             "encode_rows_kernel",
             "group_amax_kernel",
             "hopper_dact_quantize_kernel",
@@ -187,8 +186,6 @@ PHASES = (
             "hopper_quantize_weight_pairs_kernel",
             "hopper_requantize_columns_kernel",
             "quantize_columns_kernel",
-            "quantize_column_lines_kernel",
-            "quantize_lines_kernel",
             "quantize_rows_kernel",
             "quantize_weight_pairs_kernel",
             "quantize_weights_kernel",
@@ -201,8 +198,8 @@ PHASES = (
     Phase(
         name="splits, pointers",
         color=GREY,
-        operators=("splits_to_row_start", "copy_host_to_device", "read_addresses"),
-        kernels=("splits_to_row_start_kernel",),
+        operators=("splits_to_row_range", "copy_host_to_device", "read_addresses"),
+        kernels=("splits_to_row_range_kernel",),
     ),
     OTHER,
 )

@@ -19,7 +19,7 @@ from act_quantize_cases import (
     forward,
     forward_apart,
 )
-from quantize_cases import bounds, differences
+from quantize_cases import differences, row_range_of
 
 from symmoe.kernels import gpu, twin
 
@@ -59,7 +59,7 @@ def test_the_bits_of_the_twin_where_the_activation_is_exact(name):
     p = exact_problem(720)
     expected, (expected_grad, wanted) = forward(twin, p, name), backward(twin, p, name)
     p.device = "cuda"
-    p.h, p.da, p.row_scale, p.row_start = (x.cuda() for x in (p.h, p.da, p.row_scale, p.row_start))
+    p.h, p.da, p.row_scale, p.row_range = (x.cuda() for x in (p.h, p.da, p.row_scale, p.row_range))
     assert differences(forward(gpu, p, name), expected) == []
     found, dscale = backward(gpu, p, name)
     assert differences(found, expected_grad) == []
@@ -85,7 +85,7 @@ def test_graph_replay_with_other_rows_and_splits():
     assert sum(other) == sum(SPLITS)
     for seed, splits in ((3, SPLITS), (4, other)):
         q = Problem(ACTIVATIONS["swiglu"], 256, splits=splits, device="cuda", seed=seed)
-        for here, there in ((p.h, q.h), (p.da, q.da), (p.row_scale, q.row_scale), (p.row_start, bounds(splits))):
+        for here, there in ((p.h, q.h), (p.da, q.da), (p.row_scale, q.row_scale), (p.row_range, row_range_of(splits))):
             here.copy_(there)
         graph.replay()
         assert differences(found, forward_apart(gpu, q, "float8_block")) == []

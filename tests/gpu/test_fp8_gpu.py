@@ -9,7 +9,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem, relative_error
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels import select
 from symmoe.kernels.low_precision import fp8
@@ -236,9 +236,9 @@ def test_more_than_two_to_the_31_elements():
     p = Problem((9, 8), (1536, 256), numbers)
     rows = p.rows[:1].expand(sum(splits), 256).contiguous()
     scale = torch.ones(sum(splits), 2, device="cuda")
-    row_start = torch.tensor([0, splits[0], sum(splits)], dtype=torch.int32, device="cuda")
+    row_range = whole_groups(splits, device="cuda")
     out = torch.full((sum(splits), 1536), SENTINEL, dtype=BF16, device="cuda")
-    launchers.launch_fp8_gemm(rows, scale, p.weight, p.weight_scale, row_start, out)
+    launchers.launch_fp8_gemm(rows, scale, p.weight, p.weight_scale, row_range, out)
     small = Problem((1, 1), (1536, 256), numbers)
     small.rows[:2], small.weight, small.weight_scale = p.rows[:1], p.weight, p.weight_scale
     small.row_scale[:2] = 1.0

@@ -26,10 +26,10 @@ from gemm_problem import (
     check_wgrad,
     part_calls,
 )
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels.triton import bias, gemm, tiles
-from symmoe.kernels.triton.splits import splits_to_row_start
+from symmoe.kernels.triton.splits import splits_to_row_range
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +109,7 @@ def test_ranges_of_a_single_group(dtype):
     p = Problem((500,), WIDTHS[1], dtype)
     for name, (width, call) in calls_of(p).items():
         whole = p.blank(width)
-        call(p.row_start, whole, all_rows(p))
+        call(p.row_range, whole, all_rows(p))
         for begin, end in ((131, 402), (500, 500), (499, 3), (0, 1)):
             ranges = torch.tensor([[begin], [end]], dtype=torch.int32, device="cuda")
             come, out = rows_of(ranges, p.capacity), p.blank(width)
@@ -157,15 +157,15 @@ def all_results(p, num_sms=None, *, table=False):
     out, dx, dscale = p.blank(p.width), p.blank(p.hidden), p.blank(dtype=torch.float32)
     operand = weight.table if table else p.weight
     biased = {**p.biases("scaled"), "zero_tail": True}
-    gemm.grouped_gemm(p.packed, operand, p.row_start, out, row_index=p.row_index, **biased, **options)
-    gemm.grouped_gemm_dgrad(p.dout, operand, p.row_start, dx, **options)
+    gemm.grouped_gemm(p.packed, operand, p.row_range, out, row_index=p.row_index, **biased, **options)
+    gemm.grouped_gemm_dgrad(p.dout, operand, p.row_range, dx, **options)
     dw = torch.full_like(p.weight, 0.5)
-    gemm.grouped_gemm_wgrad(p.dout, p.packed, p.row_start, dw, rows_index=p.row_index, accumulate=True, **options)
+    gemm.grouped_gemm_wgrad(p.dout, p.packed, p.row_range, dw, rows_index=p.row_index, accumulate=True, **options)
     dw_fp32 = torch.empty_like(p.weight, dtype=torch.float32)
-    gemm.grouped_gemm_wgrad(p.dout, p.rows, p.row_start, dw_fp32, **options)
+    gemm.grouped_gemm_wgrad(p.dout, p.rows, p.row_range, dw_fp32, **options)
     dbias = torch.empty_like(p.bias)
-    bias.grouped_bias_grad(p.dout, p.row_start, dbias, scale=p.scale)
-    bias.grouped_bias_dot(p.dout, p.bias, p.row_start, dscale)
+    bias.grouped_bias_grad(p.dout, p.row_range, dbias, scale=p.scale)
+    bias.grouped_bias_dot(p.dout, p.bias, p.row_range, dscale)
     return {"out": out, "dx": dx, "dscale": dscale}, {"dw": dw, "dw_fp32": dw_fp32, "dbias": dbias}
 
 
@@ -230,7 +230,7 @@ def test_graph_replay_with_other_splits():
     splits = torch.tensor(first, device="cuda")
 
     def step():
-        splits_to_row_start(splits, p.row_start, p.capacity)
+        splits_to_row_range(splits, p.row_range, p.capacity)
         return all_results(p)
 
     step()  # compile outside of the capture
@@ -246,7 +246,7 @@ def test_graph_replay_with_other_splits():
         splits.copy_(torch.tensor(sizes))
         graph.replay()
         torch.cuda.synchronize()
-        assert p.row_start.tolist() == list(itertools.accumulate(sizes, initial=0))
+        assert torch.equal(p.row_range.cpu(), whole_groups(sizes))
         assert_same_bits(captured, step())
 
 
@@ -257,22 +257,22 @@ def test_splits():
 def test_no_rows():
     """A capacity of zero: nothing to launch but the zeros of the gradients."""
     dout, rows = (torch.empty(0, n, dtype=torch.bfloat16, device="cuda") for n in (192, 64))
-    row_start = torch.zeros(4, dtype=torch.int32, device="cuda")
+    row_range = whole_groups((0, 0, 0), device="cuda")
     weight = torch.ones(3, 192, 64, dtype=torch.bfloat16, device="cuda")
     scattered = Scattered(weight)
-    gemm.grouped_gemm(rows, weight, row_start, dout, zero_tail=True)
-    gemm.grouped_gemm_dgrad(dout, weight, row_start, rows, zero_tail=True)
+    gemm.grouped_gemm(rows, weight, row_range, dout, zero_tail=True)
+    gemm.grouped_gemm_dgrad(dout, weight, row_range, rows, zero_tail=True)
     for out in (weight, scattered.table):
-        gemm.grouped_gemm_wgrad(dout, rows, row_start, out, accumulate=True)
+        gemm.grouped_gemm_wgrad(dout, rows, row_range, out, accumulate=True)
     assert (weight == 1).all()
     assert (scattered.packed() == 1).all()
     for out in (weight, scattered.table):
-        gemm.grouped_gemm_wgrad(dout, rows, row_start, out)
+        gemm.grouped_gemm_wgrad(dout, rows, row_range, out)
     assert not weight.any()
     assert not scattered.packed().any()
     dbias = torch.ones(3, 192, dtype=torch.bfloat16, device="cuda")
-    bias.grouped_bias_dot(dout, dbias, row_start, torch.empty(0, device="cuda"))
-    bias.grouped_bias_grad(dout, row_start, dbias)
+    bias.grouped_bias_dot(dout, dbias, row_range, torch.empty(0, device="cuda"))
+    bias.grouped_bias_grad(dout, row_range, dbias)
     assert not dbias.any()
 
 
@@ -284,9 +284,9 @@ def test_offsets_beyond_32_bits():
     generator = torch.Generator(device="cuda").manual_seed(0)
     rows = torch.randn(num_rows + tail, inner, device="cuda", generator=generator).bfloat16()
     weight = torch.randn(2, width, inner, device="cuda", generator=generator).bfloat16()
-    row_start = torch.tensor([0, 69_000, num_rows], dtype=torch.int32, device="cuda")
+    row_range = whole_groups((69_000, num_rows - 69_000), device="cuda")
     out = torch.full((num_rows + tail, width), torch.nan, dtype=torch.bfloat16, device="cuda")
-    gemm.grouped_gemm(rows, weight, row_start, out, zero_tail=True)
+    gemm.grouped_gemm(rows, weight, row_range, out, zero_tail=True)
     last = slice(num_rows - 500, num_rows)
     expected = rows[last].float() @ weight[1].float().t()
     torch.testing.assert_close(out[last].float(), expected, rtol=1e-2, atol=5e-2)
@@ -295,9 +295,9 @@ def test_offsets_beyond_32_bits():
     index = torch.arange(num_rows + tail, dtype=torch.int32, device="cuda")
     narrow = torch.empty(num_rows + tail, inner, dtype=torch.bfloat16, device="cuda")
     weight_t = weight.transpose(1, 2).contiguous()
-    gemm.grouped_gemm(out, weight_t, row_start, narrow, row_index=index)
+    gemm.grouped_gemm(out, weight_t, row_range, narrow, row_index=index)
     again = torch.empty_like(narrow)
-    gemm.grouped_gemm_dgrad(out, Scattered(weight).table, row_start, again)
+    gemm.grouped_gemm_dgrad(out, Scattered(weight).table, row_range, again)
     expected = out[last].double() @ weight[1].double()
     for got in (narrow, again):
         error = (got[last].double() - expected).abs().max() / expected.abs().max()
@@ -306,12 +306,12 @@ def test_offsets_beyond_32_bits():
     expected = group.t() @ rows[69_000:num_rows].double()
     for dout_index in (index, None):
         dw = torch.empty_like(weight)
-        gemm.grouped_gemm_wgrad(out, rows, row_start, dw, dout_index=dout_index)
+        gemm.grouped_gemm_wgrad(out, rows, row_range, dw, dout_index=dout_index)
         assert (dw[1].double() - expected).abs().max() / expected.abs().max() < 1e-2
     dbias, dscale = torch.empty(2, width, device="cuda"), torch.empty(num_rows + tail, device="cuda")
-    bias.grouped_bias_grad(out, row_start, dbias)
+    bias.grouped_bias_grad(out, row_range, dbias)
     assert_near(dbias[1], group.sum(dim=0))
     bias_of_groups = torch.ones(2, width, dtype=torch.bfloat16, device="cuda")
-    bias.grouped_bias_dot(out, bias_of_groups, row_start, dscale)
+    bias.grouped_bias_dot(out, bias_of_groups, row_range, dscale)
     error = (dscale[69_000:num_rows].double() - group.sum(dim=1)).abs().max()
     assert error < 1e-4 * group.abs().sum(dim=1).max()

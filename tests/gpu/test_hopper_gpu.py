@@ -66,10 +66,10 @@ def products(p, k_first, zero_tail=False, num_sms=None):
     width = p.ffn if k_first else p.width
     on_hopper, usual = p.blank(width), p.blank(width)
     launchers.launch_gemm(
-        source, weight, p.row_start, on_hopper, weight_k_first=k_first, zero_tail=zero_tail, num_sms=num_sms
+        source, weight, p.row_range, on_hopper, weight_k_first=k_first, zero_tail=zero_tail, num_sms=num_sms
     )
     function = gemm.grouped_gemm_dgrad if k_first else gemm.grouped_gemm
-    function(source, weight, p.row_start, usual, config=gemm.gemm_config(width, p.dtype))
+    function(source, weight, p.row_range, usual, config=gemm.gemm_config(width, p.dtype))
     return on_hopper, usual
 
 
@@ -91,9 +91,9 @@ def test_parts_of_products_have_the_bits_of_the_whole(k_first, widths, dtype):
         p = Problem(splits, widths, dtype, SWIGLU)
         weight, width = (p.weight2, p.ffn) if k_first else (p.weight1, p.width)
 
-        def call(row_start, out, come, p=p, weight=weight, **options):
+        def call(row_range, out, come, p=p, weight=weight, **options):
             rows = torch.where(come[:, None], p.rows, torch.nan)
-            launchers.launch_gemm(rows, weight, row_start, out, weight_k_first=k_first, **options)
+            launchers.launch_gemm(rows, weight, row_range, out, weight_k_first=k_first, **options)
 
         parts = random_ranges(splits, 3, step=step)
         check_ranges(p, width, call, parts, num_sms=7)
@@ -130,11 +130,11 @@ def dact(p, variant, num_sms=None, parts=None):
     gathered = variant is act.GATHERED
     dh, a = p.blank(p.width), p.blank(p.ffn)
     sums = p.workspace(kernels)
-    for row_start in [p.row_start] if parts is None else parts:
+    for row_range in [p.row_range] if parts is None else parts:
         act.launch_dact(
             p.packed if gathered else p.rows,
             p.weight2,
-            row_start,
+            row_range,
             p.h,
             p.scale,
             dh,
@@ -146,7 +146,7 @@ def dact(p, variant, num_sms=None, parts=None):
             variant=variant,
         )
     dscale = p.blank(dtype=torch.float32)
-    gemm_act.sum_dact_partials(sums, p.row_start, dscale, num_scale_sums(p.ffn))
+    gemm_act.sum_dact_partials(sums, p.row_range, dscale, num_scale_sums(p.ffn))
     return dh, a, dscale
 
 
@@ -185,10 +185,10 @@ def test_act_of_ranges_has_the_bits_of_the_whole(case):
         p = Problem(splits, widths, dtype, activation)
         whole, union = ((p.blank(p.width), p.blank(p.ffn)) for _ in range(2))
 
-        def run(row_start, rows, h, a, p=p, **options):
-            act.launch_act(rows, p.weight1, row_start, p.scale, h, a, p.activation, variant=variant, **options)
+        def run(row_range, rows, h, a, p=p, **options):
+            act.launch_act(rows, p.weight1, row_range, p.scale, h, a, p.activation, variant=variant, **options)
 
-        run(p.row_start, p.rows, *whole)
+        run(p.row_range, p.rows, *whole)
         for ranges in random_ranges(splits, 3, step=step):
             ranges, outs = ranges.cuda(), (p.blank(p.width), p.blank(p.ffn))
             come = rows_of(ranges, p.capacity)
@@ -210,7 +210,7 @@ def test_act_has_the_bits_of_tritons(case):
         for num_sms in (None, 7, 1):
             h, a = p.blank(p.width), p.blank(p.ffn)
             options = {"num_sms": num_sms, "variant": variant}
-            act.launch_act(p.rows, p.weight1, p.row_start, p.scale, h, a, activation, **options)
+            act.launch_act(p.rows, p.weight1, p.row_range, p.scale, h, a, activation, **options)
             assert_same_rows(p, h, usual[0])
             assert_same_rows(p, a, usual[1])
 
@@ -246,7 +246,7 @@ def test_public_functions_choose_these_kernels(monkeypatch):
     results = []
     for _ in range(3):
         out = p.blank(p.ffn)
-        gemm.grouped_gemm_dgrad(p.rows, p.weight2, p.row_start, out)
+        gemm.grouped_gemm_dgrad(p.rows, p.weight2, p.row_range, out)
         results.append((out, *forward(p, p.rows, None), *backward(p, p.rows, None, p.h, with_dbias=False)[:2]))
     assert called == ["launch_gemm", "launch_act", "launch_dact"] * 3
     for again in results[1:]:

@@ -1,9 +1,8 @@
 """The weight gradient's kernel for Hopper against Triton's: the same bits, whatever lies beside a group's rows."""
 
-import itertools
-
 import pytest
 import torch
+from row_ranges import spans_of, whole_groups
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -28,25 +27,24 @@ CONFIG = tiles.TileConfig(block_m=128, block_n=256, block_k=64, num_stages=3, nu
 
 
 class Problem:
-    """dout and rows, whose tails are NaN, and row_start."""
+    """dout and rows, whose tails are NaN, and row_range."""
 
     def __init__(self, splits, widths, dtype, seed=0):
         generator = torch.Generator(device="cuda").manual_seed(seed)
-        bounds = list(itertools.accumulate(splits, initial=0))
-        self.spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        num_rows, self.row_range = sum(splits), whole_groups(splits, device="cuda")
+        self.spans = spans_of(self.row_range)
         self.shape, self.dtype = (len(splits), *widths), dtype
-        self.row_start = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-        shapes = [(bounds[-1] + TAIL, width) for width in widths]
+        shapes = [(num_rows + TAIL, width) for width in widths]
         self.dout, self.rows = (torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
-        self.dout[bounds[-1] :] = torch.nan
-        self.rows[bounds[-1] :] = torch.nan
+        self.dout[num_rows:] = torch.nan
+        self.rows[num_rows:] = torch.nan
 
     def on_hopper(self, **options):
         """By the kernel for Hopper; there is NaN before and after the result, and stays."""
         size = torch.Size(self.shape).numel()
         around = torch.full((size + 2048,), torch.nan, dtype=self.dtype, device="cuda")
         out = around[1024 : 1024 + size].view(self.shape)
-        wgrad.launch_wgrad(self.dout, self.rows, self.row_start, out, **options)
+        wgrad.launch_wgrad(self.dout, self.rows, self.row_range, out, **options)
         assert around[:1024].isnan().all()
         assert around[1024 + size :].isnan().all()
         return out
@@ -54,7 +52,7 @@ class Problem:
     def usual(self):
         """By Triton's."""
         out = torch.full(self.shape, torch.nan, dtype=self.dtype, device="cuda")
-        gemm.grouped_gemm_wgrad(self.dout, self.rows, self.row_start, out, config=CONFIG)
+        gemm.grouped_gemm_wgrad(self.dout, self.rows, self.row_range, out, config=CONFIG)
         return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from row_ranges import spans_of, whole_groups
 from test_lora_gemms import FFN, NAMES, ROWS, SPLITS, TAIL, dense_oracle, is_near, make_experts, random_parameters
 
 from symmoe import kernels
@@ -44,9 +45,9 @@ def test_experts(bias: bool, lora_rank: int, dtype: torch.dtype):
 def test_results_are_added(columns: tuple[int, int] | None, in_width: int, dtype: torch.dtype):
     """To what is there, in the panel and in the rows of the groups alone; forward and backward, plain and gathered."""
     width, num_rows, sizes = 600, 700, (300, 0, 129, 171)
-    row_start = torch.tensor((0, *torch.tensor(sizes).cumsum(0)), dtype=torch.int32)
+    row_range, end_row = whole_groups(sizes), sum(sizes)
     rows, before = torch.randn(num_rows, in_width).to(dtype), torch.randn(num_rows, width).to(dtype)
-    rows[row_start[-1] :] = torch.nan
+    rows[end_row:] = torch.nan
     weight = (torch.randn(len(sizes), width, in_width) * in_width**-0.5).to(dtype)
     index = torch.randint(0, 600, (num_rows,), dtype=torch.int32)
     ops = kernels.for_device(torch.device(DEVICE))
@@ -54,15 +55,14 @@ def test_results_are_added(columns: tuple[int, int] | None, in_width: int, dtype
     for row_index, is_dgrad in ((None, False), (None, True), (index, False), (index, True)):
         source = rows if row_index is None else rows[row_index]
         want = before.double()
-        for g in range(len(sizes)):
-            group = slice(row_start[g], row_start[g + 1])
+        for g, group in enumerate(spans_of(row_range)):
             want[group, first:end] += source[group].double() @ weight[g, first:end].double().T
         out = before.to(DEVICE)
         call, matrix = (ops.grouped_gemm_dgrad, weight.mT.contiguous()) if is_dgrad else (ops.grouped_gemm, weight)
         call(
             rows.to(DEVICE),
             matrix.to(DEVICE),
-            row_start.to(DEVICE),
+            row_range.to(DEVICE),
             out,
             row_index=None if row_index is None else row_index.to(DEVICE),
             columns=columns,
@@ -70,5 +70,5 @@ def test_results_are_added(columns: tuple[int, int] | None, in_width: int, dtype
         )
         assert is_near(out.cpu(), want, torch.bfloat16 if dtype == torch.float16 else dtype)
         inside = torch.zeros(before.shape, dtype=torch.bool)
-        inside[: row_start[-1], first:end] = True
+        inside[:end_row, first:end] = True
         assert torch.equal(out.cpu()[~inside], before[~inside])

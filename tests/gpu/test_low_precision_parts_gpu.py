@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from quantize_cases import FORMATS, as_bytes, bounds, encode_rows, filled, hard_rows
+from quantize_cases import FORMATS, as_bytes, encode_rows, filled, hard_rows, row_range_of
 from row_ranges import random_ranges, rows_of
 from test_low_precision_parts import check_parts
 
@@ -23,9 +23,9 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
 def check_rows(call, buffers):
-    """call(row_start, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
+    """call(row_range, *buffers) writes rows of ranges and no others; all ranges together are the whole."""
     whole, union = buffers(), buffers()
-    call(bounds(SPLITS).cuda(), *whole)
+    call(row_range_of(SPLITS).cuda(), *whole)
     for ranges in random_ranges(SPLITS, 4):
         part, ranges = buffers(), ranges.cuda()
         call(ranges, *part)
@@ -45,19 +45,19 @@ def test_rows_that_are_quantised(dtype):
     rows, index = hard_rows(90, WIDTH, dtype), torch.randint(90, (CAPACITY,), dtype=torch.int32)
     on_gpu = rows.cuda(), index.cuda()
 
-    def call(row_start, data, scale):
-        gpu.quantize_rows(on_gpu[0], row_start, data, scale, FORMATS["float8_block"], row_index=on_gpu[1])
+    def call(row_range, data, scale):
+        gpu.quantize_rows(on_gpu[0], row_range, data, scale, FORMATS["float8_block"], row_index=on_gpu[1])
 
     check_rows(call, lambda: e4m3_buffers(WIDTH))
     sent = encode_rows(twin, rows, "float8_block").cuda()
 
-    def unpack(row_start, data, scale):
-        gpu.unpack_rows(sent, row_start, data.view(torch.uint8), scale.view(torch.uint8), row_index=on_gpu[1])
+    def unpack(row_range, data, scale):
+        gpu.unpack_rows(sent, row_range, data.view(torch.uint8), scale.view(torch.uint8), row_index=on_gpu[1])
 
     check_rows(unpack, lambda: e4m3_buffers(WIDTH))
     found = [e4m3_buffers(WIDTH) for _ in range(2)]
-    call(bounds(SPLITS).cuda(), *found[0])
-    unpack(bounds(SPLITS).cuda(), *found[1])
+    call(row_range_of(SPLITS).cuda(), *found[0])
+    unpack(row_range_of(SPLITS).cuda(), *found[1])
     assert all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(*found, strict=True))
 
 
@@ -67,11 +67,9 @@ def test_activations_that_are_quantised(activation):
     h = torch.randn(CAPACITY, activation.hidden_width(FFN), device="cuda").to(BF16)
     factor = torch.rand(CAPACITY, device="cuda")
 
-    def call(row_start, data, scale):
-        there = h
-        if row_start.ndim == 2:
-            there = torch.where(rows_of(row_start, CAPACITY)[:, None], h, torch.nan)
-        gpu.act_quantize(there, factor, row_start, activation, FORMATS["float8_block"], rows=(data, scale))
+    def call(row_range, data, scale):
+        there = torch.where(rows_of(row_range, CAPACITY)[:, None], h, torch.nan)
+        gpu.act_quantize(there, factor, row_range, activation, FORMATS["float8_block"], rows=(data, scale))
 
     check_rows(call, lambda: e4m3_buffers(FFN))
 

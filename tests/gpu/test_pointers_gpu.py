@@ -9,6 +9,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from row_ranges import whole_groups
+
 from symmoe import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError
 from symmoe.kernels import gpu, twin
@@ -144,12 +146,12 @@ def test_discrete_weights_in_a_grouped_gemm(num_groups):
     fc1 = [torch.randn(64, 32, device="cuda", dtype=torch.bfloat16) for _ in range(num_groups)]
     fc2 = [torch.randn(32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(num_groups)]
     packed = pack_weight_ptrs(fc1, fc2)
-    row_start = torch.arange(0, 5 * num_groups + 1, 5, dtype=torch.int32, device="cuda")
+    row_range = whole_groups([5] * num_groups, device="cuda")
     for weights, pointers in ((fc1, packed.fc1), (fc2, packed.fc2)):
         out_features, in_features = weights[0].shape
         rows = torch.randn(5 * num_groups, in_features, device="cuda", dtype=torch.bfloat16)
         out, expected = torch.full((2, 5 * num_groups, out_features), torch.nan, device="cuda", dtype=torch.bfloat16)
         table = TensorTable(pointers, (num_groups, out_features, in_features), torch.bfloat16)
-        gpu.grouped_gemm(rows, table, row_start, out)
-        twin.grouped_gemm(rows, torch.stack(weights), row_start, expected)
+        gpu.grouped_gemm(rows, table, row_range, out)
+        twin.grouped_gemm(rows, torch.stack(weights), row_range, expected)
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)

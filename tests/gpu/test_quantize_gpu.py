@@ -15,7 +15,6 @@ from quantize_cases import (
     SPLITS,
     TAIL,
     as_bytes,
-    bounds,
     decoded_columns,
     differences,
     encode_rows,
@@ -27,10 +26,11 @@ from quantize_cases import (
     quantize_weight_pairs,
     quantize_weights,
     requantize_columns,
+    row_range_of,
 )
 
 from symmoe.kernels import gpu, twin
-from symmoe.precision import MXFP8, NVFP4, Float8Block, Float8Rowwise, swizzle_scales, unswizzle_scales
+from symmoe.precision import MXFP8, NVFP4, Float8Block, swizzle_scales, unswizzle_scales
 
 pytestmark = pytest.mark.gpu
 
@@ -42,9 +42,9 @@ ROWS = sum(SPLITS) + TAIL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_and_columns(name, dtype, width, hard):
-    rows, row_start = hard_rows(ROWS, width, dtype), bounds()
-    found = quantize_all(gpu, rows.cuda(), row_start.cuda(), name, hard=hard)
-    assert differences(found, quantize_all(twin, rows, row_start, name, hard=hard)) == []
+    rows, row_range = hard_rows(ROWS, width, dtype), row_range_of()
+    found = quantize_all(gpu, rows.cuda(), row_range.cuda(), name, hard=hard)
+    assert differences(found, quantize_all(twin, rows, row_range, name, hard=hard)) == []
 
 
 @pytest.mark.parametrize("shape", [(2, 160, 96), (3, 1536, 2048)], ids=str)
@@ -71,8 +71,9 @@ def test_columns_of_rows_on_the_wire(name, dtype, width):
     sent = encode_rows(twin, hard_rows(90, width, dtype), name)[:90]
     index = torch.randint(90, (ROWS,), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
     for wire, row_index in ((sent, index), (sent[index.long()], None)):
-        expected = requantize_columns(twin, wire, bounds(), width, name, dtype, row_index)
-        on_gpu = (wire.cuda(), bounds().cuda(), width, name, dtype, None if row_index is None else row_index.cuda())
+        expected = requantize_columns(twin, wire, row_range_of(), width, name, dtype, row_index)
+        index = None if row_index is None else row_index.cuda()
+        on_gpu = (wire.cuda(), row_range_of().cuda(), width, name, dtype, index)
         assert differences(requantize_columns(gpu, *on_gpu), expected) == []
         assert differences(decoded_columns(gpu, *on_gpu), expected) == []
 
@@ -102,8 +103,9 @@ def test_columns_do_not_depend_on_how_programs_walk(options, num_sms):
         (filled((2880, 1024), torch.float8_e4m3fn, device), filled_column_scale((2880, 8), block_format, device))
         for device in ("cpu", "cuda")
     )
-    twin.quantize_columns(rows, bounds(), *expected, block_format)
-    columns.launch_quantize_columns(rows.cuda(), bounds().cuda(), *found, block_format, num_sms=num_sms, **options)
+    twin.quantize_columns(rows, row_range_of(), *expected, block_format)
+    on_gpu = rows.cuda(), row_range_of().cuda()
+    columns.launch_quantize_columns(*on_gpu, *found, block_format, num_sms=num_sms, **options)
     for left, right in zip(found, expected, strict=True):
         assert torch.equal(as_bytes(left), as_bytes(right))
 
@@ -115,33 +117,33 @@ def test_every_bf16_number():
     rows = torch.full((-(-every.numel() // 127), 128), 448.0, dtype=torch.bfloat16)
     padded = torch.nn.functional.pad(every, (0, rows.shape[0] * 127 - every.numel()))
     rows[:, 1:] = padded.view(-1, 127)
-    row_start = bounds((rows.shape[0],))
+    row_range = row_range_of((rows.shape[0],))
     for name in ("float8_block", "mxfp8"):
-        found = quantize_all(gpu, rows.cuda(), row_start.cuda(), name)
-        assert differences(found, quantize_all(twin, rows, row_start, name)) == []
+        found = quantize_all(gpu, rows.cuda(), row_range.cuda(), name)
+        assert differences(found, quantize_all(twin, rows, row_range, name)) == []
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4, 6, 90])
 def test_swizzled_scales(num_blocks):
     scale = torch.randint(0, 256, (ROWS, num_blocks)).to(torch.uint8)
-    expected = swizzle_scales(scale, bounds())
-    found = swizzle_scales(scale.cuda(), bounds().cuda())
+    expected = swizzle_scales(scale, row_range_of())
+    found = swizzle_scales(scale.cuda(), row_range_of().cuda())
     assert torch.equal(found.cpu(), expected)
-    back = unswizzle_scales(found, bounds().cuda(), num_rows=ROWS, num_blocks=num_blocks)
+    back = unswizzle_scales(found, row_range_of().cuda(), num_rows=ROWS, num_blocks=num_blocks)
     assert torch.equal(back.cpu()[: sum(SPLITS)], scale[: sum(SPLITS)])
 
 
-@pytest.mark.parametrize("recipe", [Float8Block(), Float8Rowwise(), MXFP8(), NVFP4()], ids=str)
+@pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
 def test_graph_replay_with_other_rows_and_splits(recipe):
     generator = torch.Generator().manual_seed(0)
     cases = [
         (torch.randn(ROWS, 256, generator=generator).bfloat16(), splits) for splits in (SPLITS, (100, 3, 0, 0, 200, 7))
     ]
-    rows, row_start = cases[0][0].cuda(), bounds(cases[0][1]).cuda()
+    rows, row_range = cases[0][0].cuda(), row_range_of(cases[0][1]).cuda()
     seeds = torch.arange(len(SPLITS), device="cuda") if recipe.stochastic_gradients else None
 
     def step():
-        quantized = recipe.quantize(rows, row_start, seeds=seeds), recipe.quantize_columns(rows, row_start, seeds=seeds)
+        quantized = recipe.quantize(rows, row_range, seeds=seeds), recipe.quantize_columns(rows, row_range, seeds=seeds)
         return quantized, [each.dequantize() for each in quantized]
 
     step()
@@ -151,25 +153,25 @@ def test_graph_replay_with_other_rows_and_splits(recipe):
         _, found = step()
     for new_rows, splits in cases:
         rows.copy_(new_rows)
-        row_start.copy_(bounds(splits))
+        row_range.copy_(row_range_of(splits))
         graph.replay()
         seeds_here = None if seeds is None else seeds.cpu()
         for tensor, quantize in zip(found, (recipe.quantize, recipe.quantize_columns), strict=True):
-            expected = quantize(new_rows, bounds(splits), seeds=seeds_here)
+            expected = quantize(new_rows, row_range_of(splits), seeds=seeds_here)
             # Data and scales are the same bits; undoing a Hadamard transform sums on the device.
             assert torch.allclose(tensor.cpu(), expected.dequantize(), rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_waits_for_the_device():
-    rows, row_start = torch.randn(ROWS, 256, device="cuda").bfloat16(), bounds().cuda()
+    rows, row_range = torch.randn(ROWS, 256, device="cuda").bfloat16(), row_range_of().cuda()
     weight = torch.randn(4, 128, 256, device="cuda")
 
     def step():
-        for recipe in (Float8Block(), Float8Rowwise(), MXFP8(), NVFP4()):
+        for recipe in (Float8Block(), MXFP8(), NVFP4()):
             for quantized in (
-                recipe.quantize(rows, row_start),
+                recipe.quantize(rows, row_range),
                 recipe.quantize(rows),
-                recipe.quantize_columns(rows, row_start),
+                recipe.quantize_columns(rows, row_range),
                 recipe.quantize_weight(weight),
                 recipe.quantize_weight_transposed(weight),
                 *recipe.quantize_weight_pair(weight),

@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper or Blackwell GPU", allow_module_level=True)
 
-from row_ranges import random_ranges, rows_of
+from row_ranges import random_ranges, rows_of, whole_groups
 from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, relative_error
 
 from symmoe import kernels
@@ -89,8 +89,8 @@ def test_parts_have_the_bits_of_the_whole(widths, name):
     for splits, step in itertools.product(SPLITS, (1, 128)):
         p = problem(Problem, name, splits, widths, exact=False)
         whole, union, in_both = product(p), p.blank(BF16), p.blank(BF16)
-        *operands, row_start = p.operands
-        options = {**p.options, "group_start": row_start}
+        *operands, row_range = p.operands
+        options = {**p.options, "group_range": row_range}
         for ranges in random_ranges(splits, 3, step=step):
             ranges, out = ranges.cuda(), p.blank(BF16)
             scaled.grouped_gemm_scaled(*operands, ranges, out, num_sms=7, **options)
@@ -162,13 +162,13 @@ def test_groups_without_tokens_leave_an_accumulated_gradient_alone(name):
 def test_what_recipes_make(recipe):
     """The bytes of the quantisers of GPUs and their tiles of scales, against the twin with the same operands."""
     generator = torch.Generator("cuda").manual_seed(0)
-    row_start = torch.tensor([0, 500, 500, 901], dtype=torch.int32, device="cuda")
+    row_range = whole_groups((500, 0, 401), device="cuda")
     rows, dout = (torch.randn(901, width, generator=generator, dtype=BF16, device="cuda") for width in (1056, 704))
     weight = torch.randn(3, dout.shape[1], 1056, generator=generator, dtype=BF16, device="cuda")
     twin = kernels.for_device(torch.device("cpu"))
 
     def both(name, left, right, scales, out):
-        operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_start)
+        operands = (left.data, left.swizzled_scale(), right.data, right.swizzled_scale(), row_range)
         options = {} if left.amax is None else dict(zip(scales, (left.global_scale, right.global_scale), strict=True))
         getattr(scaled, name)(*operands, out, **options)
         expected = torch.empty_like(out, device="cpu")
@@ -176,11 +176,11 @@ def test_what_recipes_make(recipe):
         assert relative_error(out.cpu(), expected.double()) <= FP32_ERROR
 
     gemm, wgrad = ("row_global_scale", "weight_global_scale"), ("dout_global_scale", "rows_global_scale")
-    forward = recipe.quantize(rows, row_start), recipe.quantize_weight(weight)
+    forward = recipe.quantize(rows, row_range), recipe.quantize_weight(weight)
     both("grouped_gemm_scaled", *forward, gemm, torch.empty(901, dout.shape[1], device="cuda"))
-    dgrad = recipe.quantize(dout, row_start), recipe.quantize_weight_transposed(weight)
+    dgrad = recipe.quantize(dout, row_range), recipe.quantize_weight_transposed(weight)
     both("grouped_gemm_scaled", *dgrad, gemm, torch.empty(901, 1056, device="cuda"))
-    columns = recipe.quantize_columns(dout, row_start), recipe.quantize_columns(rows, row_start)
+    columns = recipe.quantize_columns(dout, row_range), recipe.quantize_columns(rows, row_range)
     both("grouped_gemm_wgrad_scaled", *columns, wgrad, torch.empty(weight.shape, device="cuda"))
 
 

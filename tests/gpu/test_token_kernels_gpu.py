@@ -230,7 +230,7 @@ def test_layer_call_in_a_graph(gpu):
             drop=False,
             record_errors=True,
             splits=int32(num_experts),
-            row_start=int32(num_experts + 1),
+            row_range=int32(2, num_experts),
             slot_start=slot_start,
             slot_limit=slot_limit,
             packed_start=packed_start,

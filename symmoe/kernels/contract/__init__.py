@@ -10,11 +10,12 @@ and Gluon). A function has the same name, the same arguments and the same meanin
 * Results are written to the caller's tensors. All tensors are on one device, contiguous unless the text says otherwise.
 * On GPUs no function makes the host wait for the device, and only the router's GEMMs allocate device memory. Bits
 of results do not depend on the grid of a launch.
-* row_start: int32[G + 1], the groups' bounds: group g owns rows row_start[g]:row_start[g + 1]. Rows at or past
-  row_start[G] are the tail: they influence nothing, and are not written unless the text says so.
-* Ranges of rows: int32[2, G] for row_start, where the text says "or ranges". Only rows row_start[0, g]:row_start[1, g]
-  of group g are computed and written, none if the end is not past the begin, with the bits of one call for all rows.
-  A begin that is the group's first row plus a multiple of PART_ROWS costs no additional tile (kernels/parts.py).
+* row_range: int32[2, G]. Rows row_range[0, g]:row_range[1, g] of group g are computed and written, none if the end is
+  not past the begin. Other rows influence nothing, and are not written unless the text says so. A range of only some
+  rows of every group gives these the bits of one call for all rows. A begin that is the group's first row plus a
+  multiple of PART_ROWS costs no additional tile (kernels/parts.py).
+* Whole groups: where the text says so, row_range must have all rows of every group, which lie one after the other from
+  row 0 on. Rows at or past the end of the last group are the tail. No function checks it: the host does not know.
 * row_index, rows_index, dout_index: int32[N], which row of the tensor stands for row r; None: row r. With an index the
   tensor has any number P of rows.
 * num_sms, num_ctas: most SMs that the kernel uses, or most programs that it has, so that other kernels get the rest;

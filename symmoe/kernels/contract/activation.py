@@ -35,7 +35,7 @@ class ActivationKernels(Protocol):
         self,
         rows: Tensor,
         weight: Tensor | TensorTable,
-        row_start: Tensor,
+        row_range: Tensor,
         row_scale: Tensor,
         h: Tensor,
         a: Tensor,
@@ -47,15 +47,15 @@ class ActivationKernels(Protocol):
     ) -> None:
         """h[r] = rows[row_index[r]] @ weight[g]^T + bias[g]; a[r] = act(h[r]) * row_scale[r], from the rounded h.
 
-        rows [N, C], or [P, C] with row_index; weight [G, W, C]; row_start: bounds or ranges; row_scale fp32[N]; h
-        [N, W]; a [N, I]; bias [G, W].
+        rows [N, C], or [P, C] with row_index; weight [G, W, C]; row_scale fp32[N]; h [N, W]; a [N, I];
+        bias [G, W].
         """
 
     def grouped_gemm_dact(
         self,
         dout: Tensor,
         weight: Tensor | TensorTable,
-        row_start: Tensor,
+        row_range: Tensor,
         h: Tensor,
         row_scale: Tensor,
         dh: Tensor,
@@ -71,11 +71,9 @@ class ActivationKernels(Protocol):
         """Gradient through the second GEMM and the activation: dh, dscale, a of forward again, the first GEMM's dbias.
 
         dout [N, O], or [P, O] with row_index; weight [G, O, I]; h, dh [N, W]; a [N, I]; row_scale, dscale fp32[N];
-        dbias [G, W]; workspace: fp32, of dact_workspace_numel(...) elements. dscale is 0 in the tail.
-
-        row_start: bounds or ranges. With ranges, dh and a of these rows are written, and their partial sums of dscale
-        stay in the workspace. When calls that differ only in ranges have computed all rows, sum_dact_partials sums
-        them. dscale is not written and may be None; dbias must be None (ArgumentError): grouped_bias_grad sums dh.
+        dbias [G, W]; workspace: fp32, of dact_workspace_numel(...) elements. dscale and dbias need whole groups; dscale
+        is 0 in the tail. dscale None: the partial sums of dscale stay in the workspace. When calls that differ only in
+        row_range have computed all rows, sum_dact_partials sums them (and grouped_bias_grad dh).
 
         Returns:
             How many partial sums of dscale the workspace has for a row.
@@ -84,8 +82,8 @@ class ActivationKernels(Protocol):
     def dact_workspace_numel(self, num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
         """Elements of grouped_gemm_dact's fp32 workspace, enough for every dtype, with dbias or without."""
 
-    def sum_dact_partials(self, workspace: Tensor, row_start: Tensor, dscale: Tensor, num_partials: int) -> None:
-        """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact with ranges have filled.
+    def sum_dact_partials(self, workspace: Tensor, row_range: Tensor, dscale: Tensor, num_partials: int) -> None:
+        """dscale fp32[N], 0 in the tail, from the workspace that calls of grouped_gemm_dact have filled.
 
-        row_start: the groups' bounds, which the ranges have covered. num_partials: the result of those calls.
+        row_range: whole groups, which the calls have covered. num_partials: the result of those calls.
         """

@@ -12,7 +12,7 @@ Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] that lie a
 * columns: (first, end), multiples of PANEL_COLUMNS or the width: only these are computed and written. None: all.
   ArgumentError for others (kernels/parts.py).
 * accumulate: the result is added to out in fp32, and rounded with it; groups without rows leave out as it is.
-* zero_tail: the tail of out, in these columns, becomes 0; not with ranges (ArgumentError).
+* zero_tail: the tail of out, in these columns, becomes 0; needs whole groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GemmKernels(Protocol):
         self,
         rows: Tensor,
         weight: Tensor | TensorTable,
-        row_start: Tensor,
+        row_range: Tensor,
         out: Tensor,
         *,
         row_index: Tensor | None = None,
@@ -42,7 +42,7 @@ class GemmKernels(Protocol):
     ) -> None:
         """out[r] = rows[row_index[r]] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g.
 
-        rows [N, C], or [P, C] with row_index; weight [G, O, C]; row_start: bounds or ranges; out [N, O]; bias [G, O];
+        rows [N, C], or [P, C] with row_index; weight [G, O, C]; out [N, O]; bias [G, O];
         bias_scale fp32[N], None: 1.
         """
 
@@ -50,7 +50,7 @@ class GemmKernels(Protocol):
         self,
         dout: Tensor,
         weight: Tensor | TensorTable,
-        row_start: Tensor,
+        row_range: Tensor,
         out: Tensor,
         *,
         row_index: Tensor | None = None,
@@ -61,14 +61,14 @@ class GemmKernels(Protocol):
     ) -> None:
         """out[r] = dout[row_index[r]] @ weight[g] for every row r of every group g.
 
-        dout [N, O], or [P, O] with row_index; weight [G, O, C]; row_start: bounds or ranges; out [N, C].
+        dout [N, O], or [P, O] with row_index; weight [G, O, C]; out [N, C].
         """
 
     def grouped_gemm_wgrad(
         self,
         dout: Tensor,
         rows: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         out: Tensor | TensorTable,
         *,
         dout_index: Tensor | None = None,
@@ -85,7 +85,7 @@ class GemmKernels(Protocol):
     def grouped_bias_grad(
         self,
         dout: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         dbias: Tensor,
         *,
         dout_index: Tensor | None = None,
@@ -100,7 +100,7 @@ class GemmKernels(Protocol):
         self,
         dout: Tensor,
         bias: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         dscale: Tensor,
         *,
         dout_index: Tensor | None = None,

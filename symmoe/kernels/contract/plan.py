@@ -14,8 +14,8 @@ from symmoe.kernels.control import Peers
 
 
 class PlanKernels(Protocol):
-    def splits_to_row_start(self, splits: Tensor, row_start: Tensor, num_rows: int) -> None:
-        """row_start[g] = rows of the groups before g: int32[G + 1] from splits int32 or int64 [G].
+    def splits_to_row_range(self, splits: Tensor, row_range: Tensor, num_rows: int) -> None:
+        """row_range of whole groups, int32[2, G], from their numbers of rows: splits int32 or int64 [G].
 
         Negative splits count as 0 and sums are limited to num_rows: kernels stay inside their tensors for any splits.
         """
@@ -62,7 +62,7 @@ class PlanKernels(Protocol):
         drop: bool,
         record_errors: bool,
         splits: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         slot_start: Tensor,
         slot_limit: Tensor,
         packed_start: Tensor,
@@ -83,7 +83,7 @@ class PlanKernels(Protocol):
             packed_capacity: packed rows that each rank can take; -1: no limit. If there is a limit, an overflow is only
                 reported, not recorded, since the call will be planned again; `drop` must be False.
             drop: whether to clip to the capacity instead of reporting an overflow.
-            splits, row_start: int32 [e], [e + 1]; rows of each local expert and where they start.
+            splits, row_range: int32 [e], [2, e]; rows of each local expert, and where they begin and end.
             slot_start, slot_limit: int32 [E]; on the expert's rank, the row of this rank's first slot of the expert,
                 and how many of this rank's slots of it are kept.
             packed_start, packed_limit: int32 [R]; this rank's region of packed rows on each rank: first row, size.

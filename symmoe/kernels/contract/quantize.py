@@ -32,7 +32,7 @@ class QuantizeKernels(Protocol):
     def quantize_rows(
         self,
         rows: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         data: Tensor,
         scale: Tensor,
         block_format: BlockFormat,
@@ -44,14 +44,13 @@ class QuantizeKernels(Protocol):
         """Quantises every row of every group, with scales along the features.
 
         rows bf16, fp16 or fp32 [N, C], or [., C] with row_index; data [N, C or C / 2]; scale [N, num_blocks(C)].
-        Positions of seeds: (feature, row in the group). row_start: bounds or ranges; ranges not with seeds or
-        scales of whole rows (ArgumentError).
+        Positions of seeds: (feature, row in the group). Seeds need whole groups.
         """
 
     def quantize_columns(
         self,
         rows: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         data: Tensor,
         scale: Tensor,
         block_format: BlockFormat,
@@ -61,23 +60,23 @@ class QuantizeKernels(Protocol):
         signs: int | None = None,
         seeds: Tensor | None = None,
     ) -> None:
-        """Quantises every feature of every group, with scales along the tokens; data is transposed.
+        """Quantises every feature of every group, with scales along the tokens; data is transposed. Whole groups.
 
-        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block], or [C, G] where a feature of
-        a group is one block. signs: 16 neighbouring tokens go through a Hadamard transform first, with these signs
-        (twin/hadamard.py). Positions of seeds: (token in the group, feature).
+        rows [N, C], or [., C] with row_index; data [C, P or P / 2]; scale [C, P / block]. signs: 16 neighbouring
+        tokens go through a Hadamard transform first, with these signs (twin/hadamard.py). Positions of seeds: (token in
+        the group, feature).
         """
 
     def group_amax(
         self,
         rows: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         amax: Tensor,
         *,
         row_index: Tensor | None = None,
         signs: int | None = None,
     ) -> None:
-        """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G].
+        """amax[g] = the largest finite |x| of the group's rows, 0 if there is none; fp32[G]. Whole groups.
 
         rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
@@ -110,7 +109,7 @@ class QuantizeKernels(Protocol):
         self,
         h: Tensor,
         row_scale: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         activation: Activation,
         block_format: BlockFormat,
         *,
@@ -119,7 +118,7 @@ class QuantizeKernels(Protocol):
     ) -> None:
         """scaled_activation of h, rounded to the dtype of h and quantised: operands of the second GEMM.
 
-        h bf16 or fp16 [N, W]; row_scale fp32[N]; row_start: bounds, or without columns ranges. Pairs (data, scale):
+        h bf16 or fp16 [N, W]; row_scale fp32[N]; columns need whole groups. Pairs (data, scale):
         rows, data [N, I], by quantize_rows; columns, data [I, P], P a multiple of TILE, by quantize_columns. A
         pair that is None is not made; one must be given. block_format: E4M3, blocks of 32 or 128. ArgumentError if
         an argument is not as described.
@@ -130,7 +129,7 @@ class QuantizeKernels(Protocol):
         da: Tensor,
         h: Tensor,
         row_scale: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         dscale: Tensor,
         workspace: Tensor,
         activation: Activation,
@@ -141,7 +140,7 @@ class QuantizeKernels(Protocol):
         a_columns: Buffers | None = None,
     ) -> None:
         """scaled_activation_grad, dh rounded to the dtype of h and quantised; dscale; and columns of the activation
-        again, so that a forward pass need not keep them.
+        again, so that a forward pass need not keep them. Whole groups.
 
         da [N, I] of the dtype of h; dscale fp32[N], 0 past the last row; workspace: fp32, of
         dact_quantize_workspace_numel(...) elements. rows, columns: for dh, W features: operands of the first GEMM's
@@ -150,15 +149,15 @@ class QuantizeKernels(Protocol):
         argument is not as described.
         """
 
-    def swizzle_group_scales(self, scale: Tensor, row_start: Tensor, swizzled: Tensor) -> None:
-        """Compact scales of grouped rows into tiles, each group's rows padded to whole tiles.
+    def swizzle_group_scales(self, scale: Tensor, row_range: Tensor, swizzled: Tensor) -> None:
+        """Compact scales of grouped rows into tiles, each group's rows padded to whole tiles. Whole groups.
 
         Args:
             scale: [N, Q], one byte each.
             swizzled: uint8 [at least max_tiles(N, G), ceil(Q / 4), 512]. Tiles of no group are not written.
         """
 
-    def unswizzle_group_scales(self, swizzled: Tensor, row_start: Tensor, scale: Tensor) -> None:
+    def unswizzle_group_scales(self, swizzled: Tensor, row_range: Tensor, scale: Tensor) -> None:
         """The inverse of swizzle_group_scales; scales of rows that belong to no group are not written."""
 
     def swizzle_scales(

@@ -25,7 +25,7 @@ class QuantizedGemmKernels(Protocol):
         row_scale: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         out: Tensor,
         *,
         columns: tuple[int, int] | None = None,
@@ -36,8 +36,7 @@ class QuantizedGemmKernels(Protocol):
 
         rows E4M3 [N, C], C a multiple of 16, with row_scale fp32 [N, B(C)]: a scale for BLOCK features of a row; weight
         E4M3 [G, O, C] with weight_scale fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. A block's sum is
-        multiplied by its scales and added to the blocks before it. Or row_scale [N, 1] and weight_scale [G, O, 1], one
-        for a row and one for a line of the weight, applied to the whole sum. row_start: bounds or ranges; out [N, O].
+        multiplied by its scales and added to the blocks before it. out [N, O].
         """
 
     def grouped_gemm_wgrad_fp8(
@@ -46,7 +45,7 @@ class QuantizedGemmKernels(Protocol):
         dout_scale: Tensor,
         rows: Tensor,
         rows_scale: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         out: Tensor,
         *,
         accumulate: bool = False,
@@ -56,8 +55,8 @@ class QuantizedGemmKernels(Protocol):
 
         dout E4M3 [O, P], O a multiple of 4, rows E4M3 [C, P]: the tokens between a group's last and the next multiple
         of BLOCK are zeros, those past the last group may be anything. dout_scale fp32 [O, P / BLOCK], rows_scale fp32
-        [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major. out [G, O, C]. On Hopper TMA adds to an fp32
-        out, and subnormal terms and sums count as zeros of their sign.
+        [C, P / BLOCK]: a scale for BLOCK tokens of a feature, block-major. out [G, O, C]. Whole groups. On Hopper TMA
+        adds to an fp32 out, and subnormal terms and sums count as zeros of their sign.
         """
 
     def grouped_gemm_scaled(
@@ -66,12 +65,12 @@ class QuantizedGemmKernels(Protocol):
         row_scale: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         out: Tensor,
         *,
         row_global_scale: Tensor | None = None,
         weight_global_scale: Tensor | None = None,
-        group_start: Tensor | None = None,
+        group_range: Tensor | None = None,
         columns: tuple[int, int] | None = None,
         zero_tail: bool = False,
         num_sms: int | None = None,
@@ -83,7 +82,7 @@ class QuantizedGemmKernels(Protocol):
         one matrix after the other. NVFP4 needs row_global_scale and weight_global_scale, fp32[G], by which the sum is
         multiplied, the rows' first; MXFP8 has none. out [N, O].
 
-        row_start: bounds or ranges. Ranges need group_start, the groups' bounds: row_scale is that of whole groups.
+        row_scale is that of whole groups. group_range: theirs, if row_range has only some of their rows; else None.
         """
 
     def grouped_gemm_wgrad_scaled(
@@ -92,7 +91,7 @@ class QuantizedGemmKernels(Protocol):
         dout_scale: Tensor,
         rows: Tensor,
         rows_scale: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         out: Tensor,
         *,
         dout_global_scale: Tensor | None = None,
@@ -106,4 +105,5 @@ class QuantizedGemmKernels(Protocol):
         of a group's last tile is summed, too (zeros, or a Hadamard transform of tokens and zeros); numbers after the
         last group may be anything. dout_scale, rows_scale: in tiles, as one matrix. NVFP4 needs
         dout_global_scale and rows_global_scale, fp32[G], of groups with tokens; MXFP8 has none. out [G, O, C].
+        Whole groups.
         """

@@ -18,12 +18,11 @@ class WireKernels(Protocol):
         """wire [P, W] = the result of quantize_rows for rows [P, C] bf16, fp16 or fp32, padded with zeros."""
 
     def unpack_rows(
-        self, wire: Tensor, row_start: Tensor, data: Tensor, scale: Tensor, *, row_index: Tensor | None = None
+        self, wire: Tensor, row_range: Tensor, data: Tensor, scale: Tensor, *, row_index: Tensor | None = None
     ) -> None:
         """data[r], scale[r] = data and scales of row row_index[r] of the wire, for every row r of every group.
 
-        row_start: bounds or ranges; data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither
-        read nor written.
+        data uint8 [N, C]; scale uint8 [N, S], the bytes of scales. Other rows are neither read nor written.
         """
 
     def decode_rows(self, wire: Tensor, out: Tensor, block_format: BlockFormat) -> None:
@@ -32,7 +31,7 @@ class WireKernels(Protocol):
     def requantize_columns(
         self,
         wire: Tensor,
-        row_start: Tensor,
+        row_range: Tensor,
         data: Tensor,
         scale: Tensor,
         block_format: BlockFormat,

@@ -18,7 +18,6 @@ from symmoe.kernels.hopper.gemm import NUM_WARPS, describe, describe_ragged, des
 from symmoe.kernels.hopper.pipeline import BLOCK_K, CHUNK, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.triton.activation import SUM_COLUMNS, SUM_STEPS, act_slopes, act_value, add_neighbours, scale_terms
-from symmoe.kernels.triton.tiles import end_of_rows
 
 # The epilogue runs in another warpgroup, in two warps of another, or during the other tile's products.
 SEPARATE = {
@@ -278,11 +277,11 @@ def act_finish(args, dump, turn, first_row, end, n_tile, PIPE: gl.constexpr):
 
 
 @fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_start", "row_scale"])
+@gluon.jit(do_not_specialize_on_alignment=["row_range", "row_scale"])
 def hopper_act_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, 2, I, C], block [1, 2, tile_columns, BLOCK_K]
-    row_start,
+    row_range,
     row_scale,
     h_desc,  # [N, 2I], ragged, block [CHUNK, CHUNK]
     a,  # [N, I]
@@ -291,20 +290,20 @@ def hopper_act_kernel(
     gl.static_assert(PIPE.columns % PIPE.tile_columns == 0)  # otherwise gates would be stored among ups
     args = (h_desc, row_scale, a)
     EPILOGUE: gl.constexpr = act_finish if PIPE.finish_warps > 0 else act_epilogue
-    run(rows_desc, weight_desc, row_start, EPILOGUE, args, a.dtype.element_ty, PIPE)
+    run(rows_desc, weight_desc, row_range, None, EPILOGUE, args, a.dtype.element_ty, PIPE)
 
 
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_index", "row_start", "row_scale", "scale_sums"],
+    do_not_specialize_on_alignment=["row_index", "row_range", "row_scale", "scale_sums"],
 )
 def hopper_dact_kernel(
     dout_desc,  # [N, O], block [BLOCK_M, BLOCK_K]; None when gathering
     dout,  # [P, O], for gathering
     row_index,  # int32[N] or None
     weight_desc,  # [G, O, I], block [1, BLOCK_K, block_n]
-    row_start,
+    row_range,
     h,  # [N, W]
     row_scale,
     dh,  # [N, W]
@@ -316,13 +315,13 @@ def hopper_dact_kernel(
     args = (h, row_scale, dh, a, scale_sums, num_rows)
     source = dout_desc if row_index is None else (dout, row_index)
     EPILOGUE: gl.constexpr = dact_finish if PIPE.finish_warps > 0 else dact_epilogue
-    run(source, weight_desc, row_start, EPILOGUE, args, dout.dtype.element_ty, PIPE)
+    run(source, weight_desc, row_range, None, EPILOGUE, args, dout.dtype.element_ty, PIPE)
 
 
 def launch_dact(
     dout: torch.Tensor,
     weight: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     h: torch.Tensor,
     row_scale: torch.Tensor,
     dh: torch.Tensor,
@@ -342,10 +341,7 @@ def launch_dact(
     num_groups, dout_width, _ = weight.shape
     gathered = row_index is not None
     variant = variant or dact_variant(dout_width, gathered)
-    end = end_of_rows(row_start, num_groups)
-    pipe, constants = _dact_plan(
-        num_groups, ffn, dout_width, a.dtype, activation, gathered, end, tuple(variant.items())
-    )
+    pipe, constants = _dact_plan(num_groups, ffn, dout_width, a.dtype, activation, gathered, tuple(variant.items()))
     launch(
         hopper_dact_kernel,
         grid(pipe, num_rows, num_sms, a.device),
@@ -354,7 +350,7 @@ def launch_dact(
         dout,
         row_index,
         weight,
-        row_start,
+        row_range,
         h,
         row_scale,
         dh,
@@ -379,7 +375,6 @@ def _dact_plan(
     dtype: torch.dtype,
     activation: Activation,
     gathered: bool,
-    end: int,
     variant: tuple[Any, ...],
 ) -> tuple[Pipeline, Constants]:
     pipe = Pipeline(
@@ -389,7 +384,6 @@ def _dact_plan(
         activation=activation,
         weight_k_first=True,
         gathered=gathered,
-        end=end,
         **dict(variant),
     )
     descriptors = {0: describe_rows(dtype), 3: describe_weight(pipe, dtype)}
@@ -399,7 +393,7 @@ def _dact_plan(
 def launch_act(
     rows: torch.Tensor,
     weight: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     row_scale: torch.Tensor,
     h: torch.Tensor,
     a: torch.Tensor,
@@ -415,15 +409,14 @@ def launch_act(
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
     variant = variant or (SEPARATE if ffn >= WIDE_OUTPUT else ALTERNATE)
-    end = end_of_rows(row_start, num_groups)
-    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, end, tuple(variant.items()))
+    pipe, constants = _act_plan(num_groups, ffn, in_width, a.dtype, activation, tuple(variant.items()))
     launch(
         hopper_act_kernel,
         grid(pipe, num_rows, num_sms, a.device),
         constants,
         rows,
         weight,
-        row_start,
+        row_range,
         row_scale,
         h,
         a,
@@ -437,12 +430,11 @@ def _act_plan(
     in_width: int,
     dtype: torch.dtype,
     activation: Activation,
-    end: int,
     variant: tuple[Any, ...],
 ) -> tuple[Pipeline, Constants]:
     options = {"block_n": 256, **dict(variant)}
     options["tile_columns"] = options["block_n"] // 2
-    pipe = Pipeline(num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, end=end, **options)
+    pipe = Pipeline(num_groups=num_groups, columns=ffn, in_width=in_width, activation=activation, **options)
     block = [1, 2, pipe.tile_columns, BLOCK_K.value]
     describe_halves = describe(block, dtype)
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from symmoe.kernels.hopper.pipeline import BLOCK_K, BLOCK_M, CHUNK, RAGGED, Pipeline, run, store_chunk, write_dump
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.tiles import device_num_sms, end_of_rows, max_row_tiles
+from symmoe.kernels.triton.tiles import device_num_sms, max_row_tiles
 
 NUM_WARPS = 4  # warps of the first warpgroup; warp_specialize adds the others
 ZERO_BLOCK = gl.constexpr(1024)  # elements that a warpgroup sets to zero at a time: 16 bytes per thread
@@ -40,9 +40,9 @@ def store_tile(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl.cons
 
 
 @gluon.jit
-def zero_tail_rows(out, row_start, num_rows, PIPE: gl.constexpr):
+def zero_tail_rows(out, row_range, first_column, num_rows, PIPE: gl.constexpr):
     """Zeros in the rows of out [num_rows, columns] that belong to no group, by every program in turn."""
-    first = gl.load(row_start + PIPE.num_groups).to(gl.int64) * PIPE.panel_columns
+    first = gl.load(row_range + (2 * PIPE.num_groups - 1)).to(gl.int64) * PIPE.panel_columns
     end = num_rows.to(gl.int64) * PIPE.panel_columns
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, ZERO_BLOCK, layout)
@@ -52,30 +52,31 @@ def zero_tail_rows(out, row_start, num_rows, PIPE: gl.constexpr):
             pointers = out + i + lane
         else:
             row = (i + lane) // PIPE.panel_columns
-            pointers = out + PIPE.first_column + row * (PIPE.columns - PIPE.panel_columns) + (i + lane)
+            pointers = out + first_column + row * (PIPE.columns - PIPE.panel_columns) + (i + lane)
         gl.store(pointers, zeros, mask=i + lane < end)
 
 
 @fast_launch
-@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_start"])
+@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_range"])
 def hopper_gemm_kernel(
     rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, M, K], or [G, K, M] if weight_k_first
     out_desc,  # [N, M], ragged, block [CHUNK, CHUNK]
     out,
-    row_start,
+    row_range,
+    first_column,  # of the panel; None: all columns
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
-    run(rows_desc, weight_desc, row_start, store_tile, out_desc, rows_desc.dtype, PIPE)
+    run(rows_desc, weight_desc, row_range, first_column, store_tile, out_desc, rows_desc.dtype, PIPE)
     if num_rows is not None:
-        zero_tail_rows(out, row_start, num_rows, PIPE)
+        zero_tail_rows(out, row_range, first_column, num_rows, PIPE)
 
 
 def launch_gemm(
     rows: torch.Tensor,
     weight: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     weight_k_first: bool,
@@ -88,15 +89,15 @@ def launch_gemm(
 
     columns: the result of parts.panel. options: options of the Pipeline, for comparisons.
     """
-    num_rows, num_groups = out.shape[0], weight.shape[0]
+    (num_rows, out_width), num_groups = out.shape, weight.shape[0]
+    first_column, end_column = columns or (None, out_width)
     pipe, constants = _gemm_plan(
         num_groups,
-        out.shape[1],
+        out_width,
         rows.shape[1],
         out.dtype,
         weight_k_first,
-        end_of_rows(row_start, num_groups),
-        columns,
+        end_column - (first_column or 0),
         tuple(options.items()),
     )
     launch(
@@ -107,7 +108,8 @@ def launch_gemm(
         weight,
         out,
         out,
-        row_start,
+        row_range,
+        first_column,
         num_rows if zero_tail else None,
     )
 
@@ -119,19 +121,15 @@ def _gemm_plan(
     in_width: int,
     dtype: torch.dtype,
     weight_k_first: bool,
-    end: int,
-    columns: tuple[int, int] | None,
+    num_columns: int,
     options: tuple[Any, ...],
 ) -> tuple[Pipeline, Constants]:
-    first_column, end_column = columns or (0, None)
     pipe = Pipeline(
         num_groups=num_groups,
         columns=out_width,
         in_width=in_width,
         weight_k_first=weight_k_first,
-        end=end,
-        first_column=first_column,
-        end_column=end_column,
+        panel=num_columns,
         **{"group_m": 8 if weight_k_first else 16, **dict(options)},
     )
     descriptors = {0: describe_rows(dtype), 1: describe_weight(pipe, dtype), 2: describe_ragged(dtype)}

@@ -66,7 +66,7 @@ class Pipeline(Groups):
     columns: features of a row of the result, tile_columns of them to a tile. A tile multiplies block_n features,
     more than tile_columns if it has gates and ups. in_width: contracted features. weight_k_first: weights are
     [G, in_width, columns]. gathered: rows come from a tensor of packed rows.
-    end: END of triton/gemm.py. first_column, end_column: columns of the panel; end_column None: all columns.
+    panel: columns of a panel; None: all columns.
     group_m: tiles of M that share a column of tiles while it is in L2. alternate, finish_warps: see above.
     instruction_n: features of a WGMMA. *_registers: per thread of a role; the first warpgroup takes the rest.
     """
@@ -76,9 +76,7 @@ class Pipeline(Groups):
     activation: Activation | None = None
     weight_k_first: bool = False
     gathered: bool = False
-    end: int = 1
-    first_column: int = 0
-    end_column: int | None = None
+    panel: int | None = None
     block_n: int = 256
     tile_columns: int = 256
     instruction_n: int = 256
@@ -98,7 +96,7 @@ class Pipeline(Groups):
     @property
     def panel_columns(self) -> int:
         """Features of a row that are computed."""
-        return (self.columns if self.end_column is None else self.end_column) - self.first_column
+        return self.columns if self.panel is None else self.panel
 
     @property
     def num_k(self) -> int:
@@ -125,27 +123,26 @@ def _add(a, b):
 
 
 @gluon.jit
-def row_tile_prefix(row_start, PIPE: gl.constexpr):
+def row_tile_prefix(row_range, PIPE: gl.constexpr):
     """Inclusive prefix sum of the groups' row tiles, a copy in every warp, and their total."""
     layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
     group = gl.arange(0, PIPE.group_lanes, layout=layout)
-    start = gl.load(row_start + group, mask=group < PIPE.num_groups, other=0)
-    end = gl.load(row_start + group + PIPE.end, mask=group < PIPE.num_groups, other=0)
-    if PIPE.end > 1:  # ranges may end before they begin
-        end = gl.maximum(start, end)
+    start = gl.load(row_range + group, mask=group < PIPE.num_groups, other=0)
+    end = gl.load(row_range + PIPE.num_groups + group, mask=group < PIPE.num_groups, other=0)
+    end = gl.maximum(start, end)  # ranges may end before they begin
     num_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
     return gl.associative_scan(num_tiles, 0, _add), gl.sum(num_tiles, axis=0)
 
 
 @gluon.jit
-def place_in_group(tile, prefix, row_start, PIPE: gl.constexpr):
+def place_in_group(tile, prefix, row_range, PIPE: gl.constexpr):
     """Group, first row, end of the group's rows, row tile counted over all groups, and column tile, of a tile."""
     before = prefix * PIPE.num_n_tiles <= tile
     group = gl.sum(before.to(gl.int32), axis=0)
     first_tile = gl.max(gl.where(before, prefix, 0), axis=0)
     local = tile - first_tile * PIPE.num_n_tiles
-    start = gl.load(row_start + group)
-    end = gl.load(row_start + group + PIPE.end)
+    start = gl.load(row_range + group)
+    end = gl.load(row_range + PIPE.num_groups + group)
     BAND: gl.constexpr = PIPE.group_m * PIPE.num_n_tiles
     band = local // BAND
     height = gl.minimum((end - start + (BLOCK_M - 1)) // BLOCK_M - band * PIPE.group_m, PIPE.group_m)
@@ -155,10 +152,15 @@ def place_in_group(tile, prefix, row_start, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def locate_tile(tile, prefix, row_start, PIPE: gl.constexpr):
-    """Group, first row, end of the group's rows, and column tile of a tile: locate_tile of triton/gemm.py."""
-    group, first_row, end, _row_tile, n_tile = place_in_group(tile, prefix, row_start, PIPE)
-    return group, first_row, end, PIPE.first_column // PIPE.tile_columns + n_tile
+def locate_tile(tile, prefix, row_range, first_column, PIPE: gl.constexpr):
+    """Group, first row, end of the group's rows, and column tile of a tile. first_column: of the panel.
+
+    None: of all columns, which spills less than 0.
+    """
+    group, first_row, end, _row_tile, n_tile = place_in_group(tile, prefix, row_range, PIPE)
+    if first_column is not None:
+        n_tile += first_column // PIPE.tile_columns
+    return group, first_row, end, n_tile
 
 
 # ------------------------------------------------------------------------------------------------------ the ring
@@ -213,22 +215,22 @@ def load_weight(b_desc, b, full, stage, group, n_tile, k, NUM_BYTES: gl.constexp
 
 
 @gluon.jit
-def load(source, b_desc, row_start, ring, PIPE: gl.constexpr):
+def load(source, b_desc, row_range, first_column, ring, PIPE: gl.constexpr):
     """The role load. source: descriptor of contiguous rows, or the tensor of packed rows and row_index."""
     if PIPE.gathered:
-        load_gathered(source, b_desc, row_start, ring, PIPE)
+        load_gathered(source, b_desc, row_range, first_column, ring, PIPE)
     else:
-        load_contiguous(source, b_desc, row_start, ring, PIPE)
+        load_contiguous(source, b_desc, row_range, first_column, ring, PIPE)
 
 
 @gluon.jit
-def load_contiguous(source, b_desc, row_start, ring, PIPE: gl.constexpr):
+def load_contiguous(source, b_desc, row_range, first_column, ring, PIPE: gl.constexpr):
     a, b, full, empty = ring
-    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             num_bytes: gl.constexpr = source.block_type.nbytes + b_desc.block_type.nbytes
@@ -239,7 +241,7 @@ def load_contiguous(source, b_desc, row_start, ring, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def load_gathered(source, b_desc, row_start, ring, PIPE: gl.constexpr):
+def load_gathered(source, b_desc, row_range, first_column, ring, PIPE: gl.constexpr):
     """The role load for rows of [P, in_width] that row_index int32[N] names: cp.async, whose bytes no barrier counts.
 
     LAG stages later they have landed, and one arrival says so.
@@ -250,13 +252,13 @@ def load_gathered(source, b_desc, row_start, ring, PIPE: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     lane = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 1
     asked = 0
     landed = 0  # stages, in the ring's order
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         # Entries past the group's end may be anything; row 0 exists wherever a group has rows.
         row = gl.load(row_index + first_row + lane, mask=first_row + lane < end, other=0)
         pointers = rows + row.to(gl.int64)[:, None] * PIPE.in_width + column[None, :]
@@ -334,7 +336,8 @@ def stage_before(stage, PIPE: gl.constexpr):
 def multiply(
     EPILOGUE: gl.constexpr,
     args,
-    row_start,
+    row_range,
+    first_column,
     ring,
     turn_barriers,
     dump,
@@ -345,7 +348,7 @@ def multiply(
 
     dump: see make_dump. turn: parity of the number of tiles before this one.
     """
-    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 0
     turn = 0
@@ -359,7 +362,7 @@ def multiply(
         acc, stage, phase = product(ring, turn_barriers, stage, phase, WARPGROUP, PIPE)
         if PIPE.alternate:
             stage, phase = skip_tile(stage, phase, PIPE)
-        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         EPILOGUE(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP, PIPE)
         turn ^= 1
     tma.store_wait(0)
@@ -419,19 +422,19 @@ def leave_to_finish(acc, args, dump, turn, first_row, end, n_tile, WARPGROUP: gl
 
 
 @gluon.jit
-def finish(FINISH: gl.constexpr, args, row_start, dump, PIPE: gl.constexpr):
+def finish(FINISH: gl.constexpr, args, row_range, first_column, dump, PIPE: gl.constexpr):
     """The role finish. FINISH(args, dump, turn, first_row, end, n_tile, PIPE) waits for a tile, reads it, frees it."""
-    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     turn = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        _group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         FINISH(args, dump, turn, first_row, end, n_tile, PIPE)
         turn ^= 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def run(source, b_desc, row_start, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
+def run(source, b_desc, row_range, first_column, EPILOGUE: gl.constexpr, args, dtype: gl.constexpr, PIPE: gl.constexpr):
     """Runs all roles. EPILOGUE: argument of multiply; with finish_warps, of finish."""
     ring = make_ring(dtype, b_desc, PIPE)
     dump = make_dump(dtype)
@@ -441,9 +444,9 @@ def run(source, b_desc, row_start, EPILOGUE: gl.constexpr, args, dtype: gl.const
     if PIPE.finish_warps == 0:
         gl.warp_specialize(
             [
-                (multiply, (EPILOGUE, args, row_start, ring, turn_barriers, dump, 0, PIPE)),
-                (multiply, (EPILOGUE, args, row_start, ring, turn_barriers, dump, 1, PIPE)),
-                (load, (source, b_desc, row_start, ring, PIPE)),
+                (multiply, (EPILOGUE, args, row_range, first_column, ring, turn_barriers, dump, 0, PIPE)),
+                (multiply, (EPILOGUE, args, row_range, first_column, ring, turn_barriers, dump, 1, PIPE)),
+                (load, (source, b_desc, row_range, first_column, ring, PIPE)),
             ],
             [4, LOAD_WARPS],
             [PIPE.multiply_registers, PIPE.load_registers],
@@ -452,10 +455,10 @@ def run(source, b_desc, row_start, EPILOGUE: gl.constexpr, args, dtype: gl.const
         LEAVE: gl.constexpr = leave_to_finish
         gl.warp_specialize(
             [
-                (multiply, (LEAVE, None, row_start, ring, turn_barriers, dump, 0, PIPE)),
-                (multiply, (LEAVE, None, row_start, ring, turn_barriers, dump, 1, PIPE)),
-                (finish, (EPILOGUE, args, row_start, dump, PIPE)),
-                (load, (source, b_desc, row_start, ring, PIPE)),
+                (multiply, (LEAVE, None, row_range, first_column, ring, turn_barriers, dump, 0, PIPE)),
+                (multiply, (LEAVE, None, row_range, first_column, ring, turn_barriers, dump, 1, PIPE)),
+                (finish, (EPILOGUE, args, row_range, first_column, dump, PIPE)),
+                (load, (source, b_desc, row_range, first_column, ring, PIPE)),
             ],
             [4, PIPE.finish_warps, LOAD_WARPS],
             [PIPE.multiply_registers, PIPE.finish_registers, PIPE.load_registers],

@@ -73,7 +73,7 @@ class WgradPipeline(Groups):
 
 
 @gluon.jit
-def locate_tile(tile, row_start, PIPE: gl.constexpr):
+def locate_tile(tile, row_range, PIPE: gl.constexpr):
     """Group, its first row and the end of its rows, and a tile's first row and column in the group's result."""
     group = tile // PIPE.group_tiles
     local = tile - group * PIPE.group_tiles
@@ -83,7 +83,7 @@ def locate_tile(tile, row_start, PIPE: gl.constexpr):
     in_band = local - band * BAND
     m = (band * PIPE.group_m + in_band % height) * BLOCK_M
     n = (in_band // height) * BLOCK_N
-    return group, gl.load(row_start + group), gl.load(row_start + group + 1), m, n
+    return group, gl.load(row_range + group), gl.load(row_range + PIPE.num_groups + group), m, n
 
 
 @gluon.jit
@@ -93,14 +93,14 @@ def num_steps(start, end):
 
 
 @gluon.jit
-def load(dout_desc, rows_desc, row_start, ring, PIPE: gl.constexpr):
+def load(dout_desc, rows_desc, row_range, ring, PIPE: gl.constexpr):
     """The role load. Rows at and past a group's end, and columns past the last feature, come as zeros."""
     a, b, full, empty = ring
     num_bytes: gl.constexpr = 2 * dout_desc.block_type.nbytes + rows_desc.block_type.nbytes
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
-        _group, start, end, m, n = locate_tile(tile, row_start, PIPE)
+        _group, start, end, m, n = locate_tile(tile, row_range, PIPE)
         for k in range(num_steps(start, end)):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
@@ -136,12 +136,12 @@ def product(ring, num_k, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constex
 
 
 @gluon.jit
-def multiply(out_desc, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def multiply(out_desc, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """The role multiply. A tile is stored by TMA, which reads while the next tile is multiplied."""
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
-        group, start, end, m, n = locate_tile(tile, row_start, PIPE)
+        group, start, end, m, n = locate_tile(tile, row_range, PIPE)
         acc, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
         tma.store_wait(0)
         write_dump(acc, chunks, WARPGROUP, PIPE)
@@ -154,12 +154,12 @@ def multiply(out_desc, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: g
 
 
 @fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_start"])
+@gluon.jit(do_not_specialize_on_alignment=["row_range"])
 def hopper_wgrad_kernel(
     dout_desc,  # [N, O], ragged, block [BLOCK_K, CHUNK]
     rows_desc,  # [N, C], ragged, block [BLOCK_K, BLOCK_N]
     out_desc,  # [G, O, C], block [1, CHUNK, CHUNK]
-    row_start,
+    row_range,
     PIPE: gl.constexpr,
 ):
     # The halves of a stage of dout lie in separate places, as a ring of twice the length.
@@ -170,9 +170,9 @@ def hopper_wgrad_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (out_desc, row_start, ring, chunks, 0, PIPE)),
-            (multiply, (out_desc, row_start, ring, chunks, 1, PIPE)),
-            (load, (dout_desc, rows_desc, row_start, ring, PIPE)),
+            (multiply, (out_desc, row_range, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, row_range, ring, chunks, 1, PIPE)),
+            (load, (dout_desc, rows_desc, row_range, ring, PIPE)),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
@@ -182,7 +182,7 @@ def hopper_wgrad_kernel(
 def launch_wgrad(
     dout: torch.Tensor,
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     num_sms: int | None = None,
@@ -198,7 +198,7 @@ def launch_wgrad(
     pipe, constants = _wgrad_plan(*out.shape, out.dtype, group_m)
     num_sms = device_num_sms(out.device) if num_sms is None else num_sms
     grid = (min(pipe.num_tiles, num_sms),)
-    launch(hopper_wgrad_kernel, grid, constants, dout, rows, out, row_start)
+    launch(hopper_wgrad_kernel, grid, constants, dout, rows, out, row_range)
 
 
 @functools.cache

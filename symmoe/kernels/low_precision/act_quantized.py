@@ -23,7 +23,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.formats import BlockFormat, max_tiles
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.codes import block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
+from symmoe.kernels.low_precision.codes import as_stored, block_scales_or_nan, column_scale, e4m3_code, magnitude_bits
 from symmoe.kernels.triton.activation import (
     SUM_COLUMNS,
     SUM_STEPS,
@@ -37,7 +37,7 @@ from symmoe.kernels.triton.activation import (
     scale_terms,
 )
 from symmoe.kernels.triton.gemm_act import sum_dact_partials
-from symmoe.kernels.triton.tiles import end_of_rows, locate_tile, row_programs, row_tile_prefix, tile_mask
+from symmoe.kernels.triton.tiles import locate_tile, max_row_tiles, row_programs, row_tile_prefix, tile_mask
 
 TILE = tl.constexpr(formats.TILE)
 # A strip of columns costs about 500 instructions for its maxima and its transposition, at any width.
@@ -165,11 +165,11 @@ def dact_part(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_scale", "row_start", "scale"])
+@triton.jit(do_not_specialize_on_alignment=["row_scale", "row_range", "scale"])
 def act_quantize_rows_kernel(
     h,  # [N, W]
     row_scale,  # fp32[N]
-    row_start,
+    row_range,
     data,  # bytes [N, I]
     scale,
     FIELDS: tl.constexpr,
@@ -177,34 +177,27 @@ def act_quantize_rows_kernel(
     BLOCK: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
-    END: tl.constexpr,
     FFN: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid (tiles of features, tiles of rows): neighbours read the same rows."""
+    """Grid (tiles of features, programs that loop over tiles of rows): neighbours read the same rows."""
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
     first = tl.program_id(0) * FEATURES
-    if END == 1:
-        end = tl.load(row_start + NUM_GROUPS)
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, ROWS)
+    for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, ROWS)
+        row = first_row + tl.arange(0, ROWS)
         a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
         store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
-    else:
-        prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, ROWS, END)
-        for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-            _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, ROWS, END)
-            row = first_row + tl.arange(0, ROWS)
-            a = act_part(h, row_scale, row, end, first, ACTIVATION, FFN, ROWS, FEATURES)
-            store_rows(a, row, end, first, FFN, data, scale, FFN, SCALE, BLOCK)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scale", "row_start", "scale"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scale", "row_range", "scale"])
 def act_quantize_columns_kernel(
     h,  # [N, W]
     row_scale,  # fp32[N]
-    row_start,
+    row_range,
     data,  # bytes [I, num_tiles * TILE]
     scale,
     num_tiles,
@@ -220,9 +213,9 @@ def act_quantize_columns_kernel(
     """Grid (tiles of tokens, tiles of features)."""
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tile < num_used:
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         token = first_row + tl.arange(0, TILE)
         for i in tl.range(0, FEATURES, STRIP):
             first = tl.program_id(1) * FEATURES + i
@@ -233,13 +226,13 @@ def act_quantize_columns_kernel(
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=["row_scale", "row_start", "workspace", "scale", "column_scale", "a_column_scale"],
+    do_not_specialize_on_alignment=["row_scale", "row_range", "workspace", "scale", "column_scale", "a_column_scale"],
 )
 def dact_quantize_kernel(
     da,  # [N, I]
     h,  # [N, W]
     row_scale,  # fp32[N]
-    row_start,
+    row_range,
     workspace,  # fp32 [blocks of features, N]
     data,  # bytes [N, W], or None
     scale,
@@ -264,9 +257,9 @@ def dact_quantize_kernel(
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
     WIDTH: tl.constexpr = ACTIVATION.hidden_width(FFN)
     tile, n_tile = tl.program_id(0), tl.program_id(1)
-    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tile < num_used:
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         first_feature = n_tile * FEATURES
         if column_data is not None or a_column_data is not None:
             token = first_row + tl.arange(0, TILE)
@@ -302,35 +295,35 @@ def dact_quantize_kernel(
 def act_quantize(
     h: torch.Tensor,
     row_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     activation: Activation,
     block_format: BlockFormat,
     *,
     rows: Buffers | None = None,
     columns: Buffers | None = None,
 ) -> None:
-    sizes = check_act_quantize(h, row_scale, row_start, activation, block_format, rows, columns)
+    sizes = check_act_quantize(h, row_scale, row_range, activation, block_format, rows, columns)
     problem = sizes.ffn, sizes.num_groups, activation, block_format
-    row_constants = _row_constants(*problem, end_of_rows(row_start, sizes.num_groups))
+    row_constants = _row_constants(*problem)
     column_constants = _column_constants(*problem)
     if sizes.num_rows == 0:
         return
     tiles_of_features = ceil_div(sizes.ffn, FEATURES)
     if rows is not None:
-        num_programs = row_programs(row_start, ceil_div(sizes.num_rows, ROWS), tiles_of_features)
+        num_programs = row_programs(max_row_tiles(sizes.num_rows, sizes.num_groups, ROWS), tiles_of_features)
         grid = tiles_of_features, num_programs
-        launch(act_quantize_rows_kernel, grid, row_constants, h, row_scale, row_start, *_row_bytes(rows))
+        launch(act_quantize_rows_kernel, grid, row_constants, h, row_scale, row_range, *_row_bytes(rows))
     if columns is not None:
         grid = max_tiles(sizes.num_rows, sizes.num_groups), tiles_of_features
         operands = *_column_bytes(columns), _num_tiles(columns)
-        launch(act_quantize_columns_kernel, grid, column_constants, h, row_scale, row_start, *operands)
+        launch(act_quantize_columns_kernel, grid, column_constants, h, row_scale, row_range, *operands)
 
 
 def dact_quantize(
     da: torch.Tensor,
     h: torch.Tensor,
     row_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     dscale: torch.Tensor,
     workspace: torch.Tensor,
     activation: Activation,
@@ -341,7 +334,7 @@ def dact_quantize(
     a_columns: Buffers | None = None,
 ) -> None:
     sizes = check_dact_quantize(
-        da, h, row_scale, row_start, dscale, workspace, activation, block_format, rows, columns, a_columns
+        da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns
     )
     constants = _dact_constants(sizes.ffn, sizes.num_groups, activation, block_format)
     if sizes.num_rows == 0:
@@ -351,7 +344,7 @@ def dact_quantize(
     all_operands = rows is not None and columns is not None and a_columns is not None
     if on_hopper is not None and all_operands and on_hopper.takes_dact_quantize(da, h, activation, block_format):
         operands = rows, columns, a_columns
-        on_hopper.launch_dact_quantize(da, h, row_scale, row_start, workspace, activation, block_format, *operands)
+        on_hopper.launch_dact_quantize(da, h, row_scale, row_range, workspace, activation, block_format, *operands)
     else:
         launch(
             dact_quantize_kernel,
@@ -360,7 +353,7 @@ def dact_quantize(
             da,
             h,
             row_scale,
-            row_start,
+            row_range,
             workspace,
             *_row_bytes(rows),
             *_column_bytes(columns),
@@ -369,23 +362,16 @@ def dact_quantize(
             _num_tiles(columns),
             _num_tiles(a_columns),
         )
-    sum_dact_partials(workspace, row_start, dscale, num_scale_sums(sizes.ffn))
+    sum_dact_partials(workspace, row_range, dscale, num_scale_sums(sizes.ffn))
 
 
 def _row_bytes(rows: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Data and scales, those of one byte as uint8, which the kernels store."""
-    if rows is None:
-        return None, None
-    data, scale = rows
-    return data.view(torch.uint8), scale.view(torch.uint8) if scale.element_size() == 1 else scale
+    """Data and scales as kernels store them."""
+    return (None, None) if rows is None else (as_stored(rows[0]), as_stored(rows[1]))
 
 
 def _column_bytes(columns: Buffers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Same as _row_bytes; scales in the order in which they lie."""
-    if columns is None:
-        return None, None
-    data, scale = columns
-    return data.view(torch.uint8), column_scale(scale)
+    return (None, None) if columns is None else (as_stored(columns[0]), column_scale(columns[1]))
 
 
 def _num_tiles(columns: Buffers | None) -> int:
@@ -394,22 +380,20 @@ def _num_tiles(columns: Buffers | None) -> int:
 
 
 @functools.cache
-def _row_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat, end: int) -> Constants:
-    lanes = next_power_of_2(num_groups)
-    tile = {"GROUP_LANES": lanes, "END": end, "FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
+def _row_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
+    tile = {"FEATURES": FEATURES, "ROWS": ROWS, "num_warps": ROW_WARPS}
     return Constants({**_common(ffn, num_groups, activation, block_format), **tile})
 
 
 @functools.cache
 def _column_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
-    tile = {"GROUP_LANES": next_power_of_2(num_groups), "FEATURES": FEATURES, "STRIP": STRIP}
+    tile = {"FEATURES": FEATURES, "STRIP": STRIP}
     return Constants({**_common(ffn, num_groups, activation, block_format), **tile, **_PROGRAM})
 
 
 @functools.cache
 def _dact_constants(ffn: int, num_groups: int, activation: Activation, block_format: BlockFormat) -> Constants:
     tile = {
-        "GROUP_LANES": next_power_of_2(num_groups),
         "FEATURES": dact_features(activation),
         "STRIP": max(DACT_STRIP, activation.interleave or 0),
         "ROWS": ROWS,
@@ -423,5 +407,6 @@ def _common(ffn: int, num_groups: int, activation: Activation, block_format: Blo
         "SCALE": block_format.scale,
         "BLOCK": block_format.block,
         "NUM_GROUPS": num_groups,
+        "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
     }

@@ -139,18 +139,17 @@ def pack(codes, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def encode(x, is_finite, multiplier, words, ELEMENT: tl.constexpr):
-    """Data of numbers x: bytes of x's shape, or of half the width; the others have x's shape, words may be None."""
-    return pack(element_codes(x, is_finite, multiplier, words, ELEMENT), ELEMENT)
-
-
-@triton.jit
 def spread(blocks, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """[blocks of lines, blocks] to [LINES, WIDTH]: every element gets the value of its block."""
     across: tl.constexpr = LINES // blocks.shape[0]
     along: tl.constexpr = WIDTH // blocks.shape[1]
     full = tl.broadcast_to(blocks[:, None, :, None], (blocks.shape[0], across, blocks.shape[1], along))
     return full.reshape(LINES, WIDTH)
+
+
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Formats of one byte as uint8, which the kernels store."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def column_scale(scale: torch.Tensor) -> torch.Tensor:

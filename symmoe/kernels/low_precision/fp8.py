@@ -3,11 +3,10 @@
 Letters: contract/quantized_gemm.py. A block's products are summed by the tensor core, and that sum is scaled and added
 in fp32 before the next block. Hopper has other kernels (hopper_fp8.py, hopper_fp8_wgrad.py), in which one
 warpgroup adds while the other multiplies. These are for every other GPU that multiplies E4M3 numbers, for fp32 results
-of grouped_gemm_fp8, for narrow results, and for scales of whole lines.
+of grouped_gemm_fp8, and for narrow results.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,20 +16,21 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import fp8, select
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.parts import panel, refuse_ranges
+from symmoe.kernels.parts import panel
 from symmoe.kernels.triton.tiles import (
-    TRITON_DTYPES,
     ZERO_BLOCK,
+    Plan,
     TileConfig,
     describe,
-    end_of_rows,
+    first_tail_row,
     launch_grid,
     locate_tile,
-    max_row_tiles,
+    output_tile_constants,
     row_tile_prefix,
     store_gradient,
     swizzle_tile,
     tile_mask,
+    wgrad_plan,
     zero_panel,
     zero_rows,
 )
@@ -40,23 +40,21 @@ CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, n
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_start"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_range"])
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
-    row_scale,  # [N, blocks of C], or [N]
+    row_scale,  # [N, blocks of C]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK]
-    weight_scale,  # [G, blocks of O, blocks of C], or [G, O]
-    row_start,
+    weight_scale,  # [G, blocks of O, blocks of C]
+    row_range,
     out,  # [N, O]
     num_rows,  # N; None: do not write the tail
+    panel_column,  # first column of the panel
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
-    END: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # first column of the panel
-    COLUMNS: tl.constexpr,
-    OF_LINES: tl.constexpr,  # scales
+    COLUMNS: tl.constexpr,  # of the panel
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -65,46 +63,38 @@ def grouped_gemm_fp8_kernel(
     NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     NUM_BLOCKS: tl.constexpr = (IN_WIDTH + BLOCK - 1) // BLOCK
     COLUMN_BLOCKS: tl.constexpr = (OUT_WIDTH + BLOCK - 1) // BLOCK
-    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
+    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
     for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        first_column = panel_column + n_tile * BLOCK_N
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
         weight_scales = weight_scale + (group.to(tl.int64) * COLUMN_BLOCKS + first_column // BLOCK) * NUM_BLOCKS
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for b in tl.range(0, NUM_BLOCKS):
             left = rows_desc.load([first_row, b * BLOCK])
             right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
-            if OF_LINES:
-                # Added in fp32 after every block: tensor cores keep about 14 bits of a sum of E4M3 products.
-                acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=BLOCK)
-            else:
-                scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
-                acc += tl.dot(left, right.T) * scale[:, None]
+            scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
+            acc += tl.dot(left, right.T) * scale[:, None]
         column = first_column + tl.arange(0, BLOCK_N)
-        if OF_LINES:
-            by_row = tl.load(row_scale + row, mask=row < end, other=0.0)
-            lines = weight_scale + group.to(tl.int64) * OUT_WIDTH + column
-            acc *= by_row[:, None] * tl.load(lines, mask=column < OUT_WIDTH, other=0.0)[None, :]
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
-        first = tl.load(row_start + NUM_GROUPS)
+        first = first_tail_row(row_range, NUM_GROUPS)
         if COLUMNS == OUT_WIDTH:
             zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
         else:
-            zero_panel(out, first, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+            zero_panel(out, first, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_start"])
+@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_range"])
 def grouped_gemm_wgrad_fp8_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK]
     dout_scale,  # [O, num_blocks], block-major
     rows_desc,  # [C, P], block [BLOCK_N, BLOCK]
     rows_scale,  # [C, num_blocks], block-major
-    row_start,
+    row_range,
     out,  # [G, O, C]
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -119,7 +109,7 @@ def grouped_gemm_wgrad_fp8_kernel(
     NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK)
+    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK)
     lane = tl.arange(0, GROUP_LANES)
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
         group = tile // TILES
@@ -146,7 +136,7 @@ def grouped_gemm_fp8(
     row_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     columns: tuple[int, int] | None = None,
@@ -154,35 +144,32 @@ def grouped_gemm_fp8(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    of_lines = fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     columns = panel(columns, out_width)
-    if zero_tail:
-        refuse_ranges(row_start, "zero_tail")
     if num_rows == 0:
         return
-    if config is None and not of_lines:
+    if config is None:
         on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= select.MAX_ROWS:
             options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
-            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_start, out, **options)
+            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **options)
             return
-    config = config or CONFIG
-    end = end_of_rows(row_start, num_groups)
-    plan = _gemm_plan(config, num_groups, out_width, rows.shape[1], end, columns, of_lines)
-    num_tiles = max_row_tiles(num_rows, num_groups, config.block_m) * plan.num_n_tiles
+    first_column, end_column = columns or (0, out_width)
+    plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1], end_column - first_column)
     launch(
         grouped_gemm_fp8_kernel,
-        launch_grid(config, num_tiles, num_sms, out.device),
+        plan.grid(num_rows, num_groups, num_sms, out.device),
         plan.constants,
         rows,
         row_scale,
         weight,
         weight_scale,
-        row_start,
+        row_range,
         out,
         num_rows if zero_tail else None,
+        first_column,
     )
 
 
@@ -191,7 +178,7 @@ def grouped_gemm_wgrad_fp8(
     dout_scale: torch.Tensor,
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     accumulate: bool = False,
@@ -199,40 +186,29 @@ def grouped_gemm_wgrad_fp8(
     config: TileConfig | None = None,
 ) -> None:
     fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
-    refuse_ranges(row_start, "a weight gradient")
-    num_groups, out_rows, out_width = out.shape
     if dout_scale.shape[1] == 0:
         if not accumulate:
             out.zero_()
         return
     if config is None:
         operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
-        on_hopper = select.hopper_kernels(out.device, operands, out_width)
+        on_hopper = select.hopper_kernels(out.device, operands, out.shape[2])
         if on_hopper is not None:
             options = {"accumulate": accumulate, "num_sms": num_sms}
-            on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_start, out, **options)
+            on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)
             return
-    config = config or CONFIG
-    num_tiles, constants = _wgrad_plan(config, out.dtype, accumulate, num_groups, out_rows, out_width)
+    plan = _wgrad_plan(config or CONFIG, out.dtype, accumulate, out.shape)
     launch(
         grouped_gemm_wgrad_fp8_kernel,
-        launch_grid(config, num_tiles, num_sms, out.device),
-        constants,
+        launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device),
+        plan.constants,
         dout,
         dout_scale,
         rows,
         rows_scale,
-        row_start,
+        row_range,
         out,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Tiles and constants of launches of a GEMM with the same static dimensions."""
-
-    num_n_tiles: int
-    constants: Constants
 
 
 @functools.cache
@@ -241,51 +217,28 @@ def _gemm_plan(
     num_groups: int,
     out_width: int,
     in_width: int,
-    end: int,
-    columns: tuple[int, int] | None,
-    of_lines: bool,
+    num_columns: int,
 ) -> Plan:
-    first_column, end_column = columns or (0, out_width)
     constants = {
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
-        "END": end,
-        "FIRST_COLUMN": first_column,
-        "COLUMNS": end_column - first_column,
-        "OF_LINES": of_lines,
+        "COLUMNS": num_columns,
         **_tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([1, config.block_n, fp8.BLOCK])}
-    return Plan(ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache
-def _wgrad_plan(
-    config: TileConfig, dtype: torch.dtype, accumulate: bool, num_groups: int, out_rows: int, out_width: int
-) -> tuple[int, Constants]:
-    constants = {
-        "OUT_DTYPE": TRITON_DTYPES[dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
-        **_tile_constants(config),
-    }
+def _wgrad_plan(config: TileConfig, dtype: torch.dtype, accumulate: bool, shape: tuple[int, ...]) -> Plan:
+    constants = {"GROUP_LANES": next_power_of_2(shape[0]), **_tile_constants(config)}
     descriptors = {0: describe([config.block_m, fp8.BLOCK]), 2: describe([config.block_n, fp8.BLOCK])}
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return num_tiles, Constants(constants, descriptors)
+    return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
 
 
-def _tile_constants(config: TileConfig) -> dict[str, int]:
+def _tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
     if config.block_k != fp8.BLOCK or fp8.BLOCK % config.block_n:
         raise ArgumentError(f"tiles must have block_k {fp8.BLOCK} and a block_n that divides it, got {config}")
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "GROUP_M": config.group_m,
-        "num_stages": config.num_stages,
-        "num_warps": config.num_warps,
-    }
+    return output_tile_constants(config)

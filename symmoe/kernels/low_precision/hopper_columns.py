@@ -177,11 +177,11 @@ def decoded(codes, scale, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def group_tiles(row_start, PLAN: gl.constexpr):
+def group_tiles(row_range, PLAN: gl.constexpr):
     """Groups' first rows and ends, the inclusive prefix sum of their tiles of tokens, and how many tiles there are."""
     group = gl.arange(0, PLAN.group_lanes, PLAN.groups)
-    start = gl.load(row_start + group, mask=group < PLAN.num_groups, other=0)
-    end = gl.load(row_start + group + 1, mask=group < PLAN.num_groups, other=0)
+    start = gl.load(row_range + group, mask=group < PLAN.num_groups, other=0)
+    end = gl.load(row_range + PLAN.num_groups + group, mask=group < PLAN.num_groups, other=0)
     num_tiles = (end - start + (TILE - 1)) // TILE
     return start, end, gl.associative_scan(num_tiles, 0, _add), gl.sum(num_tiles, axis=0)
 
@@ -294,13 +294,13 @@ def store_tile(words, at, data, scale, num_tiles, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def quantize_tiles(rows, row_scales, row_index, row_start, data, scale, num_tiles, PLAN: gl.constexpr):
+def quantize_tiles(rows, row_scales, row_index, row_range, data, scale, num_tiles, PLAN: gl.constexpr):
     """The tiles of a program. row_scales: None, or scales of rows of the wire, which are decoded to PLAN.dtype."""
     ring = gl.allocate_shared_memory(rows.dtype.element_ty, [PLAN.stages, TILE, PAIRS], SHARED)
     scale_ring = ring
     if row_scales is not None:
         scale_ring = gl.allocate_shared_memory(gl.float32, [PLAN.stages, TILE], SHARED_LINE)
-    groups = group_tiles(row_start, PLAN)
+    groups = group_tiles(row_range, PLAN)
     num_used = groups[3]
     step = stride(gl.num_programs(0), num_used, PLAN)
     at = stride(gl.program_id(0), num_used, PLAN)
@@ -328,35 +328,35 @@ def quantize_tiles(rows, row_scales, row_index, row_start, data, scale, num_tile
 
 
 @fast_launch
-@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
 def hopper_quantize_columns_kernel(
     rows,  # words of two numbers, int32 [N, C / 2]
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes [C, num_tiles * TILE]
     scale,  # fp32 [num_tiles, C]
     num_tiles,
     PLAN: gl.constexpr,
 ):
-    quantize_tiles(rows, None, row_index, row_start, data, scale, num_tiles, PLAN)
+    quantize_tiles(rows, None, row_index, row_range, data, scale, num_tiles, PLAN)
 
 
 @fast_launch
 @gluon.jit(
-    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scales", "row_index", "row_start", "scale"]
+    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_scales", "row_index", "row_range", "scale"]
 )
 def hopper_requantize_columns_kernel(
     wire,  # words of two codes, int16 [N, bytes of a row / 2]
     row_scales,  # the wire as fp32
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes [C, num_tiles * TILE]
     scale,  # fp32 [num_tiles, C]
     num_tiles,
     PLAN: gl.constexpr,
 ):
     """Same as hopper_quantize_columns_kernel, of rows of the wire."""
-    quantize_tiles(wire, row_scales, row_index, row_start, data, scale, num_tiles, PLAN)
+    quantize_tiles(wire, row_scales, row_index, row_range, data, scale, num_tiles, PLAN)
 
 
 def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> bool:
@@ -367,7 +367,7 @@ def takes_columns(block_format: BlockFormat, rows: torch.Tensor, width: int) -> 
 
 def launch_quantize_columns(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -378,17 +378,17 @@ def launch_quantize_columns(
 ) -> None:
     """quantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
     width, num_tiles = scale.shape
-    layout = (width, row_start.shape[0] - 1, block_format.scale, rows.dtype, width // 2, 4)
+    layout = (width, row_range.shape[1], block_format.scale, rows.dtype, width // 2, 4)
     plan, constants = _plan(*layout, tuple(options.items()))
     grid = _grid(plan, num_tiles, num_sms, rows.device)
     buffers = data.view(torch.uint8), scale.t()
     words = rows.view(torch.int32)
-    launch(hopper_quantize_columns_kernel, grid, constants, words, row_index, row_start, *buffers, num_tiles)
+    launch(hopper_quantize_columns_kernel, grid, constants, words, row_index, row_range, *buffers, num_tiles)
 
 
 def launch_requantize_columns(
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -400,10 +400,10 @@ def launch_requantize_columns(
 ) -> None:
     """requantize_columns of at least one tile, if takes_columns. options: as OPTIONS."""
     width, num_tiles = scale.shape
-    layout = (width, row_start.shape[0] - 1, block_format.scale, dtype, wire.shape[1] // 2, 2)
+    layout = (width, row_range.shape[1], block_format.scale, dtype, wire.shape[1] // 2, 2)
     plan, constants = _plan(*layout, tuple(options.items()))
     grid = _grid(plan, num_tiles, num_sms, wire.device)
-    inputs = wire.view(torch.int16), wire.view(torch.float32), row_index, row_start
+    inputs = wire.view(torch.int16), wire.view(torch.float32), row_index, row_range
     buffers = data.view(torch.uint8), scale.t()
     launch(hopper_requantize_columns_kernel, grid, constants, *inputs, *buffers, num_tiles)
 

@@ -79,13 +79,12 @@ COLUMNS = gl.constexpr(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DactQuantize(Groups):
-    """The constants of one kernel. ffn: I. scale: scale of BlockFormat. group_m, end: as in Pipeline."""
+    """The constants of one kernel. ffn: I. scale: scale of BlockFormat. group_m: as in Pipeline."""
 
     ffn: int
     activation: Activation
     scale: str
     group_m: int = 8
-    end: int = 1
 
     @property
     def num_n_tiles(self) -> int:
@@ -169,13 +168,13 @@ def differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_row
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_rows", "num_tiles", "num_a_tiles"],
-    do_not_specialize_on_alignment=["row_scale", "row_start", "workspace", "scale", "column_scale", "a_column_scale"],
+    do_not_specialize_on_alignment=["row_scale", "row_range", "workspace", "scale", "column_scale", "a_column_scale"],
 )
 def hopper_dact_quantize_kernel(
     da,  # [N, I]
     h,  # [N, 2I]
     row_scale,  # fp32[N]
-    row_start,
+    row_range,
     workspace,  # fp32 [blocks of features, N]
     data,  # bytes [N, 2I]
     scale,  # fp32 [N, blocks of 2I]
@@ -192,17 +191,17 @@ def hopper_dact_quantize_kernel(
     gates = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
     ups = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
     das = gl.allocate_shared_memory(h.dtype.element_ty, [TILE, TILE], LAYOUT)
-    prefix, num_row_tiles = row_tile_prefix(row_start, PLAN)
+    prefix, num_row_tiles = row_tile_prefix(row_range, PLAN)
     num_used = num_row_tiles * PLAN.num_n_tiles
     tile = gl.program_id(0)
     if tile < num_used:
-        _group, first_row, end, _token_tile, n_tile = place_in_group(tile, prefix, row_start, PLAN)
+        _group, first_row, end, _token_tile, n_tile = place_in_group(tile, prefix, row_range, PLAN)
         copy_part(gates, h, first_row, end, n_tile * TILE, 2 * FFN)
         copy_part(ups, h, first_row, end, FFN + n_tile * TILE, 2 * FFN)
         copy_part(das, da, first_row, end, n_tile * TILE, FFN)
         async_copy.commit_group()
         for this in range(tile, num_used, gl.num_programs(0)):
-            _group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_start, PLAN)
+            _group, first_row, end, token_tile, n_tile = place_in_group(this, prefix, row_range, PLAN)
             async_copy.wait_group(0)
             tile_sums = workspace + n_tile.to(gl.int64) * NUM_SUMS * num_rows
             differentiate(gates, ups, das, first_row, end, row_scale, tile_sums, num_rows, PLAN)
@@ -210,7 +209,7 @@ def hopper_dact_quantize_kernel(
             store_rows(ups, first_row, end, PLAN.num_n_tiles + n_tile, data, scale, PLAN)
             # Past the last tile, the last one is loaded again.
             following = gl.minimum(this + gl.num_programs(0), num_used - 1)
-            _group, next_row, next_end, _token_tile, next_n_tile = place_in_group(following, prefix, row_start, PLAN)
+            _group, next_row, next_end, _token_tile, next_n_tile = place_in_group(following, prefix, row_range, PLAN)
             column = n_tile * TILE
             next_column = next_n_tile * TILE
             store_columns(gates, token_tile, num_tiles, column, 2 * FFN, column_data, column_scale, PLAN)
@@ -234,7 +233,7 @@ def launch_dact_quantize(
     da: torch.Tensor,
     h: torch.Tensor,
     row_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     workspace: torch.Tensor,
     activation: Activation,
     block_format: BlockFormat,
@@ -250,7 +249,7 @@ def launch_dact_quantize(
     options: fields of DactQuantize.
     """
     num_rows, ffn = da.shape
-    num_groups = row_start.shape[0] - 1
+    num_groups = row_range.shape[1]
     num_sms = device_num_sms(h.device) if num_sms is None else num_sms
     num_tiles = max_tiles(num_rows, num_groups) * (ffn // TILE.value)
     launch(
@@ -260,7 +259,7 @@ def launch_dact_quantize(
         da,
         h,
         row_scale,
-        row_start,
+        row_range,
         workspace,
         rows[0].view(torch.uint8),
         rows[1],

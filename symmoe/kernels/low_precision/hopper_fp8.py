@@ -43,7 +43,6 @@ from symmoe.kernels.hopper.pipeline import (
     store_chunk,
 )
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.triton.tiles import end_of_rows
 
 E4M3 = torch.float8_e4m3fn
 BLOCK_K = gl.constexpr(BLOCK)
@@ -70,15 +69,15 @@ class Fp8Pipeline(Pipeline):
 
 
 @gluon.jit
-def load(rows_desc, weight_desc, row_start, ring, PIPE: gl.constexpr):
+def load(rows_desc, weight_desc, row_range, first_column, ring, PIPE: gl.constexpr):
     """The role load. Features past the last one come as zeros."""
     a, b, full, empty = ring
     num_bytes: gl.constexpr = rows_desc.block_type.nbytes + weight_desc.block_type.nbytes
-    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
@@ -148,20 +147,20 @@ def store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP:
 
 
 @gluon.jit
-def multiply(out_desc, scales, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def multiply(out_desc, scales, row_range, first_column, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """The role multiply."""
-    prefix, num_row_tiles = row_tile_prefix(row_start, PIPE)
+    prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, PIPE)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         left, right, stage, phase = product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE)
         store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP)
     tma.store_wait(0)
 
 
 @fast_launch
-@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_start"])
+@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_range"])
 def hopper_fp8_gemm_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
     weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK_K]
@@ -169,7 +168,8 @@ def hopper_fp8_gemm_kernel(
     out,
     row_scale,  # fp32[N, blocks of C]
     weight_scale,  # fp32[G, blocks of O, blocks of C]
-    row_start,
+    row_range,
+    first_column,  # of the panel; None: all columns
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
 ):
@@ -181,15 +181,15 @@ def hopper_fp8_gemm_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (out_desc, scales, row_start, ring, chunks, 0, PIPE)),
-            (multiply, (out_desc, scales, row_start, ring, chunks, 1, PIPE)),
-            (load, (rows_desc, weight_desc, row_start, ring, PIPE)),
+            (multiply, (out_desc, scales, row_range, first_column, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, scales, row_range, first_column, ring, chunks, 1, PIPE)),
+            (load, (rows_desc, weight_desc, row_range, first_column, ring, PIPE)),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
     )
     if num_rows is not None:
-        zero_tail_rows(out, row_start, num_rows, PIPE)
+        zero_tail_rows(out, row_range, first_column, num_rows, PIPE)
 
 
 def launch_fp8_gemm(
@@ -197,7 +197,7 @@ def launch_fp8_gemm(
     row_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     columns: tuple[int, int] | None = None,
@@ -207,8 +207,9 @@ def launch_fp8_gemm(
 ) -> None:
     """grouped_gemm_fp8 of at least one row. columns: the result of parts.panel. options: of Fp8Pipeline."""
     num_rows, num_groups = out.shape[0], weight.shape[0]
-    end = end_of_rows(row_start, num_groups)
-    pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, end, columns, tuple(options.items()))
+    first_column, end_column = columns or (None, out.shape[1])
+    num_columns = end_column - (first_column or 0)
+    pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, num_columns, tuple(options.items()))
     launch(
         hopper_fp8_gemm_kernel,
         grid(pipe, num_rows, num_sms, out.device),
@@ -219,7 +220,8 @@ def launch_fp8_gemm(
         out,
         row_scale,
         weight_scale,
-        row_start,
+        row_range,
+        first_column,
         num_rows if zero_tail else None,
     )
 
@@ -230,18 +232,14 @@ def _plan(
     out_width: int,
     in_width: int,
     dtype: torch.dtype,
-    end: int,
-    columns: tuple[int, int] | None,
+    num_columns: int,
     options: tuple[Any, ...],
 ) -> tuple[Fp8Pipeline, Constants]:
-    first_column, end_column = columns or (0, None)
     pipe = Fp8Pipeline(
         num_groups=num_groups,
         columns=out_width,
         in_width=in_width,
-        end=end,
-        first_column=first_column,
-        end_column=end_column,
+        panel=num_columns,
         **{"group_m": 16, **dict(options)},
     )
     descriptors = {

@@ -65,12 +65,12 @@ class Fp8WgradPipeline(WgradPipeline):
 
 
 @gluon.jit
-def first_block(row_start, group, PIPE: gl.constexpr):
+def first_block(row_range, group, PIPE: gl.constexpr):
     """Blocks of BLOCK_K tokens before those of a group."""
     layout: gl.constexpr = gl.BlockedLayout([PIPE.group_lanes // 32], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, PIPE.group_lanes, layout=layout)
-    start = gl.load(row_start + lane, mask=lane < group, other=0)
-    end = gl.load(row_start + lane + 1, mask=lane < group, other=0)
+    start = gl.load(row_range + lane, mask=lane < group, other=0)
+    end = gl.load(row_range + PIPE.num_groups + lane, mask=lane < group, other=0)
     return gl.sum((end - start + (BLOCK_K - 1)) // BLOCK_K, axis=0)
 
 
@@ -81,7 +81,7 @@ def num_steps(start, end):
 
 
 @gluon.jit
-def load(operands, row_start, ring, PIPE: gl.constexpr):
+def load(operands, row_range, ring, PIPE: gl.constexpr):
     """The role load, of one warp. Features past the last one come as zeros."""
     dout_desc, dout_scale_desc, rows_desc, rows_scale_desc = operands
     a, b, a_scale, b_scale, full, empty = ring
@@ -90,8 +90,8 @@ def load(operands, row_start, ring, PIPE: gl.constexpr):
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
-        group, start, end, m, n = locate_tile(tile, row_start, PIPE)
-        block = first_block(row_start, group, PIPE)
+        group, start, end, m, n = locate_tile(tile, row_range, PIPE)
+        block = first_block(row_range, group, PIPE)
         for k in range(num_steps(start, end)):
             mbarrier.wait(empty.index(stage), phase)
             barrier = full.index(stage)
@@ -214,12 +214,12 @@ def store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP: gl.c
 
 
 @gluon.jit
-def multiply(out_desc, out, row_start, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def multiply(out_desc, out, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """The role multiply."""
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), PIPE.num_tiles, gl.num_programs(0)):
-        group, start, end, m, first_column = locate_tile(tile, row_start, PIPE)
+        group, start, end, m, first_column = locate_tile(tile, row_range, PIPE)
         n = first_column + HALF * WARPGROUP
         upper, lower, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
         if PIPE.accumulate:
@@ -231,7 +231,7 @@ def multiply(out_desc, out, row_start, ring, chunks, WARPGROUP: gl.constexpr, PI
 
 
 @fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_start"])
+@gluon.jit(do_not_specialize_on_alignment=["row_range"])
 def hopper_fp8_wgrad_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK_K]
     dout_scale_desc,  # [blocks of P, O], block [1, BLOCK_M]
@@ -239,7 +239,7 @@ def hopper_fp8_wgrad_kernel(
     rows_scale_desc,  # [blocks of P, C], block [1, BLOCK_N]
     out_desc,  # [G, O, C], block [1, CHUNK, PART]
     out,
-    row_start,
+    row_range,
     PIPE: gl.constexpr,
 ):
     a = gl.allocate_shared_memory(dout_desc.dtype, [PIPE.stages] + dout_desc.block_shape, dout_desc.layout)  # noqa: RUF005
@@ -252,9 +252,9 @@ def hopper_fp8_wgrad_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (out_desc, out, row_start, ring, chunks, 0, PIPE)),
-            (multiply, (out_desc, out, row_start, ring, chunks, 1, PIPE)),
-            (load, ((dout_desc, dout_scale_desc, rows_desc, rows_scale_desc), row_start, ring, PIPE)),
+            (multiply, (out_desc, out, row_range, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, out, row_range, ring, chunks, 1, PIPE)),
+            (load, ((dout_desc, dout_scale_desc, rows_desc, rows_scale_desc), row_range, ring, PIPE)),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
@@ -266,7 +266,7 @@ def launch_fp8_wgrad(
     dout_scale: torch.Tensor,
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     accumulate: bool = False,
@@ -287,7 +287,7 @@ def launch_fp8_wgrad(
         rows_scale.t(),
         out,
         out,
-        row_start,
+        row_range,
     )
 
 

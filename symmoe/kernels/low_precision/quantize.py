@@ -1,8 +1,7 @@
 """Quantising rows, their columns per group, and weights (Triton). Letters: contract/quantize.py.
 
-All kernels are bound by memory: one read of the numbers (two where a block is a whole line; the second one hits in L2),
-one write of the data. A program has a tile of lines by elements; where lines are columns of the rows, the compiler
-reads along the features and writes along the tokens.
+All kernels are bound by memory: one read of the numbers, one write of the data. A program has a tile of lines by
+elements; where lines are columns of the rows, the compiler reads along the features and writes along the tokens.
 """
 
 import functools
@@ -18,10 +17,10 @@ from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import (
     INFINITY_BITS,
     TILE,
+    as_stored,
     block_scales,
     column_scale,
     element_codes,
-    encode,
     global_scale_of,
     magnitude_bits,
     pack,
@@ -30,15 +29,13 @@ from symmoe.kernels.low_precision.codes import (
 )
 from symmoe.kernels.low_precision.hadamard import hadamard
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.parts import num_groups_of, refuse_ranges
-from symmoe.kernels.triton.tiles import end_of_rows, locate_tile, max_row_tiles, row_programs, row_tile_prefix
+from symmoe.kernels.triton.tiles import locate_tile, max_row_tiles, row_programs, row_tile_prefix
 
 # Lines and elements of a program's tile.
 ROW_TILE = (16, 256)
 COLUMN_TILE = (64, formats.TILE)  # 128 bytes of every row of 2-byte numbers are read, 128 bytes of a line written
 WEIGHT_TILE = (128, 128)
 PAIR_COLUMNS = 256  # where blocks are not square; a tile then has one block of lines, so few threads share a scale
-LINE_TILE = (16, 512)
 ROW_WARPS = 4
 NUM_WARPS = 8
 
@@ -121,43 +118,12 @@ def store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH: tl.const
         store_tile(scale, scales, feature, feature < WIDTH, tile, num_tiles * scales.shape[1])
 
 
-@triton.jit
-def quantize_rows_tile(
-    rows,
-    row_index,
-    row_start,
-    data,
-    scale,
-    amax,
-    seeds,
-    at,  # result of locate_tile
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_BYTE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Quantises COLUMNS of LINES rows."""
-    group, first_row, end, _ = at
-    tile_column = tl.program_id(1)
-    row, column = first_row + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-    pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
-    words = random_words(seeds, group, row - tl.load(row_start + group), tile_column * COLUMNS, LINES, COLUMNS)
-    codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
-    store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
-    store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
-
-
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale", "amax", "seeds"])
 def quantize_rows_kernel(
     rows,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes
     scale,
     amax,  # fp32[G] or None
@@ -168,64 +134,35 @@ def quantize_rows_kernel(
     PER_BYTE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
-    END: tl.constexpr,
     WIDTH: tl.constexpr,
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns)."""
-    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES, END)
-    if END == 1:
-        if tl.program_id(0) < num_tiles:
-            at = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, LINES)
-            quantize_rows_tile(
-                rows,
-                row_index,
-                row_start,
-                data,
-                scale,
-                amax,
-                seeds,
-                at,
-                ELEMENT,
-                SCALE,
-                BLOCK,
-                PER_BYTE,
-                WIDTH,
-                LINES,
-                COLUMNS,
-            )
-    else:
-        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            at = locate_tile(tile, prefix, row_start, 1, 1, LINES, END)
-            quantize_rows_tile(
-                rows,
-                row_index,
-                row_start,
-                data,
-                scale,
-                amax,
-                seeds,
-                at,
-                ELEMENT,
-                SCALE,
-                BLOCK,
-                PER_BYTE,
-                WIDTH,
-                LINES,
-                COLUMNS,
-            )
+    """Grid (programs that loop over tiles of rows, tiles of columns)."""
+    tile_column = tl.program_id(1)
+    column = tile_column * COLUMNS + tl.arange(0, COLUMNS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
+        row = first_row + tl.arange(0, LINES)
+        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        pointers = rows + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        x = tl.load(pointers, mask=(row < end)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+        words = random_words(seeds, group, row - tl.load(row_range + group), tile_column * COLUMNS, LINES, COLUMNS)
+        codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
+        store_tile(data, codes, row, row < end, tile_column, WIDTH // PER_BYTE)
+        store_tile(scale, scales, row, row < end, tile_column, (WIDTH + BLOCK - 1) // BLOCK)
 
 
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_tiles", "signs"],
-    do_not_specialize_on_alignment=["row_index", "row_start", "scale", "amax", "seeds"],
+    do_not_specialize_on_alignment=["row_index", "row_range", "scale", "amax", "seeds"],
 )
 def quantize_columns_kernel(
     rows,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes
     scale,
     amax,  # fp32[G] or None
@@ -244,14 +181,14 @@ def quantize_columns_kernel(
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tile < num_used:
-        group, first_row, end, _ = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
         x = load_columns(rows, row_index, first_row, end, feature, WIDTH)
         if HADAMARD:
             x = hadamard(x, signs)
-        words = random_words(seeds, group, feature, first_row - tl.load(row_start + group), LINES, TILE)
+        words = random_words(seeds, group, feature, first_row - tl.load(row_range + group), LINES, TILE)
         codes, scales = quantize_tile(x, global_scale_of(amax, group), words, ELEMENT, SCALE, BLOCK, 1)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * (TILE // PER_BYTE))
         store_column_scales(scale, scales, feature, tile, num_tiles, WIDTH)
@@ -335,90 +272,11 @@ def quantize_weight_pairs_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
-def quantize_lines_kernel(
-    matrices,
-    row_index,  # int32[N], which line of the one matrix stands for line r; None: line r
-    row_start,  # int32[G + 1], of the lines of one matrix; None: all lines
-    data,  # bytes
-    scale,  # fp32, one for every line
-    SCALE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_LINES: tl.constexpr,  # lines of each of several matrices
-    WIDTH: tl.constexpr,
-    LINE_STRIDE: tl.constexpr,
-    ELEMENT_STRIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Quantises to E4M3 with one scale for a line. Grid (tiles of lines, matrices)."""
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    if row_start is None:
-        end: tl.constexpr = NUM_LINES
-    else:
-        end = tl.load(row_start + NUM_GROUPS)
-    first_line = tl.program_id(1).to(tl.int64) * NUM_LINES
-    source = line if row_index is None else tl.load(row_index + line, mask=line < end, other=0)
-    pointers = matrices + first_line * WIDTH + source.to(tl.int64)[:, None] * LINE_STRIDE
-    bits = tl.zeros((LINES, COLUMNS), tl.int32)
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        mask = (line < end)[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(pointers + column.to(tl.int64)[None, :] * ELEMENT_STRIDE, mask=mask, other=0.0).to(tl.float32)
-        bits = tl.maximum(bits, magnitude_bits(x))
-    line_bits = tl.max(bits, axis=1)
-    stored, multiplier = block_scales(line_bits, 1.0, SCALE)
-    tl.store(scale + first_line + line, stored, mask=line < end)
-    is_finite = (line_bits < INFINITY_BITS)[:, None]
-    data += first_line * WIDTH
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        mask = (line < end)[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(pointers + column.to(tl.int64)[None, :] * ELEMENT_STRIDE, mask=mask, other=0.0).to(tl.float32)
-        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
-        store_tile(data, codes, line, line < end, first_column // COLUMNS, WIDTH)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
-def quantize_column_lines_kernel(
-    rows,
-    row_index,  # int32[N] or None
-    row_start,
-    data,  # bytes
-    scale,  # fp32[G, C]
-    num_tiles,
-    SCALE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Quantises to E4M3 with one scale for a feature of a group. Grid (tiles of features, groups)."""
-    group = tl.program_id(1)
-    feature = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    start, end = tl.load(row_start + group), tl.load(row_start + group + 1)
-    bits = tl.zeros((LINES, TILE), tl.int32)
-    for first_row in tl.range(start, end, TILE):
-        bits = tl.maximum(bits, magnitude_bits(load_columns(rows, row_index, first_row, end, feature, WIDTH)))
-    line_bits = tl.max(bits, axis=1)
-    stored, multiplier = block_scales(line_bits, 1.0, SCALE)
-    tl.store(scale + group * WIDTH + feature, stored, mask=feature < WIDTH)
-    is_finite = (line_bits < INFINITY_BITS)[:, None]
-    prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
-    tile = tl.max(tl.where(tl.arange(0, GROUP_LANES) < group, prefix, 0), axis=0)
-    for first_row in tl.range(start, end, TILE):
-        x = load_columns(rows, row_index, first_row, end, feature, WIDTH)
-        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
-        store_tile(data, codes, feature, feature < WIDTH, tile + (first_row - start) // TILE, num_tiles * TILE)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["signs"], do_not_specialize_on_alignment=["row_index", "row_start", "amax_bits"])
+@triton.jit(do_not_specialize=["signs"], do_not_specialize_on_alignment=["row_index", "row_range", "amax_bits"])
 def group_amax_kernel(
     rows,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     amax_bits,  # int32[G], zeros: the numbers of amax, which are ordered as their bits are
     signs,
     HADAMARD: tl.constexpr,
@@ -428,9 +286,9 @@ def group_amax_kernel(
     LINES: tl.constexpr,
 ):
     """Grid (tiles of tokens, tiles of features). The atomics are of maxima, whose order does not matter."""
-    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tl.program_id(0) < num_tiles:
-        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, TILE)
+        group, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         x = load_columns(rows, row_index, first_row, end, tl.program_id(1) * LINES + tl.arange(0, LINES), WIDTH)
         if HADAMARD:
             x = hadamard(x, signs)
@@ -441,7 +299,7 @@ def group_amax_kernel(
 
 def quantize_rows(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -451,26 +309,19 @@ def quantize_rows(
     seeds: torch.Tensor | None = None,
 ) -> None:
     num_rows, width = data.shape[0], rows.shape[1]
-    num_groups = num_groups_of(row_start)
-    if block_format.block is None or seeds is not None:
-        refuse_ranges(row_start, "a scale of a whole row, or a seed,")
+    num_groups = row_range.shape[1]
     if num_rows == 0:
-        return
-    if block_format.block is None:
-        constants = _line_constants(block_format, num_groups, 0, width, width, 1)
-        grid = (ceil_div(num_rows, constants.named["LINES"]), 1)
-        launch(quantize_lines_kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale)
         return
     lines, num_columns = ROW_TILE[0], ceil_div(width, ROW_TILE[1])
     launch(
         quantize_rows_kernel,
-        (row_programs(row_start, max_row_tiles(num_rows, num_groups, lines), num_columns), num_columns),
-        _row_constants(block_format, num_groups, end_of_rows(row_start, num_groups), width),
+        (row_programs(max_row_tiles(num_rows, num_groups, lines), num_columns), num_columns),
+        _row_constants(block_format, num_groups, width),
         rows,
         row_index,
-        row_start,
-        _bytes(data),
-        _bytes(scale),
+        row_range,
+        as_stored(data),
+        as_stored(scale),
         amax,
         seeds,
     )
@@ -478,7 +329,7 @@ def quantize_rows(
 
 def quantize_columns(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -489,28 +340,22 @@ def quantize_columns(
     seeds: torch.Tensor | None = None,
 ) -> None:
     check_column_scale("scale", scale)
-    width, num_groups = rows.shape[1], row_start.shape[0] - 1
+    width, num_groups = rows.shape[1], row_range.shape[1]
     num_tiles = data.shape[1] * block_format.elements_per_byte // formats.TILE
-    constants = _column_constants(block_format, num_groups, width, signs is not None)
-    if num_tiles == 0 and block_format.block is not None:
-        return
-    blocks = ceil_div(width, COLUMN_TILE[0])
-    if block_format.block is None:
-        kernel, grid = quantize_column_lines_kernel, (blocks, num_groups)
-        launch(kernel, grid, constants, rows, row_index, row_start, _bytes(data), scale.t(), num_tiles)
+    if num_tiles == 0:
         return
     on_hopper = select.hopper_kernels(rows.device, rows.dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, rows, width) and signs is None:
-        on_hopper.launch_quantize_columns(rows, row_start, data, scale, block_format, row_index=row_index)
+        on_hopper.launch_quantize_columns(rows, row_range, data, scale, block_format, row_index=row_index)
         return
     launch(
         quantize_columns_kernel,
-        (num_tiles, blocks),
-        constants,
+        (num_tiles, ceil_div(width, COLUMN_TILE[0])),
+        _column_constants(block_format, num_groups, width, signs is not None),
         rows,
         row_index,
-        row_start,
-        _bytes(data),
+        row_range,
+        as_stored(data),
         column_scale(scale),
         amax,
         seeds,
@@ -529,18 +374,13 @@ def quantize_weights(
 ) -> None:
     num_groups, num_lines, width = weight.shape
     strides = weight.stride()[1:]
-    if block_format.block is None:
-        constants = _line_constants(block_format, 0, num_lines, width, *strides)
-        grid = (ceil_div(num_lines, constants.named["LINES"]), num_groups)
-        launch(quantize_lines_kernel, grid, constants, weight, None, None, _bytes(data), scale)
-        return
     launch(
         quantize_weights_kernel,
         (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
         _weight_constants(block_format, num_lines, width, *strides),
         weight,
-        _bytes(data),
-        _bytes(scale),
+        as_stored(data),
+        as_stored(scale),
         amax,
     )
 
@@ -555,11 +395,6 @@ def quantize_weight_pairs(
     *,
     amax: torch.Tensor | None = None,
 ) -> None:
-    if block_format.block is None:
-        # A tile does not know the scales of its lines and columns: the numbers would be read twice here, too.
-        quantize_weights(weight, data, scale, block_format)
-        quantize_weights(weight.mT, transposed_data, transposed_scale, block_format)
-        return
     num_groups, num_lines, width = weight.shape
     on_hopper = select.hopper_kernels(weight.device, weight.dtype, width)
     if on_hopper is not None and on_hopper.takes_weight_pairs(block_format, weight):
@@ -573,17 +408,17 @@ def quantize_weight_pairs(
         (ceil_div(width, tile_columns), ceil_div(num_lines, tile_lines), num_groups),
         constants,
         weight,
-        _bytes(data),
-        _bytes(scale),
-        _bytes(transposed_data),
-        _bytes(transposed_scale),
+        as_stored(data),
+        as_stored(scale),
+        as_stored(transposed_data),
+        as_stored(transposed_scale),
         amax,
     )
 
 
 def group_amax(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     amax: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
@@ -600,53 +435,41 @@ def group_amax(
         _amax_constants(num_groups, width, signs is not None),
         rows,
         row_index,
-        row_start,
+        row_range,
         amax.view(torch.int32),
         signs or 0,
     )
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """One-byte formats as uint8, which the kernels store."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
 def _format(block_format: BlockFormat) -> dict[str, object]:
-    return {
-        "ELEMENT": block_format.element,
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
-        "PER_BYTE": block_format.elements_per_byte,
-    }
+    return {"ELEMENT": block_format.element, "SCALE": block_format.scale, "BLOCK": block_format.block}
 
 
-def _groups(num_groups: int) -> dict[str, int]:
+def _groups(num_groups: int) -> dict[str, object]:
     return {"NUM_GROUPS": num_groups, "GROUP_LANES": next_power_of_2(num_groups)}
 
 
+def _format_of_groups(block_format: BlockFormat, num_groups: int) -> dict[str, object]:
+    return {**_format(block_format), "PER_BYTE": block_format.elements_per_byte, **_groups(num_groups)}
+
+
 @functools.cache
-def _row_constants(block_format: BlockFormat, num_groups: int, end: int, width: int) -> Constants:
-    tile = {"END": end, "WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
-    return Constants({**_format(block_format), **_groups(num_groups), **tile, "num_warps": ROW_WARPS})
+def _row_constants(block_format: BlockFormat, num_groups: int, width: int) -> Constants:
+    tile = {"WIDTH": width, "LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1]}
+    return Constants({**_format_of_groups(block_format, num_groups), **tile, "num_warps": ROW_WARPS})
 
 
 @functools.cache
 def _column_constants(block_format: BlockFormat, num_groups: int, width: int, transforms: bool) -> Constants:
-    tile = {"WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
-    if block_format.block is None:
-        return Constants({"SCALE": block_format.scale, **_groups(num_groups), **tile})
-    return Constants({"HADAMARD": transforms, **_format(block_format), **_groups(num_groups), **tile})
+    return Constants({**_format_of_groups(block_format, num_groups), **_column_tile(width, transforms)})
+
+
+def _column_tile(width: int, transforms: bool) -> dict[str, object]:
+    return {"HADAMARD": transforms, "WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
 
 
 def _weights(block_format: BlockFormat, num_lines: int, width: int) -> dict[str, object]:
-    return {
-        "ELEMENT": block_format.element,
-        "SCALE": block_format.scale,
-        "BLOCK": block_format.block,
-        "BLOCK_LINES": block_format.block_lines,
-        "NUM_LINES": num_lines,
-        "WIDTH": width,
-    }
+    return {**_format(block_format), "BLOCK_LINES": block_format.block_lines, "NUM_LINES": num_lines, "WIDTH": width}
 
 
 @functools.cache
@@ -662,33 +485,11 @@ def _weight_constants(
 def _pair_constants(block_format: BlockFormat, num_lines: int, width: int) -> Constants:
     (lines, columns), num_warps = WEIGHT_TILE, NUM_WARPS
     if block_format.block != block_format.block_lines:
-        assert block_format.block is not None
         lines, columns, num_warps = block_format.block, PAIR_COLUMNS, ROW_WARPS
     tile = {"LINES": lines, "COLUMNS": columns, "num_warps": num_warps}
     return Constants({**_weights(block_format, num_lines, width), **tile})
 
 
 @functools.cache
-def _line_constants(
-    block_format: BlockFormat, num_groups: int, num_lines: int, width: int, line_stride: int, element_stride: int
-) -> Constants:
-    lines, columns = LINE_TILE if element_stride == 1 else COLUMN_TILE
-    return Constants(
-        {
-            "SCALE": block_format.scale,
-            "NUM_GROUPS": num_groups,
-            "NUM_LINES": num_lines,
-            "WIDTH": width,
-            "LINE_STRIDE": line_stride,
-            "ELEMENT_STRIDE": element_stride,
-            "LINES": lines,
-            "COLUMNS": columns,
-            "num_warps": NUM_WARPS,
-        }
-    )
-
-
-@functools.cache
 def _amax_constants(num_groups: int, width: int, transforms: bool) -> Constants:
-    tile = {"WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
-    return Constants({"HADAMARD": transforms, **_groups(num_groups), **tile})
+    return Constants({**_groups(num_groups), **_column_tile(width, transforms)})

@@ -17,10 +17,10 @@ NUM_WARPS = 4
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["scale", "row_start"])
+@triton.jit(do_not_specialize_on_alignment=["scale", "row_range"])
 def swizzle_group_scales_kernel(
     scale,  # uint8[N, Q]
-    row_start,
+    row_range,
     swizzled,
     NUM_BLOCKS: tl.constexpr,
     TILES_ACROSS: tl.constexpr,
@@ -29,9 +29,9 @@ def swizzle_group_scales_kernel(
 ):
     """Grid (tiles of rows, tiles across)."""
     across = tl.program_id(1)
-    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tl.program_id(0) < num_tiles:
-        _, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, TILE)
+        _, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         byte = tl.arange(0, TILE_BYTES)
         row, block = tile_element(byte, first_row, across)
         mask = (row < end) & (block < NUM_BLOCKS)
@@ -40,10 +40,10 @@ def swizzle_group_scales_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["scale", "row_start"])
+@triton.jit(do_not_specialize_on_alignment=["scale", "row_range"])
 def unswizzle_group_scales_kernel(
     swizzled,
-    row_start,
+    row_range,
     scale,  # uint8[N, Q]
     NUM_BLOCKS: tl.constexpr,
     TILES_ACROSS: tl.constexpr,
@@ -52,9 +52,9 @@ def unswizzle_group_scales_kernel(
 ):
     """Grid (tiles of rows, tiles across)."""
     across = tl.program_id(1)
-    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tl.program_id(0) < num_tiles:
-        _, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_start, 1, 1, TILE)
+        _, first_row, end, _ = locate_tile(tl.program_id(0), prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         byte = tl.arange(0, TILE_BYTES)
         row, block = tile_element(byte, first_row, across)
         value = tl.load(swizzled + tile_start(TILES_ACROSS) + byte)
@@ -74,26 +74,26 @@ def tile_start(TILES_ACROSS: tl.constexpr):
     return (tl.program_id(0).to(tl.int64) * TILES_ACROSS + tl.program_id(1)) * TILE_BYTES
 
 
-def swizzle_group_scales(scale: torch.Tensor, row_start: torch.Tensor, swizzled: torch.Tensor) -> None:
-    constants = _constants(scale.shape[1], swizzled.shape[1], row_start.shape[0] - 1)
+def swizzle_group_scales(scale: torch.Tensor, row_range: torch.Tensor, swizzled: torch.Tensor) -> None:
+    constants = _constants(scale.shape[1], swizzled.shape[1], row_range.shape[1])
     launch(
         swizzle_group_scales_kernel,
         tuple(swizzled.shape[:2]),
         constants,
         scale.view(torch.uint8),
-        row_start,
+        row_range,
         swizzled,
     )
 
 
-def unswizzle_group_scales(swizzled: torch.Tensor, row_start: torch.Tensor, scale: torch.Tensor) -> None:
-    constants = _constants(scale.shape[1], swizzled.shape[1], row_start.shape[0] - 1)
+def unswizzle_group_scales(swizzled: torch.Tensor, row_range: torch.Tensor, scale: torch.Tensor) -> None:
+    constants = _constants(scale.shape[1], swizzled.shape[1], row_range.shape[1])
     launch(
         unswizzle_group_scales_kernel,
         tuple(swizzled.shape[:2]),
         constants,
         swizzled,
-        row_start,
+        row_range,
         scale.view(torch.uint8),
     )
 

@@ -11,7 +11,7 @@ ranges that begin elsewhere are cut out of tiles by masks.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -25,19 +25,20 @@ from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.parts import panel, refuse_ranges
+from symmoe.kernels.parts import panel
 from symmoe.kernels.triton.tiles import (
-    TRITON_DTYPES,
     ZERO_BLOCK,
+    Plan,
     TileConfig,
     describe,
-    end_of_rows,
+    first_tail_row,
     launch_grid,
-    max_row_tiles,
+    output_tile_constants,
     row_tile_prefix,
     store_gradient,
     swizzle_tile,
     tile_mask,
+    wgrad_plan,
     zero_panel,
     zero_rows,
 )
@@ -122,12 +123,12 @@ def apply_global_scales(acc, left, right, group, is_there):
 
 
 @triton.jit
-def range_tile_prefix(row_start, group_start, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, END: tl.constexpr):
+def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr):
     """row_tile_prefix of the tiles with rows of ranges; tiles are counted from the groups' first rows."""
     group = tl.arange(0, GROUP_LANES)
-    start = tl.load(group_start + group, mask=group < NUM_GROUPS, other=0)
-    begin = tl.load(row_start + group, mask=group < NUM_GROUPS, other=0)
-    end = tl.load(row_start + group + END, mask=group < NUM_GROUPS, other=0)
+    start = tl.load(group_range + group, mask=group < NUM_GROUPS, other=0)
+    begin = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
+    end = tl.load(row_range + NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0)
     num_tiles = (end - start + (TILE - 1)) // TILE - (begin - start) // TILE
     num_tiles = tl.where(begin < end, num_tiles, 0)
     return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
@@ -136,7 +137,7 @@ def range_tile_prefix(row_start, group_start, NUM_GROUPS: tl.constexpr, GROUP_LA
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_global_scale", "weight_global_scale", "row_start", "group_start"],
+    do_not_specialize_on_alignment=["row_global_scale", "weight_global_scale", "row_range", "group_range"],
 )
 def grouped_gemm_scaled_kernel(
     rows_desc,  # bytes [N, C], block [BLOCK_M, STEP]
@@ -145,19 +146,18 @@ def grouped_gemm_scaled_kernel(
     weight_scale_desc,
     row_global_scale,  # fp32[G] or None
     weight_global_scale,
-    row_start,
-    group_start,  # int32[G + 1] with ranges, else None
+    row_range,
+    group_range,  # the whole groups, or None
     out,  # [N, O]
     num_rows,  # N; None: do not write the tail
+    panel_column,  # first column of the panel
     ELEMENT: tl.constexpr,
     NATIVE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     LINE_BYTES: tl.constexpr,  # of C elements
-    END: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # first column of the panel
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the panel
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,  # bytes of a line
@@ -167,26 +167,27 @@ def grouped_gemm_scaled_kernel(
     tl.static_assert(BLOCK_M == TILE)
     NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     WEIGHT_TILES: tl.constexpr = (OUT_WIDTH + TILE - 1) // TILE  # of a matrix' scales
-    if group_start is None:
-        prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    if group_range is None:
+        prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
         scale_prefix = prefix
-        start_of = row_start
+        start_of = row_range
     else:
-        prefix, num_row_tiles = range_tile_prefix(row_start, group_start, NUM_GROUPS, GROUP_LANES, END)
-        scale_prefix, _ = row_tile_prefix(group_start, NUM_GROUPS, GROUP_LANES, TILE)
-        start_of = group_start
+        prefix, num_row_tiles = range_tile_prefix(row_range, group_range, NUM_GROUPS, GROUP_LANES)
+        scale_prefix, _ = row_tile_prefix(group_range, NUM_GROUPS, GROUP_LANES, TILE)
+        start_of = group_range
     lane = tl.arange(0, GROUP_LANES)
     for tile in tl.range(tl.program_id(0), num_row_tiles * NUM_N_TILES, tl.num_programs(0)):
         before = prefix * NUM_N_TILES <= tile
         group = tl.sum(before.to(tl.int32), axis=0)
         first = tl.max(tl.where(before, prefix, 0), axis=0)
-        start, begin, end = tl.load(start_of + group), tl.load(row_start + group), tl.load(row_start + group + END)
+        start, begin = tl.load(start_of + group), tl.load(row_range + group)
+        end = tl.load(row_range + NUM_GROUPS + group)
         skipped = (begin - start) // TILE
         num_m_tiles = (end - start + (TILE - 1)) // TILE - skipped
         m_tile, n_tile = swizzle_tile(tile - first * NUM_N_TILES, num_m_tiles, NUM_N_TILES, GROUP_M)
         m_tile += skipped
         first_row = start + m_tile * TILE
-        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        first_column = panel_column + n_tile * BLOCK_N
         row_tile = tl.max(tl.where(lane < group, scale_prefix, 0), axis=0) + m_tile
         weight_tile = group * WEIGHT_TILES + first_column // TILE
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -200,20 +201,20 @@ def grouped_gemm_scaled_kernel(
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
         mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
-        if group_start is not None:
+        if group_range is not None:
             mask = mask & (row >= begin)[:, None]
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
     if num_rows is not None:
-        tail = tl.load(row_start + NUM_GROUPS)
+        tail = first_tail_row(row_range, NUM_GROUPS)
         if COLUMNS == OUT_WIDTH:
             zero_rows(out, tail, num_rows, OUT_WIDTH, ZERO_BLOCK)
         else:
-            zero_panel(out, tail, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+            zero_panel(out, tail, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_global_scale", "rows_global_scale", "row_start"])
+@triton.jit(do_not_specialize_on_alignment=["dout_global_scale", "rows_global_scale", "row_range"])
 def grouped_gemm_wgrad_scaled_kernel(
     dout_desc,  # bytes [O, P], block [BLOCK_M, STEP]
     dout_scale_desc,  # [tiles, tiles across P, 2, 256]: tile_scales
@@ -221,7 +222,7 @@ def grouped_gemm_wgrad_scaled_kernel(
     rows_scale_desc,
     dout_global_scale,  # fp32[G] or None
     rows_global_scale,
-    row_start,
+    row_range,
     out,  # [G, O, C]
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
@@ -240,7 +241,7 @@ def grouped_gemm_wgrad_scaled_kernel(
     NUM_M_TILES: tl.constexpr = (OUT_ROWS + BLOCK_M - 1) // BLOCK_M
     NUM_N_TILES: tl.constexpr = (OUT_WIDTH + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = NUM_M_TILES * NUM_N_TILES
-    prefix, _ = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, _ = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     lane = tl.arange(0, GROUP_LANES)
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * TILES, tl.num_programs(0)):
         group = tile // TILES
@@ -268,35 +269,31 @@ def grouped_gemm_scaled(
     row_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     row_global_scale: torch.Tensor | None = None,
     weight_global_scale: torch.Tensor | None = None,
-    group_start: torch.Tensor | None = None,
+    group_range: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
     block_format = scaled.check_scaled_gemm(
-        rows, row_scale, weight, weight_scale, row_start, out, row_global_scale, weight_global_scale, group_start
+        rows, row_scale, weight, weight_scale, row_range, out, row_global_scale, weight_global_scale, group_range
     )
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     columns = panel(columns, out_width)
-    if zero_tail:
-        refuse_ranges(row_start, "zero_tail")
     if num_rows == 0:
         return
-    end = end_of_rows(row_start, num_groups)
-    plan = _gemm_plan(
-        config, block_format, scaled_products(out.device), num_groups, out_width, rows.shape[1], end, columns
-    )
-    num_tiles = max_row_tiles(num_rows, num_groups, formats.TILE) * plan.num_n_tiles
+    first_column, end_column = columns or (0, out_width)
+    unit, num_columns = scaled_products(out.device), end_column - first_column
+    plan = _gemm_plan(config, block_format, unit, num_groups, out_width, rows.shape[1], num_columns)
     launch(
         grouped_gemm_scaled_kernel,
-        launch_grid(plan.config, num_tiles, num_sms, out.device),
+        plan.grid(num_rows, num_groups, num_sms, out.device),
         plan.constants,
         rows,
         row_scale,
@@ -304,10 +301,11 @@ def grouped_gemm_scaled(
         weight_scale,
         row_global_scale,
         weight_global_scale,
-        row_start,
-        group_start,
+        row_range,
+        group_range,
         out,
         num_rows if zero_tail else None,
+        first_column,
     )
 
 
@@ -316,7 +314,7 @@ def grouped_gemm_wgrad_scaled(
     dout_scale: torch.Tensor,
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     dout_global_scale: torch.Tensor | None = None,
@@ -328,14 +326,11 @@ def grouped_gemm_wgrad_scaled(
     block_format = scaled.check_scaled_wgrad(
         dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale
     )
-    refuse_ranges(row_start, "a weight gradient")
-    num_groups, out_rows, out_width = out.shape
     if dout.shape[1] == 0:
         if not accumulate:
             out.zero_()
         return
-    unit = scaled_products(out.device)
-    plan = _wgrad_plan(config, block_format, unit, out.dtype, accumulate, num_groups, out_rows, out_width)
+    plan = _wgrad_plan(config, block_format, scaled_products(out.device), out.dtype, accumulate, out.shape)
     launch(
         grouped_gemm_wgrad_scaled_kernel,
         launch_grid(plan.config, plan.num_n_tiles, num_sms, out.device),
@@ -346,24 +341,9 @@ def grouped_gemm_wgrad_scaled(
         rows_scale,
         dout_global_scale,
         rows_global_scale,
-        row_start,
+        row_range,
         out,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Tiles and constants of launches of a GEMM with the same static dimensions.
-
-    Attributes:
-        config: the tiles.
-        num_n_tiles: tiles across the output; of wgrad, the tiles of all groups.
-        constants: constants of the kernel.
-    """
-
-    config: TileConfig
-    num_n_tiles: int
-    constants: Constants
 
 
 @functools.cache
@@ -374,10 +354,8 @@ def _gemm_plan(
     num_groups: int,
     out_width: int,
     line_bytes: int,
-    end: int,
-    columns: tuple[int, int] | None,
+    num_columns: int,
 ) -> Plan:
-    first_column, end_column = columns or (0, out_width)
     config = config or _gemm_config(block_format, unit, out_width)
     step, across = _check_tiles(config, block_format)
     constants = {
@@ -385,9 +363,7 @@ def _gemm_plan(
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "LINE_BYTES": line_bytes,
-        "END": end,
-        "FIRST_COLUMN": first_column,
-        "COLUMNS": end_column - first_column,
+        "COLUMNS": num_columns,
         **_tile_constants(config, block_format, unit, step, across),
     }
     descriptors = {
@@ -396,7 +372,7 @@ def _gemm_plan(
         2: describe([1, config.block_n, step]),
         3: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    return Plan(config, ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 
 
 @functools.cache
@@ -406,21 +382,14 @@ def _wgrad_plan(
     unit: Unit,
     dtype: torch.dtype,
     accumulate: bool,
-    num_groups: int,
-    out_rows: int,
-    out_width: int,
+    shape: tuple[int, ...],
 ) -> Plan:
-    config = config or _wgrad_config(block_format, unit, out_width)
+    config = config or _wgrad_config(block_format, unit, shape[2])
     if config.block_k != formats.TILE:
         raise ArgumentError(f"tiles of a weight gradient must have block_k {formats.TILE}, got {config}")
     step, across = _check_tiles(config, block_format)
     constants = {
-        "OUT_DTYPE": TRITON_DTYPES[dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "GROUP_LANES": next_power_of_2(num_groups),
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
+        "GROUP_LANES": next_power_of_2(shape[0]),
         **_tile_constants(config, block_format, unit, step, across),
         # Otherwise the last global scale and the addition become one fma, and a sum added here has other bits than
         # the same sum stored and added later, as for discrete gradients.
@@ -432,8 +401,7 @@ def _wgrad_plan(
         2: describe([config.block_n, step]),
         3: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return Plan(config, num_tiles, Constants(constants, descriptors))
+    return wgrad_plan(config, dtype, accumulate, shape, constants, descriptors)
 
 
 def _gemm_config(block_format: BlockFormat, unit: Unit, out_width: int) -> TileConfig:
@@ -448,7 +416,7 @@ def _wgrad_config(block_format: BlockFormat, unit: Unit, out_width: int) -> Tile
 
 def _check_tiles(config: TileConfig, block_format: BlockFormat) -> tuple[int, int]:
     """Bytes of a line, and tiles of their scales, of a contraction step; ArgumentError if it cuts tiles of scales."""
-    unit = (block_format.block or config.block_k) * scaled.TILE_BLOCKS
+    unit = block_format.block * scaled.TILE_BLOCKS
     if config.block_m != formats.TILE or config.block_n % formats.TILE or config.block_k % unit:
         raise ArgumentError(
             f"tiles must have block_m {formats.TILE}, block_n a multiple of it, and block_k one of {unit}, got {config}"
@@ -462,13 +430,9 @@ def _tile_constants(
     return {
         "ELEMENT": block_format.element,
         "NATIVE": unit is not None,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
         "STEP": step,
         "ACROSS": across,
-        "GROUP_M": config.group_m,
-        "num_stages": config.num_stages,
-        "num_warps": config.num_warps,
+        **output_tile_constants(config),
     }
 
 

@@ -13,10 +13,9 @@ from symmoe.kernels import formats, select
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.low_precision.codes import INFINITY_BITS, TILE, block_scales, column_scale, encode, magnitude_bits
+from symmoe.kernels.low_precision.codes import E8M0_NAN, TILE, column_scale, e4m3_value
 from symmoe.kernels.low_precision.quantize import (
     COLUMN_TILE,
-    LINE_TILE,
     ROW_TILE,
     ROW_WARPS,
     quantize_tile,
@@ -25,13 +24,10 @@ from symmoe.kernels.low_precision.quantize import (
 )
 from symmoe.kernels.low_precision.quantize import NUM_WARPS as COLUMN_WARPS
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.parts import num_groups_of
-from symmoe.kernels.triton.tiles import TRITON_DTYPES, end_of_rows, locate_tile, row_programs, row_tile_prefix
+from symmoe.kernels.triton.tiles import TRITON_DTYPES, locate_tile, max_row_tiles, row_programs, row_tile_prefix
 
 LINES, COLUMNS = 16, 1024  # bytes of a program's tile
-DECODED_LINES, DECODED_COLUMNS = 16, 256  # features
 NUM_WARPS = 4
-E8M0_NAN = tl.constexpr(255)
 
 
 @triton.jit
@@ -86,79 +82,15 @@ def encode_rows_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows"])
-def encode_lines_kernel(
-    rows,
-    wire,  # bytes
-    scales,  # the wire as fp32
-    num_rows,
-    SCALE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALE_ITEMS: tl.constexpr,
-    FIRST_SCALE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Same as encode_rows_kernel with one scale for a row. Grid (tiles of rows)."""
-    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    bits = tl.zeros((LINES, COLUMNS), tl.int32)
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        x = load_tile(rows, row, first_column + tl.arange(0, COLUMNS), num_rows, WIDTH)
-        bits = tl.maximum(bits, magnitude_bits(x))
-    row_bits = tl.max(bits, axis=1)
-    stored, multiplier = block_scales(row_bits, 1.0, SCALE)
-    tl.store(scales + row.to(tl.int64) * SCALE_ITEMS + FIRST_SCALE, stored, mask=row < num_rows)
-    store_padding(scales, row, num_rows, FIRST_SCALE + 1, SCALE_ITEMS)
-    is_finite = (row_bits < INFINITY_BITS)[:, None]
-    for first_column in tl.range(0, WIDTH, COLUMNS):
-        column = first_column + tl.arange(0, COLUMNS)
-        x = load_tile(rows, row, column, num_rows, WIDTH)
-        codes = encode(x, is_finite, multiplier[:, None], None, "e4m3")
-        store_items(wire, codes, row, column, num_rows, WIDTH, ROW_BYTES)
-
-
-@triton.jit
-def unpack_tile(
-    wire,
-    row_index,
-    data,
-    scale,
-    first_row,
-    end,
-    ROW_BYTES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Unpacks COLUMNS of LINES rows from first_row on, before `end`; scales with the first columns."""
-    row = first_row + tl.arange(0, LINES)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
-    lines = wire + source.to(tl.int64)[:, None] * ROW_BYTES
-    mask = (row < end)[:, None] & (column < WIDTH)[None, :]
-    values = tl.load(lines + column[None, :], mask=mask)
-    tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
-    if tl.program_id(1) == 0:
-        lane = tl.arange(0, SCALE_LANES)
-        is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
-        scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
-        tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
-
-
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "row_start", "scale"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "row_range", "scale"])
 def unpack_rows_kernel(
     wire,
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,
     scale,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
-    END: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     WIDTH: tl.constexpr,  # width of data
     SCALE_BYTES: tl.constexpr,
@@ -166,20 +98,22 @@ def unpack_rows_kernel(
     LINES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns of data)."""
-    if END == 1:
-        first_row, end = tl.program_id(0) * LINES, tl.load(row_start + NUM_GROUPS)
-        if first_row < end:
-            unpack_tile(
-                wire, row_index, data, scale, first_row, end, ROW_BYTES, WIDTH, SCALE_BYTES, SCALE_LANES, LINES, COLUMNS
-            )
-    else:
-        prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, LINES, END)
-        for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, LINES, END)
-            unpack_tile(
-                wire, row_index, data, scale, first_row, end, ROW_BYTES, WIDTH, SCALE_BYTES, SCALE_LANES, LINES, COLUMNS
-            )
+    """Grid (programs that loop over tiles of rows, tiles of columns of data)."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, LINES)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, LINES)
+        row = first_row + tl.arange(0, LINES)
+        source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
+        lines = wire + source.to(tl.int64)[:, None] * ROW_BYTES
+        mask = (row < end)[:, None] & (column < WIDTH)[None, :]
+        values = tl.load(lines + column[None, :], mask=mask)
+        tl.store(data + row.to(tl.int64)[:, None] * WIDTH + column[None, :], values, mask=mask)
+        if tl.program_id(1) == 0:  # scales with the first columns
+            lane = tl.arange(0, SCALE_LANES)
+            is_scale = (row < end)[:, None] & (lane < SCALE_BYTES)[None, :]
+            scales = tl.load(lines + WIDTH + lane[None, :], mask=is_scale)
+            tl.store(scale + row.to(tl.int64)[:, None] * SCALE_BYTES + lane[None, :], scales, mask=is_scale)
 
 
 @triton.jit
@@ -191,12 +125,6 @@ def scale_number(scale, SCALE: tl.constexpr):
     else:
         number = scale
     return number
-
-
-@triton.jit
-def e4m3_number(code):
-    """fp32 of E4M3 numbers."""
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @fast_launch
@@ -222,20 +150,20 @@ def decode_rows_kernel(
     code = tl.load(wire + row.to(tl.int64)[:, None] * ROW_BYTES + column[None, :], mask=mask, other=0)
     block = FIRST_SCALE + column // BLOCK
     scale = tl.load(scales + row.to(tl.int64)[:, None] * SCALE_ITEMS + block[None, :], mask=mask, other=0)
-    values = e4m3_number(code) * scale_number(scale, SCALE)
+    values = e4m3_value(code) * scale_number(scale, SCALE)
     pointers = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(pointers, values.to(out.dtype.element_ty), mask=mask)
 
 
 @fast_launch
 @triton.jit(
-    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["wire_scales", "row_index", "row_start", "scale"]
+    do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["wire_scales", "row_index", "row_range", "scale"]
 )
 def requantize_columns_kernel(
     wire,  # bytes
     wire_scales,  # the wire as fp32, or as bytes
     row_index,  # int32[N] or None
-    row_start,
+    row_range,
     data,  # bytes
     scale,
     num_tiles,
@@ -252,9 +180,9 @@ def requantize_columns_kernel(
 ):
     """Grid (num_tiles tiles of tokens, tiles of features)."""
     tile = tl.program_id(0)
-    prefix, num_used = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, TILE)
+    prefix, num_used = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, TILE)
     if tile < num_used:
-        _group, first_row, end, _n = locate_tile(tile, prefix, row_start, 1, 1, TILE)
+        _group, first_row, end, _n = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, TILE)
         feature = tl.program_id(1) * LINES + tl.arange(0, LINES)
         row = first_row + tl.arange(0, TILE)
         source = row if row_index is None else tl.load(row_index + row, mask=row < end, other=0)
@@ -263,7 +191,7 @@ def requantize_columns_kernel(
         code = tl.load(wire + source * ROW_BYTES + feature[:, None], mask=mask, other=0)
         block = FIRST_SCALE + feature // BLOCK
         row_scale = tl.load(wire_scales + source * SCALE_ITEMS + block[:, None], mask=mask, other=0)
-        x = (e4m3_number(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
+        x = (e4m3_value(code) * scale_number(row_scale, SCALE)).to(DTYPE).to(tl.float32)
         codes, stored = quantize_tile(x, 1.0, None, "e4m3", SCALE, BLOCK, 1)
         store_tile(data, codes, feature, feature < WIDTH, tile, num_tiles * TILE)
         store_column_scales(scale, stored, feature, tile, num_tiles, WIDTH)
@@ -273,18 +201,13 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
     num_rows, width = rows.shape
     if num_rows == 0:
         return
-    constants = _encode_constants(block_format, wire.shape[1], width)
-    args = rows, wire, _scales_of(wire, block_format), num_rows
-    if block_format.block is None:
-        launch(encode_lines_kernel, (ceil_div(num_rows, LINE_TILE[0]),), constants, *args)
-        return
-    lines, columns = ROW_TILE
-    launch(encode_rows_kernel, (ceil_div(num_rows, lines), ceil_div(width, columns)), constants, *args)
+    constants = _row_constants(block_format, wire.shape[1], width)
+    launch(encode_rows_kernel, _grid(rows), constants, rows, wire, _scales_of(wire, block_format), num_rows)
 
 
 def unpack_rows(
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     *,
@@ -293,26 +216,24 @@ def unpack_rows(
     num_rows, width = data.shape
     if num_rows == 0:
         return
-    num_groups = num_groups_of(row_start)
+    num_groups = row_range.shape[1]
     num_columns = ceil_div(width, COLUMNS)
-    grid = row_programs(row_start, ceil_div(num_rows, LINES), num_columns), num_columns
-    end = end_of_rows(row_start, num_groups)
-    constants = _unpack_constants(num_groups, end, wire.shape[1], width, scale.shape[1])
-    launch(unpack_rows_kernel, grid, constants, wire, row_index, row_start, data, scale)
+    grid = row_programs(max_row_tiles(num_rows, num_groups, LINES), num_columns), num_columns
+    constants = _unpack_constants(num_groups, wire.shape[1], width, scale.shape[1])
+    launch(unpack_rows_kernel, grid, constants, wire, row_index, row_range, data, scale)
 
 
 def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat) -> None:
     num_rows, width = out.shape
     if num_rows == 0:
         return
-    grid = (ceil_div(num_rows, DECODED_LINES), ceil_div(width, DECODED_COLUMNS))
-    constants = _decode_constants(block_format, wire.shape[1], width)
-    launch(decode_rows_kernel, grid, constants, wire, _scales_of(wire, block_format), out, num_rows)
+    constants = _row_constants(block_format, wire.shape[1], width)
+    launch(decode_rows_kernel, _grid(out), constants, wire, _scales_of(wire, block_format), out, num_rows)
 
 
 def requantize_columns(
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -326,20 +247,25 @@ def requantize_columns(
         return
     on_hopper = select.hopper_kernels(wire.device, dtype, width)
     if on_hopper is not None and on_hopper.takes_columns(block_format, wire, width):
-        on_hopper.launch_requantize_columns(wire, row_start, data, scale, block_format, dtype, row_index=row_index)
+        on_hopper.launch_requantize_columns(wire, row_range, data, scale, block_format, dtype, row_index=row_index)
         return
     launch(
         requantize_columns_kernel,
         (num_tiles, ceil_div(width, COLUMN_TILE[0])),
-        _requantize_constants(block_format, wire.shape[1], width, row_start.shape[0] - 1, dtype),
+        _requantize_constants(block_format, wire.shape[1], width, row_range.shape[1], dtype),
         wire,
         _scales_of(wire, block_format),
         row_index,
-        row_start,
+        row_range,
         data.view(torch.uint8),
         column_scale(scale),
         num_tiles,
     )
+
+
+def _grid(rows: torch.Tensor) -> tuple[int, int]:
+    """Tiles of rows, tiles of columns."""
+    return ceil_div(rows.shape[0], ROW_TILE[0]), ceil_div(rows.shape[1], ROW_TILE[1])
 
 
 def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
@@ -348,19 +274,16 @@ def _scales_of(wire: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
 
 
 @functools.cache
-def _encode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    named = {"SCALE": block_format.scale, **_places(block_format, row_bytes, width)}
-    if block_format.block is None:
-        lines, columns = LINE_TILE
-        return Constants({**named, "LINES": lines, "COLUMNS": columns, "num_warps": NUM_WARPS})
-    lines, columns = ROW_TILE
-    tile = {"LINES": lines, "COLUMNS": columns, "num_warps": ROW_WARPS}
-    return Constants({**named, "BLOCK": block_format.block, **tile})
+def _row_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
+    tile = {"LINES": ROW_TILE[0], "COLUMNS": ROW_TILE[1], "num_warps": ROW_WARPS}
+    return Constants({**_places(block_format, row_bytes, width), **tile})
 
 
-def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, int]:
+def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, object]:
     item_bytes = block_format.scale_dtype.itemsize
     return {
+        "SCALE": block_format.scale,
+        "BLOCK": block_format.block,
         "ROW_BYTES": row_bytes,
         "SCALE_ITEMS": row_bytes // item_bytes,
         "FIRST_SCALE": width // item_bytes,
@@ -369,12 +292,11 @@ def _places(block_format: BlockFormat, row_bytes: int, width: int) -> dict[str, 
 
 
 @functools.cache
-def _unpack_constants(num_groups: int, end: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
+def _unpack_constants(num_groups: int, row_bytes: int, width: int, scale_bytes: int) -> Constants:
     return Constants(
         {
             "NUM_GROUPS": num_groups,
             "GROUP_LANES": next_power_of_2(num_groups),
-            "END": end,
             "ROW_BYTES": row_bytes,
             "WIDTH": width,
             "SCALE_BYTES": scale_bytes,
@@ -387,28 +309,12 @@ def _unpack_constants(num_groups: int, end: int, row_bytes: int, width: int, sca
 
 
 @functools.cache
-def _decode_constants(block_format: BlockFormat, row_bytes: int, width: int) -> Constants:
-    return Constants(
-        {
-            "SCALE": block_format.scale,
-            "BLOCK": block_format.block or width,
-            **_places(block_format, row_bytes, width),
-            "LINES": DECODED_LINES,
-            "COLUMNS": DECODED_COLUMNS,
-            "num_warps": NUM_WARPS,
-        }
-    )
-
-
-@functools.cache
 def _requantize_constants(
     block_format: BlockFormat, row_bytes: int, width: int, num_groups: int, dtype: torch.dtype
 ) -> Constants:
     return Constants(
         {
             "DTYPE": TRITON_DTYPES[dtype],
-            "SCALE": block_format.scale,
-            "BLOCK": block_format.block,
             **_places(block_format, row_bytes, width),
             "NUM_GROUPS": num_groups,
             "GROUP_LANES": next_power_of_2(num_groups),

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.parts import refuse_ranges
 from symmoe.kernels.triton.tiles import load_k_rows, locate_tile, max_row_tiles, row_tile_prefix, source_rows
 
 # A program of the gradient owns 128 bytes of every row: a full cache line, and as many programs as full lines allow.
@@ -26,13 +25,14 @@ NUM_WARPS = 8
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_index", "scale", "row_start", "dbias"])
+@triton.jit(do_not_specialize_on_alignment=["dout_index", "scale", "row_range", "dbias"])
 def grouped_bias_grad_kernel(
     dout,
     dout_index,  # int32[N] or None
     scale,  # fp32[N] or None
-    row_start,
+    row_range,
     dbias,  # [G, O]
+    NUM_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -40,8 +40,8 @@ def grouped_bias_grad_kernel(
     """Sums one block of columns of one group. Grid (column blocks, groups)."""
     first_column = tl.program_id(0) * BLOCK
     group = tl.program_id(1)
-    start = tl.load(row_start + group)
-    end = tl.load(row_start + group + 1)
+    start = tl.load(row_range + group)
+    end = tl.load(row_range + NUM_GROUPS + group)
     total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
     # Loaded one step ahead, as in grouped_gemm_wgrad_kernel: the pipeliner would halve its depth for dependent loads.
     next_source = source_rows(dout_index, start, end, BLOCK_ROWS)
@@ -60,12 +60,12 @@ def grouped_bias_grad_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_index", "row_start", "dscale"])
+@triton.jit(do_not_specialize_on_alignment=["dout_index", "row_range", "dscale"])
 def grouped_bias_dot_kernel(
     dout,
     dout_index,  # int32[N] or None
     bias,  # [G, O]
-    row_start,
+    row_range,
     dscale,  # fp32[N]
     ACCUMULATE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -76,9 +76,9 @@ def grouped_bias_dot_kernel(
 ):
     """Dot products of BLOCK_ROWS rows of one group. One program for every tile of rows that there can be."""
     tile = tl.program_id(0)
-    prefix, num_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_ROWS)
+    prefix, num_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_ROWS)
     if tile < num_tiles:
-        group, first_row, end, _ = locate_tile(tile, prefix, row_start, 1, 1, BLOCK_ROWS)
+        group, first_row, end, _ = locate_tile(tile, prefix, row_range, NUM_GROUPS, 1, 1, BLOCK_ROWS)
         row = first_row + tl.arange(0, BLOCK_ROWS)
         source = source_rows(dout_index, first_row, end, BLOCK_ROWS)
         bias_row = bias + group.to(tl.int64) * WIDTH
@@ -96,42 +96,41 @@ def grouped_bias_dot_kernel(
 
 def grouped_bias_grad(
     dout: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     dbias: torch.Tensor,
     *,
     dout_index: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    refuse_ranges(row_start, "dbias")
     num_groups, width = dbias.shape
     block = GRAD_COLUMN_BYTES // dout.dtype.itemsize
     launch(
         grouped_bias_grad_kernel,
         (ceil_div(width, block), num_groups),
-        _grad_constants(width, block),
+        _grad_constants(num_groups, width, block),
         dout,
         dout_index,
         scale,
-        row_start,
+        row_range,
         dbias,
     )
 
 
 @functools.cache
-def _grad_constants(width: int, block: int) -> Constants:
-    return Constants({"WIDTH": width, "BLOCK": block, "BLOCK_ROWS": GRAD_ROWS, "num_warps": NUM_WARPS})
+def _grad_constants(num_groups: int, width: int, block: int) -> Constants:
+    tile = {"BLOCK": block, "BLOCK_ROWS": GRAD_ROWS, "num_warps": NUM_WARPS}
+    return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, **tile})
 
 
 def grouped_bias_dot(
     dout: torch.Tensor,
     bias: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     dscale: torch.Tensor,
     *,
     dout_index: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    refuse_ranges(row_start, "dscale")
     num_rows = dscale.shape[0]
     num_groups, width = bias.shape
     if num_rows == 0:
@@ -143,7 +142,7 @@ def grouped_bias_dot(
         dout,
         dout_index,
         bias,
-        row_start,
+        row_range,
         dscale,
     )
 

@@ -6,8 +6,7 @@ belongs to depends on the static dimensions and on the row's place in its group.
 Rows beyond a group's end (the next group's rows, tail rows, NaN) are read but have no effect: rows are
 independent in the first two GEMMs, so masked stores are enough; wgrad sums over rows and reads zeros there.
 
-In a kernel, row_start[g] is where the rows of group g begin, and row_start[g + END] where they end, for bounds and for
-ranges. Tiles begin where ranges begin.
+Tiles begin where a group's row_range begins.
 
 A packed weight is read by TMA. A table's matrices have no common base, and the host, which would have to make a
 descriptor for each, does not know their addresses. They are read by pointers, with cp.async, same as gathered rows.
@@ -25,7 +24,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels import select
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.parts import panel, refuse_ranges
+from symmoe.kernels.parts import panel
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
@@ -34,7 +33,7 @@ from symmoe.kernels.triton.tiles import (
     TileConfig,
     column_parts,
     describe,
-    end_of_rows,
+    first_tail_row,
     gather_pointers,
     launch_grid,
     load_k_rows,
@@ -50,6 +49,7 @@ from symmoe.kernels.triton.tiles import (
     swizzle_tile,
     tile_constants,
     tile_mask,
+    wgrad_plan,
     zero_panel,
     zero_rows,
 )
@@ -119,7 +119,7 @@ def add_tile(
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_index", "weight_table", "row_start", "bias", "bias_scale"],
+    do_not_specialize_on_alignment=["row_index", "weight_table", "row_range", "bias", "bias_scale"],
 )
 def grouped_gemm_kernel(
     rows_desc,  # [N, K], block [BLOCK_M, BLOCK_K]; None when gathering
@@ -127,19 +127,18 @@ def grouped_gemm_kernel(
     row_index,  # int32[N] or None
     weight_desc,  # see load_weight; None with a table
     weight_table,  # int64[G] or None
-    row_start,
+    row_range,
     out,  # [N, M]
     bias,  # [G, M] or None
     bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
+    panel_column,  # first column of the panel
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     IN_WIDTH: tl.constexpr,
     WEIGHT_K_FIRST: tl.constexpr,
-    END: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,  # first column of the panel
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the panel
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -148,12 +147,12 @@ def grouped_gemm_kernel(
     FLATTEN: tl.constexpr,
 ):
     NUM_N_TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
-    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
+    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
     num_tiles = num_row_tiles * NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
-        first_column = FIRST_COLUMN + n_tile * BLOCK_N
+        first_column = panel_column + n_tile * BLOCK_N
         pointers = None
         if row_index is not None:
             pointers = gather_pointers(rows, row_index, row, end, IN_WIDTH, BLOCK_K)
@@ -176,15 +175,15 @@ def grouped_gemm_kernel(
             mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
             tl.store(pointers_out, acc.to(out.dtype.element_ty), mask=mask)
     if num_rows is not None:
-        first = tl.load(row_start + NUM_GROUPS)
+        first = first_tail_row(row_range, NUM_GROUPS)
         if COLUMNS == OUT_WIDTH:
             zero_rows(out, first, num_rows, OUT_WIDTH, ZERO_BLOCK)
         else:
-            zero_panel(out, first, num_rows, OUT_WIDTH, FIRST_COLUMN, COLUMNS, ZERO_BLOCK)
+            zero_panel(out, first, num_rows, panel_column, OUT_WIDTH, COLUMNS, ZERO_BLOCK)
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_index", "rows_index", "row_start", "out_table"])
+@triton.jit(do_not_specialize_on_alignment=["dout_index", "rows_index", "row_range", "out_table"])
 def grouped_gemm_wgrad_kernel(
     dout_desc,  # [N, O], ragged, block [BLOCK_K, BLOCK_M]; None when gathering
     dout,
@@ -192,7 +191,7 @@ def grouped_gemm_wgrad_kernel(
     rows_desc,  # [N, C], ragged, block [BLOCK_K, BLOCK_N]; None when gathering
     rows,
     rows_index,  # int32[N] or None
-    row_start,
+    row_range,
     out,  # [G, O, C]; None with a table
     out_table,  # int64[G] or None
     OUT_DTYPE: tl.constexpr,
@@ -214,8 +213,8 @@ def grouped_gemm_wgrad_kernel(
         m_tile, n_tile = swizzle_tile(tile - group * TILES, NUM_M_TILES, NUM_N_TILES, GROUP_M)
         m = m_tile * BLOCK_M
         n = n_tile * BLOCK_N
-        start = tl.load(row_start + group)
-        end = tl.load(row_start + group + 1)
+        start = tl.load(row_range + group)
+        end = tl.load(row_range + NUM_GROUPS + group)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Indices are loaded one step ahead: the pipeliner would halve its depth for loads that wait for loads.
         next_i = source_rows(dout_index, start, end, BLOCK_K)
@@ -256,7 +255,7 @@ def zero_matrices_kernel(table, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: 
 def grouped_gemm(
     rows: torch.Tensor,
     weight: torch.Tensor | TensorTable,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
@@ -271,7 +270,7 @@ def grouped_gemm(
     _launch_gemm(
         rows,
         weight,
-        row_start,
+        row_range,
         out,
         row_index,
         bias,
@@ -288,7 +287,7 @@ def grouped_gemm(
 def grouped_gemm_dgrad(
     dout: torch.Tensor,
     weight: torch.Tensor | TensorTable,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
@@ -299,14 +298,14 @@ def grouped_gemm_dgrad(
     config: TileConfig | None = None,
 ) -> None:
     _launch_gemm(
-        dout, weight, row_start, out, row_index, None, None, columns, accumulate, zero_tail, num_sms, config, True
+        dout, weight, row_range, out, row_index, None, None, columns, accumulate, zero_tail, num_sms, config, True
     )
 
 
 def _launch_gemm(
     rows,
     weight,
-    row_start,
+    row_range,
     out,
     row_index,
     bias,
@@ -321,8 +320,6 @@ def _launch_gemm(
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     columns = panel(columns, out_width)
-    if zero_tail:
-        refuse_ranges(row_start, "zero_tail")
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
@@ -332,7 +329,7 @@ def _launch_gemm(
             on_hopper.launch_gemm(
                 rows,
                 weight,
-                row_start,
+                row_range,
                 out,
                 weight_k_first=weight_k_first,
                 columns=columns,
@@ -340,8 +337,12 @@ def _launch_gemm(
                 num_sms=num_sms,
             )
             return
-    end = end_of_rows(row_start, num_groups)
-    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, end, columns, accumulate)
+    first_column, end_column = columns or (0, out_width)
+    num_columns = end_column - first_column
+    plan = _gemm_plan(config, out.dtype, num_groups, out_width, rows.shape[1], weight_k_first, num_columns, accumulate)
+    block_n = plan.config.block_n
+    if first_column % block_n or (end_column < out_width and end_column % block_n):
+        raise ArgumentError(f"tiles of {block_n} columns do not fill the columns {columns}")
     launch(
         grouped_gemm_kernel,
         plan.grid(num_rows, num_groups, num_sms, out.device),
@@ -351,11 +352,12 @@ def _launch_gemm(
         row_index,
         None if is_table else weight,
         weight.pointers if is_table else None,
-        row_start,
+        row_range,
         out,
         bias,
         bias_scale,
         num_rows if zero_tail else None,
+        first_column,
     )
 
 
@@ -367,35 +369,29 @@ def _gemm_plan(
     out_width: int,
     in_width: int,
     weight_k_first: bool,
-    end: int,
-    columns: tuple[int, int] | None,
+    num_columns: int,
     accumulate: bool,
 ) -> Plan:
     config = config or gemm_config(out_width, dtype)
     weight_block = [config.block_k, config.block_n] if weight_k_first else [config.block_n, config.block_k]
-    first_column, end_column = columns or (0, out_width)
-    if first_column % config.block_n or (end_column < out_width and end_column % config.block_n):
-        raise ArgumentError(f"tiles of {config.block_n} columns do not fill the columns {columns}")
     constants = {
         "NUM_GROUPS": num_groups,
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "IN_WIDTH": in_width,
         "WEIGHT_K_FIRST": weight_k_first,
-        "END": end,
-        "FIRST_COLUMN": first_column,
-        "COLUMNS": end_column - first_column,
+        "COLUMNS": num_columns,
         "ACCUMULATE": accumulate,
         **tile_constants(config),
     }
     descriptors = {0: describe([config.block_m, config.block_k]), 3: describe([1, *weight_block])}
-    return Plan(config, ceil_div(end_column - first_column, config.block_n), Constants(constants, descriptors))
+    return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 
 
 def grouped_gemm_wgrad(
     dout: torch.Tensor,
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor | TensorTable,
     *,
     dout_index: torch.Tensor | None = None,
@@ -404,8 +400,7 @@ def grouped_gemm_wgrad(
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    refuse_ranges(row_start, "a weight gradient")
-    num_groups, out_rows, out_width = out.shape
+    _, out_rows, out_width = out.shape
     num_rows = (dout if dout_index is None else dout_index).shape[0]
     if num_rows == 0:
         if not accumulate:
@@ -416,9 +411,9 @@ def grouped_gemm_wgrad(
     if config is None and not (is_gathered or is_table or accumulate) and out.dtype == dout.dtype:
         on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= select.MAX_ROWS and out_rows % 8 == out_width % 8 == 0:
-            on_hopper.launch_wgrad(dout, rows, row_start, out, num_sms=num_sms)
+            on_hopper.launch_wgrad(dout, rows, row_range, out, num_sms=num_sms)
             return
-    plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, num_groups, out_rows, out_width)
+    plan = _wgrad_plan(config, dout.dtype, out.dtype, accumulate, out.shape)
     launch(
         grouped_gemm_wgrad_kernel,
         launch_grid(plan.config, plan.num_n_tiles, num_sms, dout.device),
@@ -429,7 +424,7 @@ def grouped_gemm_wgrad(
         rows if rows_index is None else None,
         rows,
         rows_index,
-        row_start,
+        row_range,
         None if is_table else out,
         out.pointers if isinstance(out, TensorTable) else None,
     )
@@ -441,25 +436,14 @@ def _wgrad_plan(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     accumulate: bool,
-    num_groups: int,
-    out_rows: int,
-    out_width: int,
+    shape: tuple[int, ...],
 ) -> Plan:
-    config = config or wgrad_config(out_rows, out_width, dtype)
-    constants = {
-        "OUT_DTYPE": TRITON_DTYPES[out_dtype],
-        "ACCUMULATE": accumulate,
-        "NUM_GROUPS": num_groups,
-        "OUT_ROWS": out_rows,
-        "OUT_WIDTH": out_width,
-        **tile_constants(config),
-    }
+    config = config or wgrad_config(shape[1], shape[2], dtype)
     descriptors = {
         0: functools.partial(ragged_descriptor, block=[config.block_k, config.block_m]),
         3: functools.partial(ragged_descriptor, block=[config.block_k, config.block_n]),
     }
-    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
-    return Plan(config, num_tiles, Constants(constants, descriptors))
+    return wgrad_plan(config, out_dtype, accumulate, shape, tile_constants(config), descriptors)
 
 
 def _zero_matrices(out: torch.Tensor | TensorTable) -> None:

@@ -7,7 +7,7 @@ too: the order of a sum is that of the instructions, steps of 16 features, and n
 dscale is summed within blocks of columns, then over the blocks in order (kernels/activation.py); dbias within a tile,
 then over the tiles in order: by two more kernels, without atomics. Each row has its own sums of dscale, so calls for
 ranges of rows (kernels/parts.py) share one workspace. The sums of dbias have a slot for a row tile, and tiles of two
-ranges may share one: with ranges there is no dbias.
+ranges may share one: dbias needs whole groups.
 """
 
 import functools
@@ -23,8 +23,6 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.operands import given
-from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.triton.activation import (
     ANY_POLICY,
@@ -47,7 +45,7 @@ from symmoe.kernels.triton.tiles import (
     TileConfig,
     column_parts,
     describe,
-    end_of_rows,
+    first_tail_row,
     gather_pointers,
     halves,
     lanes_inside,
@@ -214,14 +212,14 @@ def store_activation(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["row_index", "weight_table", "row_start", "row_scale", "bias"])
+@triton.jit(do_not_specialize_on_alignment=["row_index", "weight_table", "row_range", "row_scale", "bias"])
 def grouped_gemm_act_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]; None when gathering
     rows,  # [P, C], for gathering
     row_index,  # int32[N] or None
     weight_desc,  # see load_both; None with a table
     weight_table,  # int64[G] or None
-    row_start,
+    row_range,
     row_scale,
     h,  # [N, W]
     a,  # [N, I]
@@ -231,7 +229,6 @@ def grouped_gemm_act_kernel(
     GROUP_LANES: tl.constexpr,
     FFN: tl.constexpr,
     IN_WIDTH: tl.constexpr,
-    END: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -242,10 +239,10 @@ def grouped_gemm_act_kernel(
     ACTIVATION: tl.constexpr = activation_of(FIELDS)
     NUM_HALVES: tl.constexpr = 2 if ACTIVATION.is_gated else 1
     NUM_N_TILES: tl.constexpr = (FFN + BLOCK_N - 1) // BLOCK_N
-    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
+    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
     num_tiles = num_row_tiles * NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
         first_column = n_tile * BLOCK_N
         pointers = None
@@ -354,7 +351,7 @@ def store_column_sums(
     do_not_specialize_on_alignment=[
         "row_index",
         "weight_table",
-        "row_start",
+        "row_range",
         "row_scale",
         "scale_sums",
         "bias_sums",
@@ -366,7 +363,7 @@ def grouped_gemm_dact_kernel(
     row_index,  # int32[N] or None
     weight_desc,  # see load_weight; None with a table
     weight_table,  # int64[G] or None
-    row_start,
+    row_range,
     h,  # [N, W]
     row_scale,
     dh,  # [N, W]
@@ -379,7 +376,6 @@ def grouped_gemm_dact_kernel(
     GROUP_LANES: tl.constexpr,
     FFN: tl.constexpr,
     DOUT_WIDTH: tl.constexpr,
-    END: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -397,10 +393,10 @@ def grouped_gemm_dact_kernel(
     PART: tl.constexpr = BLOCK_N // PARTS
     HALVED: tl.constexpr = PART < SUM_COLUMNS  # parts are half a block of dscale's sum, or a whole one
     tl.static_assert(PART * (1 + HALVED) == SUM_COLUMNS)
-    prefix, num_row_tiles = row_tile_prefix(row_start, NUM_GROUPS, GROUP_LANES, BLOCK_M, END)
+    prefix, num_row_tiles = row_tile_prefix(row_range, NUM_GROUPS, GROUP_LANES, BLOCK_M)
     num_tiles = num_row_tiles * NUM_N_TILES
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        group, first_row, end, n_tile = locate_tile(tile, prefix, row_start, NUM_N_TILES, GROUP_M, BLOCK_M, END)
+        group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, NUM_GROUPS, NUM_N_TILES, GROUP_M, BLOCK_M)
         row = first_row + tl.arange(0, BLOCK_M)
         first_column = n_tile * BLOCK_N
         pointers = None
@@ -486,10 +482,10 @@ def grouped_gemm_dact_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale_sums", "row_start", "dscale"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale_sums", "row_range", "dscale"])
 def sum_dscale_kernel(
     scale_sums,
-    row_start,
+    row_range,
     dscale,
     num_rows,
     NUM_GROUPS: tl.constexpr,
@@ -498,7 +494,7 @@ def sum_dscale_kernel(
 ):
     """dscale from the sums per block of columns, in order; 0 in the tail."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = row < tl.load(row_start + NUM_GROUPS)
+    mask = row < first_tail_row(row_range, NUM_GROUPS)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in tl.range(0, NUM_SUMS, loop_unroll_factor=SCALE_LOADS):
         total += tl.load(scale_sums + i * num_rows.to(tl.int64) + row, mask=mask, other=0.0)
@@ -506,11 +502,12 @@ def sum_dscale_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["bias_sums", "row_start", "dbias"])
+@triton.jit(do_not_specialize_on_alignment=["bias_sums", "row_range", "dbias"])
 def sum_dbias_kernel(
     bias_sums,
-    row_start,
+    row_range,
     dbias,
+    NUM_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILES: tl.constexpr,
@@ -518,8 +515,8 @@ def sum_dbias_kernel(
 ):
     """dbias from the sums per row tile, TILES of them at a time; 0 without rows. Grid (column blocks, groups)."""
     group = tl.program_id(1)
-    start = tl.load(row_start + group)
-    num_tiles = (tl.load(row_start + group + 1) - start + (BLOCK_M - 1)) // BLOCK_M
+    start = tl.load(row_range + group)
+    num_tiles = (tl.load(row_range + NUM_GROUPS + group) - start + (BLOCK_M - 1)) // BLOCK_M
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = bias_sums + (start // BLOCK_M + group).to(tl.int64) * WIDTH
     total = tl.zeros((TILES, COLUMNS), dtype=tl.float32)
@@ -534,7 +531,7 @@ def sum_dbias_kernel(
 def grouped_gemm_act(
     rows: torch.Tensor,
     weight: torch.Tensor | TensorTable,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     row_scale: torch.Tensor,
     h: torch.Tensor,
     a: torch.Tensor,
@@ -547,7 +544,7 @@ def grouped_gemm_act(
 ) -> None:
     num_rows, ffn = a.shape
     num_groups, _, in_width = weight.shape
-    plan = _act_plan(config, a.dtype, activation, num_groups, ffn, in_width, end_of_rows(row_start, num_groups))
+    plan = _act_plan(config, a.dtype, activation, num_groups, ffn, in_width)
     if num_rows == 0:
         return
     is_table = isinstance(weight, TensorTable)
@@ -555,7 +552,7 @@ def grouped_gemm_act(
     if not is_usual and select.takes_act(num_rows, ffn, activation):
         on_hopper = select.hopper_kernels(a.device, a.dtype, ffn)
         if on_hopper is not None:
-            on_hopper.launch_act(rows, weight, row_start, row_scale, h, a, activation, num_sms=num_sms)
+            on_hopper.launch_act(rows, weight, row_range, row_scale, h, a, activation, num_sms=num_sms)
             return
     launch(
         grouped_gemm_act_kernel,
@@ -566,7 +563,7 @@ def grouped_gemm_act(
         row_index,
         None if is_table else weight,
         weight.pointers if isinstance(weight, TensorTable) else None,
-        row_start,
+        row_range,
         row_scale,
         h,
         a,
@@ -582,7 +579,6 @@ def _act_plan(
     num_groups: int,
     ffn: int,
     in_width: int,
-    end: int,
 ) -> Plan:
     fields = activation_fields(activation, ffn)
     config = config or act_config(ffn, dtype, activation)
@@ -592,7 +588,6 @@ def _act_plan(
         "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
         "IN_WIDTH": in_width,
-        "END": end,
         "PARTS": config.parts,
         **tile_constants(config),
     }
@@ -618,7 +613,7 @@ def _describe_both(activation: Activation, config: TileConfig) -> Describe:
 def grouped_gemm_dact(
     dout: torch.Tensor,
     weight: torch.Tensor | TensorTable,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     h: torch.Tensor,
     row_scale: torch.Tensor,
     dh: torch.Tensor,
@@ -632,12 +627,10 @@ def grouped_gemm_dact(
     num_sms: int | None = None,
     config: DactConfig | None = None,
 ) -> int:
-    if dbias is not None:
-        refuse_ranges(row_start, "dbias")
     num_rows, ffn = a.shape
     num_groups, dout_width, _ = weight.shape
-    end, num_partials = end_of_rows(row_start, num_groups), num_scale_sums(ffn)
-    plan = _dact_plan(config, a.dtype, activation, num_groups, ffn, dout_width, end)
+    num_partials = num_scale_sums(ffn)
+    plan = _dact_plan(config, a.dtype, activation, num_groups, ffn, dout_width)
     if num_rows == 0:
         if dbias is not None:
             dbias.zero_()
@@ -655,7 +648,7 @@ def grouped_gemm_dact(
         on_hopper.launch_dact(
             dout,
             weight,
-            row_start,
+            row_range,
             h,
             row_scale,
             dh,
@@ -675,7 +668,7 @@ def grouped_gemm_dact(
             row_index,
             None if is_table else weight,
             weight.pointers if isinstance(weight, TensorTable) else None,
-            row_start,
+            row_range,
             h,
             row_scale,
             dh,
@@ -684,30 +677,29 @@ def grouped_gemm_dact(
             bias_sums,
             num_rows,
         )
-    if not are_ranges(row_start):
-        sum_dact_partials(workspace, row_start, given("dscale", dscale), num_partials)
+    if dscale is not None:
+        sum_dact_partials(workspace, row_range, dscale, num_partials)
     if dbias is not None:
         width = activation.hidden_width(ffn)
         launch(
             sum_dbias_kernel,
             (ceil_div(width, BIAS_COLUMNS), num_groups),
-            _sum_dbias_constants(width, plan.config.block_m),
+            _sum_dbias_constants(num_groups, width, plan.config.block_m),
             bias_sums,
-            row_start,
+            row_range,
             dbias,
         )
     return num_partials
 
 
 def sum_dact_partials(
-    workspace: torch.Tensor, row_start: torch.Tensor, dscale: torch.Tensor, num_partials: int
+    workspace: torch.Tensor, row_range: torch.Tensor, dscale: torch.Tensor, num_partials: int
 ) -> None:
-    refuse_ranges(row_start, "dscale")
     num_rows = dscale.shape[0]
     if num_rows == 0:
         return
-    constants = _sum_dscale_constants(row_start.shape[0] - 1, num_partials)
-    launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, workspace, row_start, dscale, num_rows)
+    constants = _sum_dscale_constants(row_range.shape[1], num_partials)
+    launch(sum_dscale_kernel, (ceil_div(num_rows, SCALE_ROWS),), constants, workspace, row_range, dscale, num_rows)
 
 
 @functools.cache
@@ -718,7 +710,6 @@ def _dact_plan(
     num_groups: int,
     ffn: int,
     dout_width: int,
-    end: int,
 ) -> Plan:
     fields = activation_fields(activation, ffn)
     config = config or dact_config(ffn, dtype)
@@ -728,7 +719,6 @@ def _dact_plan(
         "GROUP_LANES": next_power_of_2(num_groups),
         "FFN": ffn,
         "DOUT_WIDTH": dout_width,
-        "END": end,
         "PARTS": config.parts,
         "LEAD": config.lead,
         "PREFETCH": config.prefetch,
@@ -749,5 +739,6 @@ def _sum_dscale_constants(num_groups: int, num_sums: int) -> Constants:
 
 
 @functools.cache
-def _sum_dbias_constants(width: int, block_m: int) -> Constants:
-    return Constants({"WIDTH": width, "BLOCK_M": block_m, "TILES": BIAS_TILES, "COLUMNS": BIAS_COLUMNS, "num_warps": 4})
+def _sum_dbias_constants(num_groups: int, width: int, block_m: int) -> Constants:
+    tile = {"BLOCK_M": block_m, "TILES": BIAS_TILES, "COLUMNS": BIAS_COLUMNS, "num_warps": 4}
+    return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, **tile})

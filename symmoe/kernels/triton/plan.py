@@ -347,7 +347,7 @@ def clip_to_capacity(load, capacity):
         "bases",
         "received",
         "splits",
-        "row_start",
+        "row_range",
         "slot_start",
         "slot_limit",
         "packed_start",
@@ -365,7 +365,7 @@ def lay_out_kernel(
     capacity: tl.int32,
     packed_capacity: tl.int32,
     splits,
-    row_start,
+    row_range,
     slot_start,
     slot_limit,
     packed_start,
@@ -447,8 +447,8 @@ def lay_out_kernel(
 
     tl.store(source_to_row_start + NUM_RANKS * EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(splits + own_row, kept, mask=is_mine)
-    tl.store(row_start + own_row, start, mask=is_mine)
-    tl.store(row_start + EXPERTS_PER_RANK + rank * 0, num_kept, mask=rank == RANK)
+    tl.store(row_range + own_row, start, mask=is_mine)
+    tl.store(row_range + EXPERTS_PER_RANK + own_row, start + kept, mask=is_mine)
     tl.store(slot_start + expert, start + tl.minimum(own_before, kept), mask=is_expert)
     tl.store(expert_load + expert, load, mask=is_expert)
 
@@ -484,7 +484,7 @@ def lay_out(
     drop: bool,
     record_errors: bool,
     splits: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     slot_start: torch.Tensor,
     slot_limit: torch.Tensor,
     packed_start: torch.Tensor,
@@ -504,7 +504,7 @@ def lay_out(
             capacity,
             packed_capacity,
             splits,
-            row_start,
+            row_range,
             slot_start,
             slot_limit,
             packed_start,

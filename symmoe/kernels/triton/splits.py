@@ -1,4 +1,4 @@
-"""From the number of rows of each group to where its rows start (Triton)."""
+"""From the number of rows of each group to where its rows are (Triton)."""
 
 import functools
 
@@ -11,10 +11,10 @@ from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["splits", "row_start"])
-def splits_to_row_start_kernel(
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["splits", "row_range"])
+def splits_to_row_range_kernel(
     splits,  # int32 or int64 [G]
-    row_start,  # int32[G + 1]
+    row_range,  # int32[2, G]
     num_rows,
     NUM_GROUPS: tl.constexpr,
     GROUP_LANES: tl.constexpr,
@@ -23,14 +23,15 @@ def splits_to_row_start_kernel(
     size = tl.load(splits + group, mask=group < NUM_GROUPS, other=0).to(tl.int64)
     # Single splits are limited first, so that sums cannot overflow.
     size = tl.minimum(tl.maximum(size, 0), num_rows)
-    end = tl.minimum(tl.cumsum(size, axis=0), num_rows)
-    tl.store(row_start, 0)
-    tl.store(row_start + 1 + group, end.to(tl.int32), mask=group < NUM_GROUPS)
+    total = tl.cumsum(size, axis=0)
+    begin, end = tl.minimum(total - size, num_rows), tl.minimum(total, num_rows)
+    tl.store(row_range + group, begin.to(tl.int32), mask=group < NUM_GROUPS)
+    tl.store(row_range + NUM_GROUPS + group, end.to(tl.int32), mask=group < NUM_GROUPS)
 
 
-def splits_to_row_start(splits: torch.Tensor, row_start: torch.Tensor, num_rows: int) -> None:
+def splits_to_row_range(splits: torch.Tensor, row_range: torch.Tensor, num_rows: int) -> None:
     constants = _constants(splits.shape[0])
-    launch(splits_to_row_start_kernel, (1,), constants, splits, row_start, num_rows)
+    launch(splits_to_row_range_kernel, (1,), constants, splits, row_range, num_rows)
 
 
 @functools.cache

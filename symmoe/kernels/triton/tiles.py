@@ -1,9 +1,10 @@
 """Tiles of grouped rows (Triton): how programs find, read and write them, and how a launch is cut into tiles.
 
-Letters: contract/gemm.py. row_start[g] is where the rows of group g begin, row_start[g + END] where they end.
+Letters: contract/gemm.py. row_range[g] is where the rows of group g begin, row_range[NUM_GROUPS + g] where they end.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.launch.compiled import Describe
+from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import Constants
-from symmoe.kernels.parts import are_ranges
 
 ZERO_BLOCK = tl.constexpr(2048)  # elements that a program sets to zero at a time: 16 bytes per thread of 8 warps
-# Most programs of kernels that only move rows of ranges: an H200 runs fewer at a time; more would find no tile.
-RANGE_PROGRAMS = 4096
+# Most programs of kernels that only move rows: an H200 runs fewer at a time, and ranges may have few tiles.
+ROW_PROGRAMS = 4096
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -64,17 +65,19 @@ def max_row_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
 
 
 @triton.jit
-def row_tile_prefix(
-    row_start, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, BLOCK_M: tl.constexpr, END: tl.constexpr = 1
-):
+def row_tile_prefix(row_range, NUM_GROUPS: tl.constexpr, GROUP_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
     """Inclusive prefix sum of the groups' row tiles [GROUP_LANES], and their total."""
     group = tl.arange(0, GROUP_LANES)
-    start = tl.load(row_start + group, mask=group < NUM_GROUPS, other=0)
-    end = tl.load(row_start + group + END, mask=group < NUM_GROUPS, other=0)
-    if END > 1:  # ranges may end before they begin; a single one makes a total below 0, which means 0
-        end = tl.maximum(start, end)
-    num_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
+    start = tl.load(row_range + group, mask=group < NUM_GROUPS, other=0)
+    end = tl.load(row_range + NUM_GROUPS + group, mask=group < NUM_GROUPS, other=0)
+    num_tiles = (tl.maximum(end - start, 0) + (BLOCK_M - 1)) // BLOCK_M  # ranges may end before they begin
     return tl.cumsum(num_tiles, axis=0), tl.sum(num_tiles, axis=0)
+
+
+@triton.jit
+def first_tail_row(row_range, NUM_GROUPS: tl.constexpr):
+    """Where the last group's rows end."""
+    return tl.load(row_range + (2 * NUM_GROUPS - 1))
 
 
 @triton.jit
@@ -90,19 +93,19 @@ def swizzle_tile(local, num_m_tiles, NUM_N_TILES: tl.constexpr, GROUP_M: tl.cons
 def locate_tile(
     tile,
     prefix,
-    row_start,
+    row_range,
+    NUM_GROUPS: tl.constexpr,
     NUM_N_TILES: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    END: tl.constexpr = 1,
 ):
     """Group, first row, end of the group's rows, and column tile of a tile; groups without rows have no tiles."""
     # A group lies before the tile if all of its tiles do; lanes past the last group repeat the total: never before.
     before = prefix * NUM_N_TILES <= tile
     group = tl.sum(before.to(tl.int32), axis=0)
     first = tl.max(tl.where(before, prefix, 0), axis=0) * NUM_N_TILES
-    start = tl.load(row_start + group)
-    end = tl.load(row_start + group + END)
+    start = tl.load(row_range + group)
+    end = tl.load(row_range + NUM_GROUPS + group)
     num_m_tiles = (end - start + (BLOCK_M - 1)) // BLOCK_M
     m_tile, n_tile = swizzle_tile(tile - first, num_m_tiles, NUM_N_TILES, GROUP_M)
     return group, start + m_tile * BLOCK_M, end, n_tile
@@ -262,13 +265,13 @@ def zero_panel(
     out,
     first,
     num_rows,
+    first_column,
     WIDTH: tl.constexpr,
-    FIRST_COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Same as zero_rows, for COLUMNS columns from FIRST_COLUMN on."""
-    base = out + first.to(tl.int64) * WIDTH + FIRST_COLUMN
+    """Same as zero_rows, for COLUMNS columns from first_column on."""
+    base = out + first.to(tl.int64) * WIDTH + first_column
     size = (num_rows - first).to(tl.int64) * COLUMNS
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for i in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
@@ -356,32 +359,51 @@ class Plan:
         return launch_grid(self.config, num_tiles, num_sms, device)
 
 
-def row_programs(row_start: torch.Tensor, num_tiles: int, num_beside: int) -> int:
-    """Programs for tiles of rows: one for each; with ranges, which may have few tiles, no more than run at a time.
-
-    num_tiles: most tiles there can be; with ranges programs loop over them. num_beside: tiles of columns, which have
-    other programs.
-    """
-    return min(num_tiles, max(1, RANGE_PROGRAMS // num_beside)) if are_ranges(row_start) else num_tiles
+def row_programs(num_tiles: int, num_column_tiles: int) -> int:
+    """Programs that loop over tiles of rows, at most num_tiles; each of the tiles of columns has as many."""
+    return min(num_tiles, max(1, ROW_PROGRAMS // num_column_tiles))
 
 
-def end_of_rows(row_start: torch.Tensor, num_groups: int) -> int:
-    """The kernels' END: distance in row_start from the begin of a group's rows to their end."""
-    return num_groups if are_ranges(row_start) else 1
-
-
-def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
+def output_tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
     """The constants and options that all GEMM kernels take from their configuration."""
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
-        "FLATTEN": config.flatten,
         "num_stages": config.num_stages,
         "num_warps": config.num_warps,
-        "maxnreg": config.max_registers,
     }
+
+
+def tile_constants(config: TileConfig) -> dict[str, int | bool | None]:
+    """Those of GEMM kernels in the working dtype."""
+    steps = {"BLOCK_K": config.block_k, "FLATTEN": config.flatten, "maxnreg": config.max_registers}
+    return {**output_tile_constants(config), **steps}
+
+
+def wgrad_plan(
+    config: TileConfig,
+    dtype: torch.dtype,
+    accumulate: bool,
+    shape: tuple[int, ...],
+    constants: Mapping[str, object],
+    descriptors: Mapping[int, Describe],
+) -> Plan:
+    """The plan of a weight gradient that is stored in, or added to, [num_groups, out_rows, out_width] of a dtype.
+
+    constants: those that not every weight gradient has.
+    """
+    num_groups, out_rows, out_width = shape
+    named = {
+        "OUT_DTYPE": TRITON_DTYPES[dtype],
+        "ACCUMULATE": accumulate,
+        "NUM_GROUPS": num_groups,
+        "OUT_ROWS": out_rows,
+        "OUT_WIDTH": out_width,
+        **constants,
+    }
+    num_tiles = num_groups * ceil_div(out_rows, config.block_m) * ceil_div(out_width, config.block_n)
+    return Plan(config, num_tiles, Constants(named, descriptors))
 
 
 def describe(block: list[int]) -> Describe:

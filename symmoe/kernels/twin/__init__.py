@@ -19,7 +19,7 @@ from symmoe.kernels.twin.route import select_experts
 from symmoe.kernels.twin.router_products import router_gemm, router_gemm_grads
 from symmoe.kernels.twin.scale_tiles import swizzle_group_scales, unswizzle_group_scales
 from symmoe.kernels.twin.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
-from symmoe.kernels.twin.splits import splits_to_row_start
+from symmoe.kernels.twin.splits import splits_to_row_range
 from symmoe.kernels.twin.sync import barrier, send_signal, wait_for_signal
 from symmoe.kernels.twin.tokens import (
     fan_out,
@@ -81,7 +81,7 @@ __all__ = [
     "send_counts",
     "send_signal",
     "split_by_source",
-    "splits_to_row_start",
+    "splits_to_row_range",
     "sum_dact_partials",
     "swizzle_group_scales",
     "swizzle_scales",

@@ -19,25 +19,25 @@ from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 def act_quantize(
     h: torch.Tensor,
     row_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     activation: Activation,
     block_format: BlockFormat,
     *,
     rows: Buffers | None = None,
     columns: Buffers | None = None,
 ) -> None:
-    check_act_quantize(h, row_scale, row_start, activation, block_format, rows, columns)
+    check_act_quantize(h, row_scale, row_range, activation, block_format, rows, columns)
     a = torch.empty((h.shape[0], h.shape[1] // activation.hidden_width(1)), dtype=h.dtype, device=h.device)
-    for span in spans_of(row_start):
+    for span in spans_of(row_range):
         scaled_activation(h[span], row_scale[span], a[span], activation)
-    _quantize(a, row_start, block_format, rows, columns)
+    _quantize(a, row_range, block_format, rows, columns)
 
 
 def dact_quantize(
     da: torch.Tensor,
     h: torch.Tensor,
     row_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     dscale: torch.Tensor,
     workspace: torch.Tensor,
     activation: Activation,
@@ -48,22 +48,22 @@ def dact_quantize(
     a_columns: Buffers | None = None,
 ) -> None:
     check_dact_quantize(
-        da, h, row_scale, row_start, dscale, workspace, activation, block_format, rows, columns, a_columns
+        da, h, row_scale, row_range, dscale, workspace, activation, block_format, rows, columns, a_columns
     )
-    end = int(row_start[-1])
+    end = int(row_range[1, -1])
     dh, a = torch.empty_like(h), torch.empty_like(da)
     scale = row_scale[:end]
     value = activation_gradients(da[:end], h[:end], scale, dh[:end], dscale[:end], activation)
     torch.mul(value, scale[:, None], out=a[:end])
     dscale[end:] = 0
-    _quantize(dh, row_start, block_format, rows, columns)
-    _quantize(a, row_start, block_format, None, a_columns)
+    _quantize(dh, row_range, block_format, rows, columns)
+    _quantize(a, row_range, block_format, None, a_columns)
 
 
 def _quantize(
-    x: torch.Tensor, row_start: torch.Tensor, block_format: BlockFormat, rows: Buffers | None, columns: Buffers | None
+    x: torch.Tensor, row_range: torch.Tensor, block_format: BlockFormat, rows: Buffers | None, columns: Buffers | None
 ) -> None:
     if rows is not None:
-        quantize_rows(x, row_start, *rows, block_format)
+        quantize_rows(x, row_range, *rows, block_format)
     if columns is not None:
-        quantize_columns(x, row_start, *columns, block_format)
+        quantize_columns(x, row_range, *columns, block_format)

@@ -2,20 +2,18 @@
 
 import torch
 
-from symmoe.kernels.parts import refuse_ranges
 from symmoe.kernels.twin.gemm import groups, take_rows
 
 
 def grouped_bias_grad(
     dout: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     dbias: torch.Tensor,
     *,
     dout_index: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    refuse_ranges(row_start, "dbias")
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         addends = take_rows(dout, dout_index, span).float()
         if scale is not None:
             addends = addends * scale[span, None]
@@ -25,13 +23,12 @@ def grouped_bias_grad(
 def grouped_bias_dot(
     dout: torch.Tensor,
     bias: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     dscale: torch.Tensor,
     *,
     dout_index: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    refuse_ranges(row_start, "dscale")
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         dots = (take_rows(dout, dout_index, span).float() * bias[g].float()).sum(dim=1)
         dscale[span] = dscale[span] + dots if accumulate else dots

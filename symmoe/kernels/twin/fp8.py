@@ -7,8 +7,8 @@ A block's sum, the multiplication by its scales from left to right, and the addi
 import torch
 
 from symmoe.kernels.fp8 import BLOCK, check_fp8_gemm, check_fp8_wgrad, num_blocks
-from symmoe.kernels.parts import panel, refuse_ranges
-from symmoe.kernels.twin.gemm import groups, multiply, multiply_rows, row_ranges, zero_rows
+from symmoe.kernels.parts import panel
+from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, zero_rows
 
 
 def grouped_gemm_fp8(
@@ -16,34 +16,27 @@ def grouped_gemm_fp8(
     row_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    of_lines = check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
     columns = panel(columns, out.shape[1])
-    if zero_tail:
-        refuse_ranges(row_start, "zero_tail")
     inside = slice(*columns) if columns else slice(None)
-    for g, span in row_ranges(row_start):
+    for g, span in filled_groups(row_range):
         total = torch.zeros((span.stop - span.start, out.shape[1]), dtype=torch.float32, device=out.device)
         partial = torch.empty_like(total)
         for b in range(num_blocks(rows.shape[1])):
             block = slice(b * BLOCK, (b + 1) * BLOCK)
             multiply_rows(partial, rows[span, block].float(), weight[g, :, block].float().t(), columns)
-            if of_lines:
-                total[:, inside] += partial[:, inside]
-                continue
             features = weight_scale[g, :, b].repeat_interleave(BLOCK)[: out.shape[1]]
             total[:, inside] += partial[:, inside] * (row_scale[span, b, None] * features[inside])
-        if of_lines:
-            total[:, inside] *= row_scale[span] * weight_scale[g, inside].T
         out[span, inside] = total[:, inside].to(out.dtype)
     if zero_tail:
-        zero_rows(out, row_start, columns)
+        zero_rows(out, row_range, columns)
 
 
 def grouped_gemm_wgrad_fp8(
@@ -51,16 +44,15 @@ def grouped_gemm_wgrad_fp8(
     dout_scale: torch.Tensor,
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     accumulate: bool = False,
     num_sms: int | None = None,
 ) -> None:
     check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
-    refuse_ranges(row_start, "a weight gradient")
     first = 0
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         end = first + num_blocks(span.stop - span.start)
         total = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
         for b in range(first, end):

@@ -5,36 +5,35 @@ aligned to ALIGNMENT, never fewer than min_rows() rows, and at most PANEL_COLUMN
 """
 
 import ctypes
-import itertools
 from collections.abc import Iterator
 
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.parts import PANEL_COLUMNS, are_ranges, panel, refuse_ranges
+from symmoe.kernels.parts import PANEL_COLUMNS, panel
 from symmoe.kernels.table import TensorTable
 
 ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
 
 
-def groups(row_start: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """Every group and its rows, in order; also groups without rows."""
-    bounds = row_start.tolist()
-    return ((g, slice(bounds[g], bounds[g + 1])) for g in range(len(bounds) - 1))
+    return ((g, slice(begin, max(begin, end))) for g, (begin, end) in enumerate(row_range.t().tolist()))
 
 
-def row_ranges(row_start: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Every group that has rows to compute, and these rows; with row_start int32[2, G], its range of them."""
-    bounds = row_start.tolist()
-    spans = zip(*bounds, strict=True) if are_ranges(row_start) else itertools.pairwise(bounds)
-    return ((g, slice(begin, end)) for g, (begin, end) in enumerate(spans) if begin < end)
+def filled_groups(row_range: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Every group that has rows, and these rows."""
+    return ((g, span) for g, span in groups(row_range) if span.start < span.stop)
 
 
-def spans_of(row_start: torch.Tensor) -> list[slice]:
-    """The rows to compute, in as few pieces as possible."""
-    if are_ranges(row_start):
-        return [span for _, span in row_ranges(row_start)]
-    return [slice(0, int(row_start[-1]))]
+def spans_of(row_range: torch.Tensor) -> list[slice]:
+    """The rows of all groups, in as few pieces as possible."""
+    spans: list[slice] = []
+    for _, span in filled_groups(row_range):
+        follows = bool(spans) and spans[-1].stop == span.start
+        first = spans.pop().start if follows else span.start
+        spans.append(slice(first, span.stop))
+    return spans
 
 
 def take_rows(rows: torch.Tensor, row_index: torch.Tensor | None, span: slice) -> torch.Tensor:
@@ -54,10 +53,10 @@ def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=matrices.dtype).view(num_rows, num_columns)
 
 
-def zero_rows(out: torch.Tensor, row_start: torch.Tensor, columns: tuple[int, int] | None) -> None:
-    """Zeros in out's tail: rows at and past row_start[G], in all columns or in these."""
+def zero_rows(out: torch.Tensor, row_range: torch.Tensor, columns: tuple[int, int] | None) -> None:
+    """Zeros in out's tail: rows at and past the end of the last group, in all columns or in these."""
     first, end = columns or (0, out.shape[1])
-    out[int(row_start[-1]) :, first:end].zero_()
+    out[int(row_range[1, -1]) :, first:end].zero_()
 
 
 def min_rows() -> int:
@@ -115,7 +114,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 def grouped_gemm(
     rows: torch.Tensor,
     weight: torch.Tensor | TensorTable,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
@@ -127,9 +126,7 @@ def grouped_gemm(
     num_sms: int | None = None,
 ) -> None:
     columns = panel(columns, out.shape[1])
-    if zero_tail:
-        refuse_ranges(row_start, "zero_tail")
-    for g, span in row_ranges(row_start):
+    for g, span in filled_groups(row_range):
         addend = None
         if bias is not None:
             addend = bias[g].float() if bias_scale is None else bias[g].float() * bias_scale[span, None]
@@ -137,13 +134,13 @@ def grouped_gemm(
             addend = out[span].float() if addend is None else out[span].float() + addend
         multiply_rows(out[span], take_rows(rows, row_index, span), matrix(weight, g).t(), columns, addend)
     if zero_tail:
-        zero_rows(out, row_start, columns)
+        zero_rows(out, row_range, columns)
 
 
 def grouped_gemm_dgrad(
     dout: torch.Tensor,
     weight: torch.Tensor | TensorTable,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
@@ -153,19 +150,17 @@ def grouped_gemm_dgrad(
     num_sms: int | None = None,
 ) -> None:
     columns = panel(columns, out.shape[1])
-    if zero_tail:
-        refuse_ranges(row_start, "zero_tail")
-    for g, span in row_ranges(row_start):
+    for g, span in filled_groups(row_range):
         addend = out[span].float() if accumulate else None
         multiply_rows(out[span], take_rows(dout, row_index, span), matrix(weight, g), columns, addend)
     if zero_tail:
-        zero_rows(out, row_start, columns)
+        zero_rows(out, row_range, columns)
 
 
 def grouped_gemm_wgrad(
     dout: torch.Tensor,
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor | TensorTable,
     *,
     dout_index: torch.Tensor | None = None,
@@ -173,8 +168,7 @@ def grouped_gemm_wgrad(
     accumulate: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    refuse_ranges(row_start, "a weight gradient")
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         if span.start < span.stop:
             left, right = take_rows(dout, dout_index, span).t(), take_rows(rows, rows_index, span)
             if accumulate:

@@ -7,11 +7,9 @@ or, where they sum in another order, these numbers.
 import torch
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.operands import given
-from symmoe.kernels.parts import are_ranges, refuse_ranges
 from symmoe.kernels.table import TensorTable
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
-from symmoe.kernels.twin.gemm import grouped_gemm, groups, matrix, multiply_rows, row_ranges, spans_of, take_rows
+from symmoe.kernels.twin.gemm import filled_groups, grouped_gemm, groups, matrix, multiply_rows, spans_of, take_rows
 
 
 def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: Activation) -> int:
@@ -21,7 +19,7 @@ def dact_workspace_numel(num_rows: int, num_groups: int, ffn: int, activation: A
 def grouped_gemm_act(
     rows: torch.Tensor,
     weight: torch.Tensor | TensorTable,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     row_scale: torch.Tensor,
     h: torch.Tensor,
     a: torch.Tensor,
@@ -31,15 +29,15 @@ def grouped_gemm_act(
     bias: torch.Tensor | None = None,
     num_sms: int | None = None,
 ) -> None:
-    grouped_gemm(rows, weight, row_start, h, row_index=row_index, bias=bias)
-    for span in spans_of(row_start):
+    grouped_gemm(rows, weight, row_range, h, row_index=row_index, bias=bias)
+    for span in spans_of(row_range):
         scaled_activation(h[span], row_scale[span], a[span], activation)
 
 
 def grouped_gemm_dact(
     dout: torch.Tensor,
     weight: torch.Tensor | TensorTable,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     h: torch.Tensor,
     row_scale: torch.Tensor,
     dh: torch.Tensor,
@@ -52,27 +50,24 @@ def grouped_gemm_dact(
     dbias: torch.Tensor | None = None,
     num_sms: int | None = None,
 ) -> int:
-    if dbias is not None:
-        refuse_ranges(row_start, "dbias")
     da = torch.empty(a.shape, dtype=dout.dtype, device=dout.device)
-    for g, span in row_ranges(row_start):
+    for g, span in filled_groups(row_range):
         multiply_rows(da[span], take_rows(dout, row_index, span), matrix(weight, g))
-    for span in spans_of(row_start):
+    for span in spans_of(row_range):
         scale = row_scale[span]
         value = activation_gradients(da[span], h[span], scale, dh[span], workspace[span], activation)
         torch.mul(value, scale[:, None], out=a[span])
-    if not are_ranges(row_start):
-        sum_dact_partials(workspace, row_start, given("dscale", dscale), 1)
+    if dscale is not None:
+        sum_dact_partials(workspace, row_range, dscale, 1)
     if dbias is not None:
-        for g, span in groups(row_start):
+        for g, span in groups(row_range):
             dbias[g] = dh[span].float().sum(dim=0)
     return 1
 
 
 def sum_dact_partials(
-    workspace: torch.Tensor, row_start: torch.Tensor, dscale: torch.Tensor, num_partials: int
+    workspace: torch.Tensor, row_range: torch.Tensor, dscale: torch.Tensor, num_partials: int
 ) -> None:
-    refuse_ranges(row_start, "dscale")
-    num_rows = int(row_start[-1])
+    num_rows = int(row_range[1, -1])
     dscale[:num_rows] = workspace[:num_rows]
     dscale[num_rows:] = 0

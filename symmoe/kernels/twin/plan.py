@@ -65,7 +65,7 @@ def lay_out(
     drop: bool,
     record_errors: bool,
     splits: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     slot_start: torch.Tensor,
     slot_limit: torch.Tensor,
     packed_start: torch.Tensor,
@@ -96,8 +96,8 @@ def lay_out(
 
     starts = kept.cumsum(1) - kept
     splits.copy_(kept[rank])
-    row_start[:-1] = starts[rank]
-    row_start[-1] = kept[rank].sum()
+    row_range[0] = starts[rank]
+    row_range[1] = starts[rank] + kept[rank]
     slot_start.copy_(starts.flatten() + before[rank].minimum(kept.flatten()))
     slot_limit.copy_(kept_by_source[rank])
     packed_start.copy_(region_starts[rank])

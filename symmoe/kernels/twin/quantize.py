@@ -7,15 +7,14 @@ import torch
 from symmoe.kernels import formats
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
-from symmoe.kernels.parts import refuse_ranges
-from symmoe.kernels.twin.gemm import groups, row_ranges, take_rows
+from symmoe.kernels.twin.gemm import filled_groups, groups, take_rows
 from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
 
 
 def quantize_rows(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -25,19 +24,16 @@ def quantize_rows(
     seeds: torch.Tensor | None = None,
 ) -> None:
     width = rows.shape[1]
-    if block_format.block is None or seeds is not None:
-        refuse_ranges(row_start, "a scale of a whole row, or a seed,")
-    for g, span in row_ranges(row_start):
-        seed = None if seeds is None else int(seeds[g])
-        global_scale = None if amax is None else global_scale_of(amax[g])
-        codes, scales = _quantize_lines(take_rows(rows, row_index, span).float(), block_format, global_scale, seed)
+    for g, span in filled_groups(row_range):
+        lines = take_rows(rows, row_index, span).float()
+        codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _bytes(data)[span] = _pack(codes[:, :width], block_format)
         _bytes(scale)[span] = scales
 
 
 def quantize_columns(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -49,17 +45,13 @@ def quantize_columns(
 ) -> None:
     check_column_scale("scale", scale)
     first = 0
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         if span.start == span.stop:
-            if block_format.block is None:
-                scale[:, g] = formats.MIN_SCALE
             continue
         lines = _padded_columns(take_rows(rows, row_index, span), signs)
-        seed = None if seeds is None else int(seeds[g])
-        global_scale = None if amax is None else global_scale_of(amax[g])
-        codes, scales = _quantize_lines(lines, block_format, global_scale, seed)
+        codes, scales = _quantize_lines(lines, block_format, g, amax, seeds)
         _place(data, block_format.data_width(first), _pack(codes, block_format))
-        _place(scale, g if block_format.block is None else first // block_format.block, scales)
+        _place(scale, first // block_format.block, scales)
         first += lines.shape[1]
 
 
@@ -73,8 +65,7 @@ def quantize_weights(
 ) -> None:
     num_columns = weight.shape[2]
     for g, matrix in enumerate(weight.float()):
-        global_scale = None if amax is None else global_scale_of(amax[g])
-        codes, scales = _quantize_lines(matrix, block_format, global_scale, None)
+        codes, scales = _quantize_lines(matrix, block_format, g, amax, None)
         _bytes(data)[g] = _pack(codes[: matrix.shape[0], :num_columns], block_format)
         _bytes(scale)[g] = scales
 
@@ -95,13 +86,13 @@ def quantize_weight_pairs(
 
 def group_amax(
     rows: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     amax: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
     signs: int | None = None,
 ) -> None:
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         values = take_rows(rows, row_index, span).float()
         values = values if signs is None else _padded_columns(values, signs)
         finite = values.abs()[torch.isfinite(values)]
@@ -120,22 +111,24 @@ def _padded_columns(rows: torch.Tensor, signs: int | None) -> torch.Tensor:
 
 
 def _quantize_lines(
-    lines: torch.Tensor, block_format: BlockFormat, global_scale: torch.Tensor | None, seed: int | None
+    lines: torch.Tensor, block_format: BlockFormat, group: int, amax: torch.Tensor | None, seeds: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 of lines [L, K] fp32, with both padded to whole blocks, and the blocks' scales: bytes or fp32."""
+    """Codes uint8 of a group's lines [L, K] fp32, with both padded to whole blocks, and the blocks' scales: bytes or
+    fp32."""
     num_lines, width = lines.shape
-    block, block_lines = block_format.block or width, block_format.block_lines
+    block, block_lines = block_format.block, block_format.block_lines
     padded = torch.nn.functional.pad(lines, (0, -width % block, 0, -num_lines % block_lines))
     x = padded.view(padded.shape[0] // block_lines, block_lines, padded.shape[1] // block, block)
-    amax = x.abs().amax(dim=(1, 3))
-    is_finite = torch.isfinite(amax)
-    scale, multiplier = _scales(amax.where(is_finite, 0.0), block_format, global_scale)
+    largest = x.abs().amax(dim=(1, 3))
+    is_finite = torch.isfinite(largest)
+    global_scale = None if amax is None else global_scale_of(amax[group])
+    scale, multiplier = _scales(largest.where(is_finite, 0.0), block_format, global_scale)
     fits = is_finite[:, None, :, None].expand_as(x)
     scaled = (x.where(fits, 0.0) * multiplier[:, None, :, None]).reshape(padded.shape)
     if block_format.element == "e4m3":
         codes = to_e4m3(scaled).view(torch.uint8).masked_fill(~fits.reshape(padded.shape), formats.E4M3_NAN)
     else:
-        codes = to_e2m1(scaled, None if seed is None else random_words(seed, *padded.shape))
+        codes = to_e2m1(scaled, None if seeds is None else random_words(int(seeds[group]), *padded.shape))
     nan = _NAN_BYTES.get(block_format.scale, torch.nan)
     return codes, _bytes(scale).masked_fill(~is_finite, nan)
 

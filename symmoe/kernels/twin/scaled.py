@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.formats import TILE, BlockFormat
-from symmoe.kernels.parts import panel, refuse_ranges
+from symmoe.kernels.parts import equal_groups, panel
 from symmoe.kernels.scaled import check_scaled_gemm, check_scaled_wgrad, tiles_down
-from symmoe.kernels.twin.gemm import groups, multiply, multiply_rows, row_ranges, zero_rows
+from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, zero_rows
 from symmoe.kernels.twin.scale_tiles import unswizzle_group_scales
 
 E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
@@ -18,35 +18,33 @@ def grouped_gemm_scaled(
     row_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     row_global_scale: torch.Tensor | None = None,
     weight_global_scale: torch.Tensor | None = None,
-    group_start: torch.Tensor | None = None,
+    group_range: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
     block_format = check_scaled_gemm(
-        rows, row_scale, weight, weight_scale, row_start, out, row_global_scale, weight_global_scale, group_start
+        rows, row_scale, weight, weight_scale, row_range, out, row_global_scale, weight_global_scale, group_range
     )
     columns = panel(columns, out.shape[1])
-    if zero_tail:
-        refuse_ranges(row_start, "zero_tail")
     inside = slice(*columns) if columns else slice(None)
     num_groups, out_width, _ = weight.shape
-    left = _numbers(rows, row_scale, row_start if group_start is None else group_start, block_format)
-    lines = torch.arange(num_groups + 1, dtype=torch.int32, device=row_start.device) * out_width
+    left = _numbers(rows, row_scale, row_range if group_range is None else group_range, block_format)
+    lines = equal_groups(num_groups, out_width, row_range.device)
     right = _numbers(weight.flatten(0, 1), weight_scale, lines, block_format).view(num_groups, out_width, -1)
-    for g, span in row_ranges(row_start):
+    for g, span in filled_groups(row_range):
         total = torch.zeros((span.stop - span.start, out_width), dtype=torch.float32, device=out.device)
         multiply_rows(total, left[span], right[g].t(), columns)
         if row_global_scale is not None and weight_global_scale is not None:
             total = total * row_global_scale[g] * weight_global_scale[g]
         out[span, inside] = total[:, inside].to(out.dtype)
     if zero_tail:
-        zero_rows(out, row_start, columns)
+        zero_rows(out, row_range, columns)
 
 
 def grouped_gemm_wgrad_scaled(
@@ -54,7 +52,7 @@ def grouped_gemm_wgrad_scaled(
     dout_scale: torch.Tensor,
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     out: torch.Tensor,
     *,
     dout_global_scale: torch.Tensor | None = None,
@@ -63,13 +61,12 @@ def grouped_gemm_wgrad_scaled(
     num_sms: int | None = None,
 ) -> None:
     block_format = check_scaled_wgrad(dout, dout_scale, rows, rows_scale, out, dout_global_scale, rows_global_scale)
-    refuse_ranges(row_start, "a weight gradient")
     left, right = (
-        _numbers(data, scale, row_start.new_tensor([0, data.shape[0]]), block_format)
+        _numbers(data, scale, equal_groups(1, data.shape[0], data.device), block_format)
         for data, scale in ((dout, dout_scale), (rows, rows_scale))
     )
     first = 0
-    for g, span in groups(row_start):
+    for g, span in groups(row_range):
         end = first + tiles_down(span.stop - span.start)
         if first < end:
             tokens = slice(first * TILE, end * TILE)
@@ -82,15 +79,17 @@ def grouped_gemm_wgrad_scaled(
         first = end
 
 
-def _numbers(data: torch.Tensor, scale: torch.Tensor, bounds: torch.Tensor, block_format: BlockFormat) -> torch.Tensor:
+def _numbers(
+    data: torch.Tensor, scale: torch.Tensor, line_range: torch.Tensor, block_format: BlockFormat
+) -> torch.Tensor:
     """data * scale in fp32, of lines in groups that begin at new tiles; lines of no group may be anything."""
     values = data.float() if block_format.elements_per_byte == 1 else _e2m1(data)
     compact = torch.zeros(
         (data.shape[0], block_format.num_blocks(values.shape[1])), dtype=torch.uint8, device=data.device
     )
-    unswizzle_group_scales(scale, bounds, compact)
+    unswizzle_group_scales(scale, line_range, compact)
     scales = compact.view(block_format.scale_dtype).float()
-    return values * scales.repeat_interleave(block_format.block or values.shape[1], dim=1)
+    return values * scales.repeat_interleave(block_format.block, dim=1)
 
 
 def _e2m1(data: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.parts import equal_groups
 from symmoe.kernels.twin.gemm import spans_of, take_rows
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 
@@ -13,21 +14,21 @@ def encode_rows(rows: torch.Tensor, wire: torch.Tensor, block_format: BlockForma
     num_rows, width = rows.shape
     data = rows.new_empty((num_rows, width), dtype=block_format.data_dtype)
     scale = rows.new_empty((num_rows, block_format.num_blocks(width)), dtype=block_format.scale_dtype)
-    quantize_rows(rows, torch.tensor([0, num_rows], dtype=torch.int32, device=rows.device), data, scale, block_format)
+    quantize_rows(rows, equal_groups(1, num_rows, rows.device), data, scale, block_format)
     end = width + scale.shape[1] * scale.element_size()
     wire[:, :width], wire[:, width:end], wire[:, end:] = data.view(torch.uint8), scale.view(torch.uint8), 0
 
 
 def unpack_rows(
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
 ) -> None:
     width = data.shape[1]
-    for span in spans_of(row_start):
+    for span in spans_of(row_range):
         rows = take_rows(wire, row_index, span)
         data[span] = rows[:, :width]
         scale[span] = rows[:, width : width + scale.shape[1]]
@@ -39,13 +40,13 @@ def decode_rows(wire: torch.Tensor, out: torch.Tensor, block_format: BlockFormat
     scale_bytes = num_blocks * block_format.scale_dtype.itemsize
     data = wire[:, :width].contiguous().view(block_format.data_dtype).float()
     scale = wire[:, width : width + scale_bytes].contiguous().view(block_format.scale_dtype).float()
-    spread = scale.repeat_interleave(block_format.block or width, dim=1)[:, :width]
+    spread = scale.repeat_interleave(block_format.block, dim=1)[:, :width]
     out.copy_(data * spread.view(num_rows, width))
 
 
 def requantize_columns(
     wire: torch.Tensor,
-    row_start: torch.Tensor,
+    row_range: torch.Tensor,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -53,8 +54,8 @@ def requantize_columns(
     *,
     row_index: torch.Tensor | None = None,
 ) -> None:
-    end = int(row_start[-1])
+    end = int(row_range[1, -1])
     rows = wire[:end] if row_index is None else wire.index_select(0, row_index[:end])
     decoded = torch.empty((end, data.shape[0]), dtype=dtype, device=wire.device)
     decode_rows(rows, decoded, block_format)
-    quantize_columns(decoded, row_start, data, scale, block_format)
+    quantize_columns(decoded, row_range, data, scale, block_format)

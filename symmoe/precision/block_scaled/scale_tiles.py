@@ -11,6 +11,7 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import max_tiles
+from symmoe.kernels.parts import range_of
 from symmoe.kernels.twin.pointers import TILE_BLOCKS
 
 TILE_BYTES = 512
@@ -21,7 +22,7 @@ def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor
 
     Args:
         scale: float8_e8m0fnu, float8_e4m3fn or uint8 [N, Q], contiguous.
-        row_start: int32[G + 1] on its device, the groups' bounds.
+        row_start: int32[G + 1] on its device, the groups' bounds; or int32[2, G], their begins and ends.
 
     Returns:
         uint8 [max_tiles(N, G), ceil(Q / 4), 512]. The first tile of a group is the one after the last of the group
@@ -30,12 +31,12 @@ def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor
     Raises:
         ArgumentError: an argument is not as described.
     """
-    _check(scale, row_start)
+    row_range = _row_range(scale, row_start)
     num_rows, num_blocks = scale.shape
-    shape = (max_tiles(num_rows, row_start.shape[0] - 1), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
+    shape = (max_tiles(num_rows, row_range.shape[1]), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
     swizzled = torch.zeros(shape, dtype=torch.uint8, device=scale.device)
     if swizzled.numel():
-        kernels.for_device(scale.device).swizzle_group_scales(scale, row_start, swizzled)
+        kernels.for_device(scale.device).swizzle_group_scales(scale, row_range, swizzled)
     return swizzled
 
 
@@ -48,33 +49,38 @@ def unswizzle_scales(
         ArgumentError: swizzled is not what num_rows rows of num_blocks blocks in these groups have.
     """
     scale = torch.zeros(num_rows, num_blocks, dtype=torch.uint8, device=swizzled.device)
-    _check(scale, row_start)
-    shape = (max_tiles(num_rows, row_start.shape[0] - 1), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
+    row_range = _row_range(scale, row_start)
+    shape = (max_tiles(num_rows, row_range.shape[1]), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
     if swizzled.dtype != torch.uint8 or swizzled.shape != shape or not swizzled.is_contiguous():
         raise ArgumentError(
             f"swizzled is {swizzled.dtype} {list(swizzled.shape)}; it must be contiguous torch.uint8 {list(shape)}"
         )
     if swizzled.numel():
-        kernels.for_device(scale.device).unswizzle_group_scales(swizzled, row_start, scale)
+        kernels.for_device(scale.device).unswizzle_group_scales(swizzled, row_range, scale)
     return scale
 
 
-def _check(scale: torch.Tensor, row_start: torch.Tensor) -> None:
+def _row_range(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor:
+    """Where the rows of every group begin and end; ArgumentError if an argument is not what it must be."""
     if scale.dim() != 2 or scale.element_size() != 1 or not scale.is_contiguous():
         raise ArgumentError(
             f"scale is {scale.dtype} {list(scale.shape)}; it must be a contiguous matrix of one-byte scales"
         )
-    problem = row_start_problem(row_start, scale)
-    if problem is not None:
-        raise problem
+    return checked_row_range(row_start, scale)
 
 
-def row_start_problem(row_start: torch.Tensor, rows: torch.Tensor) -> ArgumentError | None:
-    """What is wrong with the groups' bounds of `rows`, or None. Their values are not looked at."""
-    if row_start.dtype != torch.int32 or row_start.dim() != 1 or row_start.shape[0] < 2:
-        return ArgumentError(
+def checked_row_range(row_start: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The row_range int32[2, G] of groups of `rows`, from their bounds int32[G + 1] or their row_range itself.
+
+    Raises:
+        ArgumentError: it is neither. Values are not looked at.
+    """
+    is_range = row_start.dim() == 2 and row_start.shape[0] == 2 and row_start.shape[1] >= 1
+    is_bounds = row_start.dim() == 1 and row_start.shape[0] >= 2
+    if row_start.dtype != torch.int32 or not (is_range or is_bounds):
+        raise ArgumentError(
             f"row_start is {row_start.dtype} {list(row_start.shape)}; it must be torch.int32 [groups + 1]"
         )
     if row_start.device != rows.device or not row_start.is_contiguous():
-        return ArgumentError(f"row_start is on {row_start.device}; it must be contiguous on {rows.device}")
-    return None
+        raise ArgumentError(f"row_start is on {row_start.device}; it must be contiguous on {rows.device}")
+    return row_start if is_range else range_of(row_start)

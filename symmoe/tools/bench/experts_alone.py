@@ -19,7 +19,7 @@ def experts_alone(name: str, problem: Problem, reference: Reference) -> Variant:
     local, num_rows = problem.local_rows, max(1, problem.num_rows)
     weights = ExpertWeights(problem.w1.detach(), None, problem.w2.detach(), None, Activation())
     received, d_out = (packed[local.row_to_packed_row] for packed in (local.packed, local.d_packed))
-    rows = ExpertRows(received, local.row_start, local.row_probs)
+    rows = ExpertRows(received, local.row_range, local.row_probs)
     out = received.new_empty((num_rows, problem.case.shape.hidden))
     d_rows, dw1, dw2 = torch.empty_like(out), torch.empty_like(problem.w1), torch.empty_like(problem.w2)
     kept: list[Hidden] = []

@@ -14,7 +14,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.kernels.activation import Activation
-from symmoe.tools.bench.problem import DTYPE, Problem
+from symmoe.tools.bench.problem import DTYPE, LocalRows, Problem
 from symmoe.tools.bench.records import Record, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.run import Run, case_record
@@ -51,10 +51,10 @@ class Product:
 def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     """Each product and its stock counterpart, in turn."""
     records = []
-    row_start = problem.local_rows.row_start.tolist()
+    spans = _spans(problem.local_rows)
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
-        times, errors = run.measure_kernels([_ours(ours, product, row_start), _stock(stock, product, row_start)])
+        times, errors = run.measure_kernels([_ours(ours, product, spans), _stock(stock, product, spans)])
         flops = 2 * product.products * problem.case.num_slots * problem.case.shape.hidden * problem.case.shape.ffn
         stock_tflops = tflops(flops, times[stock][:, 0])
         for variant, taken in times.items():
@@ -68,8 +68,8 @@ def bench_gemm(problem: Problem, run: Run) -> list[Record]:
 def products(problem: Problem) -> dict[str, Product]:
     """The products of a step on this rank's rows."""
     ops, local, shape = kernels.for_device(problem.device), problem.local_rows, problem.case.shape
-    w1, w2, row_start, scale = problem.w1.detach(), problem.w2.detach(), local.row_start, local.row_probs
-    index, ends = local.row_to_packed_row, local.row_start[1:]
+    w1, w2, row_range, scale = problem.w1.detach(), problem.w2.detach(), local.row_range, local.row_probs
+    index, ends = local.row_to_packed_row, row_range[1]
     num_rows, num_groups, width = problem.num_rows, problem.experts_per_rank, 2 * shape.ffn
     generator = torch.Generator(problem.device).manual_seed(problem.rank)
 
@@ -85,10 +85,10 @@ def products(problem: Problem) -> dict[str, Product]:
     out, dscale = blank(num_rows, shape.hidden), blank(num_rows, dtype=torch.float32)
     dw1, dw2 = torch.empty_like(w1), torch.empty_like(w2)
     workspace = blank(ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32)
-    bounds = row_start.tolist()
+    spans = _spans(local)
 
     def of(tensor: torch.Tensor, g: int) -> torch.Tensor:
-        return tensor[bounds[g] : bounds[g + 1]].float()
+        return tensor[spans[g]].float()
 
     def fc1_reference(g: int) -> list[torch.Tensor]:
         hidden = of(rows, g) @ w1[g].float().t()
@@ -120,7 +120,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "fc1": Product(
             "forward",
             2,
-            lambda: ops.grouped_gemm_act(local.packed, w1, row_start, scale, h, a, _ACTIVATION, row_index=index),
+            lambda: ops.grouped_gemm_act(local.packed, w1, row_range, scale, h, a, _ACTIVATION, row_index=index),
             [h, a],
             fc1_reference,
             fc1_stock,
@@ -128,7 +128,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "fc1-plain": Product(
             "forward",
             2,
-            lambda: ops.grouped_gemm(rows, w1, row_start, h),
+            lambda: ops.grouped_gemm(rows, w1, row_range, h),
             [h],
             lambda g: [of(rows, g) @ w1[g].float().t()],
             lambda: [grouped_mm(rows, w1.transpose(1, 2), ends)],
@@ -136,7 +136,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "fc2": Product(
             "forward",
             1,
-            lambda: ops.grouped_gemm(a_in, w2, row_start, out),
+            lambda: ops.grouped_gemm(a_in, w2, row_range, out),
             [out],
             lambda g: [of(a_in, g) @ w2[g].float().t()],
             lambda: [grouped_mm(a_in, w2.transpose(1, 2), ends)],
@@ -145,7 +145,7 @@ def products(problem: Problem) -> dict[str, Product]:
             "backward",
             1,
             lambda: ops.grouped_gemm_dact(
-                local.d_packed, w2, row_start, h_in, scale, dh, a, dscale, workspace, _ACTIVATION, row_index=index
+                local.d_packed, w2, row_range, h_in, scale, dh, a, dscale, workspace, _ACTIVATION, row_index=index
             ),
             [dh, a, dscale],
             dfc2_reference,
@@ -154,7 +154,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "dfc2-plain": Product(
             "backward",
             1,
-            lambda: ops.grouped_gemm_dgrad(d_rows_in, w2, row_start, da),
+            lambda: ops.grouped_gemm_dgrad(d_rows_in, w2, row_range, da),
             [da],
             dgrad2,
             lambda: [grouped_mm(d_rows_in, w2, ends)],
@@ -162,7 +162,7 @@ def products(problem: Problem) -> dict[str, Product]:
         "dfc1": Product(
             "backward",
             2,
-            lambda: ops.grouped_gemm_dgrad(h_in, w1, row_start, out),
+            lambda: ops.grouped_gemm_dgrad(h_in, w1, row_range, out),
             [out],
             lambda g: [of(h_in, g) @ w1[g].float()],
             lambda: [grouped_mm(h_in, w1, ends)],
@@ -170,52 +170,57 @@ def products(problem: Problem) -> dict[str, Product]:
         "wgrad2": Product(
             "backward",
             1,
-            lambda: ops.grouped_gemm_wgrad(local.d_packed, a_in, row_start, dw2, dout_index=index),
+            lambda: ops.grouped_gemm_wgrad(local.d_packed, a_in, row_range, dw2, dout_index=index),
             [dw2],
             *wgrad2,
         ),
         "wgrad2-plain": Product(
-            "backward", 1, lambda: ops.grouped_gemm_wgrad(d_rows_in, a_in, row_start, dw2), [dw2], *wgrad2
+            "backward", 1, lambda: ops.grouped_gemm_wgrad(d_rows_in, a_in, row_range, dw2), [dw2], *wgrad2
         ),
         "wgrad1": Product(
             "backward",
             2,
-            lambda: ops.grouped_gemm_wgrad(h_in, local.packed, row_start, dw1, rows_index=index),
+            lambda: ops.grouped_gemm_wgrad(h_in, local.packed, row_range, dw1, rows_index=index),
             [dw1],
             *wgrad1,
         ),
         "wgrad1-plain": Product(
-            "backward", 2, lambda: ops.grouped_gemm_wgrad(h_in, rows, row_start, dw1), [dw1], *wgrad1
+            "backward", 2, lambda: ops.grouped_gemm_wgrad(h_in, rows, row_range, dw1), [dw1], *wgrad1
         ),
     }
 
 
-def _ours(name: str, product: Product, bounds: list[int]) -> Variant:
+def _ours(name: str, product: Product, spans: list[slice]) -> Variant:
     def verify() -> float:
         for output in product.outputs:
             output.fill_(torch.nan)
         product.run()
-        return _error(product, product.outputs, bounds)
+        return _error(product, product.outputs, spans)
 
     return Variant(name, (product.direction,), in_steps(product.run), verify, MAX_ERROR)
 
 
-def _stock(name: str, product: Product, bounds: list[int]) -> Variant:
+def _stock(name: str, product: Product, spans: list[slice]) -> Variant:
     return Variant(
         name,
         (product.direction,),
         in_steps(product.stock),
-        lambda: _error(product, product.stock(), bounds),
+        lambda: _error(product, product.stock(), spans),
         MAX_ERROR,
     )
 
 
-def _error(product: Product, outputs: list[torch.Tensor], bounds: list[int]) -> float:
+def _spans(local: LocalRows) -> list[slice]:
+    """The rows of each expert."""
+    return [slice(*span) for span in local.row_range.t().tolist()]
+
+
+def _error(product: Product, outputs: list[torch.Tensor], spans: list[slice]) -> float:
     """The largest relative error of any output of a few experts that have rows, spread over all of them."""
-    busy = [g for g in range(len(bounds) - 1) if bounds[g + 1] > bounds[g]]
+    busy = [g for g, span in enumerate(spans) if span.stop > span.start]
     errors = []
     for g in busy[:: max(1, len(busy) // _SAMPLED_EXPERTS)]:
         for output, expected in zip(outputs, product.reference(g), strict=True):
-            got = output[g] if output.ndim == 3 else output[bounds[g] : bounds[g + 1]]
+            got = output[g] if output.ndim == 3 else output[spans[g]]
             errors.append(relative_error(got, expected))
     return largest(errors)

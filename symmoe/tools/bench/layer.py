@@ -19,7 +19,7 @@ from symmoe.grouped.constant_weights import constant_weights
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
-from symmoe.precision.recipes import Float8Block, Float8Rowwise, Recipe
+from symmoe.precision.recipes import Float8Block, Recipe
 from symmoe.tokens import combine_tokens, dispatch_tokens
 from symmoe.tools.bench.cases import Shape
 from symmoe.tools.bench.experts_alone import experts_alone
@@ -105,8 +105,6 @@ VARIANTS = {
 # An E4M3 number is off by 2.6 % of itself (root of the mean square), a product of two by 4, what two layers of them and
 # their gradients make by 5 to 9.
 _E4M3_ERROR = 0.15
-# One scale for a row of 14,336 gradients leaves many of them few bits (mixtral-8x7b: 0.186).
-_ROWWISE_ERROR = 0.25
 _WIRE = {"quantized_wire": "both"}
 PRECISION = {
     "static": Choice(),
@@ -118,7 +116,6 @@ PRECISION = {
         precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR, constant_weights=True
     ),
     AUTO: Choice(precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR, picks_precision=True),
-    "float8-rowwise, wire": Choice(precision=Float8Rowwise(), options=_WIRE, max_error=_ROWWISE_ERROR),
 }
 
 

@@ -35,14 +35,14 @@ class LocalRows:
     Attributes:
         packed, d_packed: bf16 [P, H], the tokens and the gradients that arrive.
         row_to_packed_row: int32 [N].
-        row_start: int32 [e + 1].
+        row_range: int32 [2, e].
         row_probs: fp32 [N].
     """
 
     packed: torch.Tensor
     d_packed: torch.Tensor
     row_to_packed_row: torch.Tensor
-    row_start: torch.Tensor
+    row_range: torch.Tensor
     row_probs: torch.Tensor
 
 
@@ -124,13 +124,13 @@ class Problem:
         tokens, everything = self.routing.packed_rows_of(self.rank), self.all_tokens
         token_of_packed, row_to_packed = (index.to(self.device) for index in tokens)
         _, slots = self.routing.rows_of(self.rank)
-        row_start = torch.zeros(self.experts_per_rank + 1, dtype=torch.int32)
-        row_start[1:] = self.routing.splits[self.rank].cumsum(0)
+        splits = self.routing.splits[self.rank]
+        ends = splits.cumsum(0)
         return LocalRows(
             packed=everything.x[token_of_packed],
             d_packed=everything.dy[token_of_packed],
             row_to_packed_row=row_to_packed.int(),
-            row_start=row_start.to(self.device),
+            row_range=torch.stack((ends - splits, ends)).int().to(self.device),
             row_probs=everything.probs.reshape(-1)[slots.to(self.device)],
         )
 
