@@ -24,7 +24,7 @@ from one_gpu import medians_in_turn_ms, parser_of, write
 
 from symmoe import kernels
 from symmoe.kernels.fp8 import BLOCK, num_blocks
-from symmoe.kernels.parts import range_of
+from symmoe.kernels.gemm_parts import range_of
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "deepseek-like": (32, 7168, 2048, 65536),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.parts import equal_groups, range_of
+from symmoe.kernels.gemm_parts import equal_groups, range_of
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),

@@ -28,7 +28,7 @@ from symmoe import GroupedLinear, GroupedMLP
 from symmoe.errors import ArgumentError
 from symmoe.grouped.weights import lay_side_by_side, packed_view
 from symmoe.kernels import twin
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 
 G = TINY.num_groups
 

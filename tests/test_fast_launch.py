@@ -30,7 +30,7 @@ from symmoe.kernels.hopper import gemm as hopper_gemm  # noqa: E402
 from symmoe.kernels.launch import compiled, driver  # noqa: E402
 from symmoe.kernels.launch import launch as launches  # noqa: E402
 from symmoe.kernels.launch.launch import Constants, FastLaunch, fast_launch  # noqa: E402
-from symmoe.kernels.table import TensorTable  # noqa: E402
+from symmoe.kernels.tensor_table import TensorTable  # noqa: E402
 from symmoe.kernels.triton import activation, bias, gemm, gemm_act, plan, splits, sync, tiles, tokens  # noqa: E402
 
 FIRST_GLOBAL = tl.constexpr(3)

@@ -13,7 +13,7 @@ from compiled_launches import atomics, catch_launches, meta
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.activation import SUM_COLUMNS, Activation
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import activation as gpu_activation
 from symmoe.kernels.triton import gemm_act
 

@@ -15,7 +15,7 @@ from combinations import every_combination
 from compiled_launches import atomics, catch_launches, meta
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton import bias, gemm, splits, tiles
 
 WGMMA, TMA, WIDE_STORE = "wgmma.mma_async", "cp.async.bulk.tensor", "st.global.v4.b32"

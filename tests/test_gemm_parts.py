@@ -21,7 +21,7 @@ from gemm_problem import (
 from row_ranges import random_ranges, whole_groups
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels import parts, twin
+from symmoe.kernels import gemm_parts, twin
 from symmoe.kernels.activation import Activation
 
 ACTIVATIONS = {
@@ -129,8 +129,8 @@ def test_panels_that_are_none(ops, name, columns):
 
 
 def test_all_columns_are_no_panel():
-    assert parts.panel((0, 256), 256) is parts.panel(None, 256) is None
-    assert parts.panel([0, 256], 257) == (0, 256)
+    assert gemm_parts.panel((0, 256), 256) is gemm_parts.panel(None, 256) is None
+    assert gemm_parts.panel([0, 256], 257) == (0, 256)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from symmoe.errors import (
     StaleLease,
 )
 from symmoe.kernels import control
-from symmoe.kernels.parts import Division
+from symmoe.kernels.gemm_parts import Division
 from symmoe.symm_mem import address, host_backend, machine_memory, memory, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 from symmoe.symm_mem.bootstrap import Bootstrap

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 from compiled_launches import catch_launches, meta
 
 from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.gemm_parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
 from symmoe.kernels.hopper import rows
-from symmoe.kernels.parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
 
 LOAD, STORE = "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"
 

@@ -23,7 +23,7 @@ from symmoe.errors import ArgumentError, HeapExhausted
 from symmoe.grouped.experts import ExpertRows
 from symmoe.grouped.mlp import expert_weights
 from symmoe.kernels import twin
-from symmoe.kernels.parts import Part
+from symmoe.kernels.gemm_parts import Part
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat

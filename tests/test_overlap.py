@@ -13,7 +13,7 @@ from worker import open_heap
 
 from symmoe import GroupedMLP, make_plan
 from symmoe.kernels import twin
-from symmoe.kernels.parts import PART_ROWS
+from symmoe.kernels.gemm_parts import PART_ROWS
 from symmoe.moe import ep_step
 from symmoe.moe.overlap import H200, H200_FLOAT8, Move, Overlap, Rates, Sizes, layout_for, overlap, panels
 from symmoe.precision import MXFP8, Float8Block

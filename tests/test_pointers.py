@@ -15,7 +15,7 @@ from row_ranges import whole_groups
 from symmoe import SymmetricHeap, copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.pointers import swizzled_scale_bytes
 
 UNTOUCHED = 0x5A

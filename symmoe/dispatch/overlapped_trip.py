@@ -19,7 +19,7 @@ from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.dispatch.trip import agreed_fields, token_to_row
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
-from symmoe.kernels.parts import Division, Part
+from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.symm_mem.heap import SymmetricHeap
 
 

@@ -16,7 +16,7 @@ from symmoe.checks.buffers import tensor_problem
 from symmoe.checks.choices import is_choice, words_problem
 from symmoe.errors import ArgumentError, StaleLease, StalePlan
 from symmoe.kernels import control
-from symmoe.kernels.parts import bounds_of
+from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.precision.names import precision_word
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.heap import SymmetricHeap

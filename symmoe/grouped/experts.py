@@ -15,9 +15,9 @@ import torch
 from symmoe import kernels
 from symmoe.autograd import Unmodified
 from symmoe.kernels.activation import Activation
+from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.kernels.parts import Part
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Operand
 
 

@@ -37,7 +37,7 @@ from symmoe.grouped.low_rank import low_rank
 from symmoe.grouped.products import NOTHING, products_of, weight_gradient
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
 from symmoe.grouped.weights import addresses, lay_side_by_side
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.cached_weights import HeldWeight
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe

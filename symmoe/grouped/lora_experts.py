@@ -20,8 +20,8 @@ import torch
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.low_rank import LowRank
+from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.kernels.parts import Part
 
 
 class _Gathered(TypedDict):

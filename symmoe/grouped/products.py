@@ -13,7 +13,7 @@ import torch
 from symmoe import kernels
 from symmoe.grouped.weights import kernel_matrices, packed_weight
 from symmoe.kernels.operands import given
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision import products
 from symmoe.precision.cached_weights import HeldWeight, weight_operands
 from symmoe.precision.operands import Operand, multiply

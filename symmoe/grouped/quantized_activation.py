@@ -15,7 +15,7 @@ import torch
 from symmoe import kernels
 from symmoe.kernels import act_quantized
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.parts import Part
+from symmoe.kernels.gemm_parts import Part
 from symmoe.precision.operands import Operand, operand
 from symmoe.precision.products import LowPrecision, product
 

@@ -22,8 +22,8 @@ import torch
 from symmoe import kernels
 from symmoe.grouped.experts import ExpertRows, ExpertsBackward, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.quantized_activation import first_layer, hidden_gradients
-from symmoe.kernels.parts import Part
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.gemm_parts import Part
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.cached_weights import HeldWeight, weight_operands
 from symmoe.precision.operands import Operand, multiply, operand
 from symmoe.precision.products import LowPrecision, product, weight_gradient

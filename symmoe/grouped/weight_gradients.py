@@ -15,7 +15,7 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.grouped.weights import in_one_piece, kernel_matrices, packed_shape
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 
 # compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
 Compute = Callable[[torch.Tensor | TensorTable, bool], None]

@@ -20,7 +20,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.grouped.pointers import load_addresses
 from symmoe.kernels import control
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 
 
 def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor | TensorTable]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from symmoe.kernels.parts import PANEL_COLUMNS, Division, sum_stage
+from symmoe.kernels.gemm_parts import PANEL_COLUMNS, Division, sum_stage
 from symmoe.precision.recipes import Float8Block, Recipe
 
 
@@ -26,7 +26,7 @@ class Rates:
     Attributes:
         link_bytes: over NVLink to all peers together, one direction, by our push and pull.
         program_push_bytes: bytes that one program (it fills an SM) pushes while a GEMM runs.
-        program_slot_s, program_pull_slot_s: time that a program takes to sum one piece of a row (kernels/parts.py)
+        program_slot_s, program_pull_slot_s: time that a program takes to sum one piece of a row (kernels/gemm_parts.py)
             while a GEMM runs, whether the sum has that row or not; and the same if the row may be a peer's.
         program_sum_bytes: bytes that such a program sums.
         memory_bytes: memory traffic of all SMs.
@@ -94,8 +94,8 @@ class Move:
         push_bytes, pull_bytes: bytes to peers, and bytes from peers.
         memory_bytes: bytes that are read from this GPU's memory for sums.
         meanwhile_bytes: bytes that are read from there while others are pulled.
-        num_slots, num_pull_slots: slots for pieces of rows that are summed (kernels/parts.py): from this GPU, and while
-            others are pulled.
+        num_slots, num_pull_slots: slots for pieces of rows that are summed (kernels/gemm_parts.py): from this GPU, and
+            while others are pulled.
     """
 
     push_bytes: float = 0.0

@@ -17,8 +17,8 @@ from symmoe.combine.trip import Collection, collect_rows
 from symmoe.dispatch.overlapped_trip import Arrival, arriving, rows_arriving
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, send_packed, send_packed_gradient
+from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
-from symmoe.kernels.parts import Part
 from symmoe.moe.overlap import Overlap, panels
 
 # Computes columns (first, one past the last; None: all) of the rows that combine reads, on so many SMs (None: all).

@@ -16,7 +16,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Operand, gradient_seeds, multiply, multiply_columns, operand
 from symmoe.precision.recipes import Recipe
 

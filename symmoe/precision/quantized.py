@@ -9,8 +9,8 @@ import torch
 
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.gemm_parts import bounds_of, equal_groups
 from symmoe.kernels.operands import given
-from symmoe.kernels.parts import bounds_of, equal_groups
 from symmoe.precision.block_scaled.hadamard import inverse_hadamard
 from symmoe.precision.block_scaled.scale_tiles import swizzle_scales
 

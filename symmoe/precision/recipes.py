@@ -13,8 +13,8 @@ from symmoe import kernels
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
+from symmoe.kernels.gemm_parts import equal_groups
 from symmoe.kernels.operands import check_column_scale, check_contiguous
-from symmoe.kernels.parts import equal_groups
 from symmoe.precision.block_scaled.hadamard import check_signs
 from symmoe.precision.block_scaled.scale_tiles import checked_row_range
 from symmoe.precision.quantized import Layout, Quantized

@@ -14,7 +14,7 @@ from row_ranges import whole_groups
 from symmoe import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
 from symmoe.errors import ArgumentError
 from symmoe.kernels import gpu, twin
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 
 pytestmark = pytest.mark.gpu
 

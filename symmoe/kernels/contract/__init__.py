@@ -13,7 +13,7 @@ of results do not depend on the grid of a launch.
 * row_range: int32[2, G]. Rows row_range[0, g]:row_range[1, g] of group g are computed and written, none if the end is
   not past the begin. Other rows influence nothing, and are not written unless the text says so. A range of only some
   rows of every group gives these the bits of one call for all rows. A begin that is the group's first row plus a
-  multiple of PART_ROWS costs no additional tile (kernels/parts.py).
+  multiple of PART_ROWS costs no additional tile (kernels/gemm_parts.py).
 * Whole groups: where the text says so, row_range must have all rows of every group, which lie one after the other from
   row 0 on. Rows at or past the end of the last group are the tail. No function checks it: the host does not know.
 * row_index, rows_index, dout_index: int32[N], which row of the tensor stands for row r; None: row r. With an index the

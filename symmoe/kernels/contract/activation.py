@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 
 
 class ActivationKernels(Protocol):

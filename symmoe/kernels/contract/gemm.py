@@ -10,7 +10,7 @@ into parts; tiles and the order of sums depend only on the features, never on N 
 Matrices are a tensor [G, O, C] or a TensorTable of G matrices [O, C] that lie anywhere, with the same bits.
 
 * columns: (first, end), multiples of PANEL_COLUMNS or the width: only these are computed and written. None: all.
-  ArgumentError for others (kernels/parts.py).
+  ArgumentError for others (kernels/gemm_parts.py).
 * accumulate: the result is added to out in fp32, and rounded with it; groups without rows leave out as it is.
 * zero_tail: the tail of out, in these columns, becomes 0; needs whole groups.
 """
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 
 
 class GemmKernels(Protocol):

@@ -87,7 +87,7 @@ def launch_gemm(
 ) -> None:
     """grouped_gemm, or grouped_gemm_dgrad if weight_k_first, without an index and without bias.
 
-    columns: the result of parts.panel. options: options of the Pipeline, for comparisons.
+    columns: the result of gemm_parts.panel. options: options of the Pipeline, for comparisons.
     """
     (num_rows, out_width), num_groups = out.shape, weight.shape[0]
     first_column, end_column = columns or (None, out_width)

@@ -20,11 +20,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
+from symmoe.kernels.gemm_parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
 from symmoe.kernels.hopper.act import pack, unpack
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
 from symmoe.kernels.hopper.pipeline import make_barriers, thread_barrier
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.parts import SUM_RING_BYTES, SUM_STAGES, sum_stage
 
 NUM_PUBLISHED = gl.constexpr(control.NUM_PUBLISHED)
 UNIT_BYTES = gl.constexpr(256)

@@ -14,9 +14,9 @@ import triton.language as tl
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels import fp8, select
+from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.parts import panel
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,

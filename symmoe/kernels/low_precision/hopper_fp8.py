@@ -205,7 +205,7 @@ def launch_fp8_gemm(
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """grouped_gemm_fp8 of at least one row. columns: the result of parts.panel. options: of Fp8Pipeline."""
+    """grouped_gemm_fp8 of at least one row. columns: the result of gemm_parts.panel. options: of Fp8Pipeline."""
     num_rows, num_groups = out.shape[0], weight.shape[0]
     first_column, end_column = columns or (None, out.shape[1])
     num_columns = end_column - (first_column or 0)

@@ -22,10 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from symmoe.errors import ArgumentError
 from symmoe.kernels import formats, scaled
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.parts import panel
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,

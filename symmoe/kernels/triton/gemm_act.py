@@ -6,8 +6,8 @@ too: the order of a sum is that of the instructions, steps of 16 features, and n
 
 dscale is summed within blocks of columns, then over the blocks in order (kernels/activation.py); dbias within a tile,
 then over the tiles in order: by two more kernels, without atomics. Each row has its own sums of dscale, so calls for
-ranges of rows (kernels/parts.py) share one workspace. The sums of dbias have a slot for a row tile, and tiles of two
-ranges may share one: dbias needs whole groups.
+ranges of rows (kernels/gemm_parts.py) share one workspace. The sums of dbias have a slot for a row tile, and tiles
+of two ranges may share one: dbias needs whole groups.
 """
 
 import functools
@@ -23,7 +23,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.triton.activation import (
     ANY_POLICY,
     SUM_COLUMNS,

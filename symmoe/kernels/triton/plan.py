@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels import control, parts
+from symmoe.kernels import control, gemm_parts
 from symmoe.kernels.control import Peers
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
@@ -46,7 +46,7 @@ PLAN_OVERFLOW = tl.constexpr(control.PLAN_OVERFLOW)
 PHASE_PLAN = tl.constexpr(control.PHASE_PLAN)
 STATUS_PLAN = tl.constexpr(control.STATUS_PLAN)
 NUM_PUBLISHED = tl.constexpr(control.NUM_PUBLISHED)
-PART_ROWS = tl.constexpr(parts.PART_ROWS)
+PART_ROWS = tl.constexpr(gemm_parts.PART_ROWS)
 
 _VARYING_WORDS = (
     control.HEAD_NUM_TOKENS,

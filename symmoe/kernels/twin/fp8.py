@@ -7,7 +7,7 @@ A block's sum, the multiplication by its scales from left to right, and the addi
 import torch
 
 from symmoe.kernels.fp8 import BLOCK, check_fp8_gemm, check_fp8_wgrad, num_blocks
-from symmoe.kernels.parts import panel
+from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, zero_rows
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.kernels.parts import PANEL_COLUMNS, panel
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.gemm_parts import PANEL_COLUMNS, panel
+from symmoe.kernels.tensor_table import TensorTable
 
 ALIGNMENT = 64  # bytes: that of a fresh CPU tensor of torch, and one vector of the widest CPUs
 

@@ -7,7 +7,7 @@ or, where they sum in another order, these numbers.
 import torch
 
 from symmoe.kernels.activation import Activation
-from symmoe.kernels.table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.activation import activation_gradients, scaled_activation
 from symmoe.kernels.twin.gemm import filled_groups, grouped_gemm, groups, matrix, multiply_rows, spans_of, take_rows
 

@@ -8,7 +8,7 @@ import torch
 
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
-from symmoe.kernels.parts import PART_ROWS
+from symmoe.kernels.gemm_parts import PART_ROWS
 
 _NO_SLOT = 2**31 - 1
 

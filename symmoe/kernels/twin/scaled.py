@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.formats import TILE, BlockFormat
-from symmoe.kernels.parts import equal_groups, panel
+from symmoe.kernels.gemm_parts import equal_groups, panel
 from symmoe.kernels.scaled import check_scaled_gemm, check_scaled_wgrad, tiles_down
 from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, zero_rows
 from symmoe.kernels.twin.scale_tiles import unswizzle_group_scales

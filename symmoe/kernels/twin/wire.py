@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.parts import equal_groups
+from symmoe.kernels.gemm_parts import equal_groups
 from symmoe.kernels.twin.gemm import spans_of, take_rows
 from symmoe.kernels.twin.quantize import quantize_columns, quantize_rows
 

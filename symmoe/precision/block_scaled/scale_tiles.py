@@ -11,7 +11,7 @@ import torch
 from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import max_tiles
-from symmoe.kernels.parts import range_of
+from symmoe.kernels.gemm_parts import range_of
 from symmoe.kernels.twin.pointers import TILE_BLOCKS
 
 TILE_BYTES = 512
