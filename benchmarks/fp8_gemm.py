@@ -1,4 +1,4 @@
-"""Grouped GEMMs of E4M3 numbers beside those of bf16, on one GPU: every product and weight gradient of a layer.
+"""Grouped GEMMs of E4M3 numbers and those of bf16, on one GPU: every product and weight gradient of a layer.
 
     python benchmarks/fp8_gemm.py --json fp8-gemm.json
 

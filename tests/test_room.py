@@ -186,3 +186,33 @@ def fails(*args, **kwargs):
 
 def test_after_errors(cluster):
     assert cluster(2).findings(check_after_errors) == []
+
+
+def check_recomputed_without_room(rank: int, num_ranks: int) -> tuple[int, list[str]]:
+    """Between forward and backward of a checkpoint, only much smaller calls are remembered."""
+    findings = Findings()
+    real = RoutedExperts.apply
+    with open_heap("cpu", num_bytes=16 << 20) as heap, mock.patch.object(RoutedExperts, "apply", autospec=True) as spy:
+        spy.side_effect = real
+        layer, waits = make_layers(heap)
+        for number, call in enumerate([*make_calls(rank, seed=5)][20:24]):
+            x, ids, probs, dy = call
+            x = x.clone().requires_grad_()
+            y = checkpoint(
+                lambda x, ids=ids, probs=probs: layer(x, topk_idx=ids, probs=probs)[0], x, use_reentrant=False
+            )
+            history = heap.row_history((E, K))
+            history.forget()
+            history.note(1, 1)
+            got = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+            _, *wanted = run(waits, call, recomputes=False)
+            want = [wanted[0], *wanted[2:]]  # no gradient of probs here
+            findings.check(all(map(torch.equal, got, want)), f"rank {rank}, call {number}: other bits")
+        findings.check(heap.leased_bytes == 0, "leases are left")
+        return count_repeats(spy), findings.texts
+
+
+def test_recomputed_without_room(cluster):
+    results = cluster(2).run(check_recomputed_without_room)
+    assert [text for _, texts in results for text in texts] == []
+    assert all(count >= 4 for count, _ in results)

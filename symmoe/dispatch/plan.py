@@ -240,33 +240,25 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    return _make_plan(
-        topk_idx, None, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire
+    return plan_call(
+        topk_idx,
+        lambda: None,
+        num_experts=num_experts,
+        heap=heap,
+        capacity=capacity,
+        overflow=overflow,
+        max_tokens=max_tokens,
+        hidden=hidden,
+        dtype=dtype,
+        precision=precision,
+        quantized_wire=quantized_wire,
     )
 
 
-def make_plan_with_room(
+def plan_call(
     topk_idx: torch.Tensor,
-    room: Room,
+    find_room: Callable[[], Room | None],
     *,
-    num_experts: int,
-    heap: SymmetricHeap,
-    hidden: int,
-    dtype: torch.dtype,
-    precision: Recipe | None,
-    quantized_wire: str,
-) -> Plan:
-    """Same as make_plan with exact capacity, except that the host does not wait: see :meth:`Plan.settle`.
-
-    Args:
-        room: what the buffers of this call can take; the same on all ranks.
-    """
-    return _make_plan(topk_idx, room, num_experts, heap, None, "raise", None, hidden, dtype, precision, quantized_wire)
-
-
-def _make_plan(
-    topk_idx: torch.Tensor,
-    room: Room | None,
     num_experts: int,
     heap: SymmetricHeap,
     capacity: int | None,
@@ -277,6 +269,12 @@ def _make_plan(
     precision: Recipe | None,
     quantized_wire: str,
 ) -> Plan:
+    """Same as make_plan, except that with exact capacity the host does not wait if there is room: see Plan.settle.
+
+    Args:
+        find_room: with exact capacity, what the buffers of this call can take, the same on all ranks; None: what its
+            routing needs. Asked for once this rank has noticed the errors of earlier calls, as its peers have.
+    """
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
     heap.check(control.PHASE_PLAN, waits=capacity is None)
@@ -288,6 +286,7 @@ def _make_plan(
         )
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
+        room = find_room() if capacity is None else None
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
         elif room is not None:

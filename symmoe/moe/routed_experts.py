@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from symmoe.dispatch.plan import Plan, make_plan, make_plan_with_room
+from symmoe.dispatch.plan import Plan, plan_call
 from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe import torch_operators
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.ep_step import expert_parallel_mlp
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.room_for_rows import Room
+from symmoe.symm_mem.room_for_rows import Room, RowHistory
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,36 +102,30 @@ class RoutedExperts:
         before_trips: Callable[[], object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Same as a call, without an operator around it."""
-        config = self.config
-        history = self.heap.row_history((config.num_experts, config.top_k))
-        room = history.room(config.max_room) if config.capacity is None else None
-        plan = self.plan(topk_idx, tokens.dtype, room)
+        plan = self.plan(topk_idx, tokens.dtype, self._find_room)
         if before_trips is not None:
             before_trips()
         y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
         if not plan.has_room:  # on all ranks; nothing has moved
-            plan = self.plan(topk_idx, tokens.dtype)
+            plan = self.plan(topk_idx, tokens.dtype, lambda: None)
             y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
-        if config.capacity is None:
-            history.note(plan.row_capacity, plan.packed_row_capacity)
+        if self.config.capacity is None:
+            self._history.note(plan.row_capacity, plan.packed_row_capacity)
         return y, plan.expert_load, plan.num_dropped
 
-    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, room: Room | None = None) -> Plan:
-        """make_plan for tokens of `dtype`, as the configuration says, or make_plan_with_room. Collective."""
+    @property
+    def _history(self) -> RowHistory:
+        return self.heap.row_history((self.config.num_experts, self.config.top_k))
+
+    def _find_room(self) -> Room | None:
+        return self._history.room(self.config.max_room)
+
+    def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, find_room: Callable[[], Room | None]) -> Plan:
+        """plan_call for tokens of `dtype`, as the configuration says. Collective."""
         config = self.config
-        if room is not None:
-            return make_plan_with_room(
-                topk_idx,
-                room,
-                num_experts=config.num_experts,
-                heap=self.heap,
-                hidden=config.hidden,
-                dtype=dtype,
-                precision=config.precision,
-                quantized_wire=config.quantized_wire,
-            )
-        return make_plan(
+        return plan_call(
             topk_idx,
+            find_room,
             num_experts=config.num_experts,
             heap=self.heap,
             capacity=config.capacity,

@@ -155,12 +155,9 @@ def _dry_call(config: MoEConfig, heap: DryHeap, num_tokens: int, dtype: torch.dt
             device=heap.device,
         )
         routed = RoutedExperts(config, heap, experts, kind_of(experts))
-        room = None
-        if config.capacity is None:
-            history = RowHistory()
-            history.note(heap.num_rows, heap.num_packed_rows)
-            room = history.room(config.max_room)
-        plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype, room)
+        history = RowHistory()
+        history.note(heap.num_rows, heap.num_packed_rows)
+        plan = routed.plan(of_tokens(config.top_k, torch.int32), dtype, lambda: history.room(config.max_room))
         x, probs = of_tokens(config.hidden, dtype), of_tokens(config.top_k, torch.float32)
         y = routed.apply(x, probs, experts, plan)
         num_forward, node = len(heap.events), cast(Any, y.grad_fn)
