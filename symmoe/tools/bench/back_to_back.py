@@ -31,7 +31,7 @@ from symmoe.tools.bench.reference import MAX_ERROR, Reference
 from symmoe.tools.bench.run import Run, case_record
 from symmoe.tools.bench.step_trace import trace_step
 from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
-from symmoe.tools.bench.timing import WARM_UP, Variant, verify
+from symmoe.tools.bench.timing import WARM_UP, largest_error
 
 STEPS = 20  # in a row
 _HOST_STEPS = 10  # steps whose launches are timed
@@ -75,10 +75,10 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
         if kind.captured and not on_gpu:
             continue  # there are no graphs on CPUs
         step, checked = _make(kind, problem, run, reference)
-        errors[name] = verify(Variant(name, (), lambda clock: (), checked, MAX_ERROR), run.ranks)
+        errors[name] = largest_error(name, checked(), MAX_ERROR, run.ranks)
         steps[name] = _captured(step) if kind.captured else step
     steps[STOCK], checked = _stock(problem, reference)
-    errors[STOCK] = verify(Variant(STOCK, (), lambda clock: (), checked, MAX_ERROR), run.ranks)
+    errors[STOCK] = largest_error(STOCK, checked(), MAX_ERROR, run.ranks)
     times = _times_ms(steps, run.ranks, run.repetitions)
     flops = 3 * problem.case.forward_flops
     records = []

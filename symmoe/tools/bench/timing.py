@@ -122,14 +122,19 @@ def in_steps(*steps: Callable[[], object]) -> Callable[[Clock], list[Mark]]:
 
 
 def verify(variant: Variant, ranks: Ranks) -> float:
-    """The variant's largest relative error on any rank. Collective.
+    """Same as :func:`largest_error`, of a variant."""
+    return largest_error(variant.name, variant.verify(), variant.max_error, ranks)
+
+
+def largest_error(name: str, error: float, max_error: float, ranks: Ranks) -> float:
+    """The largest relative error of any rank. Collective.
 
     Raises:
-        WrongResult: on every rank, if it is more than the variant may have on any.
+        WrongResult: on every rank, if it is more than `max_error`.
     """
-    error = ranks.largest(variant.verify())
-    if not error <= variant.max_error:  # NaN is wrong too
-        raise WrongResult(f"{variant.name} is wrong: relative error {error:.3g}, allowed {variant.max_error:.3g}")
+    error = ranks.largest(error)
+    if not error <= max_error:  # NaN is wrong too
+        raise WrongResult(f"{name} is wrong: relative error {error:.3g}, allowed {max_error:.3g}")
     return error
 
 
