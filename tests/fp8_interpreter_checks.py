@@ -50,7 +50,7 @@ def check_gradients(splits, widths):
     for dtype, accumulate in ((torch.float32, True), (torch.float16, True), (torch.float16, False)):
         got = torch.full(p.shape, 3.0, dtype=dtype)
         if accumulate:
-            got[torch.tensor(splits) == 0] = torch.nan  # left alone
+            got[torch.tensor(splits) == 0] = torch.nan  # not touched
         expected = got.clone()
         fp8.grouped_gemm_wgrad_fp8(*p.operands, got, accumulate=accumulate, config=CONFIG, num_sms=NUM_SMS)
         twin.grouped_gemm_wgrad_fp8(*p.operands, expected, accumulate=accumulate)

@@ -1,4 +1,4 @@
-"""Runs the activation kernels, alone and fused, in Triton's interpreter, against float64. A script.
+"""Runs the activation kernels, separate and fused, in Triton's interpreter, against float64. A script.
 
 test_interpreted.py starts it; see gemm_interpreter_checks.py. Sizes are tiny and tiles are smaller still.
 """

@@ -171,7 +171,7 @@ def check_wgrad(kernels, p, gather_dout, gather_rows, table, accumulate, out_dty
     source, index, rows = p.source(gather_rows)
     before = p.normal(p.num_groups, p.width, p.hidden, dtype=out_dtype)
     if accumulate:
-        before[p.row_range[0] == p.row_range[1]] = torch.nan  # left alone
+        before[p.row_range[0] == p.row_range[1]] = torch.nan  # not touched
     else:
         before.fill_(torch.nan)
     options |= {"dout_index": dout_index, "rows_index": index, "accumulate": accumulate}

@@ -1,4 +1,4 @@
-"""The activation kernels, alone and fused with GEMMs, on a GPU: against float64, and each other."""
+"""The activation kernels, separate and fused with GEMMs, on a GPU: against float64, and each other."""
 
 import functools
 import itertools
