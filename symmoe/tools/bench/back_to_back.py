@@ -147,7 +147,8 @@ def _stock(problem: Problem, reference: Reference) -> tuple[Step, Callable[[], f
 
 
 def _captured(step: Step) -> Step:
-    """A step that replays a graph. It has run before."""
+    """A step that replays a graph."""
+    step()  # compiles its kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -155,7 +156,7 @@ def _captured(step: Step) -> Step:
 
     def replay() -> object:
         graph.replay()
-        return results  # alive as long as the graph
+        return step, results  # as long as the graph, what it reads and writes lives too
 
     return replay
 
