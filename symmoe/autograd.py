@@ -31,6 +31,12 @@ class Context(Protocol):
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keeps tensors for backward, which finds them in `saved_tensors`."""
 
+    def mark_non_differentiable(self, *outputs: torch.Tensor) -> None:
+        """Outputs that have no gradient."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """False: backward gets None, not zeros, for an output that nobody differentiates."""
+
 
 def is_in_backward() -> bool:
     """Whether autograd's engine runs the caller, e.g. the forward pass that a checkpoint repeats."""

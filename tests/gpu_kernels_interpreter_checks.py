@@ -4,6 +4,7 @@ The interpreter has no inline assembly, so the barrier's four helpers that conta
 (everything has arrived by then, or never will), the fence and the clock do nothing.
 """
 
+import itertools
 import sys
 import time
 
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from interpreter import spare_the_interpreter
+from router_choices import RULES, SIZES, choices, differing, hard_logits
 from simulated_ranks import CASES, differences, run_case
 
 from symmoe.kernels import control, twin
@@ -165,21 +167,6 @@ def parts(module, num_ranks: int, num_experts: int, rank: int) -> torch.Tensor:
     return source_to_rows
 
 
-def hard_scores(num_tokens: int, num_experts: int) -> torch.Tensor:
-    """Scores with many ties, both zeros, infinities and NaN."""
-    generator = torch.Generator().manual_seed(num_experts)
-    scores = torch.randn((num_tokens, num_experts), generator=generator)
-    rare = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 1e-42])
-    which = torch.randint(0, 3 * len(rare), scores.shape, generator=generator)
-    return torch.where(which < len(rare), rare[which % len(rare)], scores)
-
-
-def choices(module, scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    topk_idx = torch.full((scores.shape[0], top_k), -7)
-    module.select_experts(scores, topk_idx)
-    return topk_idx
-
-
 def main() -> int:
     sync.wait_for_words, sync.system_fence, sync.now_ns = look_once, no_fence, no_clock
     sync.wait_without_bound = look_once_without_bound
@@ -200,11 +187,12 @@ def main() -> int:
         wrong = [r for r in ranks if not torch.equal(*(parts(m, num_ranks, num_experts, r) for m in (plan, twin)))]
         failures += bool(wrong)
         print(f"parts of {num_ranks} ranks: {wrong or 'ok'}")
-    for num_tokens, num_experts, top_k in ((7, 1, 1), (40, 6, 6), (33, 128, 8), (3, 1000, 32)):
-        scores = hard_scores(num_tokens, num_experts)
-        is_equal = torch.equal(choices(route, scores, top_k), choices(twin, scores, top_k))
-        failures += not is_equal
-        print(f"select_experts, {top_k} of {num_experts}: {'ok' if is_equal else 'differs'}")
+    for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
+        logits = hard_logits(num_tokens, num_experts)
+        for biased, given in ((False, False), (True, False), (False, True)):
+            wrong = differing(*(choices(m, logits, top_k, rule, biased, given) for m in (route, twin)))
+            failures += bool(wrong)
+            print(f"{top_k} of {num_experts} experts, {rule}, biased {biased}, given {given}: {wrong or 'ok'}")
     for name, case in CASES.items():
         start = time.perf_counter()
         expected = run_case(twin, case)

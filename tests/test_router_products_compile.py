@@ -1,4 +1,4 @@
-"""Compiles the router's GEMMs for Hopper without a GPU, with the arguments of their launchers."""
+"""Compiles the router's kernels for Hopper without a GPU, with the arguments of their launchers."""
 
 import re
 
@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 from compiled_launches import catch_launches
 from compiled_launches import meta as empty
 
-from symmoe.kernels.triton import router_products
+from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.kernels.triton import route, router_products
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {  # T, E, H
@@ -67,3 +68,21 @@ def test_tensor_cores_add_up_a_step_only(launches, shape):
 def test_parts_round_to_nearest(launches):
     launch("odd")
     assert "cvt.rn.bf16" in launches.compile("bf16_parts_kernel").ptx
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "rule"),
+    [
+        (128, 8, RoutingRule()),
+        (256, 8, RoutingRule(score="sigmoid", num_groups=8, top_groups=4)),
+        (20, 3, RoutingRule()),
+    ],
+)
+def test_a_choice_spills_nothing(monkeypatch, num_experts, top_k, rule):
+    launches = catch_launches(monkeypatch, route)
+    logits, probs = empty(8192, num_experts, dtype=FP32), empty(8192, top_k, dtype=FP32)
+    topk_idx = empty(8192, top_k)
+    route.choose_experts(logits, logits[0], None, topk_idx, probs, logits, rule=rule)
+    route.choose_experts_grad(probs, logits, topk_idx, logits, logits, rule=rule)
+    for name in ("choose_experts_kernel", "choose_experts_grad_kernel"):
+        assert launches.compile(name).stack == 0, name

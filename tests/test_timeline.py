@@ -235,7 +235,7 @@ def test_what_was_launched_before_the_start_is_left_out():
 SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 REPLAY = (  # begin, end, phase by the kernel's name, name; then what they are: phase, direction, lane
     ((0, 1, "other", SPIN), None),
-    ((1, 5, "route", "select_experts_kernel"), ("route", "forward", "compute")),
+    ((1, 5, "route", "choose_experts_kernel"), ("route", "forward", "compute")),
     ((5, 20, "push", "hopper_push_kernel"), ("push", "forward", "communication")),
     ((8, 12, "wait", "wait_for_signal_kernel"), ("wait", "forward", "communication 2")),
     ((9, 30, "FC1", "hopper_act_kernel"), ("FC1", "forward", "compute")),
@@ -343,15 +343,15 @@ def test_ranges_and_the_start_are_found_in_what_the_profiler_writes(tmp_path: Pa
 ORDERS = {
     "packed": (
         "route plan wait plan  wait push wait index  FC1 FC2  pre-reduce wait pull wait",
-        "wait push wait  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait",
+        "wait push wait  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait  route",
     ),
     "expert-major": (
         "route plan wait plan  wait push wait index fan-out  FC1 FC2  pre-reduce wait pull wait",
-        "wait push wait fan-out  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait",
+        "wait push wait fan-out  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait  route",
     ),
     "overlapped": (  # own rows, then the peer's; which rows these are is part of the plan
         "route plan wait plan  wait push index plan FC1  push wait index FC1  FC2  pre-reduce wait pull wait",
-        "wait push FC2-dgrad  push wait FC2-dgrad  FC1-dgrad  pre-reduce wgrad pre-reduce wait pull wait",
+        "wait push FC2-dgrad  push wait FC2-dgrad  FC1-dgrad  pre-reduce wgrad pre-reduce wait pull wait  route",
     ),
 }
 NUM_LAYERS = 2

@@ -25,7 +25,7 @@ from symmoe.kernels.triton.plan import (
     split_by_source,
 )
 from symmoe.kernels.triton.pointers import copy_host_to_device, read_addresses, swizzle_scales
-from symmoe.kernels.triton.route import select_experts
+from symmoe.kernels.triton.route import choose_experts, choose_experts_grad
 from symmoe.kernels.triton.router_products import router_gemm, router_gemm_grads
 from symmoe.kernels.triton.splits import splits_to_row_range
 from symmoe.kernels.triton.sync import barrier, send_signal, wait_for_signal
@@ -46,6 +46,8 @@ __all__ = [
     "assign_packed_rows",
     "assign_rows",
     "barrier",
+    "choose_experts",
+    "choose_experts_grad",
     "copy_host_to_device",
     "count_slots",
     "dact_quantize",
@@ -84,7 +86,6 @@ __all__ = [
     "router_gemm_grads",
     "scaled_activation",
     "scaled_activation_grad",
-    "select_experts",
     "send_counts",
     "send_signal",
     "split_by_source",

@@ -9,6 +9,7 @@ from typing import Literal
 from symmoe.checks import choices
 from symmoe.checks.arguments import size_problem
 from symmoe.errors import ArgumentError, raise_for
+from symmoe.kernels.routing_rule import RoutingRule
 from symmoe.moe.overlap import received_layout
 from symmoe.precision.operands import precision_problem
 from symmoe.precision.recipes import Recipe
@@ -119,6 +120,17 @@ class MoEConfig:
     def received_layout(self) -> str:
         """The layout; "auto" is resolved."""
         return received_layout(self.layout, self.ffn, self.precision)
+
+    @property
+    def routing_rule(self) -> RoutingRule:
+        """How the router's logits become a choice."""
+        return RoutingRule(
+            score=self.score,
+            renormalize=self.renormalize,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            route_scale=float(self.route_scale),
+        )
 
     def sent_row_bytes(self, direction: Literal["forward", "backward"], item_bytes: int) -> int:
         """Bytes of a token, or of the gradient of its result, on its way to an expert. item_bytes: of one number."""

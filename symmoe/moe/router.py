@@ -8,23 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from symmoe import kernels
-from symmoe.autograd import Context, Function
 from symmoe.checks.buffers import tensor_problem
 from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.expert_capacity import drop_over_capacity, expert_capacity
+from symmoe.moe.router_choice import choose_experts
 from symmoe.moe.router_logits import router_logits
-
-# Renormalising divides by the sum of K probs. Sigmoid scores that all underflow must give zeros, not NaN.
-_TINY = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,18 +112,9 @@ class Router(nn.Module):
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
             logits = router_logits(x, self.weight)
-            scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-            if topk_idx is None:
-                topk_idx = self._select(scores.detach())
-                probs = scores.gather(1, topk_idx) if torch.compiler.is_compiling() else _Gather.apply(scores, topk_idx)
-            else:
-                # The plan reports ids out of range, on all ranks; here they must do no harm.
-                probs = scores.gather(1, topk_idx.long().clamp(0, config.num_experts - 1))
-                probs = probs.masked_fill(topk_idx < 0, 0.0)
-            if config.renormalize:
-                probs = probs / (probs.sum(-1, keepdim=True) + _TINY)
-            if config.route_scale != 1.0:
-                probs = probs * config.route_scale
+            probs, scores, topk_idx = choose_experts(
+                logits, self.expert_bias, topk_idx, top_k=config.top_k, rule=config.routing_rule
+            )
             choice = choice_of(config, topk_idx, probs, token_mask)
         return RouterOutput(
             topk_idx=choice.topk_idx,
@@ -145,25 +131,6 @@ class Router(nn.Module):
     def _check_choice(self, x: torch.Tensor, token_mask: torch.Tensor | None, topk_idx: torch.Tensor | None) -> None:
         if (error := mask_problem(token_mask, x) or choice_problem(topk_idx, x, self.config.top_k)) is not None:
             raise error
-
-    def _select(self, scores: torch.Tensor) -> torch.Tensor:
-        """[T, K] int64, the chosen experts, from scores [T, E]."""
-        if self.expert_bias is not None:
-            scores = scores + self.expert_bias
-        if self.config.num_groups > 1:
-            scores = self._keep_top_groups(scores)
-        return _topk(scores, self.config.top_k)
-
-    def _keep_top_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """[T, E] scores, -inf outside a token's best `top_groups` groups (DeepSeek-V3, arXiv:2412.19437)."""
-        grouped_TGe = scores.unflatten(1, (self.config.num_groups, -1))
-        # A group is worth its best expert (softmax, DeepSeek-V2) or its best two (sigmoid, DeepSeek-V3).
-        best = 1 if self.config.score == "softmax" else min(2, grouped_TGe.shape[2])
-        group_scores_TG = grouped_TGe.topk(best, dim=2).values.sum(2)
-        keep_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
-        keep_TG.scatter_(1, _topk(group_scores_TG, self.config.top_groups), True)
-        kept: torch.Tensor = grouped_TGe.masked_fill(~keep_TG.unsqueeze(2), -math.inf).flatten(1)
-        return kept
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Follows `.to(device)` but not `.to(dtype)`: a bias of half precision would swallow its updates."""
@@ -226,44 +193,3 @@ def probs_problem(
         return ArgumentError("topk_idx (None) must be given with probs: which experts have these weights?")
     shape = math.prod(x.shape[:-1]), config.top_k
     return tensor_problem("probs", probs, shape=shape, dtypes=control.DTYPES, device=x.device)
-
-
-class _GatherContext(Context, Protocol):
-    shape: torch.Size
-
-
-class _Gather(Function):
-    """scores.gather(1, topk_idx). Torch's own backward of it would copy a [T, E] tensor of zeros."""
-
-    @staticmethod
-    def forward(ctx: _GatherContext, scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(topk_idx)
-        ctx.shape = scores.shape
-        return scores.gather(1, topk_idx)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _GatherContext, d_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (topk_idx,) = ctx.saved_tensors
-        # A token's choices are distinct: nothing is added up.
-        return d_probs.new_zeros(ctx.shape).scatter_(1, topk_idx, d_probs), None
-
-
-def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices [T, k] int64 of the k largest per row, best first, ties to the lower index."""
-    topk_idx = torch.empty((values.shape[0], k), dtype=torch.int64, device=values.device)
-    kernels.for_device(values.device).select_experts(values.contiguous(), topk_idx)
-    return topk_idx
-
-
-_select_experts = torch.library.custom_op("symmoe::select_experts", _stable_topk, mutates_args=())
-
-
-@_select_experts.register_fake
-def _(values: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.empty((values.shape[0], k), dtype=torch.int64, device=values.device)
-
-
-def _topk(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Same as _stable_topk; for torch.compile an operator."""
-    return _select_experts(values, k) if torch.compiler.is_compiling() else _stable_topk(values, k)

@@ -30,20 +30,21 @@ class Phase:
     is_communication: bool = False
 
 
-OTHER = Phase(name="other", color="#cccccc")  # work that is in no table: a router's softmax, a loss, an optimizer
+OTHER = Phase(name="other", color="#cccccc")  # work that is in no table: a loss, an optimizer
 
 # A kernel that several operators launch is in the least specific phase: the range of its launch is more specific.
 PHASES = (
     Phase(
         name="route",
         color=GREY,
-        operators=("router_gemm", "router_gemm_grads", "select_experts"),
+        operators=("router_gemm", "router_gemm_grads", "choose_experts", "choose_experts_grad"),
         kernels=(
             "bf16_parts_kernel",
             "router_gemm_kernel",
             "router_dgrad_kernel",
             "router_wgrad_kernel",
-            "select_experts_kernel",
+            "choose_experts_kernel",
+            "choose_experts_grad_kernel",
         ),
     ),
     Phase(

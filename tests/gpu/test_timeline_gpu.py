@@ -58,7 +58,7 @@ def test_kernels_of_a_step_have_phases_and_directions(schedule: str, cluster: Ca
             if times.phase in ("push", "pull"):
                 assert times.exposed_us == pytest.approx(times.busy_us)
     # One step was recorded, not those before its start: the router runs once.
-    assert [sum(e.name == "select_experts_kernel" for e in events) for events in made.ranks] == [1, 1]
+    assert [sum(e.name == "choose_experts_kernel" for e in events) for events in made.ranks] == [1, 1]
     trace = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
     assert sum(item["name"] == "FC1" for item in trace["traceEvents"]) >= 2
 
@@ -122,7 +122,7 @@ def test_kernels_of_replays_have_phases_and_directions(schedule: str, cluster: C
         assert {(phase, "forward") for phase in FORWARD} | {(phase, "backward") for phase in BACKWARD} <= found
         assert not {phase for phase, _ in found} & {"GEMM"}
         assert {("FC2", "backward"), ("FC1 dgrad", "forward"), ("wgrad", "forward")}.isdisjoint(found)
-        assert [e.name for e in events].count("select_experts_kernel") == NUM_REPLAYS
+        assert [e.name for e in events].count("choose_experts_kernel") == NUM_REPLAYS
         assert not any("spin" in e.name for e in events)
         lanes = {e.lane for e in events}
         assert {"compute", "communication"} <= lanes

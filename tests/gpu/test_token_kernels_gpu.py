@@ -4,10 +4,12 @@ import time
 
 import pytest
 import torch
+from router_choices import RULES, SIZES, choices, differing, hard_logits
 from simulated_ranks import CASES, Case, differences, run_case
 
 from symmoe.kernels import control, twin
 from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.kernels.routing_rule import RoutingRule
 
 pytestmark = pytest.mark.gpu
 
@@ -304,15 +306,10 @@ def test_layer_call_in_a_graph(gpu):
         assert torch.equal(values, probs * (topk_idx >= 0))
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 6), (128, 8), (1000, 32)])
-def test_select_experts(gpu, num_experts: int, top_k: int):
-    generator = torch.Generator().manual_seed(num_experts)
-    scores = torch.randn((3001, num_experts), generator=generator)
-    rare = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 1e-42])
-    which = torch.randint(0, 3 * len(rare), scores.shape, generator=generator)
-    scores = torch.where(which < len(rare), rare[which % len(rare)], scores)
-    want, got = torch.empty((3001, top_k), dtype=torch.int64), torch.empty((3001, top_k), dtype=torch.int64)
-    twin.select_experts(scores, want)
-    on_gpu = got.to(DEVICE)
-    gpu.select_experts(scores.to(DEVICE), on_gpu)
-    assert torch.equal(on_gpu.cpu(), want)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [*SIZES, (3001, 128, 8), (3001, 256, 8)])
+def test_choice_of_experts(gpu, num_tokens: int, num_experts: int, top_k: int, rule: RoutingRule):
+    logits = hard_logits(num_tokens, num_experts)
+    for biased, given in ((False, False), (True, False), (False, True)):
+        wanted = choices(twin, logits, top_k, rule, biased, given)
+        assert differing(choices(gpu, logits.to(DEVICE), top_k, rule, biased, given), wanted) == []

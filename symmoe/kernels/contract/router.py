@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symmoe.kernels.routing_rule import RoutingRule
+
 
 class RouterKernels(Protocol):
     def router_gemm(self, x: Tensor, weight: Tensor, logits: Tensor) -> None:
@@ -23,8 +25,38 @@ class RouterKernels(Protocol):
         before that is good to 2^-15 of its terms' magnitudes.
         """
 
-    def select_experts(self, scores: Tensor, topk_idx: Tensor) -> None:
-        """topk_idx[t] = the K largest of scores[t], best first, ties to the lower index; NaN is larger than any number.
+    def choose_experts(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        given_idx: Tensor | None,
+        topk_idx: Tensor,
+        probs: Tensor,
+        scores: Tensor,
+        *,
+        rule: RoutingRule,
+    ) -> None:
+        """scores = softmax or sigmoid of logits; topk_idx[t] = the K experts of token t whose score + bias is largest,
+        of those in its best groups, best first, ties to the lower index; probs[t, k] = the score of expert
+        topk_idx[t, k], divided by the sum of the K (renormalize), times route_scale.
 
-        scores fp32 [T, E]; topk_idx int64 [T, K].
+        NaN is larger than any number. With given_idx, these experts are taken: an id outside [0, E) has the prob 0.
+
+        logits and scores fp32 [T, E]; bias fp32 [E]; given_idx int32 or int64 [T, K]; topk_idx int32 [T, K]; probs fp32
+        [T, K].
+        """
+
+    def choose_experts_grad(
+        self,
+        d_probs: Tensor | None,
+        d_scores: Tensor | None,
+        topk_idx: Tensor,
+        scores: Tensor,
+        d_logits: Tensor,
+        *,
+        rule: RoutingRule,
+    ) -> None:
+        """d_logits fp32 [T, E] of choose_experts, for the gradients of its probs [T, K] and scores [T, E]; None is 0.
+
+        The choice itself has no gradient.
         """

@@ -1,6 +1,6 @@
-"""Which experts a token goes to (Triton).
+"""Which experts a token goes to, and with what weight (Triton): from logits to the choice in one launch.
 
-A score and its index make one integer that is larger for the better choice, so K maxima give K choices: no sort, no
+A number and its index make one integer that is larger for the better choice, so K maxima give K choices: no sort, no
 copies of [T, E], and the result of a row depends only on the row.
 """
 
@@ -8,56 +8,248 @@ import torch
 import triton
 import triton.language as tl
 
-from symmoe.kernels.launch.integers import next_power_of_2
+from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import fast_launch
+from symmoe.kernels.routing_rule import TINY, RoutingRule
 
 SCORES_PER_PROGRAM = 1024
 NUM_WARPS = 4
 LEAST = tl.constexpr(-(2**63))
 NAN_KEY = tl.constexpr(2**31 - 1)
+SMALLEST_SUM = tl.constexpr(TINY)
+
+
+@triton.jit
+def keys_of(value, index, LANES: tl.constexpr):
+    """int64, in the order of the numbers, of equal ones the lower index first. Two keys are never equal."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0: they are equal
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the numbers
+    ordered = tl.where(value != value, NAN_KEY, ordered)
+    return (ordered.to(tl.int64) << 32) | (LANES - 1 - index)[None, :].to(tl.int64)
+
+
+@triton.jit
+def index_of(key, LANES: tl.constexpr):
+    """The index in a key, int32."""
+    return (LANES - 1 - (key & (LANES - 1))).to(tl.int32)
+
+
+@triton.jit
+def keep_top_groups(
+    value,
+    expert,
+    NUM_EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
+):
+    """[tokens, LANES] values, -inf outside of a token's best groups."""
+    SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    key = keys_of(value, expert, LANES)
+    group = tl.arange(0, GROUP_LANES)
+    worth = tl.zeros((value.shape[0], GROUP_LANES), tl.float32)
+    for g in range(NUM_GROUPS):
+        own = tl.where((expert // SIZE == g)[None, :], key, LEAST)
+        for _ in range(BEST_OF_GROUP):
+            best = tl.max(own, axis=1)
+            number = tl.sum(tl.where(own == best[:, None], value, 0.0), axis=1)
+            worth = tl.where((group == g)[None, :], worth + number[:, None], worth)
+            own = tl.where(own == best[:, None], LEAST, own)
+    group_key = tl.where((group < NUM_GROUPS)[None, :], keys_of(worth, group, GROUP_LANES), LEAST)
+    is_kept = expert[None, :] < tl.zeros((value.shape[0], 1), tl.int32)  # none
+    for _ in range(TOP_GROUPS):
+        best = tl.max(group_key, axis=1)
+        is_kept = is_kept | ((expert // SIZE)[None, :] == index_of(best, GROUP_LANES)[:, None])
+        group_key = tl.where(group_key == best[:, None], LEAST, group_key)
+    return tl.where(is_kept, value, -float("inf"))
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["scores", "topk_idx"])
-def select_experts_kernel(
+@triton.jit(do_not_specialize=["num_tokens", "route_scale"])
+def choose_experts_kernel(
+    logits,  # fp32 [T, E]
+    bias,  # fp32 [E] or None
+    given_idx,  # int [T, K] or None
+    topk_idx,  # int32 [T, K]
+    probs,  # fp32 [T, K]
     scores,  # fp32 [T, E]
-    topk_idx,  # int64 [T, K]
-    num_tokens,
+    num_tokens: tl.int32,
+    route_scale: tl.float32,
     NUM_EXPERTS: tl.constexpr,
     EXPERT_LANES: tl.constexpr,
     TOP_K: tl.constexpr,
+    CHOICE_LANES: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr,
+    RENORMALIZES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    expert = tl.arange(0, EXPERT_LANES)
-    mask = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)[None, :]
-    score = tl.load(scores + token[:, None] * NUM_EXPERTS + expert[None, :], mask=mask, other=0.0)
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0: they are equal
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the numbers
-    ordered = tl.where(score != score, NAN_KEY, ordered)
-    key = (ordered.to(tl.int64) << 32) | (EXPERT_LANES - 1 - expert)[None, :].to(tl.int64)
-    key = tl.where(mask, key, LEAST)
+    expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE_LANES)
+    is_token, is_expert = token < num_tokens, (expert < NUM_EXPERTS)[None, :]
+    at = token[:, None] * NUM_EXPERTS + expert[None, :]
+    logit = tl.load(logits + at, mask=is_token[:, None] & is_expert, other=-float("inf"))
+    if IS_SOFTMAX:
+        power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+        score = tl.div_rn(power, tl.sum(power, axis=1)[:, None] + tl.zeros_like(power))
+    else:
+        score = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
+    tl.store(scores + at, score, mask=is_token[:, None] & is_expert)
+
+    key = tl.zeros((TOKENS, EXPERT_LANES), tl.int64)
+    if given_idx is None:
+        value = score
+        if bias is not None:
+            value += tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0)[None, :]
+        if NUM_GROUPS > 1:
+            value = keep_top_groups(
+                value, expert, NUM_EXPERTS, EXPERT_LANES, NUM_GROUPS, GROUP_LANES, TOP_GROUPS, BEST_OF_GROUP
+            )
+        key = tl.where(is_expert, keys_of(value, expert, EXPERT_LANES), LEAST)
+    prob = tl.zeros((TOKENS, CHOICE_LANES), tl.float32)
     for k in range(TOP_K):
-        best = tl.max(key, axis=1)
-        chosen = EXPERT_LANES - 1 - (best & (EXPERT_LANES - 1))
-        tl.store(topk_idx + token * TOP_K + k, chosen, mask=token < num_tokens)
-        key = tl.where(key == best[:, None], LEAST, key)
+        if given_idx is None:
+            best = tl.max(key, axis=1)
+            chosen = index_of(best, EXPERT_LANES)
+            key = tl.where(key == best[:, None], LEAST, key)
+        else:
+            # An id that is too large for int32 is no expert's after the conversion, or the plan has an error to raise.
+            chosen = tl.load(given_idx + token * TOP_K + k, mask=is_token, other=-1).to(tl.int32)
+        tl.store(topk_idx + token * TOP_K + k, chosen, mask=is_token)
+        number = tl.sum(tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1)
+        prob = tl.where((place == k)[None, :], number[:, None], prob)
+    if RENORMALIZES:
+        prob = tl.div_rn(prob, tl.sum(prob, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(prob))
+    mask = is_token[:, None] & (place < TOP_K)[None, :]
+    tl.store(probs + token[:, None] * TOP_K + place[None, :], prob * route_scale, mask=mask)
 
 
-def select_experts(scores: torch.Tensor, topk_idx: torch.Tensor) -> None:
+@fast_launch
+@triton.jit(do_not_specialize=["num_tokens", "route_scale"])
+def choose_experts_grad_kernel(
+    d_probs,  # fp32 [T, K] or None
+    d_scores,  # fp32 [T, E] or None
+    topk_idx,  # int32 [T, K]
+    scores,  # fp32 [T, E]
+    d_logits,  # fp32 [T, E]
+    num_tokens: tl.int32,
+    route_scale: tl.float32,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERT_LANES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICE_LANES: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr,
+    RENORMALIZES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert, place = tl.arange(0, EXPERT_LANES), tl.arange(0, CHOICE_LANES)
+    is_token = token < num_tokens
+    mask = is_token[:, None] & (expert < NUM_EXPERTS)[None, :]
+    at = token[:, None] * NUM_EXPERTS + expert[None, :]
+    score = tl.load(scores + at, mask=mask, other=0.0)
+    d_score = tl.zeros((TOKENS, EXPERT_LANES), tl.float32)
+    if d_scores is not None:
+        d_score = tl.load(d_scores + at, mask=mask, other=0.0)
+    if d_probs is not None:
+        choice = token[:, None] * TOP_K + place[None, :]
+        is_choice = is_token[:, None] & (place < TOP_K)[None, :]
+        chosen = tl.load(topk_idx + choice, mask=is_choice, other=-1)
+        is_chosen = (chosen >= 0) & (chosen < NUM_EXPERTS)
+        d_chosen = tl.load(d_probs + choice, mask=is_choice, other=0.0) * route_scale
+        if RENORMALIZES:
+            number = tl.load(scores + token[:, None] * NUM_EXPERTS + chosen, mask=is_chosen, other=0.0)
+            divisor = tl.sum(number, axis=1)[:, None] + SMALLEST_SUM + tl.zeros_like(number)
+            inner = tl.sum(d_chosen * tl.div_rn(number, divisor), axis=1)
+            d_chosen = tl.div_rn(d_chosen - inner[:, None], divisor)
+        d_chosen = tl.where(is_chosen, d_chosen, 0.0)
+        for k in range(TOP_K):
+            own = (place == k)[None, :]
+            number_k = tl.sum(tl.where(own, d_chosen, 0.0), axis=1)
+            expert_k = tl.sum(tl.where(own, chosen, 0), axis=1)
+            d_score += tl.where(expert[None, :] == expert_k[:, None], number_k[:, None], 0.0)
+    if IS_SOFTMAX:
+        d_logit = score * (d_score - tl.sum(d_score * score, axis=1)[:, None])
+    else:
+        d_logit = d_score * score * (1.0 - score)
+    tl.store(d_logits + at, d_logit, mask=mask)
+
+
+def choose_experts(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    given_idx: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    probs: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    rule: RoutingRule,
+) -> None:
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0:
+        return
+    tokens, sizes = _sizes(num_experts, topk_idx.shape[1], rule)
+    with torch.cuda.device_of(logits):
+        choose_experts_kernel[(ceil_div(num_tokens, tokens),)](
+            logits,
+            bias,
+            given_idx,
+            topk_idx,
+            probs,
+            scores,
+            num_tokens,
+            rule.route_scale,
+            **sizes,
+            NUM_GROUPS=rule.num_groups,
+            GROUP_LANES=next_power_of_2(rule.num_groups),
+            TOP_GROUPS=rule.top_groups,
+            BEST_OF_GROUP=rule.best_of_group(num_experts),
+            num_warps=NUM_WARPS,
+        )
+
+
+def choose_experts_grad(
+    d_probs: torch.Tensor | None,
+    d_scores: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    scores: torch.Tensor,
+    d_logits: torch.Tensor,
+    *,
+    rule: RoutingRule,
+) -> None:
     num_tokens, num_experts = scores.shape
     if num_tokens == 0:
         return
-    lanes = next_power_of_2(num_experts)
-    tokens = max(1, SCORES_PER_PROGRAM // lanes)
+    tokens, sizes = _sizes(num_experts, topk_idx.shape[1], rule)
     with torch.cuda.device_of(scores):
-        select_experts_kernel[(-(-num_tokens // tokens),)](
-            scores,
+        choose_experts_grad_kernel[(ceil_div(num_tokens, tokens),)](
+            d_probs,
+            d_scores,
             topk_idx,
+            scores,
+            d_logits,
             num_tokens,
-            NUM_EXPERTS=num_experts,
-            EXPERT_LANES=lanes,
-            TOP_K=topk_idx.shape[1],
-            TOKENS=tokens,
+            rule.route_scale,
+            **sizes,
             num_warps=NUM_WARPS,
         )
+
+
+def _sizes(num_experts: int, top_k: int, rule: RoutingRule) -> tuple[int, dict[str, int | bool]]:
+    """Tokens of a program, and the constants of both kernels."""
+    lanes = next_power_of_2(num_experts)
+    tokens = max(1, SCORES_PER_PROGRAM // lanes)
+    return tokens, {
+        "NUM_EXPERTS": num_experts,
+        "EXPERT_LANES": lanes,
+        "TOP_K": top_k,
+        "CHOICE_LANES": next_power_of_2(top_k),
+        "IS_SOFTMAX": rule.score == "softmax",
+        "RENORMALIZES": rule.renormalize,
+        "TOKENS": tokens,
+    }

@@ -15,7 +15,7 @@ from symmoe.kernels.twin.quantize import (
     quantize_weight_pairs,
     quantize_weights,
 )
-from symmoe.kernels.twin.route import select_experts
+from symmoe.kernels.twin.route import choose_experts, choose_experts_grad
 from symmoe.kernels.twin.router_products import router_gemm, router_gemm_grads
 from symmoe.kernels.twin.scale_tiles import swizzle_group_scales, unswizzle_group_scales
 from symmoe.kernels.twin.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
@@ -39,6 +39,8 @@ __all__ = [
     "assign_packed_rows",
     "assign_rows",
     "barrier",
+    "choose_experts",
+    "choose_experts_grad",
     "copy_host_to_device",
     "count_slots",
     "dact_quantize",
@@ -77,7 +79,6 @@ __all__ = [
     "router_gemm_grads",
     "scaled_activation",
     "scaled_activation_grad",
-    "select_experts",
     "send_counts",
     "send_signal",
     "split_by_source",

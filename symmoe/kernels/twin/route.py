@@ -1,10 +1,79 @@
-"""Twin of select_experts."""
+"""Twins of the choice of experts of contract/router.py."""
+
+import math
 
 import torch
 
+from symmoe.kernels.routing_rule import TINY, RoutingRule
 
-def select_experts(scores: torch.Tensor, topk_idx: torch.Tensor) -> None:
+
+def choose_experts(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    given_idx: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    probs: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    rule: RoutingRule,
+) -> None:
+    scores.copy_(logits.softmax(1) if rule.score == "softmax" else logits.sigmoid())
+    if given_idx is None:
+        values = scores if bias is None else scores + bias
+        if rule.num_groups > 1:
+            values = _keep_top_groups(values, rule)
+        given_idx = _largest(values, topk_idx.shape[1])
+    topk_idx.copy_(given_idx)
+    chosen, _ = _chosen_scores(topk_idx, scores)
+    if rule.renormalize:
+        chosen = chosen / (chosen.sum(1, keepdim=True) + TINY)
+    probs.copy_(chosen * rule.route_scale)
+
+
+def choose_experts_grad(
+    d_probs: torch.Tensor | None,
+    d_scores: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    scores: torch.Tensor,
+    d_logits: torch.Tensor,
+    *,
+    rule: RoutingRule,
+) -> None:
+    total = torch.zeros_like(scores) if d_scores is None else d_scores.clone(memory_format=torch.contiguous_format)
+    if d_probs is not None:
+        chosen, places = _chosen_scores(topk_idx, scores)
+        d_chosen = d_probs * rule.route_scale
+        if rule.renormalize:
+            divisor = chosen.sum(1, keepdim=True) + TINY
+            d_chosen = (d_chosen - (d_chosen * (chosen / divisor)).sum(1, keepdim=True)) / divisor
+        is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
+        total.scatter_add_(1, places, d_chosen.masked_fill(~is_expert, 0.0))
+    if rule.score == "softmax":
+        d_logits.copy_(scores * (total - (total * scores).sum(1, keepdim=True)))
+    else:
+        d_logits.copy_(total * scores * (1 - scores))
+
+
+def _chosen_scores(topk_idx: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, K] scores of the chosen experts, 0 for an id that is none; and the ids as places, int64, these as 0."""
+    is_expert = (topk_idx >= 0) & (topk_idx < scores.shape[1])
+    places = topk_idx.long().masked_fill(~is_expert, 0)
+    return scores.gather(1, places).masked_fill(~is_expert, 0.0), places
+
+
+def _largest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices [T, k] of the k largest of each row, best first, ties to the lower index."""
     # A stable sort, because `torch.topk` leaves ties open and picks its algorithm by shape, so that the same token
     # could be routed differently in a batch of another size.
-    order = scores.sort(dim=1, descending=True, stable=True).indices
-    topk_idx.copy_(order[:, : topk_idx.shape[1]])
+    indices: torch.Tensor = values.sort(dim=1, descending=True, stable=True).indices
+    return indices[:, :k]
+
+
+def _keep_top_groups(values: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
+    """[T, E] values, -inf outside of a token's best groups."""
+    grouped_TGe = values.unflatten(1, (rule.num_groups, -1))
+    worth_TG = grouped_TGe.topk(rule.best_of_group(values.shape[1]), dim=2).values.sum(2)
+    is_kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
+    is_kept_TG.scatter_(1, _largest(worth_TG, rule.top_groups), True)
+    kept: torch.Tensor = grouped_TGe.masked_fill(~is_kept_TG.unsqueeze(2), -math.inf)
+    return kept.flatten(1)

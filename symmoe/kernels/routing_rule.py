@@ -1,0 +1,26 @@
+"""How a router's logits become a choice of experts, as data that kernels and modules share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TINY = 1e-20  # is added to the sum of K scores: sigmoid scores that all underflow must give probs of 0, not NaN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """The fields of MoEConfig of these names.
+
+    Of E experts in groups of neighbours, a token's best groups are kept. A group is worth its best expert ("softmax",
+    DeepSeek-V2, arXiv:2405.04434), or the sum of its best two ("sigmoid", DeepSeek-V3, arXiv:2412.19437).
+    """
+
+    score: str = "softmax"
+    renormalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    route_scale: float = 1.0
+
+    def best_of_group(self, num_experts: int) -> int:
+        """How many experts say what a group is worth."""
+        return 1 if self.score == "softmax" else min(2, num_experts // self.num_groups)
