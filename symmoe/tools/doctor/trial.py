@@ -48,16 +48,19 @@ def run_trial(
     num_ranks: int,
     environment: Mapping[str, str],
     *,
-    deadline_s: float = DEADLINE_S,
+    deadline_s: float | None = None,
     command: Sequence[str] = _RANK,
 ) -> Trial:
     """Runs the self-test on this machine; all its processes have ended when this returns.
 
     Args:
         environment: environment of the processes; variables for threads and interfaces are set here.
-        deadline_s: time after which they are killed.
+        deadline_s: time after which they are killed; None: DEADLINE_S, on a busy machine as many times as long as each
+            core has processes that want to run.
         command: command of one rank; gets the arguments of self_test.main.
     """
+    if deadline_s is None:
+        deadline_s = DEADLINE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     variables = {name: value for name, value in environment.items() if name not in _NOT_FOR_RANKS}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     start = time.monotonic()
