@@ -1,11 +1,11 @@
-"""DeepEP, measured as `symmoe bench` measures: the layer, and dispatch and combine by themselves.
+"""DeepEP, measured as `symmoe bench` measures: steps in a row, and dispatch and combine by themselves.
 
     torchrun --nproc-per-node=2 benchmarks/deepep.py --preset qwen3-30b,mixtral-8x7b --json deepep.json
     symmoe bench --load ours.json deepep.json --plot all.png
 
 `deep_ep.Buffer`'s intranode kernels, with a local permutation and torch._grouped_mm for the experts. The backward of
 dispatch is combine with the same handle and the other way round, as DeepEP's documentation has it. Problems, protocol,
-checks and records are those of docs/benchmarking.md. It has not run on GPUs yet: run it under `timeout`.
+checks and records are those of docs/benchmarking.md. Run it under `timeout`: DeepEP waits without a bound.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from symmoe.autograd import Context, Function
 from symmoe.tools.bench import ranks as launch
+from symmoe.tools.bench.back_to_back import figures_of_step, times_in_a_row_ms
 from symmoe.tools.bench.cases import SKEWS, Case
 from symmoe.tools.bench.command import add_shape_arguments, shapes_of
 from symmoe.tools.bench.problem import DTYPE, Problem
@@ -27,18 +28,19 @@ from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, gbs, machine, save, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
 from symmoe.tools.bench.run import case_record
-from symmoe.tools.bench.steps import eager_step
 from symmoe.tools.bench.stock_torch import torch_experts
 from symmoe.tools.bench.table import render
-from symmoe.tools.bench.timing import DIRECTIONS, Variant, clock_for, in_steps, measure, verify
+from symmoe.tools.bench.timing import DIRECTIONS, Variant, clock_for, in_steps, largest_error, measure, verify
+
+NAME = "deepep"
 
 
-class Measured(NamedTuple):
-    """A variant, the suite that it belongs to, and the bytes of rows that leave this rank in a call."""
+class TripVariant(NamedTuple):
+    """A variant of dispatch or combine, and the bytes of rows that leave this rank in a call, or come to it."""
 
     suite: str
     variant: Variant
-    leaving_bytes: int = 0
+    moved_bytes: int
 
 
 def open_buffer(cases: list[Case], ranks: Ranks) -> Any:
@@ -51,20 +53,37 @@ def open_buffer(cases: list[Case], ranks: Ranks) -> Any:
     return Buffer(dist.group.WORLD, num_bytes, 0)
 
 
-def variants(problem: Problem, buffer: Any) -> list[Measured]:
-    """The layer, and both trips by themselves: forward with the layout, backward with the handle of the first."""
-    topk_idx, num_experts = problem.topk_idx.long(), problem.case.shape.num_experts
-    x, probs, w1, w2 = problem.inputs
-    experts = torch_experts(w1, w2)
+def step_record(problem: Problem, buffer: Any, ranks: Ranks, repetitions: int) -> Record:
+    """The record of whole steps, each following itself. Collective.
 
-    def forward() -> torch.Tensor:
-        trip = _Trip(buffer, topk_idx, num_experts)
+    Raises:
+        WrongResult: its results are wrong.
+    """
+    num_experts = problem.case.shape.num_experts
+    x, probs, w1, w2 = problem.inputs
+    experts, reference = torch_experts(w1, w2), Reference(problem)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        # The plan is a part of a step of ours: so is the conversion of the choice here.
+        trip = _Trip(buffer, problem.topk_idx.long(), num_experts)
         arrived, arrived_probs = _Dispatch.apply(x, probs, trip)
         row_to_packed, slots, ends = trip.local_order()
         rows = arrived.index_select(0, row_to_packed)
         out = experts(rows, arrived_probs.reshape(-1).index_select(0, slots), ends)
-        return _Combine.apply(torch.zeros_like(arrived).index_add(0, row_to_packed, out), trip)
+        y = _Combine.apply(torch.zeros_like(arrived).index_add(0, row_to_packed, out), trip)
+        return (y, *torch.autograd.grad(y, problem.inputs, problem.tokens.dy))
 
+    error = largest_error(NAME, reference.step_error(*step()), MAX_ERROR, ranks)
+    times = times_in_a_row_ms({NAME: step}, ranks, repetitions)[NAME]
+    figures = figures_of_step(step, problem, ranks)
+    flops = tflops(3 * problem.case.forward_flops, times)
+    return case_record(problem, "steps", NAME, "step", times, tflops=flops, error=error, **figures)
+
+
+def trips(problem: Problem, buffer: Any) -> list[TripVariant]:
+    """Both trips by themselves: forward with the layout, backward with the handle of the first."""
+    topk_idx, num_experts = problem.topk_idx.long(), problem.case.shape.num_experts
+    x, probs, _, _ = problem.inputs
     tokens, token_probs = x.detach(), probs.detach()
     first = _Trip(buffer, topk_idx, num_experts)
     arrived, _ = first.dispatch(tokens, token_probs)
@@ -91,9 +110,8 @@ def variants(problem: Problem, buffer: Any) -> list[Measured]:
     leave, come = (int(rows.sum() - own) * row_bytes for rows in (goes_to[rank], goes_to[:, :, rank]))
     both_ways = in_steps(dispatch, dispatch_again)
     return [
-        Measured("layer", eager_step("deepep", problem, Reference(problem), forward, problem.inputs)),
-        Measured("dispatch", Variant("deepep", DIRECTIONS, both_ways, dispatch_error), leave),
-        Measured("combine", Variant("deepep", ("forward",), in_steps(combine), combine_error, MAX_ERROR), come),
+        TripVariant("dispatch", Variant(NAME, DIRECTIONS, both_ways, dispatch_error), leave),
+        TripVariant("combine", Variant(NAME, ("forward",), in_steps(combine), combine_error, MAX_ERROR), come),
     ]
 
 
@@ -163,24 +181,21 @@ class _Combine(Function):
         return ctx.trip.dispatch_again(dy.contiguous()), None
 
 
-def records_of(problem: Problem, measured: Measured, ranks: Ranks, repetitions: int) -> list[Record]:
-    """One record for each direction, of a variant by itself. Collective.
+def trip_records(problem: Problem, trip: TripVariant, ranks: Ranks, repetitions: int) -> list[Record]:
+    """One record for each direction. Collective.
 
     Raises:
         WrongResult: its results are wrong.
     """
-    suite, variant, leaving_bytes = measured
-    wire_bytes = int(ranks.largest(leaving_bytes)) or None
-    error, align = verify(variant, ranks), ranks.align if suite == "layer" else ranks.align_ahead
+    suite, variant, moved_bytes = trip
+    wire_bytes, error = int(ranks.largest(moved_bytes)) or None, verify(variant, ranks)
     clock = clock_for(ranks.device)
-    times = measure([variant], ranks, clock, repetitions=repetitions, align=align)[variant.name]
+    times = measure([variant], ranks, clock, repetitions=repetitions, align=ranks.align_ahead)[variant.name]
     records = []
     for column, direction in enumerate(variant.directions):
         taken = times[:, column]
-        figures: Record = {"error": error, "wire_bytes": wire_bytes, "wire_gbs": gbs(wire_bytes, taken)}
-        if suite == "layer":
-            figures["tflops"] = tflops((1 + column) * problem.case.forward_flops, taken)
-        records.append(case_record(problem, suite, variant.name, direction, taken, **figures))
+        moved = {"wire_bytes": wire_bytes, "wire_gbs": gbs(wire_bytes, taken)}
+        records.append(case_record(problem, suite, variant.name, direction, taken, error=error, **moved))
     return records
 
 
@@ -199,10 +214,11 @@ def main() -> None:
         buffer = open_buffer(cases, ranks)
         for case in cases:
             problem = Problem(case, ranks)
-            for measured in variants(problem, buffer):
-                records += [r | facts for r in records_of(problem, measured, ranks, options.repetitions)]
-                if ranks.rank == 0 and options.json:
-                    save(records, options.json)  # the next one may crash
+            records.append(step_record(problem, buffer, ranks, options.repetitions) | facts)
+            for trip in trips(problem, buffer):
+                records += [r | facts for r in trip_records(problem, trip, ranks, options.repetitions)]
+            if ranks.rank == 0 and options.json:
+                save(records, options.json)  # the next case may crash
         if ranks.rank == 0:
             print(render(records))
 

@@ -58,14 +58,14 @@ class DeepEPBuffer:
 
 def _records(rank: int, num_ranks: int) -> list[tuple[str, str, bool]]:
     ranks = Ranks(torch.device("cpu"))
-    problem, found = Problem(CASE, ranks), []
-    for measured in deepep.variants(problem, DeepEPBuffer()):
-        found += deepep.records_of(problem, measured, ranks, repetitions=2)
+    problem, buffer = Problem(CASE, ranks), DeepEPBuffer()
+    found = [deepep.step_record(problem, buffer, ranks, repetitions=2)]
+    for trip in deepep.trips(problem, buffer):
+        found += deepep.trip_records(problem, trip, ranks, repetitions=2)
     return [(record["suite"], record["direction"], bool(record["wire_bytes"])) for record in found]
 
 
 def test_deepep_is_told_what_it_needs(cluster):
     """Every result is checked before it is timed."""
-    wanted = [("layer", "forward", False), ("layer", "backward", False), ("dispatch", "forward", True)]
-    wanted += [("dispatch", "backward", True), ("combine", "forward", True)]
-    assert cluster(2).run(_records) == [wanted] * 2
+    trips = [("dispatch", "forward", True), ("dispatch", "backward", True), ("combine", "forward", True)]
+    assert cluster(2).run(_records) == [[("steps", "step", False), *trips]] * 2

@@ -79,11 +79,11 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
         steps[name] = _captured(step) if kind.captured else step
     steps[STOCK], checked = _stock(problem, reference)
     errors[STOCK] = largest_error(STOCK, checked(), MAX_ERROR, run.ranks)
-    times = _times_ms(steps, run.ranks, run.repetitions)
+    times = times_in_a_row_ms(steps, run.ranks, run.repetitions)
     flops = 3 * problem.case.forward_flops
     records = []
     for name, step in steps.items():
-        figures = _figures_of(step, problem, run.ranks)
+        figures = figures_of_step(step, problem, run.ranks)
         against = {} if name == STOCK else {"stock_tflops": tflops(flops, times[STOCK]), "yardstick": "stock_tflops"}
         records.append(
             case_record(
@@ -161,7 +161,7 @@ def _captured(step: Step) -> Step:
     return replay
 
 
-def _times_ms(steps: Mapping[str, Step], ranks: Ranks, repetitions: int) -> dict[str, npt.NDArray[np.float64]]:
+def times_in_a_row_ms(steps: Mapping[str, Step], ranks: Ranks, repetitions: int) -> dict[str, npt.NDArray[np.float64]]:
     """Milliseconds [repetitions] of a step, by name. Collective."""
     for step in steps.values():
         for _ in range(WARM_UP):
@@ -179,7 +179,7 @@ def _times_ms(steps: Mapping[str, Step], ranks: Ranks, repetitions: int) -> dict
     return {name: ranks.gather(np.array(taken)).max(axis=0) for name, taken in times.items()}
 
 
-def _figures_of(step: Step, problem: Problem, ranks: Ranks) -> dict[str, float | int | None]:
+def figures_of_step(step: Step, problem: Problem, ranks: Ranks) -> dict[str, float | int | None]:
     """What a step asks of the host: the median time until its call returns, with an idle GPU before it; on GPUs also
     its kernels, calls that wait for the GPU, copies from device to device and allocations. Collective."""
     host_us = []

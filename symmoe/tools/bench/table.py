@@ -18,6 +18,7 @@ _COLUMNS = (
     ("ms", 10, "ms_median", ".4f"),
     ("p10", 10, "ms_p10", ".4f"),
     ("p90", 10, "ms_p90", ".4f"),
+    ("host us", 8, "host_us", ".0f"),
     ("TFLOP/s", 9, "tflops", ".4g"),
     ("ceiling", 8, "ceiling_tflops", ".4g"),
     ("stock", 8, "stock_tflops", ".4g"),
