@@ -216,9 +216,24 @@ def wrong_convergence(text: str) -> list[str]:
     return differing(wanted)
 
 
+# -- whole steps ------------------------------------------------------------------------------------------------------
+
+
+def wrong_steps(text: str) -> list[str]:
+    table, wanted = table_with(text, "## Whole steps, 2 GPUs", "layer, losses"), {}
+    for name, row in table.items():
+        wanted |= {(name, column): (cell, "") for column, cell in row.items()}
+    for one in record("steps-h200-ep2") + record("deepep-h200-ep2"):
+        if one["suite"] == "steps":
+            place = one["variant"], f"{one['preset']}, {one['tokens']}"
+            wanted[place] = table[place[0]][place[1]], f"{one['ms_median']:.2f}"
+    return differing(wanted)
+
+
 # -- all tables -------------------------------------------------------------------------------------------------------
 
 TABLES = {  # page, section, words of the table, what it has wrong, columns that are not compared
+    "whole steps": (PAGE, "## Whole steps, 2 GPUs", "layer, losses", wrong_steps, 1),
     "layers in FP8": (PAGE, "## FP8 on Hopper", SPEED_UPS, wrong_layers, 1),
     "suites on GPUs": (PAGE, "### On GPUs", FAILED, wrong_suites, 1),
     "router": (PAGE, "## Router", ERRORS, wrong_router, 2),
