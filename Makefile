@@ -1,6 +1,6 @@
 # make setup     create .venv and install everything the project needs (requirements.txt)
 # make train     the main job: train the example language model on CPUs (2 processes)
-# make test      the tests, after make lint
+# make test      the tests; make lint is one of them
 # make test-all  those that are marked slow, too, and the core tests on other Pythons that are found (tests/README.md)
 # make lint      ruff, and mypy --strict on the package
 # make dist      wheel and sdist in dist/; the tests build and install them elsewhere
@@ -52,9 +52,8 @@ TEST_OTHERS = for python in $(OTHERS); do ! $$python --version >/dev/null 2>&1 |
   $(MAKE) test PYTHON=$$python VENV=.venv-$$python TESTS='$(CORE:%=tests/test_%.py)' || exit 1; done
 CORE := import heap dispatch_oracle combine_oracle gradients grouped_linear layer schedules checkpoint
 
-# An interpreter that is used as it is need not have ruff and mypy.
 test-all: MARKED := -m 'not gpu'
-test test-all: setup $(if $(INSTALLED),lint)
+test test-all: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(or $(TESTS),tests) $(MARKED) $(SPREAD) $(ARGS)
 	$(if $(filter test-all,$@),$(TEST_OTHERS))
 

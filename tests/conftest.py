@@ -22,6 +22,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 # Files that take longest, the longest first. With `--dist loadfile`, a worker that gets one of them last works alone
 # for as long as it takes. Others follow in the order of their names; a name that is not here, or gone, does no harm.
 _FIRST = (
+    "test_lint",
     "test_several_nodes",
     "test_train_lm",
     "test_megatron",

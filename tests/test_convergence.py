@@ -85,6 +85,7 @@ def most_at_once(times: Path) -> int:
     return max(sum(start <= at < end for start, end in spans) for at, _ in spans)
 
 
+@pytest.mark.slow
 def test_side_by_side_gives_the_results_of_one_after_the_other(compare, tmp_path: Path):
     found = {}
     for jobs in (1, 2):
@@ -101,6 +102,7 @@ def test_side_by_side_gives_the_results_of_one_after_the_other(compare, tmp_path
     assert found[1]["mxfp8"]["more_than_bf16_standard_error"] == pytest.approx(0.01)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_reported_and_kept_ones_are_taken_if_they_are_the_same(compare, tmp_path: Path):
     options = ("--ways", "nvfp4", "--jobs", "2", "--plot", str(tmp_path / "curves.png"))
     assert compare(*options, "--seeds", "2")[0] == 0

@@ -428,7 +428,14 @@ def check_heap_size(rank: int, num_ranks: int, recipe, wire: str) -> list[str]:
     return findings.texts
 
 
-@pytest.mark.parametrize(("recipe", "wire"), [(Float8Block(), "both"), (MXFP8(), "backward"), (NVFP4(), "none")])
+@pytest.mark.parametrize(
+    ("recipe", "wire"),
+    [
+        (Float8Block(), "both"),
+        pytest.param(MXFP8(), "backward", marks=pytest.mark.slow),
+        pytest.param(NVFP4(), "none", marks=pytest.mark.slow),
+    ],
+)
 def test_the_heap_is_as_large_as_planned(cluster, recipe, wire):
     assert cluster(2).findings(check_heap_size, recipe, wire) == []
 

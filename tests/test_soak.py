@@ -60,6 +60,7 @@ def resident_after(more: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_judging_keeps_no_memory():
     """A first call of LAPACK once made most of the growth that the suite found."""
     assert resident_after("") < 256 << 10

@@ -69,7 +69,8 @@ def test_resumed_run_ends_in_the_same_bits(finished: Path, tmp_path: Path):
     assert (out / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 4])
 def test_losses_do_not_depend_on_the_number_of_ranks(finished: Path, tmp_path: Path, num_ranks: int):
     losses = [record["loss"] for record in train(tmp_path, num_ranks=num_ranks)]
     expected = [json.loads(line)["loss"] for line in (finished / "metrics.jsonl").read_text().splitlines()]

@@ -187,7 +187,8 @@ def test_interleaved_micro_batches(ranks: Callable[[int], Cluster], name: str):
         assert max(result["experts"].values()) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("overlapped shared expert", marks=_SLOW)])
+@_SLOW
+@pytest.mark.parametrize("name", ["plain", "overlapped shared expert"])
 def test_pipeline_of_two_stages(ranks: Callable[[int], Cluster], name: str):
     results = ranks(4).run(megatron_training.pipelined, fields=FIELDS[name])
     assert_equal(results)

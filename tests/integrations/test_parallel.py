@@ -169,7 +169,8 @@ def test_wrong_scale_of_expert_gradients_is_seen(cluster: Callable[..., Cluster]
     assert deviation > 100 * CURVE_BOUND
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 2), pytest.param((2, 2, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1)], ids=str)
 def test_hybrid_sharding_of_experts(cluster: Callable[..., Cluster], alone, layout: tuple[int, ...]):
     for result in cluster(4).run(sharded, layout, steps=10):
         assert_same_training(result, alone)

@@ -1,0 +1,23 @@
+"""`make lint` finds nothing. A test, so that it runs on one core while the other core tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from limits import HANG_S
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    "command", [("ruff", "check", "symmoe", "tests", "examples", "benchmarks", "docs"), ("mypy",)], ids=lambda it: it[0]
+)
+def test_finds_nothing(command: tuple[str, ...]) -> None:
+    pytest.importorskip(command[0], reason="looks for faults in sources: pip install 'symmoe[dev]'")
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
