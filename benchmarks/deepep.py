@@ -216,9 +216,11 @@ def main() -> None:
             problem = Problem(case, ranks)
             records.append(step_record(problem, buffer, ranks, options.repetitions) | facts)
             for trip in trips(problem, buffer):
+                if ranks.rank == 0 and options.json:
+                    save(records, options.json)  # the next one may crash
                 records += [r | facts for r in trip_records(problem, trip, ranks, options.repetitions)]
-            if ranks.rank == 0 and options.json:
-                save(records, options.json)  # the next case may crash
+        if ranks.rank == 0 and options.json:
+            save(records, options.json)
         if ranks.rank == 0:
             print(render(records))
 

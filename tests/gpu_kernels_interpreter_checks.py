@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from interpreter import spare_the_interpreter
-from router_choices import RULES, SIZES, choices, differing, hard_logits
+from router_choices import RULES, SIZES, choices, differing, fits, hard_logits
 from simulated_ranks import CASES, differences, run_case
 
 from symmoe.kernels import control, twin
@@ -188,6 +188,8 @@ def main() -> int:
         failures += bool(wrong)
         print(f"parts of {num_ranks} ranks: {wrong or 'ok'}")
     for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
+        if not fits(rule, num_experts, top_k):
+            continue
         logits = hard_logits(num_tokens, num_experts)
         for biased, given in ((False, False), (True, False), (False, True)):
             wrong = differing(*(choices(m, logits, top_k, rule, biased, given) for m in (route, twin)))

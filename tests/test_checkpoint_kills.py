@@ -33,7 +33,7 @@ BROKEN = {
 
 def run(prelude: str, *arguments: str, record: Path) -> tuple[int, dict]:
     code = f"import shutil, sys\nfrom symmoe.checkpoint import folder\n{prelude}"
-    code += "from reliability.command import main\nsys.exit(main(['checkpoint_kills', *sys.argv[1:]]))\n"
+    code += "from reliability.checkpoint_kills import main\nsys.exit(main(sys.argv[1:]))\n"
     command = [sys.executable, "-c", code, *arguments, "--json", str(record)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(

@@ -499,9 +499,9 @@ def test_ranks_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: 
     assert worst_level(check_trial(found, on_gpus=False)) == "problem"
 
 
-@pytest.mark.parametrize(("load_per_core", "times"), [(0.1, 1), (9.0, 9)])
+@pytest.mark.parametrize(("load_per_core", "times"), [(0.1, 1), (9.0, 9), (50.0, 10)])
 def test_a_busy_machine_gets_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_per_core, times):
-    monkeypatch.setattr(os, "getloadavg", lambda: (load_per_core * (os.cpu_count() or 1), 0.0, 0.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load_per_core * len(os.sched_getaffinity(0)), 0.0, 0.0))
     told = run_trial(1, dict(os.environ), command=fake_rank(tmp_path, "tell(deadline_s=args['deadline-s'])"))
     assert told.figures == {"deadline_s": str(180 * times + 1)}
 

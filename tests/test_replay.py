@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from symmoe import MoEConfig, MoELayer, Router, SymmetricHeap
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, ExpertIdError
 from symmoe.training.replay import balanced_choice, balanced_routing, record_routing, replay_routing
 
 EXPERTS, TOP_K, H, I, TOKENS = 6, 3, 16, 8, 11
@@ -67,6 +67,15 @@ def test_a_given_choice_equals_a_loop(score: str, renormalize: bool):
             total = total + 1.5 * p * factors[t, k].double()
     total.backward()
     torch.testing.assert_close(router.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("router", ["linear", "none"])
+def test_an_id_that_int32_cannot_hold_is_an_error(heap: SymmetricHeap, router: str):
+    layer = MoELayer(MoEConfig(hidden=H, ffn=I, num_experts=EXPERTS, top_k=TOP_K, router=router), heap)
+    ids = torch.arange(TOP_K).repeat(TOKENS, 1)
+    ids[3, 1] = 2**32 + 1  # its lower half is an expert
+    with pytest.raises(ExpertIdError, match="flat position 10"):
+        layer(tokens(), topk_idx=ids, probs=None if router == "linear" else torch.rand(TOKENS, TOP_K))
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8}, {"order": "slot", "expert_bias": True}], ids=str)

@@ -74,8 +74,8 @@ def test_parts_round_to_nearest(launches):
     ("num_experts", "top_k", "rule"),
     [
         (128, 8, RoutingRule()),
-        (256, 8, RoutingRule(score="sigmoid", num_groups=8, top_groups=4)),
         (20, 3, RoutingRule()),
+        (256, 8, RoutingRule(score="sigmoid", num_groups=8, top_groups=4)),
     ],
 )
 def test_a_choice_spills_nothing(monkeypatch, num_experts, top_k, rule):

@@ -28,7 +28,8 @@ class Choice:
 
     Attributes:
         topk_idx: [T, K] int32, chosen experts. -1 for a masked token, and where the capacity factor has dropped a slot.
-        probs: [T, K] fp32, weight of each choice, differentiable; 0 where topk_idx is -1.
+            Backward reads it: change a copy.
+        probs: [T, K] fp32, weight of each choice, differentiable (once); 0 where topk_idx is -1.
         chosen_idx: [T, K] int32, topk_idx before the capacity factor's drops.
         num_over_capacity: int32 [1], slots that the capacity factor has dropped; None without one.
     """
@@ -44,7 +45,7 @@ class RouterOutput(Choice):
     """What the router decided for T tokens: experts best first, all different within a token.
 
     Attributes:
-        scores: [T, E] fp32, scores of all experts without the bias, differentiable.
+        scores: [T, E] fp32, scores of all experts without the bias, differentiable (once).
         logits: [T, E] fp32, differentiable.
     """
 
@@ -113,7 +114,11 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             logits = router_logits(x, self.weight)
             probs, scores, topk_idx = choose_experts(
-                logits, self.expert_bias, topk_idx, top_k=config.top_k, rule=config.routing_rule
+                logits,
+                self.expert_bias,
+                None if topk_idx is None else _int32(topk_idx),
+                top_k=config.top_k,
+                rule=config.routing_rule,
             )
             choice = choice_of(config, topk_idx, probs, token_mask)
         return RouterOutput(
@@ -156,7 +161,7 @@ def choice_of(
     if token_mask is not None:
         padding_T1 = ~token_mask.unsqueeze(1)
         topk_idx, probs = topk_idx.masked_fill(padding_T1, -1), probs.masked_fill(padding_T1, 0.0)
-    chosen_idx = topk_idx = topk_idx.int()
+    chosen_idx = topk_idx = _int32(topk_idx)
     num_over_capacity = None
     if config.capacity_factor is not None:
         capacity = expert_capacity(len(topk_idx), config.top_k, config.num_experts, config.capacity_factor)
@@ -164,6 +169,12 @@ def choice_of(
             topk_idx, probs, num_experts=config.num_experts, capacity=capacity, policy=config.drop_policy
         )
     return Choice(topk_idx=topk_idx, probs=probs, chosen_idx=chosen_idx, num_over_capacity=num_over_capacity)
+
+
+def _int32(topk_idx: torch.Tensor) -> torch.Tensor:
+    """The ids as int32. One that is too large stays too large, so that the plan reports it."""
+    limits = torch.iinfo(torch.int32)
+    return topk_idx if topk_idx.dtype == torch.int32 else topk_idx.clamp(limits.min, limits.max).int()
 
 
 def mask_problem(token_mask: torch.Tensor | None, x: torch.Tensor) -> SymmoeError | None:

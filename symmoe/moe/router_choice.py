@@ -29,7 +29,7 @@ def choose_experts(
     Args:
         logits: fp32 [T, E].
         bias: fp32 [E], added to the scores where experts are compared, or None.
-        topk_idx: int [T, K], experts to take instead of the best ones; None: the best ones.
+        topk_idx: int32 [T, K], experts to take instead of the best ones; None: the best ones.
 
     Returns:
         probs fp32 [T, K]; scores fp32 [T, E]; topk_idx int32 [T, K].

@@ -276,7 +276,7 @@ def test_operators_pass_torchs_own_checks(heap):
     torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments)
     logits, bias = torch.randn(5, 4, requires_grad=True), torch.randn(4)
     rule = ("sigmoid", True, 2, 1, 1.5)
-    for given in (None, torch.tensor([[0, -1]] * 5)):
+    for given in (None, torch.tensor([[0, -1]] * 5, dtype=torch.int32)):
         torch.library.opcheck(torch.ops.symmoe.choose_experts.default, (logits, bias, given, 2, *rule))
     chosen, scores = torch.tensor([[0, 1]] * 5, dtype=torch.int32), torch.rand(5, 4)
     gradient = (torch.rand(5, 2), None, chosen, scores, "softmax", True, 1.0)

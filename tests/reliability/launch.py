@@ -193,11 +193,14 @@ class Job:
                     found.append(int(stat.parent.name))
         return found
 
-    def close(self) -> None:
-        """Ends the ranks: those that wait for a function by themselves, the others by SIGKILL."""
+    def close(self, *, grace_s: float | None = None) -> None:
+        """Ends the ranks: those that wait for a function by themselves, those that still run after a grace by SIGKILL.
+
+        grace_s: None: short, as some ranks may be stopped, or wait for ever.
+        """
         for connection in self._connections:
             connection.close()
-        deadline = time.monotonic() + _END_S[self.device]
+        deadline = time.monotonic() + (_END_S[self.device] if grace_s is None else grace_s)
         for rank in range(len(self.pids)):
             if self.exit_code(rank, deadline=deadline) is None:
                 self.kill(rank)

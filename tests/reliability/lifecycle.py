@@ -76,7 +76,7 @@ def run_jobs(run: Run, launcher: Launcher) -> Iterator[Outcome]:
         try:
             with launcher.start(run.num_ranks, run.device) as job:
                 (results,) = job.stream(check, (number,), run.seed, run.device, deadline_s=run.seconds(30.0))
-                job.close()
+                job.close(grace_s=run.seconds(30.0))  # of a busy machine a process needs a while to end
                 codes = [job.exit_code(rank, deadline=0.0) for rank in range(run.num_ranks)]
         except JobFailure as failure:
             yield Outcome(number, float("nan"), [str(failure)])

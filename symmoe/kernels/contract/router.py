@@ -42,7 +42,7 @@ class RouterKernels(Protocol):
 
         NaN is larger than any number. With given_idx, these experts are taken: an id outside [0, E) has the prob 0.
 
-        logits and scores fp32 [T, E]; bias fp32 [E]; given_idx int32 or int64 [T, K]; topk_idx int32 [T, K]; probs fp32
+        logits and scores fp32 [T, E]; bias fp32 [E]; given_idx and topk_idx int32 [T, K]; probs fp32
         [T, K].
         """
 

@@ -71,7 +71,7 @@ def keep_top_groups(
 def choose_experts_kernel(
     logits,  # fp32 [T, E]
     bias,  # fp32 [E] or None
-    given_idx,  # int [T, K] or None
+    given_idx,  # int32 [T, K] or None
     topk_idx,  # int32 [T, K]
     probs,  # fp32 [T, K]
     scores,  # fp32 [T, E]
@@ -118,8 +118,7 @@ def choose_experts_kernel(
             chosen = index_of(best, EXPERT_LANES)
             key = tl.where(key == best[:, None], LEAST, key)
         else:
-            # An id that is too large for int32 is no expert's after the conversion, or the plan has an error to raise.
-            chosen = tl.load(given_idx + token * TOP_K + k, mask=is_token, other=-1).to(tl.int32)
+            chosen = tl.load(given_idx + token * TOP_K + k, mask=is_token, other=-1)
         tl.store(topk_idx + token * TOP_K + k, chosen, mask=is_token)
         number = tl.sum(tl.where((expert[None, :] == chosen[:, None]) & is_expert, score, 0.0), axis=1)
         prob = tl.where((place == k)[None, :], number[:, None], prob)

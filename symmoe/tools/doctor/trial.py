@@ -55,12 +55,10 @@ def run_trial(
 
     Args:
         environment: environment of the processes; variables for threads and interfaces are set here.
-        deadline_s: time after which they are killed; None: DEADLINE_S, on a busy machine as many times as long as each
-            core has processes that want to run.
+        deadline_s: time after which they are killed; None: DEADLINE_S, longer on a busy machine.
         command: command of one rank; gets the arguments of self_test.main.
     """
-    if deadline_s is None:
-        deadline_s = DEADLINE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    deadline_s = DEADLINE_S * _slowness() if deadline_s is None else deadline_s
     variables = {name: value for name, value in environment.items() if name not in _NOT_FOR_RANKS}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     start = time.monotonic()
@@ -90,6 +88,15 @@ def run_trial(
             return Trial(num_ranks=num_ranks, took_s=took_s, figures=json.loads((folder / "found-0").read_text()))
         error, text = _first_error(folder, statuses)
     return Trial(num_ranks=num_ranks, took_s=took_s, error=error, text=text)
+
+
+def _slowness() -> float:
+    """How many processes want to run on each core, at least 1 and at most 10."""
+    try:
+        load = os.getloadavg()[0]
+    except OSError:
+        return 1.0
+    return min(10.0, max(1.0, load / len(os.sched_getaffinity(0))))
 
 
 def check_trial(trial: Trial, *, on_gpus: bool, link_gbs: float | None = None) -> list[Finding]:
