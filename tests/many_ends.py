@@ -18,6 +18,8 @@ import symmoe
 import symmoe.kernels.twin
 import symmoe.moe.layer
 
+ENOUGH_S = 600.0  # a pair takes 10 s, on a busy machine more: then there are fewer pairs
+
 
 def be_busy() -> int:
     """Starts a process that never sleeps, on the one core that this process and its children have from now on."""
@@ -57,8 +59,10 @@ def main(rank: int, store: str, way: str) -> None:
 
 def start(num_pairs: int, way: str, folder: str) -> tuple[int, str] | list[int]:
     """On a rank: its number and its store; in the parent, at last, how every rank has ended."""
-    busy, codes = be_busy(), []
+    busy, codes, begun = be_busy(), [], time.monotonic()
     for pair in range(num_pairs):
+        if time.monotonic() - begun > ENOUGH_S:
+            break
         store, ranks = f"{folder}/store-{pair}", []
         for rank in range(2):
             if (pid := os.fork()) == 0:
