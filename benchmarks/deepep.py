@@ -11,7 +11,6 @@ checks and records are those of docs/benchmarking.md. Run it under `timeout`: De
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from symmoe.tools.bench.ranks import Ranks
 from symmoe.tools.bench.records import Record, gbs, machine, save, tflops
 from symmoe.tools.bench.reference import MAX_ERROR, Reference, row_error
 from symmoe.tools.bench.run import case_record
+from symmoe.tools.bench.session import command_line
 from symmoe.tools.bench.stock_torch import torch_experts
 from symmoe.tools.bench.table import render
 from symmoe.tools.bench.timing import DIRECTIONS, Variant, clock_for, in_steps, largest_error, measure, verify
@@ -210,7 +210,7 @@ def main() -> None:
     cases = [Case(shape, options.tokens, options.skew) for shape in shapes_of(options)]
     records: list[Record] = []
     with launch.join() as ranks:
-        facts = machine(ranks.device) | {"command": " ".join(sys.argv)}
+        facts = machine(ranks.device) | {"command": command_line(ranks)}
         buffer = open_buffer(cases, ranks)
         for case in cases:
             problem = Problem(case, ranks)

@@ -67,7 +67,7 @@ class _Report:
 
     def __init__(self, options: Options, ranks: Ranks) -> None:
         self.records: list[Record] = []
-        self._facts = machine(ranks.device) | {"command": _command_line(ranks)}
+        self._facts = machine(ranks.device) | {"command": command_line(ranks)}
         self._path, self._speaks = options.json, ranks.rank == 0
         shown = ("gpu", "driver", "torch", "triton", "nvshmem", "commit")
         self.say(", ".join(f"{key} {self._facts[key]}" for key in shown if self._facts[key]))
@@ -109,7 +109,8 @@ def _heap_bytes(options: Options, ranks: Ranks) -> int:
     return max(heap_bytes(case, num_ranks, max(routing_of(case, num_ranks).num_rows), suites) for case in options.cases)
 
 
-def _command_line(ranks: Ranks) -> str:
+def command_line(ranks: Ranks) -> str:
+    """How this program was called."""
     program = Path(sys.argv[0]).name
     is_module = program == "__main__.py"
     launcher = [f"torchrun --nproc-per-node={ranks.num_ranks}"] if ranks.num_ranks > 1 else ["python"] * is_module
