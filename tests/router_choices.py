@@ -26,7 +26,7 @@ def hard_logits(num_tokens: int, num_experts: int) -> torch.Tensor:
     logits = torch.randn((num_tokens, num_experts), generator=generator)
     rare = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-42, -torch.inf, torch.inf, torch.nan])
     which = torch.randint(0, 5 * len(rare), logits.shape, generator=generator)
-    which[torch.arange(num_tokens) % 4 > 0] %= len(rare) - 3  # ties alone
+    which[torch.arange(num_tokens) % 4 > 0] %= len(rare) - 3  # only ties
     which[:, ::2] += len(rare)  # and, of every other expert, neither
     return torch.where(which < len(rare), rare[which % len(rare)], logits)
 
