@@ -177,7 +177,7 @@ def test_hybrid_sharding_of_experts(cluster: Callable[..., Cluster], alone, layo
 
 
 def first_gradients(rank: int, num_ranks: int, how: str) -> dict[str, torch.Tensor]:
-    """Dense parameters on a mesh of their own, over pairs of ranks, where the first block is a unit of its own; or sums."""
+    """Dense parameters on a mesh of their own over pairs of ranks; the first block is one more unit; or sums."""
     mesh = open_mesh(num_ranks // 2, 2)
     with open_heap(mesh) as heap:
         model = Model(heap)
