@@ -20,6 +20,7 @@ MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.p
 ROOMS = (
     "errors",
     "autograd",
+    "tape",
     "kernels",
     "symm_mem",
     "checks",

@@ -30,8 +30,10 @@ PART_KERNELS = {"grouped_gemm_fp8": 4, "quantize_rows": 1, "unpack_rows": 1, "ac
 
 
 def is_part(row_range: torch.Tensor) -> bool:
-    """Whether it is the rows of one source rank, out of plan.source_to_rows [R, 2, e]."""
-    return row_range._base is not None and row_range._base.dim() == 3
+    """Whether it is the rows of one source rank, out of plan.source_to_rows, and not plan.row_range, which comes second
+    in the plan's storage."""
+    first_after_splits = -(-row_range.shape[1] // 4) * 4
+    return row_range.storage_offset() != first_after_splits
 
 
 class Kernels:

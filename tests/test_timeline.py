@@ -350,7 +350,7 @@ ORDERS = {
         "wait push wait fan-out  FC2-dgrad FC1-dgrad wgrad  pre-reduce wait pull wait  route",
     ),
     "overlapped": (  # own rows, then the peer's; which rows these are is part of the plan
-        "route plan wait plan  wait push index plan FC1  push wait index FC1  FC2  pre-reduce wait pull wait",
+        "route plan wait plan  wait push index FC1  push wait index FC1  FC2  pre-reduce wait pull wait",
         "wait push FC2-dgrad  push wait FC2-dgrad  FC1-dgrad  pre-reduce wgrad pre-reduce wait pull wait  route",
     ),
 }

@@ -21,6 +21,8 @@ from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
 from symmoe.symm_mem.heap import SymmetricHeap
+from symmoe.tape.recorder import mark, owed
+from symmoe.tape.tape import EVEN, FRAGILE, OWES
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ def arriving(
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
         with heap.timed("dispatch"):
             ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
+            mark(FRAGILE)
             try:
                 slots.push(ready)
             except Exception as error:
@@ -123,6 +126,7 @@ def _travelling(
     """Yields the parts. By the end of the context all rows have been sent and received, even after an exception:
     peers wait for this rank's rows, and what they send must not land in memory that has been leased again."""
     trip = _Trip(x, plan, buffer, ready, layout, division)
+    mark(OWES)
     parts = trip.parts(receive)
     try:
         yield parts
@@ -136,7 +140,9 @@ def _travelling(
             _give_up(plan.heap, error)
         raise
     finally:
-        trip.branch.join()
+        with owed():
+            trip.branch.join()
+        mark(EVEN)
 
 
 class _Trip:
@@ -185,7 +191,7 @@ class _Trip:
         if self._sent:
             return
         heap = self._plan.heap
-        with self.branch.after(self._start), heap.timed("dispatch"):
+        with owed(), self.branch.after(self._start), heap.timed("dispatch"):
             for step in range(1, heap.num_ranks):
                 rank = (heap.rank + step) % heap.num_ranks
                 self._push(rank, self._division.num_ctas)
@@ -195,8 +201,9 @@ class _Trip:
     def _wait(self, source: int) -> torch.Tensor:
         # A graph may run branches one after the other, in any order that its edges allow. Without this edge, every
         # rank could wait for pushes that come after the peer's own wait.
-        self.branch.wait_for(self._sent[source])
-        return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
+        with owed():
+            self.branch.wait_for(self._sent[source])
+            return self._plan.heap.wait_for_signal(source, control.PHASE_DISPATCH_DONE, spoils=self._buffer)
 
     def _push(self, rank: int, num_ctas: int | None) -> None:
         self._ops.push_rows(

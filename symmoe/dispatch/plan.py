@@ -5,9 +5,11 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,47 +29,79 @@ MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
 
 
+class _Part:
+    """One of the tensors in the storage of a plan: a view that is made when it is first asked for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, integers: PlanIntegers, owner: type) -> torch.Tensor:
+        first, numel, shape = integers.layout[self._name]
+        view = integers.storage[first : first + numel].view(shape)
+        vars(integers)[self._name] = view  # found before this descriptor from now on
+        return view
+
+
 @dataclass(eq=False)
 class PlanIntegers:
-    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. See Plan."""
+    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. See Plan.
 
-    splits: torch.Tensor
-    row_range: torch.Tensor
-    slot_start: torch.Tensor
-    slot_limit: torch.Tensor
-    slot_to_row: torch.Tensor
-    slot_to_rank: torch.Tensor
-    token_to_primary_row: torch.Tensor
-    token_to_packed_row: torch.Tensor
-    block_tokens: torch.Tensor
-    packed_start: torch.Tensor
-    packed_limit: torch.Tensor
-    source_to_packed_start: torch.Tensor
-    source_to_row_start: torch.Tensor
-    expert_load: torch.Tensor
-    report: torch.Tensor
+    Attributes:
+        storage: the allocation.
+        layout: (first element, number of elements, shape) of each tensor.
+    """
 
-    @staticmethod
-    def shapes(num_tokens: int, top_k: int, num_experts: int, num_ranks: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor, by its name."""
-        num_local = num_experts // num_ranks
-        return {
-            "splits": (num_local,),
-            "row_range": (2, num_local),
-            "slot_start": (num_experts,),
-            "slot_limit": (num_experts,),
-            "slot_to_row": (num_tokens, top_k),
-            "slot_to_rank": (num_tokens, top_k),
-            "token_to_primary_row": (num_tokens, num_ranks),
-            "token_to_packed_row": (num_tokens, num_ranks),
-            "block_tokens": (num_blocks(num_tokens), num_ranks),
-            "packed_start": (num_ranks,),
-            "packed_limit": (num_ranks,),
-            "source_to_packed_start": (num_ranks + 1,),
-            "source_to_row_start": (num_ranks + 1, num_local),
-            "expert_load": (num_experts,),
-            "report": (control.SUMMARY_WORDS,),
-        }
+    storage: torch.Tensor
+    layout: Mapping[str, tuple[int, int, tuple[int, ...]]]
+
+    splits = _Part()
+    row_range = _Part()
+    slot_start = _Part()
+    slot_limit = _Part()
+    slot_to_row = _Part()
+    slot_to_rank = _Part()
+    token_to_primary_row = _Part()
+    token_to_packed_row = _Part()
+    block_tokens = _Part()
+    packed_start = _Part()
+    packed_limit = _Part()
+    source_to_packed_start = _Part()
+    source_to_row_start = _Part()
+    source_to_rows = _Part()
+    expert_load = _Part()
+    report = _Part()
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(
+    num_tokens: int, top_k: int, num_experts: int, num_ranks: int
+) -> tuple[int, dict[str, tuple[int, int, tuple[int, ...]]]]:
+    """Elements of a plan's storage, and its layout."""
+    num_local = num_experts // num_ranks
+    shapes = {
+        "splits": (num_local,),
+        "row_range": (2, num_local),
+        "slot_start": (num_experts,),
+        "slot_limit": (num_experts,),
+        "slot_to_row": (num_tokens, top_k),
+        "slot_to_rank": (num_tokens, top_k),
+        "token_to_primary_row": (num_tokens, num_ranks),
+        "token_to_packed_row": (num_tokens, num_ranks),
+        "block_tokens": (num_blocks(num_tokens), num_ranks),
+        "packed_start": (num_ranks,),
+        "packed_limit": (num_ranks,),
+        "source_to_packed_start": (num_ranks + 1,),
+        "source_to_row_start": (num_ranks + 1, num_local),
+        "source_to_rows": (num_ranks, 2, num_local),
+        "expert_load": (num_experts,),
+        "report": (control.SUMMARY_WORDS,),
+    }
+    unit = control.ACCESS_BYTES // torch.int32.itemsize
+    first, layout = 0, {}
+    for name, shape in shapes.items():
+        layout[name] = first, math.prod(shape), shape
+        first += -(-math.prod(shape) // unit) * unit
+    return first, layout
 
 
 @dataclass(eq=False)
@@ -91,6 +125,8 @@ class Plan(PlanIntegers):
         source_to_packed_start: int32 [R + 1], where the packed rows of each source rank start here; the last is P.
         source_to_row_start: int32 [R + 1, e], where the rows of each source rank and local expert start here; the last
             row is where the experts' rows end.
+        source_to_rows: int32 [R, 2, e]: per source rank and local expert, the rows (first, one past the last) that can
+            be computed once that rank's rows have arrived, after those of the ranks before it in :attr:`arrivals`.
         generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
         expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
         slot_start, slot_limit: int32 [E], the row of this rank's first slot for each expert, and how many are kept.
@@ -99,6 +135,7 @@ class Plan(PlanIntegers):
         report: int32 [control.SUMMARY_WORDS], sizes and errors for the host.
         packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
         row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
+        max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
         has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
     """
 
@@ -113,13 +150,13 @@ class Plan(PlanIntegers):
     generation: int
     packed_to_row: torch.Tensor | None = None
     row_to_packed_row: torch.Tensor | None = None
+    max_rows: int | None = None
+    max_packed_rows: int | None = None
     has_room: bool = True
-    _source_to_rows: torch.Tensor | None = None
     _read_report: Callable[[], torch.Tensor] | None = None
 
     def settle(self) -> None:
-        """Makes the sizes of a plan with room those of its routing, as with exact capacity. Of a buffer that was made
-        before, the first `num_rows`, `row_capacity` or `packed_row_capacity` rows are used from then on.
+        """Finds out what the routing of a plan with room needs, and whether there is room for it.
 
         Waits until the device has made the plan. Other plans are settled from the start.
 
@@ -134,12 +171,19 @@ class Plan(PlanIntegers):
             self.heap.check()  # a fault of a peer is on record
             raise self.heap.plan_failure(report)
         self.num_rows = report[control.SUM_NUM_ROWS]
-        self.row_capacity = self.expected_rows = max(1, report[control.SUM_MAX_ROWS])
-        self.packed_row_capacity = max(1, report[control.SUM_MAX_PACKED])
+        self.max_rows, self.max_packed_rows = (
+            max(1, report[control.SUM_MAX_ROWS]),
+            max(1, report[control.SUM_MAX_PACKED]),
+        )
+        if self.row_capacity < 0:
+            self.row_capacity = self.expected_rows = self.max_rows
+            self.packed_row_capacity = self.max_packed_rows
         self.heap.note_counts(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
-        if self.packed_to_row is not None and self.row_to_packed_row is not None:
-            self.packed_to_row = self.packed_to_row[: self.packed_row_capacity]
-            self.row_to_packed_row = self.row_to_packed_row[: self.row_capacity]
+
+    @property
+    def needed_rows(self) -> tuple[int, int]:
+        """Rows and packed rows that buffers need on every rank; with exact capacity and room, once it is settled."""
+        return self.max_rows or self.row_capacity, self.max_packed_rows or self.packed_row_capacity
 
     @property
     def row_start(self) -> torch.Tensor:
@@ -155,17 +199,6 @@ class Plan(PlanIntegers):
     def num_packed(self) -> torch.Tensor:
         """int32 [1], P on the device."""
         return self.source_to_packed_start[-1:]
-
-    @property
-    def source_to_rows(self) -> torch.Tensor:
-        """int32 [R, 2, e]: per source rank and local expert, the rows (first, one past the last) that can be computed
-        once that rank's rows have arrived, after those of the ranks before it in :attr:`arrivals`."""
-        if self._source_to_rows is None:
-            shape = (self.heap.num_ranks, 2, self.splits.shape[0])
-            self._source_to_rows = torch.empty(shape, dtype=torch.int32, device=self.splits.device)
-            ops = kernels.for_device(self.splits.device)
-            ops.split_by_source(self.source_to_row_start, self._source_to_rows, rank=self.heap.rank)
-        return self._source_to_rows
 
     @property
     def arrivals(self) -> list[int]:
@@ -319,57 +352,18 @@ def plan_call(
 def _place_slots(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]) -> Plan:
     """The plan; `header` has the other arguments of make_plan. Does not wait."""
     num_tokens, top_k = topk_idx.shape
-    num_experts, overflow = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_OVERFLOW]
-    limit, packed_limit = header[control.HEAD_CAPACITY], header[control.HEAD_PACKED_CAPACITY]
-    most_tokens = header[control.HEAD_MAX_TOKENS]
-    ops = kernels.for_device(heap.device)
-    shapes = PlanIntegers.shapes(num_tokens, top_k, num_experts, heap.num_ranks)
-    integers = PlanIntegers(**_allocate(shapes, heap.device))
+    num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
+    packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
+    numel, layout = _layout(num_tokens, top_k, num_experts, heap.num_ranks)
     with heap.one_call():
-        block_starts, received = _exchange_counts(topk_idx, heap, header)
+        (storage,) = heap.run(("plan", header), partial(_fill, topk_idx, heap, header, numel, layout), (topk_idx,))
         generation = heap.epoch
-        ops.lay_out(
-            heap.peers,
-            received,
-            heap.status,
-            num_experts=num_experts,
-            capacity=limit,
-            packed_capacity=packed_limit,
-            drop=overflow == control.OVERFLOW_DROP,
-            record_errors=limit >= 0,  # what is launched before the host looks must move nothing
-            splits=integers.splits,
-            row_range=integers.row_range,
-            slot_start=integers.slot_start,
-            slot_limit=integers.slot_limit,
-            packed_start=integers.packed_start,
-            packed_limit=integers.packed_limit,
-            source_to_packed_start=integers.source_to_packed_start,
-            source_to_row_start=integers.source_to_row_start,
-            expert_load=integers.expert_load,
-            report=integers.report,
-        )
-        ops.assign_rows(
-            topk_idx,
-            block_starts,
-            integers.slot_start,
-            integers.slot_limit,
-            integers.slot_to_row,
-            integers.slot_to_rank,
-            integers.block_tokens,
-            experts_per_rank=num_experts // heap.num_ranks,
-        )
+        heap.note_counts(generation, num_tokens=num_tokens, top_k=top_k)
         if heap.device.type == "cpu":
             heap.check()  # before another thread gets its turn and raises the error instead
-    ops.assign_packed_rows(
-        integers.slot_to_row,
-        integers.slot_to_rank,
-        integers.block_tokens,
-        integers.packed_start,
-        integers.token_to_packed_row,
-        integers.token_to_primary_row,
-    )
     return Plan(
-        **vars(integers),
+        storage=storage,
+        layout=layout,
         heap=heap,
         num_rows=None,
         row_capacity=limit,
@@ -382,39 +376,68 @@ def _place_slots(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int,
     )
 
 
-def num_blocks(num_tokens: int) -> int:
-    """Blocks of tokens whose slots are counted together."""
-    return -(-num_tokens // control.TOKENS_PER_BLOCK)
-
-
-def _allocate(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, torch.Tensor]:
-    """int32 tensors by name, in one allocation."""
-    unit = control.ACCESS_BYTES // torch.int32.itemsize
-    numels = [math.prod(shape) for shape in shapes.values()]
-    padded = [-(-numel // unit) * unit for numel in numels]
-    parts = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
-    return {
-        name: part[:numel].view(shape) for (name, shape), part, numel in zip(shapes.items(), parts, numels, strict=True)
-    }
-
-
-def _exchange_counts(
-    topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each block's slots begin, int32 [blocks, E], and what the barrier has brought. Collective."""
-    num_tokens, top_k = topk_idx.shape
-    num_experts, num_ranks = header[control.HEAD_NUM_EXPERTS], heap.num_ranks
+def _fill(
+    topk_idx: torch.Tensor,
+    heap: SymmetricHeap,
+    header: tuple[int, ...],
+    numel: int,
+    layout: Mapping[str, tuple[int, int, tuple[int, ...]]],
+) -> tuple[torch.Tensor]:
+    """A new storage of a plan, filled. Collective."""
+    num_tokens, num_ranks, num_experts = len(topk_idx), heap.num_ranks, header[control.HEAD_NUM_EXPERTS]
     ops = kernels.for_device(heap.device)
-    shapes = {
-        "block_counts": (num_blocks(num_tokens), num_experts + num_ranks + 2),
-        "block_starts": (num_blocks(num_tokens), num_experts),
-    }
-    block_counts, block_starts = _allocate(shapes, heap.device).values()
+    integers = PlanIntegers(torch.empty(numel, dtype=torch.int32, device=heap.device), layout)
+    shape = num_blocks(num_tokens), num_experts + num_ranks + 2
+    block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
+    block_starts = torch.empty((shape[0], num_experts), dtype=torch.int32, device=heap.device)
     ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
     ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
     received = heap.barrier(control.PHASE_PLAN)
-    heap.note_counts(heap.epoch, num_tokens=num_tokens, top_k=top_k)
-    return block_starts, received
+    ops.lay_out(
+        heap.peers,
+        received,
+        heap.status,
+        num_experts=num_experts,
+        capacity=header[control.HEAD_CAPACITY],
+        packed_capacity=header[control.HEAD_PACKED_CAPACITY],
+        drop=header[control.HEAD_OVERFLOW] == control.OVERFLOW_DROP,
+        record_errors=header[control.HEAD_CAPACITY] >= 0,  # what is launched before the host looks must move nothing
+        splits=integers.splits,
+        row_range=integers.row_range,
+        slot_start=integers.slot_start,
+        slot_limit=integers.slot_limit,
+        packed_start=integers.packed_start,
+        packed_limit=integers.packed_limit,
+        source_to_packed_start=integers.source_to_packed_start,
+        source_to_row_start=integers.source_to_row_start,
+        expert_load=integers.expert_load,
+        report=integers.report,
+    )
+    ops.assign_rows(
+        topk_idx,
+        block_starts,
+        integers.slot_start,
+        integers.slot_limit,
+        integers.slot_to_row,
+        integers.slot_to_rank,
+        integers.block_tokens,
+        experts_per_rank=num_experts // num_ranks,
+    )
+    ops.assign_packed_rows(
+        integers.slot_to_row,
+        integers.slot_to_rank,
+        integers.block_tokens,
+        integers.packed_start,
+        integers.token_to_packed_row,
+        integers.token_to_primary_row,
+    )
+    ops.split_by_source(integers.source_to_row_start, integers.source_to_rows, rank=heap.rank)
+    return (integers.storage,)
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks of tokens whose slots are counted together."""
+    return -(-num_tokens // control.TOKENS_PER_BLOCK)
 
 
 def _find_problem(

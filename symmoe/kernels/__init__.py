@@ -1,9 +1,9 @@
 """Device code and its PyTorch twins, both of the type `contract.Kernels`.
 
-May use errors only. Begin with `contract`, which says what every kernel computes, then `select`.
+May use errors, tape and autograd only. Begin with `contract`, which says what every kernel computes, then `select`.
 """
 
 from symmoe.kernels.contract import Kernels
-from symmoe.kernels.select import compiled_counter, for_device
+from symmoe.kernels.select import compiled_counter, for_device, tape_compiler, watcher
 
-__all__ = ["Kernels", "compiled_counter", "for_device"]
+__all__ = ["Kernels", "compiled_counter", "for_device", "tape_compiler", "watcher"]

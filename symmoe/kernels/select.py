@@ -16,6 +16,8 @@ import torch
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract import Kernels
+from symmoe.tape.recorder import recorder
+from symmoe.tape.tape import Tape
 
 TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental and changes between versions
 MIN_COLUMNS = 256  # of the output of a kernel for Hopper: a whole tile
@@ -35,7 +37,8 @@ def for_device(device: torch.device) -> Kernels:
         return cast(Kernels, meta_kernels)  # a module that answers to every name
     from symmoe.kernels import twin
 
-    return twin
+    recording = recorder()
+    return twin if recording is None else cast(Kernels, recording.twin(twin))
 
 
 def compiled_counter(device: torch.device) -> Callable[[], int]:
@@ -46,6 +49,24 @@ def compiled_counter(device: torch.device) -> Callable[[], int]:
 
         return num_compiled
     return int  # PyTorch does not compile the twins
+
+
+def watcher(device: torch.device) -> Callable[[], bool]:
+    """A function that says whether somebody has to see every launch of the kernels for `device`."""
+    if device.type == "cuda":
+        from symmoe.kernels.launch.launch import is_watched
+
+        return is_watched
+    return bool
+
+
+def tape_compiler(device: torch.device) -> Callable[[Tape], Tape]:
+    """A function that makes a tape of kernels for `device` play in less time, if it can."""
+    if device.type == "cuda":
+        from symmoe.kernels.launch.player import compiled_tape
+
+        return compiled_tape
+    return lambda tape: tape
 
 
 @functools.cache

@@ -7,11 +7,11 @@ whether rows travel while GEMMs run, is the caller's choice (moe/schedule.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -24,8 +24,9 @@ from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
-from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden
+from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.local_experts import kind_of
 from symmoe.grouped.mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.kernels import control
@@ -110,16 +111,19 @@ def expert_parallel_mlp(
         weights2 = tuple(weight.to(x.dtype) for weight in experts.fc2.weight_parameters())
         b1, b2 = (None if fc.bias is None else fc.bias.to(x.dtype) for fc in (experts.fc1, experts.fc2))
         wire = _wire(experts, plan, quantized_wire)
+        schedule_of_call = _schedule(schedule, x, experts, plan, order, layout, wire)
         step = _EPStep(
             experts=experts,
             plan=plan,
             order=order,
             stash=STASHES[stash],
             layout=layout,
-            schedule=_schedule(schedule, x, experts, plan, order, layout, wire),
+            schedule=schedule_of_call,
             wire=wire,
             trains=torch.is_grad_enabled(),
             out_shape=out_shape,
+            num_rows=plan.row_capacity if plan.num_rows is None else max(1, plan.num_rows),
+            kind=_kind(experts, plan, schedule_of_call, order, stash, layout),
         )
         adapters = (adapter.to(x.dtype) for adapter in adapters_of(experts.fc1, experts.fc2))
         y: torch.Tensor = _ExpertParallelMLP.apply(step, x, probs, b1, b2, *weights1, *weights2, *adapters)
@@ -174,7 +178,13 @@ def _rounded_up(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _EPStep:
-    """One step: everything that forward and backward share, except the tensors that are differentiated."""
+    """One step: everything that forward and backward share, except the tensors that are differentiated.
+
+    Attributes:
+        num_rows: rows of h.
+        kind: equal for steps that launch the same kernels with the same numbers, given tensors of the same shapes;
+            None for those that are not put on a tape.
+    """
 
     experts: GroupedMLP
     plan: Plan
@@ -185,6 +195,22 @@ class _EPStep:
     wire: Wire
     trains: bool
     out_shape: torch.Size | None
+    num_rows: int
+    kind: Hashable
+
+    def run(
+        self,
+        name: str,
+        options: tuple[bool, ...],
+        function: Callable[[], Sequence[Any]],
+        inputs: Sequence[torch.Tensor | None],
+    ) -> Sequence[Any]:
+        """function(), or what the tape of an earlier step of this kind does; see SymmetricHeap.run."""
+        if self.kind is None:
+            return function()
+        given_inputs = [tensor for tensor in inputs if tensor is not None]
+        plan = self.plan
+        return plan.heap.run((name, options, self.kind), function, given_inputs, plan=plan.generation)
 
     def receive(self, rows: torch.Tensor, *, name: str) -> Lease:
         """A lease in which rows with the width and dtype of these arrive from all ranks."""
@@ -194,11 +220,6 @@ class _EPStep:
     def num_received(self) -> int:
         """Rows of a receive buffer."""
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of h."""
-        return self.plan.row_capacity if self.plan.num_rows is None else max(1, self.plan.num_rows)
 
     def weight_gradients(
         self,
@@ -239,6 +260,19 @@ class _EPStep:
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
 
 
+def _kind(experts: GroupedMLP, plan: Plan, schedule: Schedule, order: str, stash: str, layout: str) -> Hashable:
+    """See _EPStep. Steps are put on a tape if their sizes repeat, and if no table of addresses, no quantised weight and
+    no gradient of the trainer's is among their operands."""
+    linears = experts.fc1, experts.fc2
+    if plan.num_rows is not None or experts.precision is not None or adapters_of(*linears):
+        return None
+    if any(fc.delay_wgrad or fc.accumulate_into_main_grad or not fc.is_packed for fc in linears):
+        return None
+    trained = [parameter.requires_grad for fc in linears for parameter in fc.parameters()]
+    sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
+    return schedule, order, stash, layout, sizes, kind_of(experts), *trained
+
+
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
     """The rows in the format in which they travel."""
     return rows if wire is None else wire.encode(rows)
@@ -246,6 +280,101 @@ def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:
 
 def _first_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     return tensor if tensor.shape[0] == num_rows else tensor[:num_rows]
+
+
+def _whole(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The tensor of which _first_rows has made this one; this one if it has other memory now, e.g. a copy's."""
+    row_bytes = tensor.stride(0) * tensor.element_size()
+    first_byte = tensor.storage_offset() * tensor.element_size()
+    if tensor.shape[0] >= num_rows or first_byte + num_rows * row_bytes > tensor.untyped_storage().nbytes():
+        return tensor
+    return tensor.as_strided((num_rows, *tensor.shape[1:]), tensor.stride())
+
+
+class _Half(NamedTuple):
+    """What the first half of a forward pass leaves: the received rows, the probs of the rows, the activation, and what
+    backward will need."""
+
+    received: Lease
+    row_probs: torch.Tensor
+    a: SecondInput
+    hidden: Hidden
+
+
+class _Forward:
+    """The two halves of a forward pass."""
+
+    def __init__(
+        self,
+        step: _EPStep,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        b1: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        tensors: tuple[torch.Tensor, ...],
+        *,
+        trains: tuple[bool, bool],
+    ) -> None:
+        self._step, self._x, self._probs, self._trains = step, x, probs, trains
+        self._parameters = b1, b2, tensors
+        self._operands: tuple[ExpertRows, ExpertWeights] | None = None
+
+    def first_half(self) -> _Half:
+        """Dispatch and FC1."""
+        step, plan = self._step, self._step.plan
+        if step.kind is None:
+            return self._dispatch_and_first_layer()
+        b1, b2, tensors = self._parameters
+        inputs = (self._x, self._probs, plan.storage, b1, b2, *tensors)
+        *index, received, row_probs, a, h = step.run("first half", self._trains, self._on_tape, inputs)
+        plan.packed_to_row, plan.row_to_packed_row = index
+        return _Half(received, row_probs, a, Hidden(h))
+
+    def _on_tape(self) -> tuple[Any, ...]:
+        half = self._dispatch_and_first_layer()
+        return *self._step.plan.received_index(), half.received, half.row_probs, half.a, half.hidden.h
+
+    def _dispatch_and_first_layer(self) -> _Half:
+        step = self._step
+        sent = _on_wire(self._x, step.wire.rows)
+        received = step.receive(sent, name=RECEIVED)
+        with step.schedule.dispatch(sent, step.plan, received.tensor, self._probs) as arrival:
+            row_probs = given("row_probs", arrival.row_probs)
+            rows, experts = self._make_operands(received.tensor, arrival.row_to_packed_row, row_probs)
+            hidden, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
+        return _Half(received, row_probs, a, hidden)
+
+    def _make_operands(
+        self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor
+    ) -> tuple[ExpertRows, ExpertWeights]:
+        b1, b2, tensors = self._parameters
+        made = self._operands = self._step.operands(
+            received, row_to_packed_row, row_probs, b1, b2, tensors, trains=self._trains
+        )
+        return made
+
+    def second_half(self, half: _Half, received: torch.Tensor) -> torch.Tensor:
+        """FC2 and combine: y [T, H]. received: the tensor of the lease, which may have been released."""
+        step, plan = self._step, self._step.plan
+        function = partial(self._second_layer_and_combine, half, received)
+        if step.kind is None:
+            return function()[0]
+        assert isinstance(half.a, torch.Tensor)  # there is no recipe
+        b1, b2, tensors = self._parameters
+        inputs = (half.a, half.row_probs, plan.storage, *plan.received_index(), b1, b2, *tensors)
+        y: torch.Tensor = step.run("second half", (), function, inputs)[0]
+        return y
+
+    def _second_layer_and_combine(self, half: _Half, received: torch.Tensor) -> tuple[torch.Tensor]:
+        step, plan = self._step, self._step.plan
+        rows, experts = self._operands or self._make_operands(received, plan.received_index()[1], half.row_probs)
+        shape = plan.row_capacity, self._x.shape[1]
+        with plan.heap.lease(shape, self._x.dtype, name="expert output", phase=COLLECT) as out:
+
+            def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
+                experts.second_layer(half.a, half.hidden, rows, out.tensor, columns=columns, num_sms=num_sms)
+
+            return (step.schedule.combine(out.tensor, plan, step.order, compute),)
 
 
 class _EPStepContext(Context, Protocol):
@@ -263,43 +392,38 @@ class _ExpertParallelMLP(Function):
         b2: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        plan, schedule, hidden = step.plan, step.schedule, x.shape[1]
-        heap, row_capacity, x = plan.heap, plan.row_capacity, kernel_rows(x)
-        sent = _on_wire(x, step.wire.rows)
-        received = step.receive(sent, name=RECEIVED)
-        keeps, stash = any(ctx.needs_input_grad), step.stash
-        with schedule.dispatch(sent, plan, received.tensor, probs.contiguous()) as arrival:
-            row_probs, index = given("row_probs", arrival.row_probs), arrival.row_to_packed_row
-            keeps_h = keeps and step.trains and stash.keeps_h
-            trains = keeps_h and ctx.needs_input_grad[1], keeps_h
-            rows, experts = step.operands(received.tensor, index, row_probs, b1, b2, tensors, trains=trains)
-            computed, a = experts.first_layer(rows, num_rows=step.num_rows, parts=arrival.parts)
+        plan, stash, x = step.plan, step.stash, kernel_rows(x)
+        keeps = any(ctx.needs_input_grad)
+        keeps_h = keeps and step.trains and stash.keeps_h
+        trains = keeps_h and ctx.needs_input_grad[1], keeps_h
+        forward = _Forward(step, x, probs.contiguous(), b1, b2, tensors, trains=trains)
+        half = forward.first_half()
+        received, row_probs, computed = half.received, half.row_probs, half.hidden
 
         def keep() -> None:
             """Saves what backward needs, in the sizes of the routing: a checkpoint compares them."""
             plan.settle()
             if not (keeps and plan.has_room):
                 return
+            max_rows, max_packed_rows = plan.needed_rows
             # The tensor holds its lease: it ends when autograd frees the saved tensor, or checkpointing drops it.
             kept: tuple[torch.Tensor | None, ...] = (x, None)
             if stash.keeps_rows:
-                kept = (None, _first_rows(received.tensor, step.num_received))
-            kept += computed.of_rows(step.num_rows) if stash.keeps_h else (None,) * len(computed)
-            ctx.save_for_backward(*kept, _first_rows(row_probs, plan.row_capacity), b1, b2, *tensors)
+                used = max_packed_rows if step.layout == "packed" else max_rows
+                kept = (None, _first_rows(received.tensor, used))
+            num_rows = step.num_rows if plan.num_rows is None else max(1, plan.num_rows)
+            kept += computed.of_rows(num_rows) if stash.keeps_h else (None,) * len(computed)
+            ctx.save_for_backward(*kept, _first_rows(row_probs, max_rows), b1, b2, *tensors)
             ctx.step = step
 
         # A checkpoint's forward inside backward ends where the last tensor is saved: now, not after combine.
         is_recomputed = is_in_backward()
         if is_recomputed:
             keep()
+        rows = received.tensor
         if not (keeps and stash.keeps_rows):
             received.release()
-        with heap.lease((row_capacity, hidden), x.dtype, name="expert output", phase=COLLECT) as out:
-
-            def compute(columns: tuple[int, int] | None, num_sms: int | None) -> None:
-                experts.second_layer(a, computed, rows, out.tensor, columns=columns, num_sms=num_sms)
-
-            y = schedule.combine(out.tensor, plan, step.order, compute)
+        y = forward.second_half(half, rows)
         if not is_recomputed:
             keep()  # everything is launched: now the host may wait for the plan
         # Not a view: autograd allows less with views, and a view would lose FSDP's hooks when somebody writes into it.
@@ -318,9 +442,37 @@ class _ExpertParallelMLP(Function):
 def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     step = ctx.step
     _, needs_x, needs_probs, *_ = ctx.needs_input_grad
-    gradients = control.gradients_index(x=needs_x, probs=needs_probs)
     x, received, *rest = ctx.saved_tensors
     computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
+    plan = step.plan
+    packed_to_row, row_to_packed_row = plan.received_index()
+    dy = kernel_rows(dy)
+    # As large as in forward, where that is possible: sizes repeat then.
+    received = None if received is None else _whole(received, step.num_received)
+    row_probs = _whole(row_probs, plan.row_capacity)
+    computed = computed._replace(h=None if computed.h is None else _whole(computed.h, step.num_rows))
+    function = partial(
+        _input_and_weight_gradients, step, dy, x, received, computed, row_probs, b1, b2, tensors, needs_x, needs_probs
+    )
+    inputs = (dy, x, received, computed.h, row_probs, b1, b2, plan.storage, packed_to_row, row_to_packed_row, *tensors)
+    return None, *step.run("backward", (needs_x, needs_probs, x is None), function, inputs)
+
+
+def _input_and_weight_gradients(
+    step: _EPStep,
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    received: torch.Tensor | None,
+    computed: Hidden,
+    row_probs: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    tensors: list[torch.Tensor],
+    needs_x: bool,
+    needs_probs: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """dx, d_probs, gradients of the biases, of the weights and of the adapters."""
+    gradients = control.gradients_index(x=needs_x, probs=needs_probs)
     plan, schedule, fc1, fc2 = step.plan, step.schedule, step.experts.fc1, step.experts.fc2
     weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
     both = ((fc1, weights1), (fc2, weights2))
@@ -328,7 +480,7 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     _, row_to_packed_row = plan.received_index()
     arrived = None
     if received is None:
-        sent = _on_wire(x, step.wire.rows)
+        sent = _on_wire(given("x", x), step.wire.rows)
         received = step.receive(sent, name=RECEIVED).tensor
         arrived = schedule.dispatch_rows(sent, plan, received, gradients=gradients)  # who goes where is in the plan
     trains = needs_x, True
@@ -336,7 +488,7 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     with nullcontext() if arrived is None else arrived as parts:
         if computed.h is None:
             computed, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)
-    sent = _on_wire(kernel_rows(dy), step.wire.gradients)
+    sent = _on_wire(dy, step.wire.gradients)
     d_out = step.receive(sent, name="output gradients").tensor
     with schedule.dispatch_rows(sent, plan, d_out, gradients=gradients) as parts:
         # Holds both leases, beyond this call if weight gradients are delayed.
@@ -361,4 +513,4 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
             dw1 = compute(fc1, weights1, experts_backward.w1_gradient)
             d_adapters = experts_backward.adapter_gradients()
     dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
-    return None, dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters
+    return dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters

@@ -110,7 +110,7 @@ class RoutedExperts:
             plan = self.plan(topk_idx, tokens.dtype, lambda: None)
             y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
         if self.config.capacity is None:
-            self._history.note(plan.row_capacity, plan.packed_row_capacity)
+            self._history.note(*plan.needed_rows)
         return y, plan.expert_load, plan.num_dropped
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -27,13 +28,11 @@ ComputePanel = Callable[[Columns, int | None], None]
 
 
 class Schedule(Protocol):
-    """What moe/ep_step.py asks of a schedule.
+    """What moe/ep_step.py asks of a schedule. Equal ones launch the same."""
 
-    Attributes:
-        gradient_combine_sms: SMs for GEMMs that run while rows travel in :meth:`combine_while`; None: all.
-    """
-
-    gradient_combine_sms: int | None
+    @property
+    def gradient_combine_sms(self) -> int | None:
+        """SMs for GEMMs that run while rows travel in :meth:`combine_while`; None: all."""
 
     def dispatch(
         self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor
@@ -60,18 +59,18 @@ class Schedule(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class Serial:
     """One thing after the other."""
 
-    gradient_combine_sms: int | None = None
+    layout: str
 
-    def __init__(self, layout: str) -> None:
-        self._layout = layout
+    gradient_combine_sms: ClassVar[int | None] = None
 
     @contextmanager
     def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor) -> Iterator[Arrival]:
         """See Schedule."""
-        send = send_packed if self._layout == "packed" else send_expert_major
+        send = send_packed if self.layout == "packed" else send_expert_major
         row_probs = send(x, plan, buffer, probs)
         _, row_to_packed_row = plan.received_index()
         yield Arrival(None, row_probs, row_to_packed_row)
@@ -79,7 +78,7 @@ class Serial:
     @contextmanager
     def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int) -> Iterator[None]:
         """See Schedule."""
-        send = send_packed_gradient if self._layout == "packed" else send_expert_major_gradient
+        send = send_packed_gradient if self.layout == "packed" else send_expert_major_gradient
         send(x, plan, buffer, gradients=gradients)
         yield None
 
@@ -99,6 +98,7 @@ class Serial:
             collection.collect()
 
 
+@dataclass(frozen=True)
 class Overlapped:
     """Rows travel on a branch stream while the current one runs GEMMs, where that pays (moe/overlap.py).
 
@@ -109,32 +109,40 @@ class Overlapped:
     Where it does not pay, one thing comes after the other.
     """
 
-    def __init__(self, layout: str, overlap: Overlap) -> None:
-        self._layout, self._overlap, self._serial = layout, overlap, Serial(layout)
-        division = overlap.gradient_combine
-        self.gradient_combine_sms = None if division is None else division.num_sms
+    layout: str
+    overlap: Overlap
+
+    @property
+    def gradient_combine_sms(self) -> int | None:
+        """See Schedule."""
+        division = self.overlap.gradient_combine
+        return None if division is None else division.num_sms
+
+    @property
+    def _serial(self) -> Serial:
+        return Serial(self.layout)
 
     def dispatch(
         self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor
     ) -> AbstractContextManager[Arrival]:
         """See Schedule."""
-        division = self._overlap.dispatch
+        division = self.overlap.dispatch
         if division is None:
             return self._serial.dispatch(x, plan, buffer, probs)
-        return arriving(x, plan, buffer, probs, layout=self._layout, division=division)
+        return arriving(x, plan, buffer, probs, layout=self.layout, division=division)
 
     def dispatch_rows(
         self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int
     ) -> AbstractContextManager[Iterator[Part] | None]:
         """See Schedule."""
-        division = self._overlap.gradient_dispatch
+        division = self.overlap.gradient_dispatch
         if division is None:
             return self._serial.dispatch_rows(x, plan, buffer, gradients=gradients)
-        return rows_arriving(x, plan, buffer, layout=self._layout, division=division, gradients=gradients)
+        return rows_arriving(x, plan, buffer, layout=self.layout, division=division, gradients=gradients)
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:
         """See Schedule."""
-        division, cut = self._overlap.combine, panels(rows.shape[1], self._overlap.num_panels)
+        division, cut = self.overlap.combine, panels(rows.shape[1], self.overlap.num_panels)
         if division is None:
             return self._serial.combine(rows, plan, order, compute)
         branch = plan.heap.branch()
@@ -155,10 +163,10 @@ class Overlapped:
         self, rows: torch.Tensor | None, plan: Plan, order: str, row_values: torch.Tensor | None, *, gradients: int
     ) -> AbstractContextManager[Collection]:
         """See Schedule."""
-        if self._overlap.gradient_combine is None:
+        if self.overlap.gradient_combine is None:
             return self._serial.combine_while(rows, plan, order, row_values, gradients=gradients)
         collection = Collection(rows, plan, order=order, row_values=row_values, gradients=gradients)
-        return self._combine_while(collection, plan, self._overlap.gradient_combine.num_ctas)
+        return self._combine_while(collection, plan, self.overlap.gradient_combine.num_ctas)
 
     @contextmanager
     def _combine_while(self, collection: Collection, plan: Plan, num_ctas: int) -> Iterator[Collection]:

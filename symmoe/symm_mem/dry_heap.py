@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
@@ -36,6 +36,7 @@ class DryHeap(SymmetricHeap):
     rank, device, epoch = 0, _META, 0
     status: Any = None
     trip_timer = None
+    base = 0
     one_call: Any = nullcontext
     _streams = NoStreams()
     _closed = True  # no peers to tell of errors
@@ -63,6 +64,12 @@ class DryHeap(SymmetricHeap):
     def give_back(self, arena: Any, span: tuple[int, int]) -> None:
         """Notes the end of a lease."""
         self.events.append((arena, span))
+
+    def run(
+        self, key: Hashable, function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor], **numbers: int
+    ) -> Sequence[Any]:
+        """See SymmetricHeap."""
+        return function()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """See SymmetricHeap."""

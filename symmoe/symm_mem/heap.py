@@ -6,14 +6,15 @@ import logging
 import math
 import operator
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from symmoe import kernels
 from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -39,6 +40,8 @@ from symmoe.symm_mem.room_for_rows import RowHistory
 from symmoe.symm_mem.streams import Branch, capture_id, stream_order
 from symmoe.symm_mem.thread_access import Access, OneCall
 from symmoe.symm_mem.waits import Waits
+from symmoe.tape.recorder import recorded, recorded_on_cpus
+from symmoe.tape.tapes import Tapes
 
 logger = logging.getLogger("symmoe")
 
@@ -126,6 +129,9 @@ class SymmetricHeap:
         self._row_histories: dict[Hashable, RowHistory] = {}
         self._num_errors = 0
         self.status, self._status_words = self._waits.status, self._waits.status.numpy()
+        self._is_watched = kernels.watcher(self.device)
+        constants = self.peers.bases, self.status, *self.peers.views
+        self.tapes = Tapes(self.device, self._abort_for, constants, kernels.tape_compiler(self.device))
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
         self._streams.synchronize()
@@ -153,7 +159,12 @@ class SymmetricHeap:
         """
         self.check()
         self.fail_for(lease_problem(shape, dtype), phase)
-        shape = tuple(operator.index(size) for size in shape)
+        lease = self._lease(tuple(operator.index(size) for size in shape), dtype, name, phase)
+        _ = lease.tensor  # now, not on first use: the heap may be closed by then
+        return lease
+
+    @recorded
+    def _lease(self, shape: tuple[int, ...], dtype: torch.dtype, name: str, phase: int | None) -> Lease:
         num_bytes = dtype.itemsize * math.prod(shape)
         span = self._memory.take(num_bytes, name)
         if span is None:
@@ -217,6 +228,27 @@ class SymmetricHeap:
         """A context for the kernels of a collective call, which start after those of the last call (see streams.py)."""
         return self._one_call
 
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Sequence[Any]],
+        inputs: Sequence[torch.Tensor],
+        **numbers: int,
+    ) -> Sequence[Any]:
+        """The result of function(), which launches a part of a call; from a tape, if calls of this kind repeat.
+
+        Args: see Tapes.run.
+        """
+        if (
+            self.trip_timer is not None
+            or self._faults.unraised is not None
+            or self._is_watched()
+            or capture_id(self.device)
+        ):
+            return function()
+        with self._one_call:
+            return self.tapes.run((key, self._waits.are_bounded), function, inputs, numbers)
+
     def timed(self, trip: str) -> AbstractContextManager[None]:
         """A context for the work of a trip on the current stream, which `trip_timer` may time."""
         return nullcontext() if self.trip_timer is None else self.trip_timer(trip)
@@ -259,29 +291,38 @@ class SymmetricHeap:
 
         Args:
             phase: one of control.PHASE_*; error texts show its name.
-            publish: up to control.NUM_PUBLISHED integers for the peers.
+            publish: up to control.NUM_PUBLISHED offsets in the arena, or other integers, for the peers.
             spoils: rows that are filled with NaN if the call has failed.
             agreed: fields of control.CALL_FIELDS that must be equal on all ranks, as the phase must be.
 
         Returns:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
         """
+        return self._barrier(phase, offsets=publish, spoils=spoils, **agreed)
+
+    @recorded_on_cpus
+    def _barrier(
+        self, phase: int, *, offsets: tuple[int, ...], spoils: torch.Tensor | None, **agreed: int
+    ) -> torch.Tensor:
+        """See :meth:`barrier`. offsets: what is published."""
         with self._access:
             if self._faults.unraised is not None:
                 if phase != control.PHASE_PLAN:
                     self.fail(self._faults.unraised, phase)
-                publish = UNRAISED
-            received = self._waits.barrier(control.pack_call(phase=phase, **agreed), publish, spoils=spoils)
+                offsets = UNRAISED
+            received = self._waits.barrier(control.pack_call(phase=phase, **agreed), offsets, spoils=spoils)
             if self.device.type == "cpu":
                 self.check()
             if self._faults.unraised is not None:
                 raise_for(self._faults.settle(self.read_back(received)()))
             return received
 
+    @recorded_on_cpus
     def send_signal(self, rank: int) -> None:
         """Tells `rank` that what the current stream has written there since the last barrier is complete."""
         self._waits.kernels.send_signal(self.peers, rank)
 
+    @recorded_on_cpus
     def wait_for_signal(self, rank: int, phase: int, *, spoils: torch.Tensor | None = None) -> torch.Tensor:
         """Waits (on the device) for `rank`'s signal since the last barrier, bounded as a barrier is.
 
@@ -395,6 +436,9 @@ class SymmetricHeap:
         """
         if not self._closed and self._access.is_given:
             self._faults.abort(reason)
+
+    def _abort_for(self, error: BaseException) -> None:
+        self.abort(f"{type(error).__name__}: {error}")
 
     def plan_failure(self, report: list[int]) -> SymmoeError:
         """The error of a plan whose report (control.SUM_*) the host has read itself. Local."""

@@ -9,6 +9,7 @@ import torch
 from symmoe.autograd import wrote_into
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.symm_mem.memory import Memory, Span
+from symmoe.tape.recorder import recorded
 
 
 def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
@@ -55,16 +56,22 @@ class Lease:
         self.generation = span.generation
         self._memory: Memory | None = memory
         self._span = span
-        tensor = self._over(memory, memory.peers.rank)
-        tensor.untyped_storage()._lease_span = span  # type: ignore[attr-defined]  # our attribute
-        self._tensor: torch.Tensor | None = tensor
+        self._tensor: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
         """This rank's memory as a contiguous tensor of `shape` and `dtype`."""
-        if self._tensor is None:
+        if self._memory is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) has been released")
+        if self._tensor is None:  # leases whose memory only peers and kernels look at need none
+            self._tensor = self._over(self._memory, self._memory.peers.rank)
+            self._tensor.untyped_storage()._lease_span = self._span  # type: ignore[attr-defined]  # our attribute
         return self._tensor
+
+    @property
+    def address(self) -> int:
+        """Where this rank's memory begins."""
+        return self._span.address
 
     def peer(self, rank: int) -> torch.Tensor:
         """The same byte range of rank `rank`'s arena as a tensor.
@@ -81,11 +88,13 @@ class Lease:
             raise ArgumentError(f"rank ({rank!r}) must be an int in [0, {num_ranks})")
         return self._over(self._memory, rank)
 
+    @recorded
     def release(self) -> None:
         """Gives the memory back. A second call raises StaleLease. Local."""
-        if self._memory is None or self._tensor is None:
+        if self._memory is None:
             raise StaleLease(f"lease '{self.name}' (generation {self.generation}) was released twice")
-        wrote_into(self._tensor)  # tensors that autograd has saved of it are no longer valid
+        if self._tensor is not None:
+            wrote_into(self._tensor)  # tensors that autograd has saved of it are no longer valid
         self._memory, self._tensor = None, None
         self._span.release()
 

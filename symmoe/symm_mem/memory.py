@@ -44,12 +44,16 @@ class Span:
         name: name of the lease.
         generation: how many leases the heap had made before this one.
         offset: byte offset in the arena.
+        address: where it begins, in this process.
     """
+
+    __slots__ = ("__weakref__", "_memory", "_place", "address", "generation", "name", "offset")
 
     def __init__(self, memory: Memory, name: str, generation: int, place: _Place) -> None:
         self.name = name
         self.generation = generation
         self.offset = place[1][0]
+        self.address = memory.base + self.offset
         self._place = place
         self._memory: Memory | None = memory
 
@@ -83,6 +87,7 @@ class Memory:
         dropped: spans that were dropped without release. Used without the lock, because Python's collector may
             interrupt code that holds it.
         statistics: counters.
+        base: address of the arena.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class Memory:
         self.dropped: deque[_Place] = deque()
         self.statistics = HeapStatistics()
         self._access, self._streams = access, streams
-        self._device, self._base = own.device, own.data_ptr()
+        self._device, self.base = own.device, own.data_ptr()
         self._start, self._end = peers.layout.num_bytes, own.numel()
         self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, which no call outside may get
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held
@@ -163,14 +168,14 @@ class Memory:
             return False
         if tensor.numel() == 0:  # torch gives an empty tensor no address
             return True
-        offset = tensor.data_ptr() - self._base
+        offset = tensor.data_ptr() - self.base
         return self._start <= offset and offset + tensor.numel() * tensor.element_size() <= self._end
 
     def offset_of(self, tensor: torch.Tensor) -> tuple[int, bool]:
         """Byte offset of a tensor in the arena, and whether it lies in one live lease."""
         if tensor.numel() == 0:
             return self._start, True
-        offset = tensor.data_ptr() - self._base
+        offset = tensor.data_ptr() - self.base
         end = offset + tensor.numel() * tensor.element_size()
         with self.lock:
             self._take_back_dropped()

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from symmoe.tape.recorder import recorder
+
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
@@ -47,11 +49,7 @@ class Branch:
 
     def point(self) -> torch.cuda.Event | None:
         """A point after all work of the current stream so far; inside of :meth:`after`, of the branch."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._stream.device))
-        return event
+        return None if self._stream is None else _record(torch.cuda.current_stream(self._stream.device))
 
     @contextmanager
     def after(self, point: torch.cuda.Event | None) -> Iterator[None]:
@@ -61,19 +59,35 @@ class Branch:
             return
         self._was_entered = True
         if point is not None:
-            self._stream.wait_event(point)
+            _wait(self._stream, point)
         with torch.cuda.stream(self._stream):
             yield
 
     def wait_for(self, point: torch.cuda.Event | None) -> None:
         """Later work of the current stream comes after the point."""
         if self._stream is not None and point is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(point)
+            _wait(torch.cuda.current_stream(self._stream.device), point)
 
     def join(self) -> None:
         """Later work of the current stream comes after all work of the branch."""
         if self._stream is not None and self._was_entered:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            _wait(torch.cuda.current_stream(self._stream.device), _record(self._stream))
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event after all work of the stream so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    if (recording := recorder()) is not None:
+        recording.note_event(event, stream)
+    return event
+
+
+def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Later work of the stream comes after the event."""
+    stream.wait_event(event)
+    if (recording := recorder()) is not None:
+        recording.note_wait(stream, event)
 
 
 class StreamOrder:

@@ -13,9 +13,12 @@ from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 from symmoe.symm_mem.flight_record import FlightRecorder
 from symmoe.symm_mem.streams import capture_id
+from symmoe.tape.recorder import recorder
+from symmoe.tape.tape import Number
 
 _ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
+_PLAN = control.pack_call(plan=-1)
 _BARRIER = -1  # stands for all peers
 Kind = tuple[int, int]  # the call of the last barrier, and the peer whose signal is waited for after it
 
@@ -116,8 +119,20 @@ class Waits:
         """
         received = torch.empty((self.peers.num_ranks, control.NUM_PUBLISHED), dtype=torch.int64, device=self._device)
         words = tuple(publish) + (0,) * (control.NUM_PUBLISHED - len(publish))
-        self.flight.barrier_launched(call)
-        timeout_ns = self._timeout_ns(self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault))
+        recording = recorder()
+        if recording is None:
+            timeout_ns, _ = self._note_barrier(call, 0, fault)
+        else:
+            plan = control.pack_call(plan=recording.numbers.get("plan", 0))
+            if plan != call & _PLAN:
+                plan = 0
+            timeout_ns, _ = recording.launches_with(
+                self._note_barrier,
+                (call - plan, Number("plan") if plan else 0, fault),
+                {f"word_{n}": recording.offset(word) for n, word in enumerate(words)},
+                ("timeout_ns", "call"),
+                spoils,
+            )
         self.is_inside = True
         self.kernels.barrier(
             self.peers, words, received, self.status, call=call, fault=fault, timeout_ns=timeout_ns, spoils=spoils
@@ -128,14 +143,33 @@ class Waits:
     def signal(self, rank: int, phase: int, spoils: torch.Tensor | None) -> torch.Tensor:
         """Waits for the signal of `rank`; see SymmetricHeap.wait_for_signal."""
         arrived = torch.empty(1, dtype=torch.int64, device=self._device)
-        self.flight.wait_launched(phase, rank)
-        timeout_ns = self._timeout_ns(self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch))
+        recording = recorder()
+        if recording is None:
+            (timeout_ns,) = self._note_signal(phase, rank)
+        else:
+            (timeout_ns,) = recording.launches_with(self._note_signal, (phase, rank), {}, ("timeout_ns",), spoils)
         self.is_inside = True
         self.kernels.wait_for_signal(
             self.peers, rank, arrived, self.status, phase=phase, timeout_ns=timeout_ns, spoils=spoils
         )
         self.is_inside = False
         return arrived
+
+    def _note_barrier(self, call: int, generation: int, fault: bool) -> tuple[int | None, int]:
+        """Notes a barrier that is about to be launched; its bound, and the call with the plan's generation."""
+        call |= control.pack_call(plan=generation)
+        self.flight.barrier_launched(call)
+        return self._timeout_ns(self.first_times.is_first_barrier(call, epoch=self.flight.epoch, fault=fault)), call
+
+    def _note_signal(self, phase: int, rank: int) -> tuple[int | None]:
+        """Notes a wait for a signal that is about to be launched; its bound."""
+        self.flight.wait_launched(phase, rank)
+        return (self._timeout_ns(self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch)),)
+
+    @property
+    def are_bounded(self) -> tuple[bool, bool]:
+        """Whether there are bounds."""
+        return self.timeout_s != math.inf, self.start_timeout_s != math.inf
 
     def bound(self, first: bool) -> tuple[str, float]:
         """Name and value of the bound of a wait, `first` as in FirstTimes."""

@@ -107,9 +107,10 @@ def plan_memory(
     call = _dry_call(config, heap, num_tokens, dtype, activation or Activation())
     schedule = list(_one_forward_one_backward(num_layers, num_in_flight))
     kept = _bytes_after(call.forward)[-1]
+    num_rows, num_packed_rows = call.plan.needed_rows
     return MemoryPlan(
-        num_rows=call.plan.row_capacity,
-        num_packed_rows=call.plan.packed_row_capacity,
+        num_rows=num_rows,
+        num_packed_rows=num_packed_rows,
         heap_bytes=max(_heap_bytes(call, schedule, num_ranks, in_graph=in_graph) for in_graph in (False, True)),
         lease_bytes_per_call=kept,
         forward_bytes_per_call=max(_bytes_after(call.forward)) - kept,

@@ -149,17 +149,18 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def counted_barriers(heap: symmoe.SymmetricHeap) -> Iterator[list[int]]:
     """The phases of the barriers that this rank enters."""
     phases: list[int] = []
-    barrier = heap.barrier
+    waits = heap._waits
+    barrier = waits.barrier
 
-    def count(phase: int, **kwargs) -> torch.Tensor:
-        phases.append(phase)
-        return barrier(phase, **kwargs)
+    def count(call: int, *args, **kwargs) -> torch.Tensor:
+        phases.append(call & 0xFF)
+        return barrier(call, *args, **kwargs)
 
-    heap.barrier = count
+    waits.barrier = count
     try:
         yield phases
     finally:
-        del heap.barrier
+        del waits.barrier
 
 
 @contextmanager

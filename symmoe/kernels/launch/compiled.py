@@ -16,13 +16,14 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from symmoe.kernels.launch import driver
+from symmoe.tape.tape import Launch, Memory
 
 MAX_TENSOR_MAPS = 1024  # remembered for one argument of one compiled kernel: about 600 KiB of host memory
 REST_OF_GRID: tuple[tuple[int, ...], ...] = ((1, 1, 1), (1, 1), (1,), ())
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 Describe = Callable[[torch.Tensor], TensorDescriptor]
-Launch = Callable[[tuple[int, ...], int, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], None]
+LaunchFunction = Callable[[tuple[int, ...], int, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], None]
 
 
 def compiled_launch(
@@ -31,7 +32,7 @@ def compiled_launch(
     constants: tuple[Any, ...],
     tensors: Sequence[int],
     describe: Mapping[int, Describe],
-) -> Launch:
+) -> LaunchFunction:
     """The function launch(grid, stream, tensors, addresses, args) of a compiled kernel.
 
     Args:
@@ -45,34 +46,87 @@ def compiled_launch(
     launcher = _Launcher.of_kernel(compiled, described)
     if launcher is None:
         return _ordinary_launch(compiled, constants, tensors, described)
-    descriptors = [(tensors.index(i), _TensorMaps(launcher.encoder(i), function)) for i, function in described.items()]
-    # The arguments of C are picked from one tuple of all addresses, arguments, constants and parts of tensor maps.
-    places: list[int] = []
-    first_arg = len(tensors)
-    first_part = first_arg + len(args) + len(constants)
-    for i in range(len(args) + len(constants)):
-        if i in described:
-            num_parts = 1 + 2 * len(described[i](args[i]).shape)
-            places += range(first_part, first_part + num_parts)
-            first_part += num_parts
-        else:
-            places.append(tensors.index(i) if i in tensors else first_arg + i)
-    arrange = picker(places)
-    call, head, in_list = launcher.call, launcher.head, launcher.takes_list
+    return _CompiledLaunch(compiled, launcher, args, constants, tensors, described)
 
-    def launch(
-        grid: tuple[int, ...], stream: int, tensors: tuple[Any, ...], addresses: tuple[Any, ...], args: tuple[Any, ...]
+
+class _CompiledLaunch:
+    """A kernel that is launched by the function in C. Arguments: see compiled_launch."""
+
+    __slots__ = ("_arrange", "_call", "_constants", "_descriptors", "_head", "_in_list", "_kernel", "_places")
+
+    def __init__(
+        self,
+        compiled: CompiledKernel,
+        launcher: "_Launcher",
+        args: Sequence[Any],
+        constants: tuple[Any, ...],
+        tensors: Sequence[int],
+        described: Mapping[int, Describe],
     ) -> None:
-        row = [*addresses, *args, *constants]
-        for i, maps in descriptors:
+        self._descriptors = [
+            (tensors.index(i), _TensorMaps(launcher.encoder(i), function)) for i, function in described.items()
+        ]
+        # The arguments of C are picked from one tuple of all addresses, arguments, constants and parts of tensor maps.
+        self._places: list[int] = []
+        first_arg = len(tensors)
+        first_part = first_arg + len(args) + len(constants)
+        for i in range(len(args) + len(constants)):
+            if i in described:
+                num_parts = 1 + 2 * len(described[i](args[i]).shape)
+                self._places += range(first_part, first_part + num_parts)
+                first_part += num_parts
+            else:
+                self._places.append(tensors.index(i) if i in tensors else first_arg + i)
+        self._arrange = picker(self._places)
+        self._call, self._head, self._in_list = launcher.call, launcher.head, launcher.takes_list
+        self._kernel, self._constants = compiled, constants
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        stream: int,
+        tensors: tuple[Any, ...],
+        addresses: tuple[Any, ...],
+        args: tuple[Any, ...],
+    ) -> None:
+        row = [*addresses, *args, *self._constants]
+        for i, maps in self._descriptors:
             row += maps.get((addresses[i], tensors[i].shape)) or maps.encode(tensors[i])
         x, y, z = (*grid, *REST_OF_GRID[len(grid)])
-        if in_list:
-            call(x, y, z, stream, *head, arrange(row))
+        if self._in_list:
+            self._call(x, y, z, stream, *self._head, self._arrange(row))
         else:
-            call(x, y, z, stream, *head, *arrange(row))
+            self._call(x, y, z, stream, *self._head, *self._arrange(row))
 
-    return launch
+    def bind(
+        self,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        tensors: tuple[torch.Tensor, ...],
+        memory: Sequence[Memory],
+        numbers: Mapping[int, Any],
+    ) -> Launch:
+        """See tape.recorder.BoundLaunch."""
+        first_part = len(tensors) + len(args) + len(self._constants)
+        row = [*[0] * len(tensors), *args, *self._constants]
+        maps = []
+        for i, known in self._descriptors:
+            parts = known.get((tensors[i].data_ptr(), tensors[i].shape)) or known.encode(tensors[i])
+            maps.append((self._places.index(first_part), len(parts), memory[i], known))
+            first_part += len(parts)
+            row += parts
+        x, y, z = (*grid, *REST_OF_GRID[len(grid)])
+        return Launch(
+            call=self._call,
+            kernel=self._kernel,
+            grid=(x, y, z),
+            head=self._head,
+            takes_list=self._in_list,
+            row=list(self._arrange(row)),
+            addresses=tuple((n, memory[place]) for n, place in enumerate(self._places) if place < len(tensors)),
+            maps=tuple(maps),
+            numbers=tuple((self._places.index(len(tensors) + i), place) for i, place in numbers.items()),
+        )
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -84,7 +138,7 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 def _ordinary_launch(
     compiled: CompiledKernel, constants: tuple[Any, ...], tensors: Sequence[int], describe: Mapping[int, Describe]
-) -> Launch:
+) -> LaunchFunction:
     """Same as compiled_launch, but by Triton's launcher."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     pointers = [(i, place) for i, place in enumerate(tensors) if place not in describe]

@@ -18,7 +18,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction, KernelParam
 
 from symmoe.kernels.launch import driver
-from symmoe.kernels.launch.compiled import Describe, Launch, compiled_launch, picker
+from symmoe.kernels.launch.compiled import Describe, LaunchFunction, compiled_launch, picker
+from symmoe.tape.recorder import recorder
 
 # How the JIT treats an argument, by its parameter:
 CONSTANT = 0  # compiled in, by its value
@@ -85,6 +86,19 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
         kernel.launch(grid, constants, args, switch=True)
     else:
         kernel[grid](*constants.described(args), **constants.named)
+
+
+def is_watched() -> bool:
+    """Whether hooks or debugging of Triton have to see every launch."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        _RUNTIME.get("debug", _DEBUG)  # runtime.debug without reading the environment, which takes 1 us
+        or _COMPILATION.get("instrumentation_mode", _INSTRUMENTATION)
+        or runtime.add_stages_inspection_hook is not None
+        or (enter is not None and getattr(enter, "calls", True))  # by default an empty chain
+        or (leave is not None and getattr(leave, "calls", True))
+    )
 
 
 def num_compiled() -> int:
@@ -188,10 +202,15 @@ class FastLaunch:
                 call.variants[key] = (compiled, self._learn(compiled, constants, args, call))
             return compiled
         compiled, run = variant
-        run(grid, current_stream(device), tensors, addresses, args)
+        stream = current_stream(device)
+        if (recording := recorder()) is not None:
+            recording.launch(run, self.kernel.arg_names, grid, stream, tensors, args)
+        run(grid, stream, tensors, addresses, args)
         return compiled
 
-    def _learn(self, compiled: CompiledKernel, constants: Constants, args: tuple[Any, ...], call: "_Call") -> Launch:
+    def _learn(
+        self, compiled: CompiledKernel, constants: Constants, args: tuple[Any, ...], call: "_Call"
+    ) -> LaunchFunction:
         """The launch function for the variant that the JIT has just launched."""
         self._globals = _Globals.of_kernel(self.kernel)  # the JIT has compared them with its compiled-in values
         values = tuple([constants.named.get(p.name, p.default) for p in self.kernel.params if p.is_constexpr])
@@ -229,6 +248,8 @@ class FastLaunch:
 
     def _compile(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledKernel | None:
         """A launch through the JIT."""
+        if (recording := recorder()) is not None:
+            recording.give_up(f"{self.kernel.__name__} is launched by Triton's JIT")
         driver.ensure_context()
         return self.kernel[grid](*args, **kwargs)
 
@@ -237,17 +258,7 @@ class FastLaunch:
 
         Environment variables (TRITON_DEBUG...) count with their values when this module was imported.
         """
-        kernel, runtime = self.kernel, knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if (
-            kernel.debug
-            or kernel.pre_run_hooks
-            or _RUNTIME.get("debug", _DEBUG)  # runtime.debug without reading the environment, which takes 1 us
-            or _COMPILATION.get("instrumentation_mode", _INSTRUMENTATION)
-            or runtime.add_stages_inspection_hook is not None
-            or (enter is not None and getattr(enter, "calls", True))  # by default an empty chain
-            or (leave is not None and getattr(leave, "calls", True))
-        ):
+        if self.kernel.debug or self.kernel.pre_run_hooks or is_watched():
             return True
         try:
             for part in self._globals:
@@ -291,7 +302,7 @@ class _Call:
     tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     aligned: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
     numbers: tuple[tuple[int, Callable[[int], tuple[Any, ...]]], ...]
-    variants: dict[tuple[Any, ...], tuple[CompiledKernel, Launch]]
+    variants: dict[tuple[Any, ...], tuple[CompiledKernel, LaunchFunction]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from symmoe.kernels.launch.integers import ceil_div
 from symmoe.kernels.launch.launch import fast_launch
 from symmoe.kernels.twin import pointers as twin
 from symmoe.kernels.twin.pointers import host_bytes
+from symmoe.tape.recorder import recorder
 
 PARAM_BYTES = 4096  # every driver lets a kernel take as many
 HEADER = struct.Struct("<QQ")  # the destination's address, number of bytes
@@ -121,6 +122,8 @@ def _copy(data: memoryview, address: int, device: int) -> None:
 
 def _launch(arguments: int, device: int) -> None:
     """One block of copy_bytes on the current stream of `device`, which is the current device."""
+    if (recording := recorder()) is not None:
+        recording.give_up("addresses of the host are copied to the device")
     launch = driver.library().cuLaunchKernel
     function = _copy_bytes(device)
     stream = torch._C._cuda_getCurrentRawStream(device)
