@@ -153,7 +153,7 @@ class Plan(PlanIntegers):
     max_rows: int | None = None
     max_packed_rows: int | None = None
     has_room: bool = True
-    _read_report: Callable[[], torch.Tensor] | None = None
+    _read_report: Callable[[], list[int]] | None = None
 
     def settle(self) -> None:
         """Finds out what the routing of a plan with room needs, and whether there is room for it.
@@ -165,7 +165,7 @@ class Plan(PlanIntegers):
         """
         if self._read_report is None:
             return
-        report, self._read_report = self._read_report().tolist(), None
+        report, self._read_report = self._read_report(), None
         self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
         if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
             self.heap.check()  # a fault of a peer is on record

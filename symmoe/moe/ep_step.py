@@ -7,7 +7,8 @@ whether rows travel while GEMMs run, is the caller's choice (moe/schedule.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +27,13 @@ from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInput
 from symmoe.grouped.linear import GroupedLinear
-from symmoe.grouped.local_experts import kind_of
 from symmoe.grouped.mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, rates_of, received_layout
 from symmoe.moe.schedule import Overlapped, Schedule, Serial
+from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat, wire_problem
 from symmoe.symm_mem.lease import Lease
 from symmoe.symm_mem.tell_peers import told
@@ -160,12 +161,17 @@ def _schedule(
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
-    num_sms = num_sms_of(x.device)
+    return _overlapped(word, layout, sizes, num_sms_of(x.device), experts.precision)
+
+
+@functools.lru_cache(maxsize=256)
+def _overlapped(word: str, layout: str, sizes: Sizes, num_sms: int, precision: Recipe | None) -> Overlapped:
+    """The same object for the same call: steps are told apart by it."""
     if word == "always-overlapped":
         chosen = overlap_everything(sizes, num_sms)
     else:
-        chosen = overlap(sizes, num_sms, rates_of(experts.precision))
-    if not takes_parts(experts.precision):  # its GEMMs begin when all rows are there
+        chosen = overlap(sizes, num_sms, rates_of(precision))
+    if not takes_parts(precision):  # its GEMMs begin when all rows are there
         chosen = replace(chosen, dispatch=None, gradient_dispatch=None)
     return Overlapped(layout, chosen)
 
@@ -182,8 +188,8 @@ class _EPStep:
 
     Attributes:
         num_rows: rows of h.
-        kind: equal for steps that launch the same kernels with the same numbers, given tensors of the same shapes;
-            None for those that are not put on a tape.
+        kind: a number, equal for steps that launch the same kernels with the same arguments, given tensors of the same
+            shapes; None for those that are not put on a tape.
     """
 
     experts: GroupedMLP
@@ -196,7 +202,7 @@ class _EPStep:
     trains: bool
     out_shape: torch.Size | None
     num_rows: int
-    kind: Hashable
+    kind: int | None
 
     def run(
         self,
@@ -260,17 +266,24 @@ class _EPStep:
         return ExpertRows(received, self.plan.row_range, row_probs, bias_scale, row_index), weights
 
 
-def _kind(experts: GroupedMLP, plan: Plan, schedule: Schedule, order: str, stash: str, layout: str) -> Hashable:
+def _kind(experts: GroupedMLP, plan: Plan, schedule: Schedule, order: str, stash: str, layout: str) -> int | None:
     """See _EPStep. Steps are put on a tape if their sizes repeat, and if no table of addresses, no quantised weight and
     no gradient of the trainer's is among their operands."""
     linears = experts.fc1, experts.fc2
-    if plan.num_rows is not None or experts.precision is not None or adapters_of(*linears):
+    if (
+        plan.heap.device.type == "meta"
+        or plan.num_rows is not None
+        or experts.precision is not None
+        or adapters_of(*linears)
+    ):
         return None
     if any(fc.delay_wgrad or fc.accumulate_into_main_grad or not fc.is_packed for fc in linears):
         return None
-    trained = [parameter.requires_grad for fc in linears for parameter in fc.parameters()]
+    trained = [parameter is None or parameter.requires_grad for fc in linears for parameter in (fc.weight, fc.bias)]
+    has_bias = experts.fc1.bias is not None
     sizes = plan.num_tokens, plan.row_capacity, plan.packed_row_capacity, plan.num_experts, plan.top_k
-    return schedule, order, stash, layout, sizes, kind_of(experts), *trained
+    shape = experts.num_groups, experts.hidden, experts.ffn, experts.activation.activation
+    return plan.heap.tapes.number((schedule, order, stash, layout, *sizes, *shape, has_bias, *trained))
 
 
 def _on_wire(rows: torch.Tensor, wire: WireFormat | None) -> torch.Tensor:

@@ -18,8 +18,7 @@ from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.expert_capacity import drop_over_capacity, expert_capacity
-from symmoe.moe.router_choice import choose_experts
-from symmoe.moe.router_logits import router_logits
+from symmoe.moe.routing import Run, route_tokens, run_plainly
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +59,9 @@ class Router(nn.Module):
     under autocast (of fp32 and fp16 tokens with tf32 products if torch is told to allow them). Equal scores go to the
     lower expert id, on every device and however many tokens share the call.
 
+    Args:
+        run: runs what a call launches, e.g. SymmetricHeap.run.
+
     Parameters stay fp32 when a model is cast (`model.to(torch.bfloat16)`).
 
     Attributes:
@@ -69,9 +71,9 @@ class Router(nn.Module):
             a buffer: DDP would overwrite it with that of another rank.
     """
 
-    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
+    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None, run: Run = run_plainly) -> None:
         super().__init__()
-        self.config = config
+        self.config, self._run = config, run
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None
@@ -112,13 +114,14 @@ class Router(nn.Module):
             x = x.masked_fill(~token_mask.unsqueeze(1), 0.0)
         # Autocast would run the product in half precision, where close scores tie or swap.
         with torch.autocast(x.device.type, enabled=False):
-            logits = router_logits(x, self.weight)
-            probs, scores, topk_idx = choose_experts(
-                logits,
+            logits, probs, scores, topk_idx = route_tokens(
+                x,
+                self.weight,
                 self.expert_bias,
                 None if topk_idx is None else _int32(topk_idx),
                 top_k=config.top_k,
                 rule=config.routing_rule,
+                run=self._run,
             )
             choice = choice_of(config, topk_idx, probs, token_mask)
         return RouterOutput(

@@ -28,7 +28,7 @@ ComputePanel = Callable[[Columns, int | None], None]
 
 
 class Schedule(Protocol):
-    """What moe/ep_step.py asks of a schedule. Equal ones launch the same."""
+    """What moe/ep_step.py asks of a schedule. Equal ones launch the same kernels."""
 
     @property
     def gradient_combine_sms(self) -> int | None:
@@ -98,7 +98,7 @@ class Serial:
             collection.collect()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Overlapped:
     """Rows travel on a branch stream while the current one runs GEMMs, where that pays (moe/overlap.py).
 

@@ -15,8 +15,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from symmoe.errors import TRAVELLING, PeerError, SymmoeError
 from symmoe.kernels import control
 from symmoe.symm_mem.inbox import Report, counters, end_waits, read_error, read_report, send_error
@@ -78,14 +76,14 @@ class Faults:
                 return None
         return error
 
-    def settle(self, received: torch.Tensor) -> SymmoeError | None:
+    def settle(self, received: list[list[int]]) -> SymmoeError | None:
         """The error that was kept for this barrier, if this rank raises it.
 
         Args:
-            received: int64 [R, NUM_PUBLISHED] on the CPU, what ranks have published in the barrier.
+            received: [R][NUM_PUBLISHED], what ranks have published in the barrier.
         """
         error, self.unraised = self.unraised, None
-        if (received[:, 0] == UNRAISED[0]).all():  # no rank has raised it
+        if all(published[0] == UNRAISED[0] for published in received):  # no rank has raised it
             return error
         logger.warning(
             "rank %d has left a call by an exception of its own, in which its peers have raised: %s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from symmoe.tape.recorder import Recorder, recorder
 from symmoe.tape.tape import Tape
 
 _MOST_KINDS = 256  # the kinds of calls that are remembered
+_MOST_NUMBERS = 4096
 _MOST_FAILURES = 3  # recordings of one kind that may be of no use
 
 Function = Callable[[], Sequence[Any]]
@@ -59,6 +61,8 @@ class Tapes:
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._device, self._give_up, self._constants = device, give_up, tuple(constants)
         self._compiled = compiled
+        self._numbers: dict[Hashable, int] = {}
+        self._counter = itertools.count()
         self.num_played = 0
 
     def run(
@@ -76,7 +80,7 @@ class Tapes:
         Returns:
             what the function returns.
         """
-        if recorder() is not None:
+        if recorder() is not None or torch._C._len_torch_dispatch_stack():  # somebody has to see every operator
             return function()
         whole_key = key, *[(t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in inputs]
         kind = self._kinds.get(whole_key)
@@ -93,6 +97,15 @@ class Tapes:
             kind.is_new = False
             return outputs
         return self._record(kind, function, inputs, numbers)
+
+    def number(self, kind: Hashable) -> int:
+        """A number for a kind of call, the same for equal ones: to be hashed instead of it."""
+        number = self._numbers.get(kind)
+        if number is None:
+            if len(self._numbers) == _MOST_NUMBERS:
+                self._numbers.clear()
+            number = self._numbers[kind] = next(self._counter)
+        return number
 
     @property
     def problems(self) -> list[str]:

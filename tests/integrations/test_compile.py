@@ -274,13 +274,16 @@ def test_operators_pass_torchs_own_checks(heap):
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
     arguments = (x, probs, topk_idx, [], weights, [], layer._routed_experts.number, True, True, 3)
     torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments)
-    logits, bias = torch.randn(5, 4, requires_grad=True), torch.randn(4)
     rule = ("sigmoid", True, 2, 1, 1.5)
-    for given in (None, torch.tensor([[0, -1]] * 5, dtype=torch.int32)):
-        torch.library.opcheck(torch.ops.symmoe.choose_experts.default, (logits, bias, given, 2, *rule))
-    chosen, scores = torch.tensor([[0, 1]] * 5, dtype=torch.int32), torch.rand(5, 4)
-    gradient = (torch.rand(5, 2), None, chosen, scores, "softmax", True, 1.0)
-    torch.library.opcheck(torch.ops.symmoe.choose_experts_grad.default, gradient)
+    router, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
+    chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = torch.randn(5, HIDDEN).to(dtype).requires_grad_()
+        for given in (None, chosen):
+            torch.library.opcheck(torch.ops.symmoe.route.default, (rows, router, bias, given, 2, *rule))
+        detached = rows.detach(), router.detach(), chosen.relu(), scores
+        gradient = (torch.rand(5, 4), torch.rand(5, 2), None, *detached, "softmax", True, 1.0)
+        torch.library.opcheck(torch.ops.symmoe.route_gradients.default, gradient)
     step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
     torch.library.opcheck(torch.ops.symmoe.load_so_far.default, (step_load, load))
     torch.library.opcheck(torch.ops.symmoe.add_load.default, (step_load, load))

@@ -1,8 +1,8 @@
 """Plays the launches of a tape by one function in C: 2 us of the host for each, where Python takes 6.
 
 A launch's parameters are in memory that this file owns, laid out as the driver wants them. The function writes the
-addresses of a call into them, and launches. It is built by Triton's compiler of launchers. Where it cannot be built, and
-for launches that it does not know, Python plays the tape entry by entry.
+addresses of a call into them, and launches. It is built by Triton's compiler of launchers. Where it cannot be, and for
+launches that it does not know, Python plays the tape entry by entry.
 """
 
 from __future__ import annotations

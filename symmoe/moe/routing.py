@@ -1,0 +1,283 @@
+"""From tokens to the choice of experts and its weights: the router's product in fp32, scores, choice, and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from symmoe import kernels
+from symmoe.autograd import Context, Function
+from symmoe.kernels.routing_rule import RoutingRule
+
+
+class Routed(NamedTuple):
+    """T tokens' choice of K out of E experts.
+
+    Attributes:
+        logits: fp32 [T, E].
+        probs: fp32 [T, K].
+        scores: fp32 [T, E].
+        topk_idx: int32 [T, K].
+    """
+
+    logits: torch.Tensor
+    probs: torch.Tensor
+    scores: torch.Tensor
+    topk_idx: torch.Tensor
+
+
+class Run(Protocol):
+    """SymmetricHeap.run, or :func:`run_plainly`."""
+
+    def __call__(
+        self, key: tuple[Any, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
+    ) -> Sequence[Any]: ...
+
+
+def run_plainly(
+    key: tuple[Any, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
+) -> Sequence[Any]:
+    """function()."""
+    return function()
+
+
+def route_tokens(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    given_idx: torch.Tensor | None,
+    *,
+    top_k: int,
+    rule: RoutingRule,
+    run: Run = run_plainly,
+) -> Routed:
+    """Logits x @ weight^T of tokens [T, H] in any precision and weights fp32 [E, H], and the experts that they choose
+    (kernels/contract/router.py). Not collective, no host sync.
+
+    For bf16 tokens, kernels compute the logits with sums as good as those of fp32 products (never tf32), without an
+    fp32 copy of the tokens; on GPUs a token's logits do not depend on the other tokens. Otherwise torch computes them
+    from an fp32 copy. Differentiable, once.
+
+    Args:
+        bias: fp32 [E], added to the scores where experts are compared, or None.
+        given_idx: int32 [T, K], experts to take instead of the best ones; None: the best ones.
+        run: runs what is launched.
+    """
+    x, weight = x.contiguous(), weight.contiguous()
+    given_idx = None if given_idx is None else given_idx.contiguous()
+    if torch.compiler.is_compiling():
+        return Routed(*_route(x, weight, bias, given_idx, top_k, *_fields(rule)))
+    return Routed(*_Route.apply(x, weight, bias, given_idx, top_k, rule, run))
+
+
+def _fields(rule: RoutingRule) -> tuple[str, bool, int, int, float]:
+    return rule.score, rule.renormalize, rule.num_groups, rule.top_groups, rule.route_scale
+
+
+def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+
+
+def _compute(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    given_idx: torch.Tensor | None,
+    top_k: int,
+    rule: RoutingRule,
+) -> Routed:
+    ops = kernels.for_device(x.device)
+    logits, probs, scores, topk_idx = _empty(x, weight, top_k)
+    if _has_kernels(x, weight):
+        ops.router_gemm(x, weight, logits)
+    else:
+        torch.mm(x.float(), weight.t(), out=logits)
+    ops.choose_experts(logits, bias, given_idx, topk_idx, probs, scores, rule=rule)
+    return Routed(logits, probs, scores, topk_idx)
+
+
+def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int) -> Routed:
+    num_tokens, num_experts = x.shape[0], weight.shape[0]
+
+    def empty(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty((num_tokens, width), dtype=dtype, device=x.device)
+
+    return Routed(empty(num_experts), empty(top_k), empty(num_experts), empty(top_k, torch.int32))
+
+
+def _gradients(
+    d_logits: torch.Tensor | None,
+    d_probs: torch.Tensor | None,
+    d_scores: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    topk_idx: torch.Tensor,
+    scores: torch.Tensor,
+    rule: RoutingRule,
+    needs: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x and weight, where they are needed."""
+    ops, direct = kernels.for_device(x.device), d_logits
+    with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
+        if d_probs is not None or d_scores is not None:
+            d_probs, d_scores = (None if each is None else each.contiguous() for each in (d_probs, d_scores))
+            d_logits = torch.empty_like(scores)
+            ops.choose_experts_grad(d_probs, d_scores, topk_idx, scores, d_logits, rule=rule)
+            if direct is not None:
+                d_logits = d_logits + direct
+        assert d_logits is not None  # or autograd would not have called
+        if _has_kernels(x, weight):
+            dx = torch.empty_like(x) if needs[0] else None
+            d_weight = torch.empty_like(weight) if needs[1] else None
+            ops.router_gemm_grads(d_logits.contiguous(), x, weight, dx, d_weight)
+        else:
+            dx = d_logits.mm(weight).to(x.dtype) if needs[0] else None
+            d_weight = d_logits.t().mm(x.float()) if needs[1] else None
+    return dx, d_weight
+
+
+class _RouteContext(Context, Protocol):
+    rule: RoutingRule
+    run: Run
+
+
+class _Route(Function):
+    @staticmethod
+    def forward(
+        ctx: _RouteContext,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        given_idx: torch.Tensor | None,
+        top_k: int,
+        rule: RoutingRule,
+        run: Run,
+    ) -> tuple[torch.Tensor, ...]:
+        inputs = [tensor for tensor in (x, weight, bias, given_idx) if tensor is not None]
+        options = "route", top_k, rule, bias is None, given_idx is None
+        routed = Routed(*run(options, partial(_compute, x, weight, bias, given_idx, top_k, rule), inputs))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(routed.topk_idx)
+        ctx.save_for_backward(x, weight, routed.topk_idx, routed.scores)
+        ctx.rule, ctx.run = rule, run
+        return tuple(routed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: _RouteContext,
+        d_logits: torch.Tensor | None,
+        d_probs: torch.Tensor | None,
+        d_scores: torch.Tensor | None,
+        _: None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        given = d_logits, d_probs, d_scores
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        options = "gradients of the route", ctx.rule, needs_x, needs_weight, *[one is None for one in given]
+        kept: tuple[torch.Tensor, ...] = ctx.saved_tensors
+
+        def function() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            x, weight, topk_idx, scores = kept
+            return _gradients(*given, x, weight, topk_idx, scores, ctx.rule, (needs_x, needs_weight))
+
+        inputs = [tensor for tensor in (*given, *kept) if tensor is not None]
+        dx, d_weight = ctx.run(options, function, inputs)
+        return dx, d_weight, *[None] * 5
+
+
+# For torch.compile, operators, which take numbers and words in place of a rule.
+
+
+@torch.library.custom_op("symmoe::route", mutates_args=())
+def _route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    given_idx: torch.Tensor | None,
+    top_k: int,
+    score: str,
+    renormalize: bool,
+    num_groups: int,
+    top_groups: int,
+    route_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rule = RoutingRule(
+        score=score, renormalize=renormalize, num_groups=num_groups, top_groups=top_groups, route_scale=route_scale
+    )
+    with torch.autocast(x.device.type, enabled=False):
+        logits, probs, scores, topk_idx = _compute(x, weight, bias, given_idx, top_k, rule)
+    return logits, probs, scores, topk_idx
+
+
+@_route.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    given_idx: torch.Tensor | None,
+    top_k: int,
+    *rule: object,
+) -> tuple[torch.Tensor, ...]:
+    return tuple(_empty(x, weight, top_k))
+
+
+@torch.library.custom_op("symmoe::route_gradients", mutates_args=())
+def _route_gradients(
+    d_logits: torch.Tensor | None,
+    d_probs: torch.Tensor | None,
+    d_scores: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    topk_idx: torch.Tensor,
+    scores: torch.Tensor,
+    score: str,
+    renormalize: bool,
+    route_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rule = RoutingRule(score=score, renormalize=renormalize, route_scale=route_scale)
+    dx, d_weight = _gradients(d_logits, d_probs, d_scores, x, weight, topk_idx, scores, rule, (True, True))
+    assert dx is not None
+    assert d_weight is not None
+    return dx, d_weight
+
+
+@_route_gradients.register_fake
+def _(
+    d_logits: torch.Tensor | None,
+    d_probs: torch.Tensor | None,
+    d_scores: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _OperatorContext(Context, Protocol):
+    rule: tuple[object, ...]
+
+
+def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, _, _, _, score, renormalize, _, _, route_scale = inputs
+    _, _, scores, topk_idx = output
+    ctx.mark_non_differentiable(topk_idx)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, topk_idx, scores)
+    ctx.rule = score, renormalize, route_scale
+
+
+def _backward(
+    ctx: _OperatorContext,
+    d_logits: torch.Tensor | None,
+    d_probs: torch.Tensor | None,
+    d_scores: torch.Tensor | None,
+    _: None,
+) -> tuple[torch.Tensor | None, ...]:
+    return *_route_gradients(d_logits, d_probs, d_scores, *ctx.saved_tensors, *ctx.rule), *[None] * 8
+
+
+_route.register_autograd(_backward, setup_context=_keep)
