@@ -451,17 +451,22 @@ class Tape:
         for slot, tensor in enumerate(inputs):
             playing.things[slot] = tensor
             playing.addresses[slot] = tensor.data_ptr()
-        entries = iter(self.entries)
+        done = 0
         try:
-            for entry in entries:
+            for entry in self.entries:
                 entry.play(playing)
+                done += 1
         except BaseException as error:
-            self._pay(entries, playing, give_up, error)
+            self._pay(self.entries[done:], playing, give_up, error)
             raise
         return fill_in(self.outputs, playing)  # type: ignore[no-any-return]  # a tuple, as the template is
 
     def _pay(
-        self, entries: Any, playing: Playing, give_up: Callable[[BaseException], None], error: BaseException
+        self,
+        entries: Sequence[Entry],
+        playing: Playing,
+        give_up: Callable[[BaseException], None],
+        error: BaseException,
     ) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
         before that. And the stream that the call came on

@@ -1,0 +1,374 @@
+"""Calls that are played from a tape: the bits of calls that are not, errors on all ranks, and what is not played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from reliability.delays import before_steps
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from worker import Findings, open_heap
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.errors import SymmoeError
+from symmoe.grouped.mlp import GroupedMLP
+from symmoe.kernels import twin
+from symmoe.tape.recorder import Recorder, recorded
+from symmoe.tape.tape import Free, Number, Playing
+from symmoe.tape.tapes import Tapes
+
+H, I, E, K, T = 16, 24, 8, 3, 200
+CPU = torch.device("cpu")
+OUTSIDE = torch.ones(3)
+
+
+@contextmanager
+def without_tapes(heap: SymmetricHeap) -> Iterator[None]:
+    """Nothing is recorded or played."""
+    heap.run = lambda key, function, inputs, **numbers: function()
+    try:
+        yield
+    finally:
+        del heap.run
+
+
+# -- same bits --------------------------------------------------------------------------------------------------------
+
+
+def make_layer(heap: SymmetricHeap, *, bias: bool = False, dtype: torch.dtype = torch.float32, **options) -> MoELayer:
+    torch.manual_seed(heap.rank)
+    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, **options)
+    experts = GroupedMLP(E // heap.num_ranks, H, I, bias=bias, dtype=dtype)
+    if bias:
+        for fc in (experts.fc1, experts.fc2):
+            torch.nn.init.normal_(fc.bias)
+    return MoELayer(config, heap, experts=experts)
+
+
+def make_calls(rank: int, count: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """x and dy of calls of the same size; every sixth sends all tokens to few experts, which no room is kept for."""
+    for number in range(count):
+        own = torch.Generator().manual_seed(100 * number + rank)
+        x, dy = (torch.randn(T, H, generator=own) for _ in range(2))
+        if number % 6 == 5:
+            x = x[:1].expand(T, H).contiguous() + 0.01 * x
+        yield x.to(dtype), dy.to(dtype)
+
+
+def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    saving = torch.autograd.graph.save_on_cpu() if around == "saved copies" else nullcontext()
+    with saving:
+        y, metrics = checkpoint(layer, x, use_reentrant=False) if around == "checkpoint" else layer(x)
+    outputs = [y] if around == "checkpoint" else [y, metrics.aux_loss]
+    outputs = [output for output in outputs if output.requires_grad]
+    gradients = [dy, *(torch.ones_like(output) for output in outputs[1:])]
+    found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
+    return [y.detach(), metrics.expert_load, metrics.topk_idx, *found]
+
+
+OPTIONS = {
+    "defaults": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "static": {"capacity": 2 * T * K, "max_tokens": T},
+    "nothing kept": {"stash": "none", "layout": "expert-major"},
+    "hidden kept": {"stash": "hidden", "layout": "packed", "order": "slot"},
+    "overlapped": {"schedule": "always-overlapped", "layout": "packed"},
+    "overlapped, expert-major, nothing kept": {
+        "schedule": "always-overlapped",
+        "layout": "expert-major",
+        "stash": "none",
+    },
+    "biases": {"bias": True, "schedule": "always-overlapped"},
+    "losses": {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "score": "sigmoid", "expert_bias": True},
+}
+AROUND = ("", "checkpoint", "saved copies")
+
+
+def check_bits(rank: int, num_ranks: int, options: dict, around: str) -> tuple[int, int, list[str]]:
+    """Calls that were played; calls that did not fit; findings."""
+    findings, options = Findings(), dict(options)
+    dtype = options.get("dtype", torch.float32)
+    with open_heap("cpu", num_bytes=16 << 20) as heap:
+        layer, plain = make_layer(heap, **options), make_layer(heap, **options)
+        plain.load_state_dict(layer.state_dict())
+        repeats = 0
+        for number, (x, dy) in enumerate(make_calls(rank, 20, dtype)):
+            room = layer._routed_experts._find_room()
+            found = step(layer, x, dy, around)
+            with without_tapes(heap):
+                wanted = step(plain, x, dy, around)
+            repeats += room is not None and heap._row_histories[E, K]._last_rows > room.rows
+            same = [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
+            findings.check(all(same), f"rank {rank}, call {number}: other bits: {same}")
+            del found, wanted
+        findings.check(heap.leased_bytes == 0, "leases are left")
+        findings.check(heap.tapes.problems == [], f"{heap.tapes.problems}")
+        return heap.tapes.num_played, repeats, findings.texts
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, around):
+    results = cluster(num_ranks).run(check_bits, options, around)
+    assert [text for *_, texts in results for text in texts] == []
+    for num_played, repeats, _ in results:
+        assert num_played > 30  # of 20 calls with four parts and more each
+        if num_ranks > 1 and "capacity" not in options:
+            assert repeats > 0
+
+
+def check_in_flight(rank: int, num_ranks: int) -> list[str]:
+    """Backward of a call comes after two more forward calls, and results stay as they are."""
+    findings, flying = Findings(), []
+    with open_heap("cpu", num_bytes=16 << 20) as heap:
+        layer, plain = make_layer(heap), make_layer(heap)
+        for x, dy in make_calls(rank, 14, torch.float32):
+            x = x.requires_grad_()
+            y, _ = layer(x)
+            flying.append((x, dy, y, y.detach().clone()))
+            if len(flying) == 3:
+                x, dy, y, copy = flying.pop(0)
+                found = torch.autograd.grad(y, (x, *layer.parameters()), dy)
+                with without_tapes(heap):
+                    _, _, _, *wanted = step(plain, x.detach(), dy, "")
+                findings.check(all(map(torch.equal, found, wanted)), f"rank {rank}: other gradients")
+                findings.check(torch.equal(y, copy), f"rank {rank}: y has changed")
+        findings.check(heap.tapes.num_played > 20, "nothing was played")
+    return findings.texts
+
+
+def test_calls_in_flight(cluster):
+    assert cluster(2).findings(check_in_flight) == []
+
+
+# -- errors in the middle of a played call ----------------------------------------------------------------------------
+
+
+def check_errors(rank: int, num_ranks: int, options: dict) -> tuple[int, list[str]]:
+    """An error of rank 0 before each of the kernels of a played step: all ranks raise, and the next call is right."""
+    findings = Findings()
+    names: list[str] = []
+    with open_heap("cpu", num_bytes=16 << 20, timeout_s=30, start_timeout_s=30) as heap:
+        layer = make_layer(heap, **options)
+        x, dy = next(make_calls(rank, 1, torch.float32))
+        wanted = step(layer, x, dy, "")
+        for _ in range(4):
+            step(layer, x, dy, "")
+        with before_steps(twin, names.append, twin.__all__):
+            step(layer, x, dy, "")
+        for fails_at, name in enumerate(names):
+            # Errors of the heap; one that peers could not be told of; those after the last collective call.
+            if name in ("barrier", "push_slots", "choose_experts_grad", "router_gemm_grads"):
+                continue
+            left = [fails_at]
+
+            def fail(_: str, left: list[int] = left) -> None:
+                left[0] -= 1
+                if left[0] == -1:
+                    raise RuntimeError("no memory, say")
+
+            findings.where = f"rank {rank}, error before {name} ({fails_at} of {len(names)})"
+            try:
+                with before_steps(twin, fail, twin.__all__) if rank == 0 else nullcontext():
+                    step(layer, x, dy, "")
+                findings.check(False, "no error")
+            except (RuntimeError, SymmoeError) as error:
+                findings.check("no memory, say" in str(error), f"{type(error).__name__}: {error}")
+            for _ in range(2):  # the first one measures again
+                found = step(layer, x, dy, "")
+                findings.check(all(map(torch.equal, found, wanted)), "other bits afterwards")
+        findings.check(heap.leased_bytes == 0, "leases are left")
+        return heap.tapes.num_played, findings.texts
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "always-overlapped"}], ids=["defaults", "overlapped"])
+def test_an_error_in_a_played_call_is_every_ranks(cluster, options):
+    results = cluster(2).run(check_errors, options)
+    assert [text for _, texts in results for text in texts] == []
+    assert all(num_played > 20 for num_played, _ in results)
+
+
+# -- what is played, and what is not ----------------------------------------------------------------------------------
+
+
+def make_tapes() -> Tapes:
+    return Tapes(CPU, lambda error: None, (), lambda tape: tape)
+
+
+def run_often(tapes: Tapes, function, make_inputs, *, times: int = 6, **numbers) -> list[object]:
+    found = []
+    for n in range(times):
+        inputs = make_inputs()
+        now = {name: value + n for name, value in numbers.items()}
+        found.append(tapes.run("some", lambda inputs=inputs: function(*inputs), inputs, now)[0])
+    return found
+
+
+def test_a_call_is_played_once_two_recordings_agree():
+    tapes = make_tapes()
+    found = run_often(tapes, lambda x: (x * 2 + 1,), lambda: [torch.rand(3)], times=3)
+    assert tapes.num_played == 0
+    x = torch.rand(3)
+    (again,) = tapes.run("some", lambda: pytest.fail("it was called"), [x], {})
+    assert torch.equal(again, x * 2 + 1)
+    assert len({y.data_ptr() for y in (*found, again)}) == 4
+    assert tapes.num_played == 1
+    assert tapes.problems == []
+
+
+def test_other_shapes_strides_and_dtypes_are_other_kinds():
+    tapes = make_tapes()
+    run_often(tapes, lambda x: (x + 1,), lambda: [torch.rand(4, 3)])
+    played = tapes.num_played
+    for other in (torch.rand(3, 3), torch.rand(3, 4).t(), torch.rand(4, 3, dtype=torch.float64)):
+        (y,) = tapes.run("some", lambda x=other: (x + 1,), [other], {})
+        assert torch.equal(y, other + 1)
+    assert tapes.num_played == played
+
+
+def test_a_number_that_changes_keeps_a_call_off_the_tape():
+    tapes, counter = make_tapes(), iter(range(100))
+    found = run_often(tapes, lambda x: (x + next(counter),), lambda: [torch.zeros(2)], times=8)
+    assert [int(y[0]) for y in found] == list(range(8))
+    assert tapes.num_played == 0
+    assert tapes.problems == ["two calls differ in more than memory"]
+
+
+def test_a_number_that_the_call_brings_may_change():
+    tapes = make_tapes()
+    seen: list[int] = []
+
+    @recorded
+    def note(*, generation: int) -> None:
+        seen.append(generation)
+
+    numbers = iter(range(7, 100))
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor]:
+        note(generation=next(numbers))
+        return (x + 1,)
+
+    run_often(tapes, function, lambda: [torch.zeros(2)], times=6, generation=7)
+    assert seen == [7, 8, 9, 10, 11, 12]
+    assert tapes.num_played == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (lambda x: (x + OUTSIDE,), "memory of a [3] torch.float32 tensor is not known"),
+        (lambda x: (x * x[0].item(),), "the host reads a tensor"),
+        (lambda x: (x.sort()[0],), "aten.sort.default returns tuple"),
+        (lambda x: (x[:0] + 1,), "memory of a [0] torch.float32 tensor is not known"),
+    ],
+    ids=["outside", "read back", "several results", "empty"],
+)
+def test_what_is_not_understood_is_not_played(function, problem):
+    tapes = make_tapes()
+    found = run_often(tapes, function, lambda: [torch.full((3,), 2.0)])
+    assert all(torch.equal(y, function(torch.full((3,), 2.0))[0]) for y in found)
+    assert tapes.num_played == 0
+    assert problem in tapes.problems[0]
+
+
+def test_inputs_that_share_memory_are_not_played():
+    tapes = make_tapes()
+
+    def inputs() -> list[torch.Tensor]:
+        whole = torch.rand(4)
+        return [whole[:3], whole[1:]]
+
+    run_often(tapes, lambda a, b: (a + b,), inputs)
+    assert tapes.num_played == 0
+    assert tapes.problems == ["inputs share memory"]
+
+
+def test_views_and_writes_in_place_land_where_they_should():
+    tapes = make_tapes()
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.empty(4, 3)
+        whole[1:3].copy_(x)
+        whole[0].zero_()
+        whole[3].fill_(5)
+        return whole[1:], whole.view(12)[4:]
+
+    for _ in range(6):
+        x = torch.rand(2, 3)
+        a, b = tapes.run("some", lambda x=x: function(x), [x], {})
+        assert torch.equal(a, torch.cat([x, torch.full((1, 3), 5.0)]))
+        assert torch.equal(b, a.reshape(-1)[1:])
+        assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    assert tapes.num_played == 3
+
+
+def test_memory_is_freed_where_it_was():
+    def function(x: torch.Tensor) -> tuple[torch.Tensor]:
+        y = x + 1
+        z = y * 2
+        del y
+        return (z - 3,)
+
+    with Recorder([x := torch.rand(5)], {}, ()) as recording:
+        outputs = function(x)
+    tape = recording.finish(outputs)
+    kinds = [type(entry).__name__ for entry in tape.entries]
+    assert kinds == ["Operator", "Operator", "Free", "Operator", "Free"]
+    playing = Playing(tape.num_slots, {}, 0)
+    playing.put(0, x)
+    for entry in tape.entries:
+        entry.play(playing)
+        if isinstance(entry, Free):
+            assert playing.things[entry.slot] is None
+
+
+def test_a_large_integer_of_a_kernel_may_be_an_address():
+    x = torch.rand(3)
+
+    class Launch:
+        def bind(self, *_: object) -> object:
+            pytest.fail("it would be on the tape")
+
+    with Recorder([x], {}, ()) as recording:
+        recording.launch(Launch(), ["x", "where"], (1,), 0, (x,), (x, 1 << 45))
+    assert recording.finish(()) is None
+    assert "where is an integer" in recording.problem
+
+
+def test_a_launch_by_another_launcher_is_not_played():
+    x = torch.rand(3)
+    with Recorder([x], {}, ()) as recording:
+        recording.launch(print, ["x"], (1,), 0, (x,), (x,))
+    assert recording.finish(()) is None
+
+
+def test_there_is_no_tape_where_somebody_sees_every_operator():
+    tapes = make_tapes()
+    run_often(tapes, lambda x: (x + 1,), lambda: [torch.rand(2)])
+    with FlopCounterMode(display=False) as counter:
+        tapes.run("some", lambda: (torch.rand(2, 2) @ torch.rand(2, 2),), [torch.rand(2)], {})
+    assert counter.get_total_flops() == 16
+
+
+def test_numbers_of_equal_kinds_are_equal():
+    tapes = make_tapes()
+    assert tapes.number(("a", 1)) == tapes.number(("a", 1)) != tapes.number(("a", 2))
+    assert Number("x").get(Playing(0, {"x": 5}, 0)) == 5
+
+
+def test_steps_of_layers_of_one_size_share_tapes():
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
+        layers = [make_layer(heap) for _ in range(3)]
+        x, dy = next(make_calls(0, 1, torch.float32))
+        for _ in range(3):
+            for layer in layers:
+                step(layer, x, dy, "")
+        kinds = len(heap.tapes._kinds)
+        step(layers[0], x, dy, "")
+        assert len(heap.tapes._kinds) == kinds
+        assert heap.tapes.num_played > 20
