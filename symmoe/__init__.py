@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from symmoe.symm_mem.heap import SymmetricHeap
     from symmoe.symm_mem.lease import Lease
     from symmoe.tokens import combine_tokens, dispatch_tokens
+    from symmoe.training.captured_step import CapturedStep, capture_step
     from symmoe.training.gradients import clip_grad_norm, reduce_gradients
     from symmoe.training.lora import add_lora, merge_lora, unmerge_lora
     from symmoe.training.memory_plan import MemoryPlan, plan_memory
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"  # the one place: pyproject.toml and `symmoe --version` read it
 
 _HOME = {
+    "CapturedStep": "symmoe.training.captured_step",
     "GroupedLinear": "symmoe.grouped.linear",
     "GroupedMLP": "symmoe.grouped.mlp",
     "LayerRecord": "symmoe.training.metrics",
@@ -63,6 +65,7 @@ _HOME = {
     "balance_after": "symmoe.moe.expert_bias",
     "balance_step": "symmoe.moe.expert_bias",
     "balanced_routing": "symmoe.training.replay",
+    "capture_step": "symmoe.training.captured_step",
     "choose_precision": "symmoe.training.precision_choice",
     "clip_grad_norm": "symmoe.training.gradients",
     "combine_tokens": "symmoe.tokens",
@@ -84,6 +87,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CapturedStep",
     "GroupedLinear",
     "GroupedMLP",
     "LayerRecord",
@@ -105,6 +109,7 @@ __all__ = [
     "balance_after",
     "balance_step",
     "balanced_routing",
+    "capture_step",
     "choose_precision",
     "clip_grad_norm",
     "combine_tokens",

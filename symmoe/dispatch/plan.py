@@ -320,6 +320,8 @@ def plan_call(
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
         room = find_room() if capacity is None else None
+        if capacity is None and room is None and heap.captured_reports is not None:
+            heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
         if capacity is not None:
             limit, token_limit = capacity, num_tokens if max_tokens is None else max_tokens
         elif room is not None:
@@ -340,6 +342,10 @@ def plan_call(
         header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
         plan = _place_slots(topk_idx.detach().contiguous(), heap, header)
         if capacity is not None:
+            return plan
+        if room is not None and heap.captured_reports is not None:
+            plan.expected_rows = room.expected_rows
+            heap.captured_reports.append(plan.report)
             return plan
         plan._read_report = heap.read_back(plan.report)
         if room is None:
@@ -480,8 +486,11 @@ def _find_problem(
     if capacity is None and (max_tokens is not None or overflow != "raise"):
         setting = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
         return ArgumentError(f"{setting} needs a static capacity, and capacity is None")
-    if capacity is None and heap.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return ArgumentError("capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows")
+    if capacity is None and heap.captured_reports is None and heap.capture:
+        return ArgumentError(
+            "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "
+            "steps with symmoe.capture_step"
+        )
     if capacity is not None and capacity < 1:
         return ArgumentError(f"capacity ({capacity}) must be at least 1 row")
     if max_tokens is not None and max_tokens < topk_idx.shape[0]:

@@ -35,7 +35,7 @@ class DryHeap(SymmetricHeap):
 
     rank, device, epoch = 0, _META, 0
     status: Any = None
-    trip_timer = None
+    trip_timer = captured_reports = None
     base = 0
     one_call: Any = nullcontext
     _streams = NoStreams()

@@ -6,8 +6,8 @@ import logging
 import math
 import operator
 import struct
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -76,6 +76,7 @@ class SymmetricHeap:
         backend, backend_reason: the picked backend, and why.
         peers, status: arguments by which kernels reach the arenas and report to the host.
         statistics: counters.
+        captured_reports: None, or where the reports of plans go in :meth:`fixed_room`.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
 
     Raises:
@@ -128,6 +129,7 @@ class SymmetricHeap:
         self.statistics = self._memory.statistics
         self._row_histories: dict[Hashable, RowHistory] = {}
         self._num_errors = 0
+        self.captured_reports: list[torch.Tensor] | None = None
         self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
         self.status, self._status_words = self._waits.status, self._waits.status.numpy()
         self._is_watched = kernels.watcher(self.device)
@@ -211,6 +213,15 @@ class SymmetricHeap:
     def graph_bytes(self) -> int:
         """Bytes that captured CUDA graphs hold, leased in them or not."""
         return self._memory.graph_bytes
+
+    @property
+    def capture(self) -> int:
+        """The number of the graph that the current stream is capturing, for :meth:`release_graph`; 0: none."""
+        return capture_id(self.device)
+
+    def release_graph(self, capture: int) -> None:
+        """Same as :meth:`release_graphs`, for one graph."""
+        self._memory.release_graph(capture)
 
     def release_graphs(self) -> None:
         """Gives back the memory of every graph captured so far; none of them may be replayed any more. Local."""
@@ -353,6 +364,21 @@ class SymmetricHeap:
             self._num_errors = self._faults.num_errors
             self._row_histories.clear()
         return self._row_histories.setdefault(kind, RowHistory())
+
+    @contextmanager
+    def fixed_room(self, factor: float, reports: list[torch.Tensor]) -> Iterator[None]:
+        """In this context calls with exact capacity get room for `factor` times what recent ones needed, whether that
+        is enough or not, and the host reads no plan: `reports` gets what it would have read. For captures."""
+        histories = list(self._row_histories.values())
+        for history in histories:
+            history.fix(factor)
+        self.captured_reports = reports
+        try:
+            yield
+        finally:
+            self.captured_reports = None
+            for history in histories:
+                history.unfix()
 
     def synchronize(self) -> None:
         """Waits for this rank's stream and raises what has been reported. Local.

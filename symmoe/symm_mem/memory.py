@@ -143,12 +143,15 @@ class Memory:
 
     def release_graphs(self) -> None:
         """Takes back the memory of captured graphs."""
+        for capture in list(self._graph_arenas):
+            self.release_graph(capture)
+
+    def release_graph(self, capture: int) -> None:
+        """Takes back the memory of one captured graph, if it had any."""
         with self.lock:
-            graph_arenas = list(self._graph_arenas.values())
-            self._graph_arenas.clear()
-            for arena in graph_arenas:
-                for span in arena.clear():
-                    self.give_back(self.arena, span)
+            arena = self._graph_arenas.pop(capture, None)
+            for span in () if arena is None else arena.clear():
+                self.give_back(self.arena, span)
 
     def _return(self, arena: Arena, span: tuple[int, int], note: Callable[[tuple[int, int]], None]) -> None:
         self._live.pop(span[0], None)

@@ -37,6 +37,7 @@ class RowHistory:
     """
 
     def __init__(self) -> None:
+        self._fixed: Room | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -46,6 +47,8 @@ class RowHistory:
 
     def note(self, rows: int, packed_rows: int) -> None:
         """Notes a call: the largest numbers of rows and of packed rows that any rank needed."""
+        if self._fixed is not None:
+            return
         if self._num_calls == _WINDOW:
             self._before, self._now, self._num_calls = self._now, (0, 0), 0
         self._num_calls += 1
@@ -54,13 +57,29 @@ class RowHistory:
 
     def room(self, most_rows: int | None) -> Room | None:
         """What the next call gets, at most `most_rows` rows; None if it has to measure."""
-        rows, packed_rows = (max(pair) for pair in zip(self._before, self._now, strict=True))
+        if self._fixed is not None:
+            return self._fixed
+        rows, packed_rows = self._most()
         if not rows or (most_rows is not None and rows > most_rows):
             return None
         room = _with_margin(rows)
         if most_rows is not None:
             room = min(room, most_rows)
         return Room(room, min(room, _with_margin(packed_rows)), self._last_rows)
+
+    def fix(self, factor: float) -> None:
+        """Calls get `factor` times what the largest recent one needed, if there was one, until :meth:`unfix`."""
+        rows, packed_rows = (math.ceil(factor * number) for number in self._most())
+        if rows:
+            self._fixed = Room(rows, min(rows, packed_rows), self._last_rows)
+
+    def unfix(self) -> None:
+        """Ends what :meth:`fix` began."""
+        self._fixed = None
+
+    def _most(self) -> tuple[int, int]:
+        rows, packed_rows = (max(pair) for pair in zip(self._before, self._now, strict=True))
+        return rows, packed_rows
 
 
 def _with_margin(number: int) -> int:

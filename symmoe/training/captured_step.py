@@ -1,0 +1,228 @@
+"""A whole training step as a CUDA graph that stays exact: a replay that had too little room is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from symmoe.errors import ArgumentError
+from symmoe.kernels import control
+from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+from symmoe.moe.router import Router
+from symmoe.symm_mem.heap import SymmetricHeap
+
+R = TypeVar("R")
+
+
+def capture_step(
+    step: Callable[..., R], model: nn.Module, *, room: float = 1.25, num_eager: int = 3
+) -> CapturedStep[R]:
+    """Makes a training step replay as a CUDA graph, with exact capacity: nothing is dropped, nothing is lost.
+
+    `step` runs forward and backward of one optimizer step, with all its micro-batches, e.g.
+
+        def step(tokens, targets):
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            return loss
+
+        captured = symmoe.capture_step(step, model)
+        for tokens, targets in batches:
+            loss = captured(tokens, targets)
+            optimizer.step()
+
+    A call leaves the gradients of this call alone in `.grad`: they need no zero_grad, and replace what was there.
+    The first calls are eager, and so is the first one with inputs of other shapes or dtypes. Then the step is captured
+    with room for `room` times the rows that layers with capacity None have needed. A replay in which some layer of some
+    rank needed more has moved no rows there. The host notices that before the call returns, and runs the step again,
+    eagerly and exactly, from the same inputs, buffers and random numbers; the next call captures it with more room.
+    On CPUs there are no graphs: every call is eager.
+
+    Collective over the EP groups of the model's layers. Each call synchronises the host once, at its end.
+
+    Args:
+        step: takes and returns tensors, or tuples, lists and dicts of tensors and of constants. It must not
+            look at values of device tensors, and must do the same in every call.
+        model: all parameters and buffers that the step uses or changes.
+        room: at least 1.
+        num_eager: eager calls before a capture, at least 1.
+
+    Raises:
+        ArgumentError: a number is out of range, or parameters are sharded (DTensors of FSDP2, whose memory moves in
+            every step). DistributedDataParallel around the model has not been tried: reduce gradients after the call
+            (symmoe.reduce_gradients).
+    """
+    if not room >= 1:
+        raise ArgumentError(f"room ({room}) must be at least 1")
+    if num_eager < 1:
+        raise ArgumentError(f"num_eager ({num_eager}) must be at least 1")
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise ArgumentError("model has sharded parameters (DTensor), whose memory moves: its steps cannot be captured")
+    return CapturedStep(step, model, room, num_eager)
+
+
+class Graph(Protocol):
+    """A step that has been captured."""
+
+    def replay(self) -> None:
+        """Runs it again, on the memory that it was captured with. Does not wait for it."""
+
+    def end(self) -> None:
+        """Gives its memory back."""
+
+
+class CudaGraph:
+    """`function` as a CUDA graph on the heaps; it has not run when this is made."""
+
+    def __init__(self, function: Callable[[], None], heaps: list[SymmetricHeap]) -> None:
+        self._graph, self._heaps = torch.cuda.CUDAGraph(), heaps
+        with torch.cuda.graph(self._graph):
+            self._captures = [heap.capture for heap in heaps]
+            function()
+
+    def replay(self) -> None:
+        """See Graph."""
+        self._graph.replay()
+
+    def end(self) -> None:
+        """See Graph."""
+        self._graph.reset()
+        for heap, capture in zip(self._heaps, self._captures, strict=True):
+            heap.release_graph(capture)
+
+
+class _Replay:
+    """A captured step with the memory that it reads and writes."""
+
+    def __init__(self, owner: CapturedStep[Any], leaves: list[Any], spec: TreeSpec) -> None:
+        self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._states, self._parameters = owner.states(), list(owner.model.parameters())
+        self._saved = [torch.empty_like(state) for state in self._states]
+        self.has_room = torch.zeros((), dtype=torch.bool, device=owner.device)
+        self._result: Any = None
+
+        def function() -> None:
+            for state, saved in zip(self._states, self._saved, strict=True):
+                saved.copy_(state)
+            with owner.room_for_capture() as reports:
+                args, kwargs = tree_unflatten(self._inputs, spec)
+                self._result = owner.step(*args, **kwargs)
+            errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
+            if errors:
+                self.has_room.copy_((torch.cat(errors) != control.PLAN_OVERFLOW).all())
+
+        self.has_room.fill_(True)
+        owner.clear_gradients()
+        assert owner.make_graph is not None
+        self._graph = owner.make_graph(function, owner.heaps)
+        self._gradients = [parameter.grad for parameter in self._parameters]
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Replays the step on new inputs; its result."""
+        for kept, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(kept, torch.Tensor):
+                kept.copy_(leaf)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        leaves, spec = tree_flatten(self._result)
+        # Copies: the next replay writes where the graph's tensors are.
+        return tree_unflatten([x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+    def restore(self) -> None:
+        """Gives buffers the values that they had before the last replay."""
+        for state, saved in zip(self._states, self._saved, strict=True):
+            state.copy_(saved)
+
+    def end(self) -> None:
+        """Gives the graph's memory back."""
+        self._gradients.clear()
+        self._result = None
+        self._graph.end()
+
+
+class CapturedStep(Generic[R]):
+    """What :func:`capture_step` returns; call it in place of the step.
+
+    Attributes:
+        step, model: as given.
+        heaps: heaps of the model's layers.
+        device: of the model.
+        num_replays, num_repeated, num_captures: calls that were replayed and right; replays that had too little room;
+            captures.
+    """
+
+    def __init__(self, step: Callable[..., R], model: nn.Module, room: float, num_eager: int) -> None:
+        self.step, self.model = step, model
+        self._room, self._num_eager = room, num_eager
+        layers = [module for module in model.modules() if isinstance(module, ExpertParallelModule)]
+        self.heaps = list(dict.fromkeys(layer.heap for layer in layers))
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.make_graph: Callable[[Callable[[], None], list[SymmetricHeap]], Graph] | None = (
+            CudaGraph if self.device.type == "cuda" else None
+        )
+        self._replays: dict[Hashable, _Replay] = {}
+        self._num_calls: dict[Hashable, int] = {}
+        self.num_replays = self.num_repeated = self.num_captures = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """The step with these arguments. Collective; synchronises the host."""
+        leaves, spec = tree_flatten((args, kwargs))
+        kind = str(spec), *[(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
+        if self.make_graph is None or self._num_calls[kind] <= self._num_eager:
+            return self._run_eagerly(args, kwargs)
+        replay = self._replays.get(kind)
+        if replay is None:
+            replay = self._replays[kind] = _Replay(self, leaves, spec)
+            self.num_captures += 1
+        random_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        result: R = replay.run(leaves)
+        has_room = bool(replay.has_room)  # waits for the replay
+        for heap in self.heaps:
+            heap.check()
+        if has_room:
+            self.num_replays += 1
+            return result
+        self.num_repeated += 1
+        replay.restore()
+        if random_state is not None:
+            torch.cuda.set_rng_state(random_state, self.device)
+        del result
+        self.clear_gradients()
+        self._replays.pop(kind).end()
+        return self._run_eagerly(args, kwargs)
+
+    def close(self) -> None:
+        """Ends all graphs and gives their memory back. The next call captures again."""
+        self.clear_gradients()
+        while self._replays:
+            self._replays.popitem()[1].end()
+
+    def clear_gradients(self) -> None:
+        """No parameter has a gradient."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def states(self) -> list[torch.Tensor]:
+        """Tensors that a step may change, other than gradients."""
+        routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        return [*self.model.buffers(), *[router.step_load for router in routers if router.step_load is not None]]
+
+    @contextmanager
+    def room_for_capture(self) -> Iterator[list[torch.Tensor]]:
+        """Calls in this context get a fixed room, and nobody waits for their plans; the reports of these plans."""
+        reports: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            for heap in self.heaps:
+                stack.enter_context(heap.fixed_room(self._room, reports))
+            yield reports
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        self.clear_gradients()
+        return self.step(*args, **kwargs)

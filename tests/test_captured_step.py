@@ -1,0 +1,189 @@
+"""Captured steps: exact whatever the routing does. On CPUs a function that runs again takes the place of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from worker import Findings, open_heap
+
+import symmoe
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+from symmoe.errors import ArgumentError
+from symmoe.training.captured_step import CapturedStep
+
+H, I, E, K, T = 16, 24, 8, 3, 200
+
+
+class HostGraph:
+    """What a CUDA graph does: the function runs once for its memory, and again in every replay."""
+
+    def __init__(self, model: nn.Module, states: list[torch.Tensor], function: Callable[[], None]) -> None:
+        self._parameters, self._function = list(model.parameters()), function
+        before = [state.clone() for state in states]
+        function()
+        for state, kept in zip(states, before, strict=True):
+            state.copy_(kept)
+        self._gradients = [parameter.grad for parameter in self._parameters]
+
+    def replay(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._function()
+        for kept, parameter in zip(self._gradients, self._parameters, strict=True):
+            if kept is not None:
+                kept.copy_(parameter.grad)
+
+    def end(self) -> None:
+        self._gradients.clear()
+
+
+class Model(nn.Module):
+    """Two layers of experts, and a buffer that every step changes."""
+
+    def __init__(self, heap: SymmetricHeap, **options) -> None:
+        super().__init__()
+        torch.manual_seed(heap.rank)
+        config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, aux_loss_coef=0.1, expert_bias=True, **options)
+        self.layers = nn.ModuleList([MoELayer(config, heap) for _ in range(2)]).to(heap.device)
+        self.register_buffer("num_tokens", torch.zeros((), dtype=torch.int64, device=heap.device))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        aux_loss = 0.0
+        for layer in self.layers:
+            y, metrics = layer(x)
+            x, aux_loss = x + y, aux_loss + metrics.aux_loss
+        self.num_tokens += len(x)
+        return x, aux_loss
+
+
+def make_step(model: Model) -> Callable[..., dict[str, torch.Tensor]]:
+    def step(batch: list[torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
+        losses = []
+        for x in batch:  # micro-batches
+            y, aux_loss = model(x)
+            loss = scale * y.float().square().mean() + aux_loss
+            loss.backward()
+            losses.append(loss)
+        return {"loss": torch.stack(losses).mean()}
+
+    return step
+
+
+def batches(rank: int, count: int):
+    """Two micro-batches of each step; tokens of every fourth step are alike, so few experts get them all."""
+    for number in range(count):
+        own = torch.Generator().manual_seed(1000 * number + rank)
+        batch = [torch.randn(T, H, generator=own) for _ in range(2)]
+        yield [x[:1] + 0.01 * x for x in batch] if number % 4 == 3 else batch
+
+
+def results(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
+    loads = [layer.router.step_load for layer in model.layers]
+    return [loss, *(p.grad for p in model.parameters()), *loads, *model.buffers()]
+
+
+def check_exact(rank: int, num_ranks: int, device: str, count: int) -> tuple[int, int, int, list[str]]:
+    findings = Findings()
+    with open_heap(device, num_bytes=64 << 20) as heap:
+        torch.use_deterministic_algorithms(False)
+        model, plain = Model(heap), Model(heap)
+        plain.load_state_dict(model.state_dict())
+        captured, eager = symmoe.capture_step(make_step(model), model, room=1.0, num_eager=2), make_step(plain)
+        if device == "cpu":
+            states = captured.states()
+            captured.make_graph = lambda function, heaps: HostGraph(model, states, function)
+        for number, batch in enumerate(batches(rank, count)):
+            batch = [x.to(heap.device) for x in batch]
+            found = captured(batch, scale=0.5)["loss"]
+            plain.zero_grad()
+            wanted = eager(batch, scale=0.5)["loss"]
+            pairs = zip(results(model, found), results(plain, wanted), strict=True)
+            same = [torch.equal(a, b) for a, b in pairs]
+            findings.check(all(same), f"rank {rank}, step {number}: {same}")
+        captured.close()
+        model.zero_grad()
+        plain.zero_grad()
+        del found, wanted, pairs
+        findings.check(heap.graph_bytes == 0, f"graphs hold {heap.graph_bytes} bytes")
+        findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
+        return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_step_is_exact(cluster, num_ranks):
+    found = cluster(num_ranks).run(check_exact, "cpu", 14)
+    assert [text for *_, texts in found for text in texts] == []
+    assert len({tuple(counts) for *counts, _ in found}) == 1  # all ranks repeat the same steps
+    num_replays, num_repeated, num_captures, _ = found[0]
+    assert num_replays >= 6
+    assert num_replays + num_repeated == 12
+    assert num_captures <= num_repeated + 1
+    if num_ranks > 1:
+        assert num_repeated >= 1
+
+
+def heap_and_model() -> tuple[SymmetricHeap, Model]:
+    heap = SymmetricHeap(num_bytes=16 << 20, backend="host")
+    return heap, Model(heap)
+
+
+def test_on_cpus_every_call_is_eager():
+    heap, model = heap_and_model()
+    with heap:
+        captured = symmoe.capture_step(make_step(model), model)
+        for batch in batches(0, 5):
+            captured(batch, scale=1.0)
+        assert (captured.num_replays, captured.num_captures) == (0, 0)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_inputs_of_other_shapes_are_captured_apart():
+    heap, model = heap_and_model()
+    with heap:
+        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
+        captured.make_graph = lambda function, heaps: HostGraph(model, captured.states(), function)
+        for num_tokens in (5, 5, 9, 9, 5, 9):
+            captured([torch.ones(num_tokens, H)], scale=1.0)
+        assert captured.num_captures == 2
+        captured([torch.ones(5, H)], scale=2.0)  # another constant: another step
+        assert captured.num_captures == 2
+        captured([torch.ones(5, H)], scale=2.0)
+        assert captured.num_captures == 3
+        captured.close()
+
+
+def test_a_result_stays_when_the_next_call_writes_its_own():
+    heap, model = heap_and_model()
+    with heap:
+        captured = symmoe.capture_step(make_step(model), model, num_eager=1)
+        captured.make_graph = lambda function, heaps: HostGraph(model, captured.states(), function)
+        losses = [captured(batch, scale=1.0)["loss"] for batch in batches(0, 3)]
+        assert len({float(loss) for loss in losses}) == 3
+        captured.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"room": 0.9}, r"room \(0.9\) must be at least 1"), ({"num_eager": 0}, r"num_eager \(0\) must be at least 1")],
+)
+def test_numbers_out_of_range(options, text):
+    with pytest.raises(ArgumentError, match=text):
+        symmoe.capture_step(lambda: None, nn.Linear(2, 2), **options)
+
+
+def test_a_layer_that_was_not_called_before():
+    heap, model = heap_and_model()
+    with heap:
+        switch = []
+        captured: CapturedStep = symmoe.capture_step(
+            lambda x: model(x)[0].sum() if switch else x.sum(), model, num_eager=1
+        )
+        captured.make_graph = lambda function, heaps: HostGraph(model, captured.states(), function)
+        captured(torch.ones(3, H))
+        switch.append(True)
+        with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
+            captured(torch.ones(3, H))
+        assert heap.captured_reports is None
