@@ -220,6 +220,7 @@ def what_formulas_get(rank: int, num_ranks: int) -> list[tuple[int, Rates, int |
 
     with open_heap("cpu") as heap, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ep_step, "overlap", noting)
+        ep_step._overlapped.cache_clear()
         for precision, wire, limits, _ in FORMULAS_GET:
             experts = GroupedMLP(2, 160, 32, precision=precision)
             plan = make_plan(PLAN, num_experts=2 * num_ranks, heap=heap, **limits)

@@ -312,10 +312,9 @@ def compare_layers(rank: int, num_ranks: int, *, ep: int, tp: int, fault: str | 
 def note_rows(layer: Any, received: list[list[int]]) -> None:
     """Notes the rows of every local expert, each time the layer's experts run."""
 
-    def note(module: Any, arguments: tuple) -> None:
-        received.append(arguments[1].tolist())
-
-    layer.experts.register_forward_pre_hook(note)
+    num_local = layer.experts.num_local_experts
+    first = layer.listeners.heap.rank * num_local
+    layer.listeners.add(lambda report: received.append(report.expert_load[first : first + num_local].tolist()))
 
 
 def damage(layer: Any, fault: str) -> None:

@@ -237,10 +237,7 @@ def memory(rank: int, num_ranks: int, *, fields: dict[str, Any]) -> dict[str, An
         leased.append(heap.leased_bytes)
         results_of(model)
         leased.append(heap.leased_bytes)
-        buffers = model.decoder.layers[0].mlp.token_dispatcher._buffers
-        same = all(layer.mlp.token_dispatcher._buffers is buffers for layer in model.decoder.layers)
-        shared = sum(memory.numel() for memory in buffers._memory.values())
-        return {"leased": leased, "during": during, "shared": shared, "same": same, "high": heap.high_water_bytes}
+        return {"leased": leased, "during": during, "high": heap.high_water_bytes}
 
 
 def smallest_heap(rank: int, num_ranks: int, *, fields: dict[str, Any], bias: dict[int, float]) -> list[float]:

@@ -29,7 +29,6 @@ from symmoe.integrations.megatron import (
     use_symmoe_dispatcher,
     use_symmoe_experts,
 )
-from symmoe.integrations.megatron.buffers import SharedBuffers
 from symmoe.integrations.megatron.compat import experts_problem, layer_problem
 from symmoe.integrations.megatron.dispatcher import select_slots
 from symmoe.integrations.megatron.experts import activation_of
@@ -101,7 +100,7 @@ def test_layer_spec_is_replaced_in_a_copy(heap: SymmetricHeap):
         assert new_submodules.experts is experts
         assert new_submodules.router is submodules.router
         assert new_submodules.shared_experts is submodules.shared_experts
-        assert others["buffers"].heap is heap
+        assert others["heap"] is heap
         assert new.submodules.self_attention is spec.submodules.self_attention
     assert "pg_collection" not in others
     groups = object()
@@ -119,42 +118,18 @@ def test_block_spec_keeps_dense_layers(heap: SymmetricHeap):
         assert layers[0] is dense or layers[0].submodules.mlp is dense.submodules.mlp
         found = [parts_of(layer.submodules.mlp) for layer in layers[1:]]
         assert [module for module, _, _ in found] == [SymmMoELayer] * 2
-        assert found[0][2]["buffers"] is found[1][2]["buffers"]
+        assert found[0][2]["heap"] is found[1][2]["heap"] is heap
     assert parts_of(block.layer_specs[1].submodules.mlp)[0] is MoELayer
 
 
-def test_copied_specs_share_the_buffers(heap: SymmetricHeap):
+def test_copied_specs_share_the_heap(heap: SymmetricHeap):
     spec = use_symmoe(get_gpt_layer_local_spec(num_experts=8), heap)
-    buffers = [parts_of(s.submodules.mlp)[2]["buffers"] for s in (spec, copy.deepcopy(spec))]
-    assert buffers[0] is buffers[1]
+    assert all(parts_of(s.submodules.mlp)[2]["heap"] is heap for s in (spec, copy.deepcopy(spec)))
 
 
 def test_spec_without_moe_is_refused(heap: SymmetricHeap):
     with pytest.raises(ArgumentError, match=r"spec \(ModuleSpec\) has no MoE layer; make it with num_experts"):
         use_symmoe(get_gpt_layer_local_spec(), heap)
-
-
-# -- shared buffers ---------------------------------------------------------------------------------------------------
-
-
-def test_buffers_grow_and_are_shared(heap: SymmetricHeap):
-    buffers = SharedBuffers(heap)
-    like = torch.empty(0, 16)
-    first = buffers.rows("expert output", 6, 10, like)
-    assert first.shape == (6, 16)
-    assert heap.owns(first)
-    assert buffers.rows("expert output", 10, 10, like).data_ptr() == first.data_ptr()
-    assert buffers.rows("expert output", 3, 4, like.bfloat16()).data_ptr() == first.data_ptr()
-    other = buffers.rows("input gradients", 10, 10, like)
-    assert not first.data_ptr() <= other.data_ptr() < first.data_ptr() + 10 * 16 * 4
-    first.fill_(7)
-    larger = buffers.rows("expert output", 11, 11, like)  # while `first` still stands
-    larger.zero_()
-    assert first.eq(7).all()
-    leased = heap.leased_bytes
-    del first
-    assert heap.leased_bytes < leased
-    assert buffers.rows("expert output", 12, 12, like).data_ptr() == larger.data_ptr()  # it has grown by a quarter
 
 
 # -- refused fields ---------------------------------------------------------------------------------------------------

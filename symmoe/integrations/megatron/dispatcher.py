@@ -8,6 +8,7 @@ torch.compile does not look into the two trips: it cannot trace plans, leases an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,10 +16,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from symmoe.checks.choices import Order, Overflow
 from symmoe.dispatch.plan import Plan, make_plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.errors import StalePlan
-from symmoe.integrations.megatron.buffers import SharedBuffers
+from symmoe.integrations.megatron.experts import SymmExperts
+from symmoe.moe.routed_experts import RoutedExperts
+from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tokens import combine_tokens, dispatch_tokens
 
 _Value = TypeVar("_Value")
@@ -35,24 +39,23 @@ class DispatchOptions:
         overflow: with a capacity, "raise" or "drop", see make_plan.
     """
 
-    order: str = "rank"
+    order: Order = "rank"
     capacity: int | None = None
-    overflow: str = "raise"
+    overflow: Overflow = "raise"
 
 
 class SymmTokenDispatcher(MoETokenDispatcher):
-    """Megatron's six calls through make_plan, dispatch_tokens and combine_tokens.
+    """Megatron's six calls through make_plan, dispatch_tokens and combine_tokens, for experts of any kind.
 
     Probs travel through arguments and results. Everything else that one call leaves to the next is on self, as in
-    Megatron's own dispatchers, until :meth:`combine_postprocess`.
+    Megatron's own dispatchers, until :meth:`combine_postprocess`. Results and gradients of the experts are copied to
+    the heap.
 
     Args:
         config: a configuration that `compat.layer_problem` accepts.
         pg_collection: process groups; `ep` is the heap's group.
-        buffers: shared by all layers on the heap.
+        heap: of the expert-parallel group.
         options: the same on all ranks.
-        own_experts: the experts are SymmExperts: they write into buffers of the heap, and nothing is copied. For other
-            experts, combine copies results and gradients to the heap.
     """
 
     def __init__(
@@ -60,16 +63,14 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
         *,
-        buffers: SharedBuffers,
+        heap: SymmetricHeap,
         options: DispatchOptions,
-        own_experts: bool,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self._buffers, self._options, self._own_experts = buffers, options, own_experts
+        self._heap, self._options = heap, options
         self.hidden_shape: torch.Size | None = None
         self.topk_idx: torch.Tensor | None = None
         self.plan: Plan | None = None
-        self._rows: torch.Tensor | None = None
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -93,7 +94,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
 
         With static capacity, [capacity, H] and [capacity] with an undefined tail.
         """
-        heap, options = self._buffers.heap, self._options
+        heap, options = self._heap, self._options
         self.plan = make_plan(
             begun(self.topk_idx),
             num_experts=self.config.num_moe_experts,
@@ -114,17 +115,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
         """(rows, int64 [E / EP] rows of each local expert on the device, probs). Local."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
-        self._rows = hidden_states
         return hidden_states, begun(self.plan).splits.long(), probs
-
-    def get_expert_zero_copy_buffers(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(output_buffer, grad_input_buffer), [N, H] each, for experts that write into them. Local.
-
-        Call it after :meth:`dispatch_postprocess`.
-        """
-        if not self._own_experts:
-            return None, None
-        return self._shared("expert output"), self._gradient_buffer("input gradients")
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns its argument. Local."""
@@ -133,10 +124,7 @@ class SymmTokenDispatcher(MoETokenDispatcher):
     @torch.compiler.disable
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The unweighted sum of every token's rows, [T, H]. Collective over the EP group."""
-        # A weight gradient that is left for later still reads the gradient of the output then.
-        shares = self._own_experts and not self.config.delay_wgrad_compute
-        grad_out = self._gradient_buffer("output gradients") if shares else None
-        return combine_tokens(hidden_states, begun(self.plan), order=self._options.order, grad_out=grad_out)
+        return combine_tokens(hidden_states, begun(self.plan), order=self._options.order)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[S / TP, B, H], with the overlapped shared experts' output. Local."""
@@ -145,15 +133,33 @@ class SymmTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
             output = output + self.shared_experts.get_output()
-        self.hidden_shape = self.topk_idx = self.plan = self._rows = None
+        self.hidden_shape = self.topk_idx = self.plan = None
         return output
 
-    def _gradient_buffer(self, name: str) -> torch.Tensor | None:
-        return self._shared(name) if torch.is_grad_enabled() else None
 
-    def _shared(self, name: str) -> torch.Tensor:
-        rows = begun(self._rows)
-        return self._buffers.rows(name, rows.shape[0], begun(self.plan).row_capacity, rows)
+class FusedTokenDispatcher(SymmTokenDispatcher):
+    """The same calls for SymmExperts: tokens travel inside of :meth:`compute`, with the experts, in one step.
+
+    Between Megatron's calls of dispatch and combine are tokens in their own order, as before and after them.
+    """
+
+    @torch.compiler.disable
+    def compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routed: RoutedExperts, experts: SymmExperts
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(y [T, H], expert_load, num_dropped) of tokens [T, H] and probs fp32 [T, K]. Collective over the EP group."""
+        shared = self.shared_experts
+        before_trips = None if shared is None else partial(shared.linear_fc1_forward_and_act, hidden_states)
+        return routed.run(hidden_states, probs, begun(self.topk_idx), experts, before_trips=before_trips)
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns its arguments. Local."""
+        begun(self.topk_idx)
+        return hidden_states, probs
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns its argument. Local."""
+        return hidden_states
 
 
 def begun(value: _Value | None) -> _Value:

@@ -1,4 +1,4 @@
-"""Megatron's experts as grouped GEMMs that write into buffers of the heap.
+"""Megatron's experts as grouped GEMMs.
 
 H hidden, F moe_ffn_hidden_size, e experts on this rank, N rows sorted by expert.
 """
@@ -98,22 +98,49 @@ class SymmExperts(MegatronModule):
         )
         return linear
 
-    @torch.compiler.disable  # kernels that write into buffers
+    # What RoutedExperts asks of a GroupedMLP.
+
+    precision = None
+
+    @property
+    def fc1(self) -> GroupedLinear:
+        """linear_fc1."""
+        return self.linear_fc1
+
+    @property
+    def fc2(self) -> GroupedLinear:
+        """linear_fc2."""
+        return self.linear_fc2
+
+    @property
+    def num_groups(self) -> int:
+        """e."""
+        return self.num_local_experts
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.linear_fc1.in_features
+
+    @property
+    def ffn(self) -> int:
+        """F."""
+        return self.linear_fc2.in_features
+
+    @torch.compiler.disable
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
-        output_buffer: torch.Tensor | None = None,
-        grad_input_buffer: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """Applies every expert to its rows. Not collective; device counts do not synchronise the host.
+        """Applies every expert to its rows, for Megatron's own dispatchers; SymmMoELayer calls the kernels itself. Not
+        collective; device counts do not synchronise the host.
 
         Args:
             permuted_local_hidden_states: [N, H] sorted by expert.
             tokens_per_expert: int32 or int64 [e], on the device or on the CPU.
             permuted_probs: [N], multiplies the activation.
-            output_buffer, grad_input_buffer: [N, H] on the heap, for the result and for the gradient of the rows.
 
         Returns:
             [N, H], and None for Megatron's bias.
@@ -126,8 +153,8 @@ class SymmExperts(MegatronModule):
             tokens_per_expert,
             permuted_probs,
             scale_bias=False,
-            out=output_buffer,
-            grad_input_out=grad_input_buffer,
+            out=None,
+            grad_input_out=None,
             is_first_microbatch=(False, False),
         )
         return output, None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from symmoe.kernels.control import ControlLayout
-
-_SHARED_BUFFERS = 3  # expert output, output gradients, input gradients
-_GROWTH = 2.25  # a shared buffer and the smaller one that it has replaced, which a graph may still hold
-_LEASE_BYTES = 512  # what rounding adds to a lease, at most
+from symmoe.integrations.megatron.experts import activation_of
+from symmoe.moe.config import MoEConfig
+from symmoe.symm_mem.room_for_rows import RowHistory
+from symmoe.training.memory_plan import plan_memory
 
 
 def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, load_factor: float | None = None) -> int:
@@ -31,9 +30,24 @@ def heap_bytes(config: TransformerConfig, *, num_tokens: int, num_layers: int, l
     rows: int = tokens * min(top_k, config.num_moe_experts // num_ranks)
     if load_factor is not None:
         rows = min(rows, int(load_factor * num_tokens * top_k))
-    row_bytes: int = config.hidden_size * config.params_dtype.itemsize
-    # Slots and probs on their way, one call at a time.
-    metadata_bytes = 2 * min(rows, tokens) * top_k * 4
-    leases = num_layers + _SHARED_BUFFERS + 2
-    kept_bytes = int(rows * row_bytes * (num_layers + _GROWTH * _SHARED_BUFFERS))
-    return kept_bytes + metadata_bytes + leases * _LEASE_BYTES + ControlLayout(num_ranks).num_bytes
+    history = RowHistory()
+    history.note(rows, min(rows, tokens))
+    room = history.room(None)
+    assert room is not None  # there is a call to go by
+    settings = MoEConfig(
+        hidden=config.hidden_size,
+        ffn=config.moe_ffn_hidden_size,
+        num_experts=config.num_moe_experts,
+        top_k=top_k,
+        router="none",
+        capacity=room.rows,
+        layout="expert-major",  # the larger one
+    )
+    return plan_memory(
+        settings,
+        num_ranks=num_ranks,
+        num_tokens=num_tokens,
+        num_layers=num_layers,
+        dtype=config.params_dtype,
+        activation=activation_of(config).activation,
+    ).heap_bytes

@@ -13,7 +13,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from symmoe.errors import ArgumentError
-from symmoe.integrations.megatron.buffers import SharedBuffers
 from symmoe.integrations.megatron.compat import process_groups
 from symmoe.integrations.megatron.dispatcher import DispatchOptions
 from symmoe.integrations.megatron.experts import SymmExperts
@@ -115,7 +114,7 @@ class _LayerSpec:
 def _layer_params(
     heap: SymmetricHeap, options: DispatchOptions | None, pg_collection: ProcessGroupCollection | None
 ) -> dict[str, Any]:
-    params: dict[str, Any] = {"buffers": SharedBuffers(heap), "options": options or DispatchOptions()}
+    params: dict[str, Any] = {"heap": heap, "options": options or DispatchOptions()}
     return params if pg_collection is None else {**params, "pg_collection": pg_collection}
 
 
