@@ -38,24 +38,34 @@ def without_tapes(heap: SymmetricHeap) -> Iterator[None]:
 # -- same bits --------------------------------------------------------------------------------------------------------
 
 
-def make_layer(heap: SymmetricHeap, *, bias: bool = False, dtype: torch.dtype = torch.float32, **options) -> MoELayer:
+def make_layer(
+    heap: SymmetricHeap,
+    *,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    hidden: int = H,
+    ffn: int = I,
+    **options,
+) -> MoELayer:
     torch.manual_seed(heap.rank)
-    config = MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K, **options)
-    experts = GroupedMLP(E // heap.num_ranks, H, I, bias=bias, dtype=dtype)
+    config = MoEConfig(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
+    experts = GroupedMLP(E // heap.num_ranks, hidden, ffn, bias=bias, dtype=dtype, device=heap.device)
     if bias:
         for fc in (experts.fc1, experts.fc2):
             torch.nn.init.normal_(fc.bias)
     return MoELayer(config, heap, experts=experts)
 
 
-def make_calls(rank: int, count: int, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def make_calls(
+    rank: int, count: int, dtype: torch.dtype, *, hidden: int = H, device: torch.device = CPU
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """x and dy of calls of the same size; every sixth sends all tokens to few experts, which no room is kept for."""
     for number in range(count):
         own = torch.Generator().manual_seed(100 * number + rank)
-        x, dy = (torch.randn(T, H, generator=own) for _ in range(2))
+        x, dy = (torch.randn(T, hidden, generator=own) for _ in range(2))
         if number % 6 == 5:
-            x = x[:1].expand(T, H).contiguous() + 0.01 * x
-        yield x.to(dtype), dy.to(dtype)
+            x = x[:1] + 0.01 * x
+        yield x.to(device, dtype), dy.to(device, dtype)
 
 
 def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> list[torch.Tensor]:
@@ -88,15 +98,17 @@ OPTIONS = {
 AROUND = ("", "checkpoint", "saved copies")
 
 
-def check_bits(rank: int, num_ranks: int, options: dict, around: str) -> tuple[int, int, list[str]]:
+def check_bits(
+    rank: int, num_ranks: int, options: dict, around: str, device: str = "cpu"
+) -> tuple[int, int, list[str]]:
     """Calls that were played; calls that did not fit; findings."""
     findings, options = Findings(), dict(options)
-    dtype = options.get("dtype", torch.float32)
-    with open_heap("cpu", num_bytes=16 << 20) as heap:
+    dtype, hidden = options.get("dtype", torch.float32), options.get("hidden", H)
+    with open_heap(device, num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
         layer, plain = make_layer(heap, **options), make_layer(heap, **options)
         plain.load_state_dict(layer.state_dict())
         repeats = 0
-        for number, (x, dy) in enumerate(make_calls(rank, 20, dtype)):
+        for number, (x, dy) in enumerate(make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)):
             room = layer._routed_experts._find_room()
             found = step(layer, x, dy, around)
             with without_tapes(heap):

@@ -1,0 +1,68 @@
+"""Calls that are played from a tape on GPUs, by C and by Python: the bits of calls that are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_tape import AROUND, OPTIONS, check_bits
+
+from symmoe.kernels.launch import player
+
+pytestmark = pytest.mark.gpu
+
+LARGE = {"hidden": 512, "ffn": 256, "dtype": torch.bfloat16}  # kernels for Hopper take these
+
+
+def check_on_gpu(rank: int, num_ranks: int, options: dict, around: str, in_c: bool) -> tuple[int, int, list[str]]:
+    """check_bits, played by C or by Python."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_c:
+            patch.setattr(player, "_player", lambda: None)
+        return check_bits(rank, num_ranks, options, around, "cuda")
+
+
+def compare(cluster, num_ranks: int, options: dict, around: str, *, in_c: bool) -> None:
+    results = cluster(num_ranks).run(check_on_gpu, options, around, in_c)
+    assert [text for *_, texts in results for text in texts] == []
+    for num_played, _, _ in results:
+        assert num_played > 30
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("options", [*OPTIONS.values(), LARGE], ids=[*OPTIONS, "large"])
+def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks):
+    compare(cluster, num_ranks, {**LARGE, **options} if options.get("bias") else options, "", in_c=True)
+
+
+@pytest.mark.parametrize("around", AROUND[1:])
+def test_recomputed_and_copied(cluster, around):
+    compare(cluster, 2, LARGE, around, in_c=True)
+
+
+def test_without_a_compiler(cluster):
+    compare(cluster, 2, {**LARGE, "schedule": "always-overlapped"}, "", in_c=False)
+
+
+def check_that_c_plays(rank: int, num_ranks: int) -> tuple[int, int]:
+    """Sections that were made for C, and tapes."""
+    made, tapes = [], []
+    make, compiled = player._Section.__init__, player.compiled_tape
+
+    def counted(self, *args) -> None:
+        make(self, *args)
+        made.append(self)
+
+    def noted(tape):
+        tapes.append(tape)
+        return compiled(tape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(player._Section, "__init__", counted)
+        patch.setattr(player, "compiled_tape", noted)
+        check_bits(rank, num_ranks, {**LARGE, "schedule": "always-overlapped"}, "", "cuda")
+    return len(made), len(tapes)
+
+
+def test_every_tape_is_played_by_c(cluster):
+    for num_sections, num_tapes in cluster(2).run(check_that_c_plays):
+        assert num_sections == num_tapes > 4
