@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,8 @@ def capture_step(
             loss = captured(tokens, targets)
             optimizer.step()
 
-    A call leaves the gradients of this call alone in `.grad`: they need no zero_grad, and replace what was there.
+    A call leaves the gradients of this call alone in `.grad`: they need no zero_grad, and replace what was there. Its
+    result is detached.
     The first calls are eager, and so is the first one with inputs of other shapes or dtypes. Then the step is captured
     with room for `room` times the rows that layers with capacity None have needed. A replay in which some layer of some
     rank needed more has moved no rows there. The host notices that before the call returns, and runs the step again,
@@ -130,9 +131,8 @@ class _Replay:
         self._graph.replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        leaves, spec = tree_flatten(self._result)
         # Copies: the next replay writes where the graph's tensors are.
-        return tree_unflatten([x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        return _of_tensors(self._result, lambda tensor: tensor.detach().clone())
 
     def restore(self) -> None:
         """Gives buffers the values that they had before the last replay."""
@@ -225,4 +225,10 @@ class CapturedStep(Generic[R]):
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self.clear_gradients()
-        return self.step(*args, **kwargs)
+        # A result that kept its autograd graph would keep nodes that run on the stream of this call: no capture could.
+        return cast(R, _of_tensors(self.step(*args, **kwargs), torch.Tensor.detach))
+
+
+def _of_tensors(tree: object, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)

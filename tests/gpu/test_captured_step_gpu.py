@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_step_is_exact(cluster, num_ranks):
-    found = cluster(num_ranks).run(check_exact, "cuda", 20)
+    found = cluster(num_ranks, "cuda").run(check_exact, "cuda", 20)
     assert [text for *_, texts in found for text in texts] == []
     num_replays, num_repeated, num_captures, _ = found[0]
     assert num_replays >= 8

@@ -22,7 +22,7 @@ def check_on_gpu(rank: int, num_ranks: int, options: dict, around: str, in_c: bo
 
 
 def compare(cluster, num_ranks: int, options: dict, around: str, *, in_c: bool) -> None:
-    results = cluster(num_ranks).run(check_on_gpu, options, around, in_c)
+    results = cluster(num_ranks, "cuda").run(check_on_gpu, options, around, in_c)
     assert [text for *_, texts in results for text in texts] == []
     for num_played, _, _ in results:
         assert num_played > 30
@@ -64,5 +64,5 @@ def check_that_c_plays(rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def test_every_tape_is_played_by_c(cluster):
-    for num_sections, num_tapes in cluster(2).run(check_that_c_plays):
+    for num_sections, num_tapes in cluster(2, "cuda").run(check_that_c_plays):
         assert num_sections == num_tapes > 4

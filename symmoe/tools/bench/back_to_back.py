@@ -10,6 +10,7 @@ A step is forward and backward, to the gradients of x and of all parameters, whi
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -104,8 +105,11 @@ def bench_steps(problem: Problem, run: Run) -> list[Record]:
 
 
 def _config(kind: Kind, problem: Problem) -> MoEConfig:
+    capacity, num_slots = problem.static_capacity if kind.static else None, problem.case.num_slots
+    if capacity is not None and kind.routes:  # the layer's own router decides, whatever the case's skew is
+        capacity = max(capacity, num_slots + 8 * math.isqrt(num_slots))
     return replace(
-        Choice().config(problem.case.shape, problem.static_capacity if kind.static else None),
+        Choice().config(problem.case.shape, capacity),
         aux_loss_coef=kind.aux_loss_coef,
         z_loss_coef=kind.z_loss_coef,
     )
