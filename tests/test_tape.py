@@ -45,15 +45,26 @@ def make_layer(
     dtype: torch.dtype = torch.float32,
     hidden: int = H,
     ffn: int = I,
+    overwrites: tuple[bool | None, bool | None] = (None, None),
     **options,
 ) -> MoELayer:
+    """overwrites: for fc1 and fc2, whether gradients overwrite `main_grad`; None: they go to `.grad`."""
     torch.manual_seed(heap.rank)
     config = MoEConfig(hidden=hidden, ffn=ffn, num_experts=E, top_k=K, **options)
     experts = GroupedMLP(E // heap.num_ranks, hidden, ffn, bias=bias, dtype=dtype, device=heap.device)
     if bias:
         for fc in (experts.fc1, experts.fc2):
             torch.nn.init.normal_(fc.bias)
+    for fc, overwrite in zip((experts.fc1, experts.fc2), overwrites, strict=True):
+        if overwrite is not None:
+            fc.accumulate_into_main_grad = True
+            fc.weight.main_grad = torch.randn(fc.weight.shape).to(heap.device)
+            fc.weight.overwrite_main_grad, fc.weight.grad_added_to_main_grad = overwrite, False
     return MoELayer(config, heap, experts=experts)
+
+
+def main_grads(layer: MoELayer) -> list[torch.Tensor]:
+    return [parameter.main_grad for parameter in layer.parameters() if hasattr(parameter, "main_grad")]
 
 
 def make_calls(
@@ -77,7 +88,8 @@ def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> lis
     outputs = [output for output in outputs if output.requires_grad]
     gradients = [dy, *(torch.ones_like(output) for output in outputs[1:])]
     found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
-    return [y.detach(), metrics.expert_load, metrics.topk_idx, *found]
+    assert all(p.grad_added_to_main_grad for p in layer.parameters() if hasattr(p, "main_grad"))
+    return [y.detach(), metrics.expert_load, metrics.topk_idx, *found, *(grad.clone() for grad in main_grads(layer))]
 
 
 OPTIONS = {
@@ -93,6 +105,9 @@ OPTIONS = {
         "stash": "none",
     },
     "biases": {"bias": True, "schedule": "always-overlapped"},
+    "main_grad": {"overwrites": (False, False)},
+    "main_grad, overwritten": {"overwrites": (True, True), "schedule": "always-overlapped"},
+    "main_grad of one layer": {"overwrites": (None, False), "dtype": torch.bfloat16, "stash": "none"},
     "losses": {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "score": "sigmoid", "expert_bias": True},
 }
 AROUND = ("", "checkpoint", "saved copies")
@@ -107,6 +122,8 @@ def check_bits(
     with open_heap(device, num_bytes=(16 if device == "cpu" else 128) << 20) as heap:
         layer, plain = make_layer(heap, **options), make_layer(heap, **options)
         plain.load_state_dict(layer.state_dict())
+        for ours, theirs in zip(main_grads(layer), main_grads(plain), strict=True):
+            findings.check(torch.equal(ours, theirs), "main_grad begins with other bits")
         repeats = 0
         for number, (x, dy) in enumerate(make_calls(rank, 20, dtype, hidden=hidden, device=heap.device)):
             room = layer._routed_experts._find_room()
@@ -156,6 +173,46 @@ def check_in_flight(rank: int, num_ranks: int) -> list[str]:
 
 def test_calls_in_flight(cluster):
     assert cluster(2).findings(check_in_flight) == []
+
+
+def check_main_grads_that_change(rank: int, num_ranks: int) -> list[str]:
+    """main_grad is another tensor in each call, every third call overwrites it, and on rank 0 one is missing once."""
+    findings = Findings()
+    with open_heap("cpu", num_bytes=16 << 20) as heap:
+        layer = make_layer(heap, overwrites=(False, False))
+        weights = [fc.weight for fc in (layer.experts.fc1, layer.experts.fc2)]
+        x, dy = next(make_calls(rank, 1, torch.float32))
+        before = [grad.clone() for grad in main_grads(layer)]
+        *_, first, second = step(layer, x, dy, "")
+        added = first - before[0], second - before[1]
+        for number in range(20):
+            findings.where = f"rank {rank}, call {number}"
+            for weight, wanted in zip(weights, added, strict=True):
+                weight.main_grad = torch.ones(weight.shape)
+                weight.overwrite_main_grad = number % 3 == 0
+                weight.wanted = wanted + (number % 3 > 0)
+            if number == 15:
+                if rank == 0:
+                    del weights[1].main_grad
+                try:
+                    step(layer, x, dy, "")
+                    findings.check(False, "no error")
+                except SymmoeError as error:
+                    findings.check("main_grad is missing" in str(error), f"{error}")
+                weights[1].main_grad = torch.ones(weights[1].shape)
+                weights[0].main_grad = torch.ones(weights[0].shape)
+            played = heap.tapes.num_played
+            step(layer, x, dy, "")
+            close = [torch.allclose(w.main_grad, w.wanted, atol=1e-4) for w in weights]
+            findings.check(all(close), f"other gradients: {close}")
+            if number >= 10 and number != 15:  # the first call after an error measures again
+                findings.check(heap.tapes.num_played > played + 2, "it was not played")
+        findings.check(heap.tapes.problems == [], f"{heap.tapes.problems}")
+    return findings.texts
+
+
+def test_main_grads_that_change(cluster):
+    assert cluster(2).findings(check_main_grads_that_change) == []
 
 
 # -- errors in the middle of a played call ----------------------------------------------------------------------------

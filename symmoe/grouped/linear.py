@@ -224,7 +224,12 @@ class GroupedLinear(nn.Module):
         return x.to(dtype), tuple(weight.to(dtype) for weight in self.weight_parameters()), bias
 
     def weight_gradients(
-        self, weights: tuple[torch.Tensor, ...], compute: weight_gradients.Compute, *, overwrite_main_grad: bool
+        self,
+        weights: tuple[torch.Tensor, ...],
+        compute: weight_gradients.Compute,
+        *,
+        overwrite_main_grad: bool,
+        main_grads: weight_gradients.MainGrads | None = None,
     ) -> Sequence[torch.Tensor | None]:
         """What the backward of an autograd function returns for `weights`; runs `compute` now or in backward_dw.
 
@@ -232,19 +237,25 @@ class GroupedLinear(nn.Module):
             weights: as :meth:`operands` gave them.
             compute: launches the wgrad kernel; keeps what it reads alive.
             overwrite_main_grad: see forward.
+            main_grads: where the gradients go now, for callers that look for it themselves, and put its placeholders
+                in place of what is returned.
         """
+        if main_grads is not None:
+            main_grads.add(compute)
+            return [None] * len(weights)
         if not any(weight.requires_grad for weight in weights):
             return [None] * len(weights)
         parameters = self.weight_parameters()
 
-        add = weight_gradients.add_to_main_grad if self.precision is None else weight_gradients.add_packed_to_main_grad
-
-        def to_main_grad() -> list[torch.Tensor | None]:
-            return add(parameters, compute, overwrite=overwrite_main_grad)
+        def to_main_grad(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
+            found = weight_gradients.MainGrads(parameters, overwrite=overwrite_main_grad)
+            add = found.add if self.precision is None else found.add_packed
+            add(compute)
+            return found.placeholders(weights)
 
         def to_main_grad_later() -> None:
             # Where autograd would have put the placeholders: Megatron's DDP looks there before it reduces.
-            for parameter, placeholder in zip(parameters, to_main_grad(), strict=True):
+            for parameter, placeholder in zip(parameters, to_main_grad(parameters), strict=True):
                 if placeholder is not None and parameter.grad is None:
                     parameter.grad = placeholder
 
@@ -255,9 +266,7 @@ class GroupedLinear(nn.Module):
             self._delayed.append(to_main_grad_later if self.accumulate_into_main_grad else to_grad)
             return [None] * len(weights)
         if self.accumulate_into_main_grad:
-            placeholders = to_main_grad()
-            # A weight that autocast has cast is not the leaf: its gradient goes through the cast.
-            return [None if s is None else s.to(w.dtype) for s, w in zip(placeholders, weights, strict=True)]
+            return to_main_grad(weights)
         return weight_gradients.new_gradients(weights, compute)
 
     def split(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

@@ -28,35 +28,51 @@ def new_gradients(parameters: Sequence[torch.Tensor], compute: Compute) -> list[
     return [buffer] if len(parameters) == 1 and parameters[0].dim() == 3 else list(buffer.unbind(0))
 
 
-def add_to_main_grad(
-    parameters: Sequence[torch.Tensor], compute: Compute, *, overwrite: bool
-) -> list[torch.Tensor | None]:
-    """Runs the kernel on the parameters' `main_grad`; returns what autograd gets in place of gradients.
+class MainGrads:
+    """The `main_grad`s of a layer's weights, as they are now.
+
+    Args:
+        parameters: one packed [G, O, C] parameter, or G [O, C] parameters.
+        overwrite: gradients overwrite what is there, whatever the parameters say.
+
+    Attributes:
+        tensors: where the gradient of each parameter goes.
+        overwrites: whether gradients overwrite what is there.
 
     Raises:
         ArgumentError: a parameter has no `main_grad`, or not one that the kernel can write to.
     """
-    targets, overwrite = _main_grads(parameters, overwrite)
-    (target,) = kernel_matrices({"main_grad": targets})
-    compute(target, not overwrite)
-    return [_placeholder_gradient(parameter) for parameter in parameters]
 
+    def __init__(self, parameters: Sequence[torch.Tensor], *, overwrite: bool) -> None:
+        self._parameters = parameters
+        # The kernel computes a gradient for every group; that of a frozen parameter is thrown away.
+        self.tensors = [
+            _main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters
+        ]
+        self.overwrites = bool(overwrite or getattr(parameters[0], "overwrite_main_grad", False))
 
-def add_packed_to_main_grad(
-    parameters: Sequence[torch.Tensor], compute: Compute, *, overwrite: bool
-) -> list[torch.Tensor | None]:
-    """Same as :func:`add_to_main_grad`, for kernels that write only into packed tensors: if the `main_grad`s do not lie
-    like one, gradients are computed in a new tensor and added in fp32, as the kernel would."""
-    targets, overwrite = _main_grads(parameters, overwrite)
-    packed = in_one_piece(targets)
-    if packed is not None:
-        compute(packed, not overwrite)
-    else:
-        gradients = torch.empty(packed_shape(parameters), dtype=torch.float32, device=targets[0].device)
-        compute(gradients, False)
-        add = torch._foreach_copy_ if overwrite else torch._foreach_add_
-        add(targets, list(gradients.unbind(0)))
-    return [_placeholder_gradient(parameter) for parameter in parameters]
+    def add(self, compute: Compute) -> None:
+        """Runs the kernel on them."""
+        (target,) = kernel_matrices({"main_grad": self.tensors})
+        compute(target, not self.overwrites)
+
+    def add_packed(self, compute: Compute) -> None:
+        """Same as :meth:`add`, for kernels that write only into packed tensors: if the `main_grad`s do not lie like
+        one, gradients are computed in a new tensor and added in fp32, as the kernel would."""
+        packed = in_one_piece(self.tensors)
+        if packed is not None:
+            compute(packed, not self.overwrites)
+        else:
+            gradients = torch.empty(packed_shape(self.tensors), dtype=torch.float32, device=self.tensors[0].device)
+            compute(gradients, False)
+            add = torch._foreach_copy_ if self.overwrites else torch._foreach_add_
+            add(self.tensors, list(gradients.unbind(0)))
+
+    def placeholders(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What autograd gets in place of the gradients of `weights`: the parameters, or what autocast has made of them;
+        then it is not the leaf, and the gradient goes through the cast."""
+        found = map(_placeholder_gradient, self._parameters)
+        return [None if zeros is None else zeros.to(w.dtype) for zeros, w in zip(found, weights, strict=True)]
 
 
 def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -69,13 +85,6 @@ def add_to_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Te
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-
-
-def _main_grads(parameters: Sequence[torch.Tensor], overwrite: bool) -> tuple[list[torch.Tensor], bool]:
-    """Where gradients of all groups go, and whether they overwrite what is there."""
-    # The kernel computes a gradient for every group; that of a frozen parameter is thrown away.
-    targets = [_main_grad(p) if p.requires_grad else torch.empty_like(p, dtype=torch.float32) for p in parameters]
-    return targets, overwrite or getattr(parameters[0], "overwrite_main_grad", False)
 
 
 def _main_grad(parameter: torch.Tensor) -> torch.Tensor:

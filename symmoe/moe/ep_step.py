@@ -29,6 +29,7 @@ from symmoe.grouped.experts import ExpertRows, ExpertWeights, Hidden, SecondInpu
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import GroupedMLP, adapters_of, expert_weights, split_tensors
 from symmoe.grouped.quantized_experts import FULL, Wire, takes_parts
+from symmoe.grouped.weight_gradients import MainGrads
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import Sizes, num_sms_of, overlap, overlap_everything, rates_of, received_layout
@@ -207,7 +208,7 @@ class _EPStep:
     def run(
         self,
         name: str,
-        options: tuple[bool, ...],
+        options: tuple[bool | None, ...],
         function: Callable[[], Sequence[Any]],
         inputs: Sequence[torch.Tensor | None],
     ) -> Sequence[Any]:
@@ -227,17 +228,29 @@ class _EPStep:
         """Rows of a receive buffer."""
         return self.plan.packed_row_capacity if self.layout == "packed" else self.plan.row_capacity
 
+    def main_grads(self, linear: GroupedLinear, weights: tuple[torch.Tensor, ...]) -> MainGrads | None:
+        """Where the weight gradients of one linear layer go that a tape adds to the trainer's memory; else None.
+
+        A tape has to be told of all memory before it is played, so this is not left to `linear.weight_gradients`.
+        """
+        if self.kind is None or not linear.accumulate_into_main_grad or not any(w.requires_grad for w in weights):
+            return None
+        return MainGrads(linear.weight_parameters(), overwrite=False)
+
     def weight_gradients(
         self,
         linear: GroupedLinear,
         weights: tuple[torch.Tensor, ...],
+        main_grads: MainGrads | None,
         compute: Callable[..., None],
         *,
         while_combining: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """The weight gradients of one linear layer, computed `while_combining` unless they are delayed."""
+        """The weight gradients of one linear layer, computed `while_combining` unless they are delayed. `main_grads` is
+        that of self.main_grads."""
         num_sms = self.schedule.gradient_combine_sms if while_combining and not linear.delay_wgrad else None
-        return linear.weight_gradients(weights, partial(compute, num_sms=num_sms), overwrite_main_grad=False)
+        compute = partial(compute, num_sms=num_sms)
+        return linear.weight_gradients(weights, compute, overwrite_main_grad=False, main_grads=main_grads)
 
     def operands(
         self,
@@ -267,8 +280,8 @@ class _EPStep:
 
 
 def _kind(experts: GroupedMLP, plan: Plan, schedule: Schedule, order: str, stash: str, layout: str) -> int | None:
-    """See _EPStep. Steps are put on a tape if their sizes repeat, and if no table of addresses, no quantised weight and
-    no gradient of the trainer's is among their operands."""
+    """See _EPStep. Steps are put on a tape if their sizes repeat, and if no table of addresses and no quantised weight
+    is among their operands."""
     linears = experts.fc1, experts.fc2
     if (
         plan.heap.device.type == "meta"
@@ -277,7 +290,7 @@ def _kind(experts: GroupedMLP, plan: Plan, schedule: Schedule, order: str, stash
         or adapters_of(*linears)
     ):
         return None
-    if any(fc.delay_wgrad or fc.accumulate_into_main_grad or not fc.is_packed for fc in linears):
+    if any(fc.delay_wgrad or not fc.is_packed for fc in linears):
         return None
     trained = [parameter is None or parameter.requires_grad for fc in linears for parameter in (fc.weight, fc.bias)]
     has_bias = experts.fc1.bias is not None
@@ -464,11 +477,33 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     received = None if received is None else _whole(received, step.num_received)
     row_probs = _whole(row_probs, plan.row_capacity)
     computed = computed._replace(h=None if computed.h is None else _whole(computed.h, step.num_rows))
+    linears = step.experts.fc1, step.experts.fc2
+    weights = split_tensors(*linears, tensors)[:2]
+    main_grads = tuple(map(step.main_grads, linears, weights))
     function = partial(
-        _input_and_weight_gradients, step, dy, x, received, computed, row_probs, b1, b2, tensors, needs_x, needs_probs
+        _input_and_weight_gradients,
+        step,
+        dy,
+        x,
+        received,
+        computed,
+        row_probs,
+        b1,
+        b2,
+        tensors,
+        main_grads,
+        needs_x,
+        needs_probs,
     )
     inputs = (dy, x, received, computed.h, row_probs, b1, b2, plan.storage, packed_to_row, row_to_packed_row, *tensors)
-    return None, *step.run("backward", (needs_x, needs_probs, x is None), function, inputs)
+    targets = [tensor for found in main_grads if found is not None for tensor in found.tensors]
+    overwrites = [None if found is None else found.overwrites for found in main_grads]
+    options = needs_x, needs_probs, x is None, *overwrites
+    gradients = [None, *step.run("backward", options, function, (*inputs, *targets))]
+    for n, (found, of_layer) in enumerate(zip(main_grads, weights, strict=True), 5):
+        if found is not None:  # on a tape a layer has one weight
+            gradients[n : n + 1] = found.placeholders(of_layer)
+    return tuple(gradients)
 
 
 def _input_and_weight_gradients(
@@ -481,10 +516,11 @@ def _input_and_weight_gradients(
     b1: torch.Tensor | None,
     b2: torch.Tensor | None,
     tensors: list[torch.Tensor],
+    main_grads: tuple[MainGrads | None, ...],
     needs_x: bool,
     needs_probs: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """dx, d_probs, gradients of the biases, of the weights and of the adapters."""
+    """dx, d_probs, gradients of the biases, of the weights (None for those in main_grads) and of the adapters."""
     gradients = control.gradients_index(x=needs_x, probs=needs_probs)
     plan, schedule, fc1, fc2 = step.plan, step.schedule, step.experts.fc1, step.experts.fc2
     weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
@@ -522,8 +558,8 @@ def _input_and_weight_gradients(
             trip = combining.combine_while(d_rows, plan, step.order, d_scale, gradients=gradients)
         with trip as collection:
             compute = partial(step.weight_gradients, while_combining=collection is not None)
-            dw2 = compute(fc2, weights2, experts_backward.w2_gradient)
-            dw1 = compute(fc1, weights1, experts_backward.w1_gradient)
+            dw2 = compute(fc2, weights2, main_grads[1], experts_backward.w2_gradient)
+            dw1 = compute(fc1, weights1, main_grads[0], experts_backward.w1_gradient)
             d_adapters = experts_backward.adapter_gradients()
     dx, d_probs = (None, None) if collection is None else (collection.out, collection.values)
     return dx, d_probs, experts_backward.db1, experts_backward.db2, *dw1, *dw2, *d_adapters
