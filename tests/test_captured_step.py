@@ -187,3 +187,18 @@ def test_a_layer_that_was_not_called_before():
         with pytest.raises(ArgumentError, match="calls a layer that earlier calls did not"):
             captured(torch.ones(3, H))
         assert heap.captured_reports is None
+
+
+def test_what_could_not_be_taken_back_is_refused():
+    heap, model = heap_and_model()
+    with heap:
+        for option in ("accumulate_into_main_grad", "delay_wgrad"):
+            fc2 = model.layers[1].experts.fc2
+            setattr(fc2, option, True)
+            with pytest.raises(ArgumentError, match=rf"{option} \(True\) must be False"):
+                symmoe.capture_step(make_step(model), model)
+            setattr(fc2, option, False)
+        with SymmetricHeap(num_bytes=16 << 20, backend="host") as other:
+            both = nn.ModuleList([model, Model(other)])
+            with pytest.raises(ArgumentError, match="layers on several heaps"):
+                symmoe.capture_step(make_step(model), both)

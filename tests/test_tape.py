@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from symmoe import MoEConfig, MoELayer, SymmetricHeap
 from symmoe.errors import SymmoeError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import twin
+from symmoe.moe.router import Router
 from symmoe.tape.recorder import Recorder, recorded
 from symmoe.tape.tape import Free, Number, Playing
 from symmoe.tape.tapes import Tapes
@@ -81,13 +83,16 @@ def make_calls(
 
 def step(layer: MoELayer, x: torch.Tensor, dy: torch.Tensor, around: str) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
-    saving = torch.autograd.graph.save_on_cpu() if around == "saved copies" else nullcontext()
-    with saving:
+    with ExitStack() as stack:
+        if around == "saved copies":
+            stack.enter_context(torch.autograd.graph.save_on_cpu())
+        elif around == "autocast":  # forward and backward
+            stack.enter_context(torch.autocast(x.device.type, torch.bfloat16))
         y, metrics = checkpoint(layer, x, use_reentrant=False) if around == "checkpoint" else layer(x)
-    outputs = [y] if around == "checkpoint" else [y, metrics.aux_loss]
-    outputs = [output for output in outputs if output.requires_grad]
-    gradients = [dy, *(torch.ones_like(output) for output in outputs[1:])]
-    found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
+        outputs = [y] if around == "checkpoint" else [y, metrics.aux_loss]
+        outputs = [output for output in outputs if output.requires_grad]
+        gradients = [dy.to(y.dtype), *(torch.ones_like(output) for output in outputs[1:])]
+        found = torch.autograd.grad(outputs, (x, *layer.parameters()), gradients)
     assert all(p.grad_added_to_main_grad for p in layer.parameters() if hasattr(p, "main_grad"))
     return [y.detach(), metrics.expert_load, metrics.topk_idx, *found, *(grad.clone() for grad in main_grads(layer))]
 
@@ -110,7 +115,7 @@ OPTIONS = {
     "main_grad of one layer": {"overwrites": (None, False), "dtype": torch.bfloat16, "stash": "none"},
     "losses": {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "score": "sigmoid", "expert_bias": True},
 }
-AROUND = ("", "checkpoint", "saved copies")
+AROUND = ("", "checkpoint", "saved copies", "autocast")
 
 
 def check_bits(
@@ -441,3 +446,42 @@ def test_steps_of_layers_of_one_size_share_tapes():
         step(layers[0], x, dy, "")
         assert len(heap.tapes._kinds) == kinds
         assert heap.tapes.num_played > 20
+
+
+def test_waits_of_which_only_some_are_bounded_are_not_played():
+    with SymmetricHeap(num_bytes=16 << 20, backend="host", start_timeout_s=math.inf) as heap:
+        layer = make_layer(heap)
+        x, dy = next(make_calls(0, 1, torch.float32))
+        for _ in range(6):
+            step(layer, x, dy, "")
+        assert heap.tapes.num_played == 0
+        heap.start_timeout_s = 100.0
+        for _ in range(6):
+            step(layer, x, dy, "")
+        assert heap.tapes.num_played > 0
+
+
+def test_a_consumer_of_probs_may_give_no_gradient():
+    class NoGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, probs: torch.Tensor) -> torch.Tensor:
+            return probs.sum()
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> None:
+            return None
+
+    router = Router(MoEConfig(hidden=H, ffn=I, num_experts=E, top_k=K))
+    x = torch.randn(5, H, requires_grad=True)
+    (NoGradient.apply(router(x).probs) + x.sum()).backward()
+    assert x.grad.eq(1).all()
+
+
+def test_a_closed_heap_keeps_no_tapes():
+    heap = SymmetricHeap(num_bytes=16 << 20, backend="host")
+    layer = make_layer(heap)
+    x, dy = next(make_calls(0, 1, torch.float32))
+    for _ in range(5):
+        step(layer, x, dy, "")
+    heap.close()
+    assert not heap.tapes._kinds

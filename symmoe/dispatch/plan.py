@@ -112,7 +112,7 @@ class Plan(PlanIntegers):
         heap: the symmetric heap of the plan.
         num_tokens, top_k, num_experts: T, K, E.
         row_capacity: rows that a buffer for this plan needs on every rank: the largest N of the group (exact
-            capacity) or the capacity given (static).
+            capacity), the capacity given (static), or the room that the call got.
         packed_row_capacity: packed rows that a buffer for this plan needs on every rank.
         expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
             tokens if these are fewer.

@@ -176,6 +176,8 @@ class _Route(Function):
         _: None,
     ) -> tuple[torch.Tensor | None, ...]:
         given = d_logits, d_probs, d_scores
+        if all(one is None for one in given):
+            return (None,) * 7
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         options = "gradients of the route", ctx.rule, needs_x, needs_weight, *[one is None for one in given]
         kept: tuple[torch.Tensor, ...] = ctx.saved_tensors

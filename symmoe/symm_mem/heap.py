@@ -254,12 +254,14 @@ class SymmetricHeap:
         if (
             self.trip_timer is not None
             or self._faults.unraised is not None
+            or self._waits.some_are_bounded
             or self._is_watched()
             or capture_id(self.device)
+            or (self.device.type == "cuda" and torch.cuda.current_device() != self.device.index)
         ):
             return function()
         with self._one_call:
-            return self.tapes.run((key, self._waits.are_bounded), function, inputs, numbers)
+            return self.tapes.run((key, self.timeout_s == math.inf), function, inputs, numbers)
 
     def timed(self, trip: str) -> AbstractContextManager[None]:
         """A context for the work of a trip on the current stream, which `trip_timer` may time."""
@@ -398,7 +400,8 @@ class SymmetricHeap:
         if spare:
             copy, event = spare.pop()
         else:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            with torch.inference_mode(False):  # a later call may be outside of it
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             event = torch.cuda.Event()
         copy.copy_(tensor, non_blocking=True)
         event.record(torch.cuda.current_stream(self.device))
@@ -544,6 +547,7 @@ class SymmetricHeap:
     def _end(self, together: bool) -> None:
         """Frees the arena; no tokens are left. `together` with all ranks, or locally once the peers are told."""
         self._closed = True
+        self.tapes.forget()
         if together:
             self._backend.close()
         else:

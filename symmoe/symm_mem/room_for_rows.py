@@ -57,7 +57,7 @@ class RowHistory:
 
     def room(self, most_rows: int | None) -> Room | None:
         """What the next call gets, at most `most_rows` rows; None if it has to measure."""
-        if self._fixed is not None:
+        if self._fixed is not None and (most_rows is None or self._fixed.rows <= most_rows):
             return self._fixed
         rows, packed_rows = self._most()
         if not rows or (most_rows is not None and rows > most_rows):

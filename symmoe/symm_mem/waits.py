@@ -167,9 +167,9 @@ class Waits:
         return (self._timeout_ns(self.first_times.is_first_signal(phase, rank, epoch=self.flight.epoch)),)
 
     @property
-    def are_bounded(self) -> tuple[bool, bool]:
-        """Whether there are bounds."""
-        return self.timeout_s != math.inf, self.start_timeout_s != math.inf
+    def some_are_bounded(self) -> bool:
+        """Whether some waits have a bound and others have not, which other kernels do."""
+        return (self.timeout_s == math.inf) != (self.start_timeout_s == math.inf)
 
     def bound(self, first: bool) -> tuple[str, float]:
         """Name and value of the bound of a wait, `first` as in FirstTimes."""

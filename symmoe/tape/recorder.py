@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,23 +47,8 @@ _EMPTY = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-_READS_BACK = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
+_READS_BACK = torch.ops.aten._local_scalar_dense.default
 _MOST_NUMBER = 1 << 40  # a larger integer may be an address, which would be another one in the next call
-
-
-class BoundLaunch(Protocol):
-    """A compiled kernel that can be put on a tape (kernels/launch/compiled.py)."""
-
-    def bind(
-        self,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        tensors: tuple[torch.Tensor, ...],
-        memory: Sequence[Memory],
-        numbers: Mapping[int, Any],
-    ) -> Launch:
-        """The entry for a launch with these arguments. memory: where each tensor of the call lies; numbers: by place in
-        args, where integers come from that differ from call to call."""
 
 
 class _Thread(threading.local):
@@ -158,7 +143,8 @@ class Recorder(TorchDispatchMode):
             self._place(tensor)
         self._check_apart(inputs)
         device = inputs[0].device
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._has_autocast = torch.is_autocast_enabled(device.type)
         self._stream = torch.cuda.current_stream(device).cuda_stream if self._on_gpu else 0
         self._next_numbers: dict[str, Any] = {}  # those of the next launch, by the parameter's name
 
@@ -177,6 +163,7 @@ class Recorder(TorchDispatchMode):
 
     def give_up(self, problem: str) -> None:
         """Ends the recording, not the call."""
+        self._next_numbers = {}
         self.problem = self.problem or problem
 
     def finish(self, outputs: Sequence[object]) -> Tape | None:
@@ -234,7 +221,7 @@ class Recorder(TorchDispatchMode):
         if bind is None:
             self.give_up("a kernel is launched by Triton's launcher")
             return
-        numbers = {names.index(name): place for name, place in self._next_numbers.items()}
+        numbers = {names.index(name): place for name, place in self._next_numbers.items() if name in names}
         self._next_numbers = {}
         for i, value in enumerate(args):
             if type(value) is int and value > _MOST_NUMBER and i not in numbers and value not in self._constants:
@@ -285,7 +272,7 @@ class Recorder(TorchDispatchMode):
             return function(*args, **kwargs)
         if function.is_view:
             return function(*args, **kwargs)
-        if function in _READS_BACK:
+        if function is _READS_BACK:
             self.give_up(f"the host reads a tensor ({function})")
         template = self._template(args), self._template(kwargs)
         result = function(*args, **kwargs)
@@ -294,15 +281,21 @@ class Recorder(TorchDispatchMode):
             for value in (*args, *kwargs.values())
         ):
             if function._schema.is_mutable:
-                self.entries.append(Operator(function, template, None, is_owed=self.is_owed))
+                self._note_operator(function, template, None)
             return result
         if function in _EMPTY:
             self.entries.append(New(self._place(result), *_look(result), result.device))
         elif isinstance(result, torch.Tensor):
-            self.entries.append(Operator(function, template, self._place(result), is_owed=self.is_owed))
+            self._note_operator(function, template, self._place(result))
         else:
             self.give_up(f"{function} returns {type(result).__name__}")
         return result
+
+    def _note_operator(self, function: Any, template: tuple[Any, Any], slot: int | None) -> None:
+        if self._on_gpu and torch.cuda.current_stream(self._device).cuda_stream != self._stream:
+            self.give_up(f"{function} runs on another stream")
+        autocast = self._device.type if self._has_autocast else None  # what it does to operators has been done here
+        self.entries.append(Operator(function, template, slot, is_owed=self.is_owed, leaves_autocast=autocast))
 
     # -- what it works on -------------------------------------------------------------------------------------------
 
@@ -334,7 +327,9 @@ class Recorder(TorchDispatchMode):
             tensor = getattr(result, "tensor", None)  # a lease
             if isinstance(tensor, torch.Tensor):
                 self._note_span(tensor, slot)
-        self.entries.append(Call(function, template, slot, is_owed=self.is_owed))
+        leaves = self._has_autocast and not torch.is_autocast_enabled(self._device.type)
+        autocast = self._device.type if leaves else None
+        self.entries.append(Call(function, template, slot, is_owed=self.is_owed, leaves_autocast=autocast))
 
     def _new_slot(self) -> int:
         self._num_slots += 1

@@ -87,6 +87,10 @@ class Memory:
                 return base
         storage = base.untyped_storage()
         first = (base.data_ptr() - storage.data_ptr() + self.offset_bytes) // self.dtype.itemsize
+        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        if (last + 1) * self.dtype.itemsize > storage.nbytes():
+            want, has = (f"{list(each.shape)} {each.dtype}" for each in (self, base))
+            raise SymmoeError(f"a recorded call wants {want} in the memory of {has}")
         return torch.empty(0, dtype=self.dtype, device=base.device).set_(storage, first, self.shape, self.stride)
 
     def address(self, playing: Playing) -> int:
@@ -167,6 +171,9 @@ def fill_in(template: Any, playing: Playing) -> Any:
     return template
 
 
+_BY_IDENTITY: Any = object.__eq__
+
+
 def has_places(template: Any) -> bool:
     """Whether anything has to be filled in."""
     if isinstance(template, dict):
@@ -184,7 +191,7 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
-    return "__eq__" not in vars(type(a)) or bool(a == b)
+    return type(a).__eq__ is _BY_IDENTITY or bool(a == b)
 
 
 # -- entries --------------------------------------------------------------------------------------------------------
@@ -274,12 +281,17 @@ class Launch:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call of a recorded function; its result goes to a slot, or is dropped."""
+    """A call of a recorded function; its result goes to a slot, or is dropped.
+
+    Attributes:
+        leaves_autocast: the type of device for which autocast was on around the whole call, but not here; or None.
+    """
 
     function: Callable[..., Any]
     template: tuple[tuple[Any, ...], dict[str, Any]]
     slot: int | None
     is_owed: bool
+    leaves_autocast: str | None = None
     _is_constant: bool = False
 
     def __post_init__(self) -> None:
@@ -288,16 +300,21 @@ class Call:
     def play(self, playing: Playing) -> None:
         """Calls the function."""
         args, kwargs = self.template if self._is_constant else fill_in(self.template, playing)
-        result = self.function(*args, **kwargs)
+        if self.leaves_autocast is None:
+            result = self.function(*args, **kwargs)
+        else:
+            with torch.autocast(self.leaves_autocast, enabled=False):
+                result = self.function(*args, **kwargs)
         if self.slot is not None:
             playing.put(self.slot, result)
 
     def same(self, other: Any) -> bool:
         """As in Launch."""
-        return (self.function.__qualname__, self.slot, self.is_owed) == (
+        return (self.function.__qualname__, self.slot, self.is_owed, self.leaves_autocast) == (
             other.function.__qualname__,
             other.slot,
             other.is_owed,
+            other.leaves_autocast,
         ) and _same(self.template, other.template)
 
 

@@ -82,7 +82,9 @@ class Tapes:
         """
         if recorder() is not None or torch._C._len_torch_dispatch_stack():  # somebody has to see every operator
             return function()
-        whole_key = key, *[(t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in inputs]
+        type_ = self._device.type
+        autocast = torch.get_autocast_dtype(type_) if torch.is_autocast_enabled(type_) else None
+        whole_key = key, autocast, *[(t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in inputs]
         kind = self._kinds.get(whole_key)
         if kind is None:
             kind = self._kinds[whole_key] = _Kind()
@@ -91,6 +93,7 @@ class Tapes:
         elif kind.is_sure:
             assert kind.tape is not None
             self.num_played += 1
+            self._kinds.move_to_end(whole_key)
             return kind.tape.play(inputs, numbers, self._stream(), self._give_up)
         if kind.is_new or kind.num_failures == _MOST_FAILURES:
             outputs = function()
@@ -106,6 +109,10 @@ class Tapes:
                 self._numbers.clear()
             number = self._numbers[kind] = next(self._counter)
         return number
+
+    def forget(self) -> None:
+        """Lets go of all tapes, which hold what their calls were made on."""
+        self._kinds.clear()
 
     @property
     def problems(self) -> list[str]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from symmoe.errors import ArgumentError
+from symmoe.errors import ArgumentError, raise_for
 from symmoe.kernels import control
 from symmoe.moe.ddp_and_fsdp import ExpertParallelModule
+from symmoe.moe.layer import MoELayer
 from symmoe.moe.router import Router
 from symmoe.symm_mem.heap import SymmetricHeap
 
@@ -44,7 +45,9 @@ def capture_step(
     eagerly and exactly, from the same inputs, buffers and random numbers; the next call captures it with more room.
     On CPUs there are no graphs: every call is eager.
 
-    Collective over the EP groups of the model's layers. Each call synchronises the host once, at its end.
+    Collective over the EP group of the model's layers: on all its ranks, the shapes of inputs change in the same calls.
+    Each call synchronises the host once, at its end. Constants among the inputs (a factor, a flag) are a part of the
+    step: another value is captured apart.
 
     Args:
         step: takes and returns tensors, or tuples, lists and dicts of tensors and of constants. It must not
@@ -54,8 +57,10 @@ def capture_step(
         num_eager: eager calls before a capture, at least 1.
 
     Raises:
-        ArgumentError: a number is out of range, or parameters are sharded (DTensors of FSDP2, whose memory moves in
-            every step). DistributedDataParallel around the model has not been tried: reduce gradients after the call
+        ArgumentError: a number is out of range; layers are on several heaps, or have aux_loss="global" over several EP
+            groups (one of which could repeat a step alone); experts accumulate into main_grad or delay weight gradients
+            (which cannot be taken back); or parameters are sharded (DTensors of FSDP2, whose memory moves in every
+            step). DistributedDataParallel around the model has not been tried: reduce gradients after the call
             (symmoe.reduce_gradients).
     """
     if not room >= 1:
@@ -64,7 +69,25 @@ def capture_step(
         raise ArgumentError(f"num_eager ({num_eager}) must be at least 1")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise ArgumentError("model has sharded parameters (DTensor), whose memory moves: its steps cannot be captured")
+    raise_for(_layers_problem([module for module in model.modules() if isinstance(module, ExpertParallelModule)]))
     return CapturedStep(step, model, room, num_eager)
+
+
+def _layers_problem(layers: list[ExpertParallelModule]) -> ArgumentError | None:
+    """Why steps of a model with these layers cannot be captured, or None."""
+    if len({layer.heap for layer in layers}) > 1:
+        return ArgumentError("model has layers on several heaps, whose groups could not agree to repeat a step")
+    for layer in layers:
+        is_global = isinstance(layer, MoELayer) and layer.config.aux_loss_coef and layer.config.aux_loss == "global"
+        if is_global and layer.replicas.group is not None:
+            return ArgumentError(
+                'aux_loss ("global") over several EP groups: one could repeat a step without the others'
+            )
+        for linear in (layer.experts.fc1, layer.experts.fc2):
+            for option in ("accumulate_into_main_grad", "delay_wgrad"):
+                if getattr(linear, option):
+                    return ArgumentError(f"{option} (True) must be False: a step that is repeated would count twice")
+    return None
 
 
 class Graph(Protocol):
@@ -82,9 +105,14 @@ class CudaGraph:
 
     def __init__(self, function: Callable[[], None], heaps: list[SymmetricHeap]) -> None:
         self._graph, self._heaps = torch.cuda.CUDAGraph(), heaps
-        with torch.cuda.graph(self._graph):
-            self._captures = [heap.capture for heap in heaps]
-            function()
+        self._captures: list[int] = []
+        try:
+            with torch.cuda.graph(self._graph):
+                self._captures += [heap.capture for heap in heaps]
+                function()
+        except BaseException:
+            self._release()
+            raise
 
     def replay(self) -> None:
         """See Graph."""
@@ -93,7 +121,10 @@ class CudaGraph:
     def end(self) -> None:
         """See Graph."""
         self._graph.reset()
-        for heap, capture in zip(self._heaps, self._captures, strict=True):
+        self._release()
+
+    def _release(self) -> None:
+        for heap, capture in zip(self._heaps, self._captures, strict=False):
             heap.release_graph(capture)
 
 

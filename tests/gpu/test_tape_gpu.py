@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_tape import AROUND, OPTIONS, check_bits
+from test_tape import AROUND, OPTIONS, check_bits, make_calls, make_layer, step
+from worker import open_heap
 
 from symmoe.kernels.launch import player
 
@@ -66,3 +67,18 @@ def check_that_c_plays(rank: int, num_ranks: int) -> tuple[int, int]:
 def test_every_tape_is_played_by_c(cluster):
     for num_sections, num_tapes in cluster(2, "cuda").run(check_that_c_plays):
         assert num_sections == num_tapes > 4
+
+
+def check_inference_first(rank: int, num_ranks: int) -> bool:
+    """Training after an evaluation in inference mode."""
+    with open_heap("cuda", num_bytes=128 << 20) as heap:
+        layer = make_layer(heap, **LARGE)
+        calls = make_calls(rank, 8, torch.bfloat16, hidden=512, device=heap.device)
+        with torch.inference_mode():
+            for _ in range(4):
+                layer(next(calls)[0])
+        return all(gradient.isfinite().all() for x, dy in calls for gradient in step(layer, x, dy, ""))
+
+
+def test_training_after_inference_mode(cluster):
+    assert all(cluster(2, "cuda").run(check_inference_first))

@@ -147,15 +147,13 @@ def compiled_tape(tape: Tape) -> Tape:
     notes: list[Entry] = []  # last, because memory may be missing: a wait that is noted has to be launched
     launches: list[Any] = []
     after: list[Entry] = []
-    # What fills memory before the first launch must not get memory that an earlier launch still uses.
-    freed = after if any(isinstance(entry, Operator) for entry in tape.entries) else before
     for entry in tape.entries:
         if isinstance(entry, (Launch, RecordEvent, WaitEvent)):
             launches.append(entry)
         elif isinstance(entry, New):
             before.append(entry)
         elif isinstance(entry, Free):
-            freed.append(entry)
+            after.append(entry)  # or another thread might get the memory, and use it before our launches do
         elif isinstance(entry, Call):
             if isinstance(entry, Note):
                 notes.append(entry)
@@ -171,7 +169,7 @@ def compiled_tape(tape: Tape) -> Tape:
             return tape
     try:
         section = _Section(launches, tape.num_slots)
-    except _Unknown:
+    except (_Unknown, AttributeError, KeyError, TypeError, ValueError, struct.error):
         return tape
     return Tape(tape.num_slots, (*before, *notes, section, *after), tape.outputs)
 
@@ -330,6 +328,7 @@ def _player() -> Callable[..., int] | None:
         from triton.runtime.build import compile_module_from_src  # same as for Triton's launchers
 
         _driver_functions()
+        _ = driver.library().cuFuncGetParamInfo  # drivers of CUDA 12.4 and later have it
         play: Callable[..., int] = compile_module_from_src(_SOURCE, "symmoe_player").play
     except (AttributeError, ImportError, OSError, RuntimeError, SymmoeError, subprocess.CalledProcessError):
         return None
