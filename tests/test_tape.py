@@ -144,9 +144,18 @@ def check_bits(
         return heap.tapes.num_played, repeats, findings.texts
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def cases() -> Iterator[object]:
+    """Quick ones: everything on two ranks with nothing around it, and the defaults with something around them."""
+    for name, options in OPTIONS.items():
+        for num_ranks in (1, 2):
+            for around in AROUND:
+                is_quick = num_ranks == 2 and (not around or name == "defaults")
+                words = [name, str(num_ranks), *around.split()]
+                marks = () if is_quick else (pytest.mark.slow,)
+                yield pytest.param(options, num_ranks, around, id="-".join(words), marks=marks)
+
+
+@pytest.mark.parametrize(("options", "num_ranks", "around"), cases())
 def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, around):
     results = cluster(num_ranks).run(check_bits, options, around)
     assert [text for *_, texts in results for text in texts] == []

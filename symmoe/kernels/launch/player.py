@@ -139,8 +139,10 @@ class _Unknown(Exception):
 def compiled_tape(tape: Tape) -> Tape:
     """A tape that does the same with fewer steps; the tape itself where that cannot be.
 
-    Memory and leases are taken before the first launch, in the same order, and leases end after the last one.
+    Memory and leases are taken before the first launch, in the same order, and end after the last one. Memory that a
+    branch stream uses comes from the current stream's here, which gets it back only once it has waited for the branch.
     """
+    tape = _freeing_last(tape)
     if _player() is None:
         return tape
     before: list[Entry] = []
@@ -172,6 +174,12 @@ def compiled_tape(tape: Tape) -> Tape:
     except (_Unknown, AttributeError, KeyError, TypeError, ValueError, struct.error):
         return tape
     return Tape(tape.num_slots, (*before, *notes, section, *after), tape.outputs)
+
+
+def _freeing_last(tape: Tape) -> Tape:
+    freed = tuple(entry for entry in tape.entries if isinstance(entry, Free))
+    others = tuple(entry for entry in tape.entries if not isinstance(entry, Free))
+    return Tape(tape.num_slots, others + freed, tape.outputs)
 
 
 class _Section:
