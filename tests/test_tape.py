@@ -155,7 +155,7 @@ def cases() -> Iterator[object]:
                 yield pytest.param(options, num_ranks, around, id="-".join(words), marks=marks)
 
 
-@pytest.mark.parametrize(("options", "num_ranks", "around"), cases())
+@pytest.mark.parametrize(("options", "num_ranks", "around"), list(cases()))
 def test_played_calls_have_the_bits_of_others(cluster, options, num_ranks, around):
     results = cluster(num_ranks).run(check_bits, options, around)
     assert [text for *_, texts in results for text in texts] == []
