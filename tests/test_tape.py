@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
@@ -18,6 +21,7 @@ from symmoe.errors import SymmoeError
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import twin
 from symmoe.moe.router import Router
+from symmoe.symm_mem.room_for_rows import Room, RowHistory
 from symmoe.tape.recorder import Recorder, recorded
 from symmoe.tape.tape import Free, Number, Playing
 from symmoe.tape.tapes import Tapes
@@ -494,3 +498,41 @@ def test_a_closed_heap_keeps_no_tapes():
         step(layer, x, dy, "")
     heap.close()
     assert not heap.tapes._kinds
+
+
+def check_random_room(rank: int, num_ranks: int, options: dict, around: str) -> tuple[int, list[str]]:
+    """check_bits, where a third of the calls get far too little room, recomputed ones and those of backward too."""
+    room = RowHistory.room
+    calls = itertools.count()
+
+    def random_room(self: RowHistory, most_rows: int | None) -> Room | None:
+        found = room(self, most_rows)
+        too_little = random.Random(next(calls)).random() < 1 / 3  # in the same calls on all ranks
+        return Room(1, 1, 1) if found is not None and too_little else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowHistory, "room", random_room)
+        num_played, _, texts = check_bits(rank, num_ranks, options, around)
+    return num_played, texts
+
+
+@pytest.mark.parametrize("around", ["", "checkpoint"])
+@pytest.mark.parametrize("name", ["defaults", "overlapped, expert-major, nothing kept", "losses"])
+def test_calls_that_get_too_little_room_at_random(cluster, name, around):
+    results = cluster(2).run(check_random_room, OPTIONS[name], around)
+    assert [text for _, texts in results for text in texts] == []
+    assert all(num_played > 20 for num_played, _ in results)
+
+
+def check_router_of_a_busy_heap(rank: int, num_ranks: int) -> bool:
+    """A router that runs by itself while another thread is in a call of the heap."""
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
+        layer = make_layer(heap)
+        x, _ = next(make_calls(rank, 1, torch.float32))
+        wanted = layer.router(x).probs
+        with heap.one_call(), ThreadPoolExecutor(1) as pool:
+            return torch.equal(pool.submit(layer.router, x).result().probs, wanted)
+
+
+def test_a_router_needs_no_turn_on_the_heap(cluster):
+    assert cluster(1).run(check_router_of_a_busy_heap) == [True]

@@ -18,6 +18,7 @@ from symmoe import kernels
 from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,
+    ConcurrentUse,
     ConfigMismatch,
     HeapClosed,
     HeapExhausted,
@@ -252,7 +253,9 @@ class SymmetricHeap:
         Args: see Tapes.run.
         """
         if (
-            self.trip_timer is not None
+            self._closed
+            or not self._access.is_given
+            or self.trip_timer is not None
             or self._faults.unraised is not None
             or self._waits.some_are_bounded
             or self._is_watched()
@@ -260,8 +263,14 @@ class SymmetricHeap:
             or (self.device.type == "cuda" and torch.cuda.current_device() != self.device.index)
         ):
             return function()
-        with self._one_call:
+        try:
+            self._one_call.__enter__()
+        except ConcurrentUse:
+            return function()  # which raises if it needs the turn, too
+        try:
             return self.tapes.run((key, self.timeout_s == math.inf), function, inputs, numbers)
+        finally:
+            self._one_call.__exit__()
 
     def timed(self, trip: str) -> AbstractContextManager[None]:
         """A context for the work of a trip on the current stream, which `trip_timer` may time."""
