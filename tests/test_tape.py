@@ -536,3 +536,16 @@ def check_router_of_a_busy_heap(rank: int, num_ranks: int) -> bool:
 
 def test_a_router_needs_no_turn_on_the_heap(cluster):
     assert cluster(1).run(check_router_of_a_busy_heap) == [True]
+
+
+def test_compiled_layers_are_played_too():
+    with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
+        layer = make_layer(heap)
+        compiled = torch.compile(layer, backend="aot_eager")
+        for x, dy in make_calls(0, 8, torch.float32):
+            found, wanted = (
+                torch.autograd.grad(each(x)[0], tuple(layer.parameters()), dy) for each in (compiled, layer)
+            )
+            assert all(map(torch.equal, found, wanted))
+        assert heap.tapes.num_played > 30
+        assert heap.tapes.problems == []
