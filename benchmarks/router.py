@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from one_gpu import medians_in_turn_ms, parser_of, write
 
-from symmoe.moe.router_logits import router_logits
+from symmoe import kernels
 
 SHAPES = {  # experts, hidden size
     "qwen3-30b": (128, 2048),
@@ -38,7 +38,23 @@ def of_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.linear(x, weight.bfloat16()).float()
 
 
-WAYS: dict[str, Logits] = {"ours": router_logits, "fp32": of_fp32_copy, "tf32": of_fp32_copy, "bf16": of_bf16}
+class _OfKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        logits = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
+        kernels.for_device(x.device).router_gemm(x, weight, logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx, d_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        gradients = torch.empty_like(x), torch.empty_like(weight)
+        kernels.for_device(x.device).router_gemm_grads(d_logits, x, weight, *gradients)
+        return gradients
+
+
+WAYS: dict[str, Logits] = {"ours": _OfKernels.apply, "fp32": of_fp32_copy, "tf32": of_fp32_copy, "bf16": of_bf16}
 
 
 def captured(way: str, xs: list[torch.Tensor], weight: torch.Tensor, d_logits: torch.Tensor | None) -> Callable:

@@ -148,12 +148,15 @@ def check_bits(
         return heap.tapes.num_played, repeats, findings.texts
 
 
+SLOW = ("hidden kept", "nothing kept", "main_grad", "main_grad of one layer")  # others have the most of them
+
+
 def cases() -> Iterator[object]:
-    """Quick ones: everything on two ranks with nothing around it, and the defaults with something around them."""
+    """Quick ones: on two ranks with nothing around it, and the defaults with something around them."""
     for name, options in OPTIONS.items():
         for num_ranks in (1, 2):
             for around in AROUND:
-                is_quick = num_ranks == 2 and (not around or name == "defaults")
+                is_quick = num_ranks == 2 and (not around or name == "defaults") and name not in SLOW
                 words = [name, str(num_ranks), *around.split()]
                 marks = () if is_quick else (pytest.mark.slow,)
                 yield pytest.param(options, num_ranks, around, id="-".join(words), marks=marks)
@@ -516,8 +519,14 @@ def check_random_room(rank: int, num_ranks: int, options: dict, around: str) -> 
     return num_played, texts
 
 
-@pytest.mark.parametrize("around", ["", "checkpoint"])
-@pytest.mark.parametrize("name", ["defaults", "overlapped, expert-major, nothing kept", "losses"])
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("defaults", "checkpoint"),
+        pytest.param("overlapped, expert-major, nothing kept", "", marks=pytest.mark.slow),
+        pytest.param("losses", "checkpoint", marks=pytest.mark.slow),
+    ],
+)
 def test_calls_that_get_too_little_room_at_random(cluster, name, around):
     results = cluster(2).run(check_random_room, OPTIONS[name], around)
     assert [text for _, texts in results for text in texts] == []
@@ -538,6 +547,7 @@ def test_a_router_needs_no_turn_on_the_heap(cluster):
     assert cluster(1).run(check_router_of_a_busy_heap) == [True]
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_played_too():
     with SymmetricHeap(num_bytes=16 << 20, backend="host") as heap:
         layer = make_layer(heap)
