@@ -112,7 +112,7 @@ def check_exact(rank: int, num_ranks: int, device: str, count: int) -> tuple[int
         return captured.num_replays, captured.num_repeated, captured.num_captures, findings.texts
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_step_is_exact(cluster, num_ranks):
     found = cluster(num_ranks).run(check_exact, "cpu", 14)
     assert [text for *_, texts in found for text in texts] == []

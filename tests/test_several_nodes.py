@@ -107,6 +107,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks_of_node", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_nodes_train_as_one_does(tmp_path: Path, ranks_of_node: int):
