@@ -35,6 +35,7 @@ from symmoe.tape.tape import (
     Tape,
     Thing,
     WaitEvent,
+    extent_bytes,
 )
 
 P = ParamSpec("P")
@@ -348,7 +349,7 @@ class Recorder(TorchDispatchMode):
         if tensor.numel() == 0:
             self.give_up("a tensor is empty")
         start = tensor.data_ptr()
-        self._spans.append((start, start + _extent_bytes(tensor), slot))
+        self._spans.append((start, start + extent_bytes(*_look(tensor)), slot))
 
     def _check_apart(self, inputs: Sequence[torch.Tensor]) -> None:
         spans = sorted(self._spans)
@@ -357,7 +358,7 @@ class Recorder(TorchDispatchMode):
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
         start = tensor.data_ptr()
-        end = start + _extent_bytes(tensor)
+        end = start + extent_bytes(*_look(tensor))
         for first, last, slot in reversed(self._spans):
             if first <= start and end <= last:
                 return Memory(slot, start - first, *_look(tensor))
@@ -413,11 +414,3 @@ class _Twin:
 
 def _look(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """From the first byte of a tensor to the one past its last."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()

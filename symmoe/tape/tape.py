@@ -53,6 +53,13 @@ class Playing:
 # -- places ---------------------------------------------------------------------------------------------------------
 
 
+def extent_bytes(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
+    """From the first byte of a tensor to the one past its last."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
     """A tensor in the memory of a slot, or, without a slot, at an address that never changes.
@@ -86,12 +93,13 @@ class Memory:
             if base.stride() == self.stride:
                 return base
         storage = base.untyped_storage()
-        first = (base.data_ptr() - storage.data_ptr() + self.offset_bytes) // self.dtype.itemsize
-        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        if (last + 1) * self.dtype.itemsize > storage.nbytes():
+        first_byte = base.data_ptr() - storage.data_ptr() + self.offset_bytes
+        if first_byte + extent_bytes(self.shape, self.stride, self.dtype) > storage.nbytes():
             want, has = (f"{list(each.shape)} {each.dtype}" for each in (self, base))
             raise SymmoeError(f"a recorded call wants {want} in the memory of {has}")
-        return torch.empty(0, dtype=self.dtype, device=base.device).set_(storage, first, self.shape, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=base.device).set_(
+            storage, first_byte // self.dtype.itemsize, self.shape, self.stride
+        )
 
     def address(self, playing: Playing) -> int:
         """Its address."""
@@ -486,8 +494,7 @@ class Tape:
         error: BaseException,
     ) -> None:
         """Launches what is owed to the peers: they wait for it, and memory that they write to must not be leased again
-        before that. And the stream that the call came on
-        waits for the other one."""
+        before that. And the stream that the call came on waits for the other one."""
         if playing.mark == FRAGILE:
             give_up(error)
         owes = playing.mark == OWES

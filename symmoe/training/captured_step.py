@@ -37,7 +37,7 @@ def capture_step(
             loss = captured(tokens, targets)
             optimizer.step()
 
-    A call leaves the gradients of this call alone in `.grad`: they need no zero_grad, and replace what was there. Its
+    After a call `.grad` has the gradients of this call only: they need no zero_grad, and replace what was there. Its
     result is detached.
     The first calls are eager, and so is the first one with inputs of other shapes or dtypes. Then the step is captured
     with room for `room` times the rows that layers with capacity None have needed. A replay in which some layer of some
@@ -58,7 +58,7 @@ def capture_step(
 
     Raises:
         ArgumentError: a number is out of range; layers are on several heaps, or have aux_loss="global" over several EP
-            groups (one of which could repeat a step alone); experts accumulate into main_grad or delay weight gradients
+            groups (one could repeat a step by itself); experts accumulate into main_grad or delay weight gradients
             (which cannot be taken back); or parameters are sharded (DTensors of FSDP2, whose memory moves in every
             step). DistributedDataParallel around the model has not been tried: reduce gradients after the call
             (symmoe.reduce_gradients).
@@ -204,7 +204,10 @@ class CapturedStep(Generic[R]):
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """The step with these arguments. Collective; synchronises the host."""
         leaves, spec = tree_flatten((args, kwargs))
-        kind = str(spec), *[(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves]
+        kind = (
+            str(spec),
+            *[(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves],
+        )
         self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
         if self.make_graph is None or self._num_calls[kind] <= self._num_eager:
             return self._run_eagerly(args, kwargs)
