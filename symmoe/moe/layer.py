@@ -78,7 +78,7 @@ class MoELayer(ExpertParallelModule):
         device = heap.device if device is None else device
         self.config, self.heap = config, heap
         self.listeners = Listeners(heap, num_experts=config.num_experts, order=config.order)
-        self.router = Router(config, device=device, run=heap.run) if config.router == "linear" else None
+        self.router = Router(config, device=device, heap=heap) if config.router == "linear" else None
         num_local = config.num_experts // heap.num_ranks
         if experts is None:
             experts = GroupedMLP(

@@ -18,7 +18,8 @@ from symmoe.errors import ArgumentError, SymmoeError
 from symmoe.kernels import control
 from symmoe.moe.config import MoEConfig
 from symmoe.moe.expert_capacity import drop_over_capacity, expert_capacity
-from symmoe.moe.routing import Run, route_tokens, run_plainly
+from symmoe.moe.routing import route_tokens
+from symmoe.symm_mem.heap import SymmetricHeap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ class Router(nn.Module):
     lower expert id, on every device and however many tokens share the call.
 
     Args:
-        run: runs what a call launches, e.g. SymmetricHeap.run.
+        heap: its tapes play what a call launches; None: no tapes.
 
     Parameters stay fp32 when a model is cast (`model.to(torch.bfloat16)`).
 
@@ -71,9 +72,11 @@ class Router(nn.Module):
             a buffer: DDP would overwrite it with that of another rank.
     """
 
-    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None, run: Run = run_plainly) -> None:
+    def __init__(
+        self, config: MoEConfig, *, device: torch.device | str | None = None, heap: SymmetricHeap | None = None
+    ) -> None:
         super().__init__()
-        self.config, self._run = config, run
+        self.config, self._heap = config, heap
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         self.expert_bias: torch.Tensor | None
@@ -121,7 +124,7 @@ class Router(nn.Module):
                 None if topk_idx is None else _int32(topk_idx),
                 top_k=config.top_k,
                 rule=config.routing_rule,
-                run=self._run,
+                heap=self._heap,
             )
             choice = choice_of(config, topk_idx, probs, token_mask)
         return RouterOutput(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from symmoe import kernels
 from symmoe.autograd import Context, Function
 from symmoe.kernels.routing_rule import RoutingRule
+from symmoe.symm_mem.heap import SymmetricHeap, heap_numbered
 
 
 class Routed(NamedTuple):
@@ -30,21 +31,6 @@ class Routed(NamedTuple):
     topk_idx: torch.Tensor
 
 
-class Run(Protocol):
-    """SymmetricHeap.run, or :func:`run_plainly`."""
-
-    def __call__(
-        self, key: tuple[Any, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
-    ) -> Sequence[Any]: ...
-
-
-def run_plainly(
-    key: tuple[Any, ...], function: Callable[[], Sequence[Any]], inputs: Sequence[torch.Tensor]
-) -> Sequence[Any]:
-    """function()."""
-    return function()
-
-
 def route_tokens(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -53,7 +39,7 @@ def route_tokens(
     *,
     top_k: int,
     rule: RoutingRule,
-    run: Run = run_plainly,
+    heap: SymmetricHeap | None = None,
 ) -> Routed:
     """Logits x @ weight^T of tokens [T, H] in any precision and weights fp32 [E, H], and the experts that they choose
     (kernels/contract/router.py). Not collective, no host sync.
@@ -65,13 +51,13 @@ def route_tokens(
     Args:
         bias: fp32 [E], added to the scores where experts are compared, or None.
         given_idx: int32 [T, K], experts to take instead of the best ones; None: the best ones.
-        run: runs what is launched.
+        heap: its tapes play what is launched; None: no tapes.
     """
     x, weight = x.contiguous(), weight.contiguous()
     given_idx = None if given_idx is None else given_idx.contiguous()
     if torch.compiler.is_compiling():
-        return Routed(*_route(x, weight, bias, given_idx, top_k, *_fields(rule)))
-    return Routed(*_Route.apply(x, weight, bias, given_idx, top_k, rule, run))
+        return Routed(*_route(x, weight, bias, given_idx, top_k, *_fields(rule), None if heap is None else heap.number))
+    return Routed(*_Route.apply(x, weight, bias, given_idx, top_k, rule, heap))
 
 
 def _fields(rule: RoutingRule) -> tuple[str, bool, int, int, float]:
@@ -80,6 +66,22 @@ def _fields(rule: RoutingRule) -> tuple[str, bool, int, int, float]:
 
 def _has_kernels(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+
+
+def _routed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    given_idx: torch.Tensor | None,
+    top_k: int,
+    rule: RoutingRule,
+    heap: SymmetricHeap | None,
+) -> Routed:
+    function = partial(_compute, x, weight, bias, given_idx, top_k, rule)
+    if heap is None:
+        return function()
+    inputs = [tensor for tensor in (x, weight, bias, given_idx) if tensor is not None]
+    return Routed(*heap.run(("route", top_k, rule, bias is None, given_idx is None), function, inputs))
 
 
 def _compute(
@@ -110,17 +112,29 @@ def _empty(x: torch.Tensor, weight: torch.Tensor, top_k: int) -> Routed:
 
 
 def _gradients(
-    d_logits: torch.Tensor | None,
-    d_probs: torch.Tensor | None,
-    d_scores: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    topk_idx: torch.Tensor,
-    scores: torch.Tensor,
+    given: tuple[torch.Tensor | None, ...],
+    kept: tuple[torch.Tensor, ...],
+    rule: RoutingRule,
+    needs: tuple[bool, bool],
+    heap: SymmetricHeap | None,
+) -> Sequence[torch.Tensor | None]:
+    """The gradients of x and weight, where they are needed. given: those of logits, probs and scores; kept: x, weight,
+    topk_idx, scores."""
+    function = partial(_compute_gradients, given, kept, rule, needs)
+    if heap is None:
+        return function()
+    inputs = [tensor for tensor in (*given, *kept) if tensor is not None]
+    options = "gradients of the route", rule, *needs, *[one is None for one in given]
+    return heap.run(options, function, inputs)
+
+
+def _compute_gradients(
+    given: tuple[torch.Tensor | None, ...],
+    kept: tuple[torch.Tensor, ...],
     rule: RoutingRule,
     needs: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x and weight, where they are needed."""
+    (d_logits, d_probs, d_scores), (x, weight, topk_idx, scores) = given, kept
     ops, direct = kernels.for_device(x.device), d_logits
     with torch.autocast(x.device.type, enabled=False):  # backward may be called inside autocast
         if d_probs is not None or d_scores is not None:
@@ -142,7 +156,7 @@ def _gradients(
 
 class _RouteContext(Context, Protocol):
     rule: RoutingRule
-    run: Run
+    heap: SymmetricHeap | None
 
 
 class _Route(Function):
@@ -155,15 +169,13 @@ class _Route(Function):
         given_idx: torch.Tensor | None,
         top_k: int,
         rule: RoutingRule,
-        run: Run,
+        heap: SymmetricHeap | None,
     ) -> tuple[torch.Tensor, ...]:
-        inputs = [tensor for tensor in (x, weight, bias, given_idx) if tensor is not None]
-        options = "route", top_k, rule, bias is None, given_idx is None
-        routed = Routed(*run(options, partial(_compute, x, weight, bias, given_idx, top_k, rule), inputs))
+        routed = _routed(x, weight, bias, given_idx, top_k, rule, heap)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(routed.topk_idx)
         ctx.save_for_backward(x, weight, routed.topk_idx, routed.scores)
-        ctx.rule, ctx.run = rule, run
+        ctx.rule, ctx.heap = rule, heap
         return tuple(routed)
 
     @staticmethod
@@ -179,15 +191,7 @@ class _Route(Function):
         if all(one is None for one in given):
             return (None,) * 7
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        options = "gradients of the route", ctx.rule, needs_x, needs_weight, *[one is None for one in given]
-        kept: tuple[torch.Tensor, ...] = ctx.saved_tensors
-
-        def function() -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            x, weight, topk_idx, scores = kept
-            return _gradients(*given, x, weight, topk_idx, scores, ctx.rule, (needs_x, needs_weight))
-
-        inputs = [tensor for tensor in (*given, *kept) if tensor is not None]
-        dx, d_weight = ctx.run(options, function, inputs)
+        dx, d_weight = _gradients(given, ctx.saved_tensors, ctx.rule, (needs_x, needs_weight), ctx.heap)
         return dx, d_weight, *[None] * 5
 
 
@@ -206,12 +210,13 @@ def _route(
     num_groups: int,
     top_groups: int,
     route_scale: float,
+    heap: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rule = RoutingRule(
         score=score, renormalize=renormalize, num_groups=num_groups, top_groups=top_groups, route_scale=route_scale
     )
     with torch.autocast(x.device.type, enabled=False):
-        logits, probs, scores, topk_idx = _compute(x, weight, bias, given_idx, top_k, rule)
+        logits, probs, scores, topk_idx = _routed(x, weight, bias, given_idx, top_k, rule, heap_numbered(heap))
     return logits, probs, scores, topk_idx
 
 
@@ -239,9 +244,11 @@ def _route_gradients(
     score: str,
     renormalize: bool,
     route_scale: float,
+    heap: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rule = RoutingRule(score=score, renormalize=renormalize, route_scale=route_scale)
-    dx, d_weight = _gradients(d_logits, d_probs, d_scores, x, weight, topk_idx, scores, rule, (True, True))
+    kept = x, weight, topk_idx, scores
+    dx, d_weight = _gradients((d_logits, d_probs, d_scores), kept, rule, (True, True), heap_numbered(heap))
     assert dx is not None
     assert d_weight is not None
     return dx, d_weight
@@ -260,16 +267,16 @@ def _(
 
 
 class _OperatorContext(Context, Protocol):
-    rule: tuple[object, ...]
+    options: tuple[object, ...]
 
 
 def _keep(ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, _, _, _, score, renormalize, _, _, route_scale = inputs
+    x, weight, _, _, _, score, renormalize, _, _, route_scale, heap = inputs
     _, _, scores, topk_idx = output
     ctx.mark_non_differentiable(topk_idx)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, topk_idx, scores)
-    ctx.rule = score, renormalize, route_scale
+    ctx.options = score, renormalize, route_scale, heap
 
 
 def _backward(
@@ -279,7 +286,7 @@ def _backward(
     d_scores: torch.Tensor | None,
     _: None,
 ) -> tuple[torch.Tensor | None, ...]:
-    return *_route_gradients(d_logits, d_probs, d_scores, *ctx.saved_tensors, *ctx.rule), *[None] * 8
+    return *_route_gradients(d_logits, d_probs, d_scores, *ctx.saved_tensors, *ctx.options), *[None] * 9
 
 
 _route.register_autograd(_backward, setup_context=_keep)

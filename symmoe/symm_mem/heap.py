@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import operator
 import struct
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -52,6 +54,14 @@ _BACKENDS = ("host", "nvshmem")
 _START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
 
+_NUMBERS = itertools.count()
+_HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDictionary()
+
+
+def heap_numbered(number: int | None) -> SymmetricHeap | None:
+    """The heap of this process with that number; None if there is none any more, or for None."""
+    return None if number is None else _HEAPS.get(number)
+
 
 class SymmetricHeap:
     """Symmetric memory over the ranks of an expert-parallel group.
@@ -73,6 +83,7 @@ class SymmetricHeap:
 
     Attributes:
         rank, num_ranks: in the group.
+        number: of this heap in this process: operators of torch take it, see :func:`heap_numbered`.
         device: where leases live.
         backend, backend_reason: the picked backend, and why.
         peers, status: arguments by which kernels reach the arenas and report to the host.
@@ -105,6 +116,8 @@ class SymmetricHeap:
         problem = _timeout_problem("start_timeout_s", start_timeout_s)
         self._bootstrap = Bootstrap(group, _START_TIMEOUT_S if problem else min(start_timeout_s, _MAX_S))
         self.rank, self.num_ranks = self._bootstrap.rank, self._bootstrap.num_ranks
+        self.number = next(_NUMBERS)
+        _HEAPS[self.number] = self
         self.num_bytes = num_bytes
         self.backend, self.backend_reason = _pick_backend(backend)
         self._layout = ControlLayout(self.num_ranks)

@@ -274,7 +274,7 @@ def test_operators_pass_torchs_own_checks(heap):
     topk_idx = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=torch.int32)
     arguments = (x, probs, topk_idx, [], weights, [], layer._routed_experts.number, True, True, 3)
     torch.library.opcheck(torch.ops.symmoe.moe_forward.default, arguments)
-    rule = ("sigmoid", True, 2, 1, 1.5)
+    rule = ("sigmoid", True, 2, 1, 1.5, heap.number)
     router, bias = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(4)
     chosen, scores = torch.tensor([[0, -1]] * 5, dtype=torch.int32), torch.rand(5, 4)
     for dtype in (torch.bfloat16, torch.float32):
@@ -282,7 +282,7 @@ def test_operators_pass_torchs_own_checks(heap):
         for given in (None, chosen):
             torch.library.opcheck(torch.ops.symmoe.route.default, (rows, router, bias, given, 2, *rule))
         detached = rows.detach(), router.detach(), chosen.relu(), scores
-        gradient = (torch.rand(5, 4), torch.rand(5, 2), None, *detached, "softmax", True, 1.0)
+        gradient = (torch.rand(5, 4), torch.rand(5, 2), None, *detached, "softmax", True, 1.0, heap.number)
         torch.library.opcheck(torch.ops.symmoe.route_gradients.default, gradient)
     step_load, load = torch.arange(4), torch.ones(4, dtype=torch.int32)
     torch.library.opcheck(torch.ops.symmoe.load_so_far.default, (step_load, load))

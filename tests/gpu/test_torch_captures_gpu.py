@@ -1,0 +1,95 @@
+"""Layers in models that torch itself captures in CUDA graphs: the results of the same model without captures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from test_captured_step import H, T, batches
+from torch import nn
+from worker import Findings, open_heap
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap
+
+pytestmark = pytest.mark.gpu
+
+STATIC = {"capacity": 4 * T}
+
+
+class Block(nn.Module):
+    """A layer between two dense ones; its output is one tensor, as make_graphed_callables wants it."""
+
+    def __init__(self, heap: SymmetricHeap, **options) -> None:
+        super().__init__()
+        torch.manual_seed(heap.rank)
+        config = MoEConfig(hidden=H, ffn=24, num_experts=8, top_k=3, **options)
+        self.before, self.after = nn.Linear(H, H, device=heap.device), nn.Linear(H, H, device=heap.device)
+        self.layer = MoELayer(config, heap)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(x + self.layer(self.before(x))[0])
+
+
+def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach().clone(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def compare(
+    heap: SymmetricHeap, plain: nn.Module, captured: nn.Module, findings: Findings, are_same: Callable[..., bool]
+) -> None:
+    for number, (x, _) in enumerate(batches(heap.rank, 8)):
+        pairs = zip(results(captured, x.to(heap.device)), results(plain, x.to(heap.device)), strict=True)
+        same = [are_same(a, b) for a, b in pairs]
+        findings.check(all(same), f"rank {heap.rank}, step {number}: {same}")
+
+
+def check_graphed_callables(rank: int, num_ranks: int) -> list[str]:
+    findings = Findings()
+    with open_heap("cuda", num_bytes=64 << 20) as heap:
+        plain = Block(heap, **STATIC)
+        sample = torch.randn(T, H, device=heap.device, requires_grad=True)
+        graphed = torch.cuda.make_graphed_callables(copy.deepcopy(plain), (sample,))
+        compare(heap, plain, graphed, findings, torch.equal)
+        del graphed
+        heap.release_graphs()
+        findings.check(heap.graph_bytes == 0, f"graphs hold {heap.graph_bytes} bytes")
+    return findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_graphed_callables(cluster, num_ranks):
+    assert [text for texts in cluster(num_ranks, "cuda").run(check_graphed_callables) for text in texts] == []
+
+
+def check_reduce_overhead(rank: int, num_ranks: int, options: dict) -> tuple[int, list[str]]:
+    """How often a CUDA graph was replayed, and findings."""
+    findings, replays = Findings(), []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(graph)
+        replay(graph)
+
+    with open_heap("cuda", num_bytes=64 << 20) as heap, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+        plain = Block(heap, **options)
+        captured = torch.compile(copy.deepcopy(plain), mode="reduce-overhead")
+        compare(heap, plain, captured, findings, partial(torch.allclose, rtol=1e-4, atol=1e-4))
+        torch._dynamo.reset()
+        findings.check(heap.leased_bytes == 0, f"{heap.leased_bytes} bytes are leased")
+    return len(replays), findings.texts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("options", [{}, STATIC], ids=["exact", "static"])
+def test_reduce_overhead(cluster, options, num_ranks):
+    for num_replays, texts in cluster(num_ranks, "cuda").run(check_reduce_overhead, options):
+        assert texts == []
+        assert num_replays > 8
