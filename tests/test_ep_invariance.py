@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_layer import WAYS
-from worker import experts_of, open_heap
+from worker import experts_of, mlp_with_room, open_heap
 
 from symmoe import make_plan
 from symmoe.moe.ep_step import expert_parallel_mlp
@@ -110,10 +110,14 @@ def run_layer(
             experts_here = experts_of(mine["w1"], mine["w2"])
             for name in ("x", "probs"):
                 mine[name].requires_grad_()
-            limits = {"capacity": batch.num_tokens * batch.top_k, "max_tokens": max(cut)} if batch.static else {}
-            plan = make_plan(mine["topk_idx"], num_experts=NUM_EXPERTS, heap=heap, **limits)
+            routed, way = (mine["topk_idx"], mine["x"], mine["probs"], experts_here), {"order": order, **next(ways)}
             time.sleep(lag_s * generator.random())
-            y = expert_parallel_mlp(mine["x"], mine["probs"], experts_here, plan, order=order, **next(ways))
+            if batch.static:
+                limits = {"capacity": batch.num_tokens * batch.top_k, "max_tokens": max(cut)}
+                plan = make_plan(routed[0], num_experts=NUM_EXPERTS, heap=heap, **limits)
+                y = expert_parallel_mlp(*routed[1:], plan, **way)
+            else:
+                y = mlp_with_room(heap, *routed, num_experts=NUM_EXPERTS, **way)
             time.sleep(lag_s * generator.random())
             y.backward(mine["dy"])
             found = {"y": y, "dx": mine["x"].grad, "dprobs": mine["probs"].grad}

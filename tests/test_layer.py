@@ -16,7 +16,7 @@ import routings
 import torch
 from cluster import on_ranks
 from torch.utils.hooks import RemovableHandle
-from worker import Findings, experts_of, is_poison, open_heap, poison, poisoned_lease
+from worker import Findings, experts_of, is_poison, mlp_with_room, open_heap, poison, poisoned_lease
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.dispatch.plan import Plan
@@ -110,6 +110,7 @@ WAYS = tuple(
     for schedule in ("serial", "always-overlapped")
     for layout in ("packed", "expert-major")
 )
+WITH_ROOM = tuple({"with room": way} for way in (WAYS[0], WAYS[-1]))  # with exact capacity
 
 
 def _check_mlp(
@@ -131,20 +132,27 @@ def _check_mlp(
     experts = experts_of(*local_part(weights, heap))
     leaves = x, probs, experts.fc1.weight, experts.fc2.weight
     where, first = findings.where, None
-    for order, way in itertools.product(("rank", "slot"), (*WAYS, "parts")):
+    is_of_a_layer = routing.capacity is None and ids.shape[1] <= routing.num_experts
+    ways = *WAYS, *(WITH_ROOM if is_of_a_layer else ()), "parts"
+    for order, way in itertools.product(("rank", "slot"), ways):
         findings.where = f"{where}, order={order}, {way}"
         poison(heap)
-        plan = make_plan(ids.to(heap.device), **routing.arguments, heap=heap)
-        if way == "parts":
-            step = in_parts(x, probs, experts, plan, order, len(layout.rows[rank]), findings)
+        if way in WITH_ROOM:
+            arguments = {"num_experts": routing.num_experts, "order": order, **way["with room"]}
+            y = mlp_with_room(heap, ids.to(heap.device), x, probs, experts, **arguments)
+            step = contextlib.nullcontext(y)
         else:
-            step = contextlib.nullcontext(expert_parallel_mlp(x, probs, experts, plan, order=order, **way))
+            plan = make_plan(ids.to(heap.device), **routing.arguments, heap=heap)
+            if way == "parts":
+                step = in_parts(x, probs, experts, plan, order, len(layout.rows[rank]), findings)
+            else:
+                step = contextlib.nullcontext(expert_parallel_mlp(x, probs, experts, plan, order=order, **way))
         with step as y:
             found = [y.detach(), *torch.autograd.grad(y, leaves, dy.to(heap.device))]
             del y
         del step
         findings.equal("leased bytes", heap.leased_bytes, 0)
-        if way in WAYS[1:]:
+        if way in (*WAYS[1:], *WITH_ROOM):
             for name, got, one in zip(("y", "dx", "dprobs", "dw1", "dw2"), found, first, strict=True):
                 findings.check(torch.equal(got, one), f"{name} has other bits than with {WAYS[0]}")
             continue

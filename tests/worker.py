@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Iterable, Iterator
 
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.kernels import control
+from symmoe.moe.config import MoEConfig
+from symmoe.moe.routed_experts import RoutedExperts
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.lease import Lease
 
@@ -75,6 +78,34 @@ def experts_of(w1: torch.Tensor, w2: torch.Tensor) -> GroupedMLP:
         experts.fc1.weight.copy_(w1)
         experts.fc2.weight.copy_(w2)
     return experts
+
+
+def give_room(heap: SymmetricHeap, kind: tuple[int, int], num_rows: int) -> None:
+    """The next call with exact capacity gets room for little more than num_rows rows; it measures if that is 0. kind:
+    the numbers of experts and of those of a token. The same on all ranks."""
+    history = heap.row_history(kind)
+    history.forget()
+    history.note(num_rows, num_rows)
+
+
+def mlp_with_room(
+    heap: SymmetricHeap,
+    topk_idx: torch.Tensor,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    experts: GroupedMLP,
+    *,
+    num_experts: int,
+    **options,
+) -> torch.Tensor:
+    """What a layer does with exact capacity once tokens are routed, with enough room, too little, or none to begin
+    with; options: of MoEConfig."""
+    top_k = topk_idx.shape[1]
+    sizes = {"hidden": experts.hidden, "ffn": experts.ffn, "num_experts": num_experts, "top_k": top_k}
+    config = MoEConfig(**sizes, **options)
+    num_rows = random.Random(heap.epoch).choice((0, 1, 30, 1000))  # the same on all ranks
+    give_room(heap, (num_experts, top_k), num_rows)
+    return RoutedExperts.of(config, heap, experts).run(x, probs, topk_idx, experts)[0]
 
 
 class Watching(TorchDispatchMode):

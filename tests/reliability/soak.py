@@ -3,7 +3,8 @@
 A case is one step of two layers in turn, with static and with exact capacity. After the first steps, which are the
 largest, these have to stay as they are: the heap's high-water mark, its leased bytes between steps, file descriptors,
 and on GPUs the bytes that torch has allocated. Host memory may grow by less than 1 MB in 1,000 steps. Every 50 steps y
-is compared with a plain loop in float64, and a fixed step with the hash it had at first.
+is compared with a plain loop in float64, and a fixed step with the hash it had at first. Every 14 steps a
+call gets too little room.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import oracle
 import torch
+from worker import give_room
 
 from reliability.step import (
     EXPERTS_PER_RANK,
@@ -37,6 +39,7 @@ from symmoe import MoELayer, SymmetricHeap
 MAX_TOKENS = 24
 WARM_UP = 100  # steps; torch and malloc settle on what they keep
 CHECK_EVERY = 50
+TOO_LITTLE_ROOM_EVERY = 14
 JUDGE_EVERY = 2500
 GROWTH_BYTES_PER_STEP = 1e6 / 1000
 _SLACK_BYTES = 2e6  # a page here and there: in a short run it is more than the growth that is allowed
@@ -61,6 +64,8 @@ def check(rank: int, num_ranks: int, numbers: Numbers, seed: int, device: str) -
             generator = random.Random(f"{seed * SEED_STRIDE + number}, {rank}")
             layer, num_tokens = layers[number % 2], generator.randint(0, MAX_TOKENS)
             x = tokens_of(heap, seed * SEED_STRIDE + number, num_tokens)
+            if number % TOO_LITTLE_ROOM_EVERY == 1:  # number is odd where capacity is exact
+                give_room(heap, (layer.config.num_experts, TOP_K), 1)
             y = forward_backward(layer, x)
             if number % CHECK_EVERY == 0 or number == numbers[-1]:  # so that gradients are of one size in every sample
                 problems += wrong_values(layer, x, y, weights)
