@@ -198,7 +198,11 @@ class _Route(Function):
 # For torch.compile, operators, which take numbers and words in place of a rule.
 
 
-@torch.library.custom_op("symmoe::route", mutates_args=())
+# Next to the operators of the step, which cannot be in a CUDA graph: there, tapes play what these launch.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("symmoe::route", mutates_args=(), tags=_TAGS)
 def _route(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -232,7 +236,7 @@ def _(
     return tuple(_empty(x, weight, top_k))
 
 
-@torch.library.custom_op("symmoe::route_gradients", mutates_args=())
+@torch.library.custom_op("symmoe::route_gradients", mutates_args=(), tags=_TAGS)
 def _route_gradients(
     d_logits: torch.Tensor | None,
     d_probs: torch.Tensor | None,

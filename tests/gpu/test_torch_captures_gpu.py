@@ -10,7 +10,8 @@ import pytest
 import torch
 from test_captured_step import H, T, batches
 from torch import nn
-from worker import Findings, open_heap
+from torch._inductor import config
+from worker import Findings, open_heap, without_semaphores
 
 from symmoe import MoEConfig, MoELayer, SymmetricHeap
 
@@ -70,6 +71,7 @@ def test_graphed_callables(cluster, num_ranks):
 
 def check_reduce_overhead(rank: int, num_ranks: int, options: dict) -> tuple[int, list[str]]:
     """How often a CUDA graph was replayed, and findings."""
+    without_semaphores()
     findings, replays = Findings(), []
     replay = torch.cuda.CUDAGraph.replay
 
@@ -77,7 +79,12 @@ def check_reduce_overhead(rank: int, num_ranks: int, options: dict) -> tuple[int
         replays.append(graph)
         replay(graph)
 
-    with open_heap("cuda", num_bytes=64 << 20) as heap, pytest.MonkeyPatch.context() as patch:
+    # Compiles in this process, without a pool of workers that outlives the test.
+    with (
+        config.patch(compile_threads=1),
+        open_heap("cuda", num_bytes=64 << 20) as heap,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
         plain = Block(heap, **options)
         captured = torch.compile(copy.deepcopy(plain), mode="reduce-overhead")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.hub import tqdm
 
 import symmoe
 
@@ -183,9 +181,3 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
     return {name: whole(parameter.grad).clone() for name, parameter in names.items()}
-
-
-def without_semaphores() -> None:
-    """For ranks that compile: torch.fx asks tqdm for a lock, whose semaphore they would leave in /dev/shm."""
-    if hasattr(tqdm, "set_lock"):
-        tqdm.set_lock(threading.RLock())

@@ -12,11 +12,11 @@ from functools import partial
 import pytest
 import torch
 from cluster import Cluster
-from small_model import Block, assert_same, step, without_semaphores
+from small_model import Block, assert_same, step
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from worker import Watching
+from worker import Watching, without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError, CapacityError, StalePlan

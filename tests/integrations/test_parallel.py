@@ -27,13 +27,13 @@ from small_model import (
     set_weights,
     whole,
     whole_gradients,
-    without_semaphores,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from worker import without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError

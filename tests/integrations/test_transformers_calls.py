@@ -12,10 +12,10 @@ pytest.importorskip("transformers", minversion="5.17")
 import torch
 import torch.distributed as dist
 from hf_cases import FAMILIES, batch_of, random_model
-from small_model import assert_same, counted_barriers, step, without_semaphores
+from small_model import assert_same, counted_barriers, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from worker import open_heap
+from worker import open_heap, without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError

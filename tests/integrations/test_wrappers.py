@@ -24,12 +24,12 @@ from small_model import (
     open_mesh,
     rank_loss,
     set_weights,
-    without_semaphores,
 )
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from worker import without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError
