@@ -151,6 +151,8 @@ def compiled_tape(tape: Tape) -> Tape:
     after: list[Entry] = []
     for entry in tape.entries:
         if isinstance(entry, (Launch, RecordEvent, WaitEvent)):
+            if any(isinstance(each, Operator) for each in after):
+                return tape  # it may read what the operator writes
             launches.append(entry)
         elif isinstance(entry, New):
             before.append(entry)
@@ -163,8 +165,8 @@ def compiled_tape(tape: Tape) -> Tape:
                 if any(isinstance(each, Call) for each in after):
                     return tape  # a lease may get memory that was given back meanwhile
                 before.append(entry)
-            elif entry.slot is None and not isinstance(entry, Operator):
-                after.append(entry)  # the end of a lease
+            elif entry.slot is None or isinstance(entry, Operator):
+                after.append(entry)  # the end of a lease, or an operator that comes last
             else:
                 return tape
         elif not isinstance(entry, Mark):  # nothing can interrupt the function in C
