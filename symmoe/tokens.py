@@ -20,7 +20,7 @@ from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection, collect_rows, on_heap
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
-from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, send_packed, send_packed_gradient
+from symmoe.dispatch.trip import send, send_rows
 from symmoe.errors import ArgumentError, StaleLease, SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
@@ -110,7 +110,7 @@ class _Dispatch(Function):
         if out is None:
             rows, row_probs = _send_and_unpack(x, plan, probs)
         else:
-            row_probs = send_expert_major(x, plan, out, probs)
+            row_probs = send(x, plan, out, probs, layout="expert-major")
             rows = plan.rows_of(wrote_into(out)).detach()
         return rows, None if row_probs is None else plan.rows_of(row_probs).detach()
 
@@ -141,7 +141,7 @@ def _send_and_unpack(
     x: torch.Tensor, plan: Plan, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     with _packed_lease(x, plan) as packed:
-        row_probs = send_packed(x, plan, packed, probs)
+        row_probs = send(x, plan, packed, probs, layout="packed")
         return _unpack_rows(packed, plan), row_probs
 
 
@@ -227,7 +227,7 @@ class _Combine(Function):
             if buffer is None:
                 d_rows = _receive_gradient(dy.contiguous(), plan)
             else:
-                send_expert_major_gradient(dy.contiguous(), plan, buffer)
+                send_rows(dy.contiguous(), plan, buffer, layout="expert-major")
                 d_rows = ctx.grad_out.hand_on(buffer)
             ctx.grad_out.end_backward()
         if d_rows.shape[0] < ctx.num_rows:  # expert_out came with a tail, which has no gradient
@@ -261,7 +261,7 @@ def _combine_problem(
 def _receive_gradient(dy: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The gradient of the rows [N_cap, H] in new memory, from the gradient of the tokens. Collective."""
     with _packed_lease(dy, plan) as packed:
-        send_packed_gradient(dy, plan, packed)
+        send_rows(dy, plan, packed, layout="packed")
         return _unpack_rows(packed, plan)
 
 

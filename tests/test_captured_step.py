@@ -144,6 +144,15 @@ def test_on_cpus_every_call_is_eager():
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_arguments_that_require_gradients_are_refused():
+    heap, model = heap_and_model()
+    with heap:
+        captured = symmoe.capture_step(make_step(model), model)
+        with pytest.raises(ArgumentError, match=r"an argument \[5, 16\] requires a gradient"):
+            captured([torch.ones(5, H, requires_grad=True)], scale=1.0)
+        captured([torch.ones(5, H)], scale=1.0)
+
+
 def test_inputs_of_other_shapes_are_captured_apart():
     heap, model = heap_and_model()
     with heap:

@@ -34,7 +34,7 @@ from worker import Findings, is_poison, open_heap, poisoned_lease, wait_for_arri
 
 from symmoe import SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.dispatch.overlapped_trip import arriving
-from symmoe.dispatch.trip import send_expert_major_gradient
+from symmoe.dispatch.trip import send_rows
 from symmoe.errors import (
     ArgumentError,
     BackendUnavailable,
@@ -774,7 +774,7 @@ def fail_in_dispatch(rank: int, num_ranks: int) -> list[str]:
             elif way == "gradient":
                 plan.packed_to_row = torch.zeros(plan.packed_row_capacity, 2, dtype=torch.int32)
                 plan.row_to_packed_row = torch.zeros(plan.row_capacity, dtype=torch.int32)
-                send_expert_major_gradient(x, plan, out)
+                send_rows(x, plan, out, layout="expert-major")
             else:
                 with arriving(x, plan, out, probs, layout="expert-major", division=Division(1, 1)) as arrival:
                     for _ in arrival.parts:

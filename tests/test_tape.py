@@ -508,7 +508,7 @@ def check_random_room(rank: int, num_ranks: int, options: dict, around: str) -> 
     room = RowHistory.room
     calls = itertools.count()
 
-    def random_room(self: RowHistory, most_rows: int | None) -> Room | None:
+    def random_room(self: RowHistory, most_rows: int | None, factor: float | None = None) -> Room | None:
         found = room(self, most_rows)
         too_little = random.Random(next(calls)).random() < 1 / 3  # in the same calls on all ranks
         return Room(1, 1, 1) if found is not None and too_little else found

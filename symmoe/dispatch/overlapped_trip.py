@@ -20,7 +20,6 @@ from symmoe.dispatch.trip import agreed_fields, token_to_row
 from symmoe.errors import SymmoeError
 from symmoe.kernels import control
 from symmoe.kernels.gemm_parts import Division, Part
-from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.tape.recorder import mark, owed
 from symmoe.tape.tape import EVEN, FRAGILE, OWES
 
@@ -69,7 +68,7 @@ def arriving(
             try:
                 slots.push(ready)
             except Exception as error:
-                _give_up(heap, error)
+                heap.abort_for(error)  # peers wait for signals; only at a barrier could they be told
                 raise
 
         def receive(source: int, arrived: torch.Tensor) -> None:
@@ -104,11 +103,6 @@ def rows_arriving(
             yield parts
 
 
-def _give_up(heap: SymmetricHeap, error: Exception) -> None:
-    """Ends a trip whose signals cannot be sent. Peers wait for signals; only at a barrier could they be told."""
-    heap.abort(f"{type(error).__name__}: {error}")
-
-
 # Called for rows that have come, with their source rank and the result of the wait for them.
 Receive = Callable[[int, torch.Tensor], None]
 
@@ -137,7 +131,7 @@ def _travelling(
             with suppress(SymmoeError):  # a wait on a CPU may raise what will be raised again at the next call
                 trip.finish()
         except Exception as error:  # noqa: BLE001 - the exception that led here is raised
-            _give_up(plan.heap, error)
+            plan.heap.abort_for(error)
         raise
     finally:
         with owed():

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -231,6 +232,19 @@ def _nothing_dispatched() -> StalePlan:
     return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
 
 
+class PlanOptions(NamedTuple):
+    """Arguments of :func:`make_plan`."""
+
+    num_experts: int
+    capacity: int | None
+    overflow: str
+    max_tokens: int | None
+    hidden: int | None
+    dtype: torch.dtype | None
+    precision: Recipe | None
+    quantized_wire: str
+
+
 def make_plan(
     topk_idx: torch.Tensor,
     *,
@@ -273,34 +287,12 @@ def make_plan(
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    return plan_call(
-        topk_idx,
-        lambda: None,
-        num_experts=num_experts,
-        heap=heap,
-        capacity=capacity,
-        overflow=overflow,
-        max_tokens=max_tokens,
-        hidden=hidden,
-        dtype=dtype,
-        precision=precision,
-        quantized_wire=quantized_wire,
-    )
+    options = PlanOptions(num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire)
+    return plan_call(topk_idx, heap, options, lambda: None)
 
 
 def plan_call(
-    topk_idx: torch.Tensor,
-    find_room: Callable[[], Room | None],
-    *,
-    num_experts: int,
-    heap: SymmetricHeap,
-    capacity: int | None,
-    overflow: str,
-    max_tokens: int | None,
-    hidden: int | None,
-    dtype: torch.dtype | None,
-    precision: Recipe | None,
-    quantized_wire: str,
+    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions, find_room: Callable[[], Room | None]
 ) -> Plan:
     """Same as make_plan, except that with exact capacity the host does not wait if there is room: see Plan.settle.
 
@@ -310,13 +302,10 @@ def plan_call(
     """
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
+    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire = options
     heap.check(control.PHASE_PLAN, waits=capacity is None)
     with told(heap, control.PHASE_PLAN):
-        heap.fail_for(
-            _find_problem(topk_idx, num_experts, heap, capacity, overflow, max_tokens, hidden, dtype)
-            or _find_number_problem(precision, quantized_wire),
-            control.PHASE_PLAN,
-        )
+        heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
         room = find_room() if capacity is None else None
@@ -447,16 +436,10 @@ def num_blocks(num_tokens: int) -> int:
 
 
 def _find_problem(
-    topk_idx: torch.Tensor,
-    num_experts: int,
-    heap: SymmetricHeap,
-    capacity: int | None,
-    overflow: str,
-    max_tokens: int | None,
-    hidden: int | None,
-    dtype: torch.dtype | None,
+    topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions
 ) -> ArgumentError | StaleLease | None:
     """What is wrong with this rank's arguments, found without looking at device memory."""
+    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire = options
     dtypes = (torch.int32, torch.int64)
     error = tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)
     if error is not None:
@@ -495,11 +478,6 @@ def _find_problem(
         return ArgumentError(f"capacity ({capacity}) must be at least 1 row")
     if max_tokens is not None and max_tokens < topk_idx.shape[0]:
         return ArgumentError(f"max_tokens ({max_tokens}) must be at least T, this rank's tokens ({topk_idx.shape[0]})")
-    return None
-
-
-def _find_number_problem(precision: Recipe | None, quantized_wire: str) -> ArgumentError | None:
-    """What is wrong with the numbers in which rows are multiplied and travel, or None."""
     if precision is not None and not isinstance(precision, Recipe):
         return ArgumentError(f"precision ({precision!r}) must be a recipe of symmoe.precision, or None")
     return words_problem(quantized_wire=quantized_wire)

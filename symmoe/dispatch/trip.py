@@ -17,42 +17,48 @@ from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.kernels import control
 
 
-def send_packed(x: torch.Tensor, plan: Plan, packed: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor | None:
-    """Sends rows and slots of x [T, H] to every rank's `packed` [P_cap, H] (on the heap), in forward.
+def send(
+    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None, *, layout: str
+) -> torch.Tensor | None:
+    """Sends rows and slots of x [T, H] to every rank's `buffer` (on the heap), in forward.
 
     Collective; does not synchronise the host. Sets the plan's `packed_to_row` and `row_to_packed_row`.
+
+    Args:
+        layout: layout of `buffer`: "packed" [P_cap, H] or "expert-major" [N_cap, H].
 
     Returns:
         row_probs: fp32 [N_cap], or None without probs.
     """
-    return _send_with_slots(x, plan, packed, probs, "packed")
+    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "serial")
+    with Slots(plan, probs) as slots, heap.one_call(), heap.timed("dispatch"):
+        offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
+        ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
+        ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
+        slots.push(ready)
+        arrived = heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
+        slots.index(plan.source_to_packed_start[:1], plan.num_packed, ready, arrived)
+    _fan_out(buffer, plan, layout)
+    return slots.row_probs
 
 
-def send_expert_major(
-    x: torch.Tensor, plan: Plan, rows: torch.Tensor, probs: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Same as :func:`send_packed`, to every rank's `rows` [N_cap, H] in expert-major order."""
-    row_probs = _send_with_slots(x, plan, rows, probs, "expert-major")
-    _fan_out(rows, plan)
-    return row_probs
+def send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str, gradients: int = 0) -> None:
+    """Same as :func:`send`, but sends only rows, over a plan that has dispatched: for backward.
 
-
-def send_packed_gradient(dy: torch.Tensor, plan: Plan, packed: torch.Tensor, *, gradients: int = 0) -> None:
-    """Sends dy [T, H] to every rank's `packed` [P_cap, H], in backward. Collective; does not synchronise the host.
-
-    Args:
-        gradients: index of control.GRADIENTS, what the backward pass will collect; the same on all ranks.
+    gradients: index of control.GRADIENTS, what the backward pass will collect; the same on all ranks.
     """
-    _send_rows(dy, plan, packed, "packed", gradients)
+    ops, heap = kernels.for_device(x.device), plan.heap
+    agreed = agreed_fields(x, plan, None, layout, "serial", gradients=gradients)
+    with heap.one_call(), heap.timed("dispatch"):
+        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
+        ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
+        heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
+    _fan_out(buffer, plan, layout)
 
 
-def send_expert_major_gradient(dy: torch.Tensor, plan: Plan, rows: torch.Tensor, *, gradients: int = 0) -> None:
-    """Same as :func:`send_packed_gradient`, to every rank's `rows` [N_cap, H] in expert-major order."""
-    _send_rows(dy, plan, rows, "expert-major", gradients)
-    _fan_out(rows, plan)
-
-
-def _fan_out(rows: torch.Tensor, plan: Plan) -> None:
+def _fan_out(rows: torch.Tensor, plan: Plan, layout: str) -> None:
+    if layout == "packed":
+        return
     packed_to_row, _ = plan.received_index()
     start = plan.source_to_packed_start
     with plan.heap.timed("dispatch"):
@@ -77,26 +83,3 @@ def agreed_fields(
 def token_to_row(plan: Plan, layout: str) -> torch.Tensor:
     """int32 [T, R]: where a token's row lands on each rank, -1 for nowhere."""
     return plan.token_to_packed_row if layout == "packed" else plan.token_to_primary_row
-
-
-def _send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, layout: str, gradients: int) -> None:
-    ops, heap = kernels.for_device(x.device), plan.heap
-    agreed = agreed_fields(x, plan, None, layout, "serial", gradients=gradients)
-    with heap.one_call(), heap.timed("dispatch"):
-        ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
-        ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
-        heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
-
-
-def _send_with_slots(
-    x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor | None, layout: str
-) -> torch.Tensor | None:
-    ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "serial")
-    with Slots(plan, probs) as slots, heap.one_call(), heap.timed("dispatch"):
-        offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
-        ready = heap.barrier(PHASE, publish=offsets, spoils=buffer, **agreed)
-        ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
-        slots.push(ready)
-        arrived = heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
-        slots.index(plan.source_to_packed_start[:1], plan.num_packed, ready, arrived)
-    return slots.row_probs

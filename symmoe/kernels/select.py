@@ -16,7 +16,7 @@ import torch
 
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.contract import Kernels
-from symmoe.tape.recorder import recorder
+from symmoe.tape.recorder import RecordedModule, recorder
 from symmoe.tape.tape import Tape
 
 TRITON_VERSIONS = ((3, 6), (3, 7))  # Gluon is experimental and changes between versions
@@ -37,8 +37,7 @@ def for_device(device: torch.device) -> Kernels:
         return cast(Kernels, meta_kernels)  # a module that answers to every name
     from symmoe.kernels import twin
 
-    recording = recorder()
-    return twin if recording is None else cast(Kernels, recording.twin(twin))
+    return twin if recorder() is None else cast(Kernels, RecordedModule(twin))
 
 
 def compiled_counter(device: torch.device) -> Callable[[], int]:

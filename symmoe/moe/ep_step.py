@@ -41,6 +41,7 @@ from symmoe.symm_mem.tell_peers import told
 
 RECEIVED = "received rows"
 NUM_HIDDEN = len(Hidden._fields)
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,20 +258,19 @@ class _EPStep:
         received: torch.Tensor,
         row_to_packed_row: torch.Tensor,
         row_probs: torch.Tensor,
-        b1: torch.Tensor | None,
-        b2: torch.Tensor | None,
+        biases: Biases,
         tensors: Sequence[torch.Tensor],
         *,
         trains: tuple[bool, bool],
     ) -> tuple[ExpertRows, ExpertWeights]:
         """Inputs as the kernels take them. trains: as in expert_weights, for this call."""
         experts = self.experts
-        bias_scale = None if b2 is None else row_probs
+        bias_scale = None if biases[1] is None else row_probs
         weights = expert_weights(
             experts.fc1,
             experts.activation,
             experts.fc2,
-            (b1, b2),
+            biases,
             tensors,
             trains=trains,
             wire=self.wire,
@@ -335,14 +335,13 @@ class _Forward:
         step: _EPStep,
         x: torch.Tensor,
         probs: torch.Tensor,
-        b1: torch.Tensor | None,
-        b2: torch.Tensor | None,
+        biases: Biases,
         tensors: tuple[torch.Tensor, ...],
         *,
         trains: tuple[bool, bool],
     ) -> None:
         self._step, self._x, self._probs, self._trains = step, x, probs, trains
-        self._parameters = b1, b2, tensors
+        self._biases, self._tensors = biases, tensors
         self._operands: tuple[ExpertRows, ExpertWeights] | None = None
 
     def first_half(self) -> _Half:
@@ -350,8 +349,7 @@ class _Forward:
         step, plan = self._step, self._step.plan
         if step.kind is None:
             return self._dispatch_and_first_layer()
-        b1, b2, tensors = self._parameters
-        inputs = (self._x, self._probs, plan.storage, b1, b2, *tensors)
+        inputs = (self._x, self._probs, plan.storage, *self._biases, *self._tensors)
         *index, received, row_probs, a, h = step.run("first half", self._trains, self._on_tape, inputs)
         plan.packed_to_row, plan.row_to_packed_row = index
         return _Half(received, row_probs, a, Hidden(h))
@@ -373,9 +371,8 @@ class _Forward:
     def _make_operands(
         self, received: torch.Tensor, row_to_packed_row: torch.Tensor, row_probs: torch.Tensor
     ) -> tuple[ExpertRows, ExpertWeights]:
-        b1, b2, tensors = self._parameters
         made = self._operands = self._step.operands(
-            received, row_to_packed_row, row_probs, b1, b2, tensors, trains=self._trains
+            received, row_to_packed_row, row_probs, self._biases, self._tensors, trains=self._trains
         )
         return made
 
@@ -386,8 +383,7 @@ class _Forward:
         if step.kind is None:
             return function()[0]
         assert isinstance(half.a, torch.Tensor)  # there is no recipe
-        b1, b2, tensors = self._parameters
-        inputs = (half.a, half.row_probs, plan.storage, *plan.received_index(), b1, b2, *tensors)
+        inputs = (half.a, half.row_probs, plan.storage, *plan.received_index(), *self._biases, *self._tensors)
         y: torch.Tensor = step.run("second half", (), function, inputs)[0]
         return y
 
@@ -422,7 +418,7 @@ class _ExpertParallelMLP(Function):
         keeps = any(ctx.needs_input_grad)
         keeps_h = keeps and step.trains and stash.keeps_h
         trains = keeps_h and ctx.needs_input_grad[1], keeps_h
-        forward = _Forward(step, x, probs.contiguous(), b1, b2, tensors, trains=trains)
+        forward = _Forward(step, x, probs.contiguous(), (b1, b2), tensors, trains=trains)
         half = forward.first_half()
         received, row_probs, computed = half.received, half.row_probs, half.hidden
 
@@ -470,6 +466,7 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     _, needs_x, needs_probs, *_ = ctx.needs_input_grad
     x, received, *rest = ctx.saved_tensors
     computed, (row_probs, b1, b2, *tensors) = Hidden(*rest[:NUM_HIDDEN]), rest[NUM_HIDDEN:]
+    biases = b1, b2
     plan = step.plan
     packed_to_row, row_to_packed_row = plan.received_index()
     dy = kernel_rows(dy)
@@ -480,25 +477,14 @@ def _backward(ctx: _EPStepContext, dy: torch.Tensor) -> tuple[torch.Tensor | Non
     linears = step.experts.fc1, step.experts.fc2
     weights = split_tensors(*linears, tensors)[:2]
     main_grads = tuple(map(step.main_grads, linears, weights))
+    needs = needs_x, needs_probs
     function = partial(
-        _input_and_weight_gradients,
-        step,
-        dy,
-        x,
-        received,
-        computed,
-        row_probs,
-        b1,
-        b2,
-        tensors,
-        main_grads,
-        needs_x,
-        needs_probs,
+        _input_and_weight_gradients, step, dy, x, received, computed, row_probs, biases, tensors, main_grads, needs
     )
-    inputs = (dy, x, received, computed.h, row_probs, b1, b2, plan.storage, packed_to_row, row_to_packed_row, *tensors)
+    inputs = (dy, x, received, computed.h, row_probs, *biases, plan.storage, packed_to_row, row_to_packed_row, *tensors)
     targets = [tensor for found in main_grads if found is not None for tensor in found.tensors]
     overwrites = [None if found is None else found.overwrites for found in main_grads]
-    options = needs_x, needs_probs, x is None, *overwrites
+    options = *needs, x is None, *overwrites
     gradients = [None, *step.run("backward", options, function, (*inputs, *targets))]
     for n, (found, of_layer) in enumerate(zip(main_grads, weights, strict=True), 5):
         if found is not None:  # on a tape a layer has one weight
@@ -513,14 +499,13 @@ def _input_and_weight_gradients(
     received: torch.Tensor | None,
     computed: Hidden,
     row_probs: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
+    biases: Biases,
     tensors: list[torch.Tensor],
     main_grads: tuple[MainGrads | None, ...],
-    needs_x: bool,
-    needs_probs: bool,
+    needs: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """dx, d_probs, gradients of the biases, of the weights (None for those in main_grads) and of the adapters."""
+    needs_x, needs_probs = needs
     gradients = control.gradients_index(x=needs_x, probs=needs_probs)
     plan, schedule, fc1, fc2 = step.plan, step.schedule, step.experts.fc1, step.experts.fc2
     weights1, weights2, _ = split_tensors(fc1, fc2, tensors)
@@ -533,7 +518,7 @@ def _input_and_weight_gradients(
         received = step.receive(sent, name=RECEIVED).tensor
         arrived = schedule.dispatch_rows(sent, plan, received, gradients=gradients)  # who goes where is in the plan
     trains = needs_x, True
-    rows, experts = step.operands(received, row_to_packed_row, row_probs, b1, b2, tensors, trains=trains)
+    rows, experts = step.operands(received, row_to_packed_row, row_probs, biases, tensors, trains=trains)
     with nullcontext() if arrived is None else arrived as parts:
         if computed.h is None:
             computed, _ = experts.first_layer(rows, num_rows=step.num_rows, parts=parts)

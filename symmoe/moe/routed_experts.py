@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from symmoe.dispatch.plan import Plan, plan_call
+from symmoe.dispatch.plan import Plan, PlanOptions, plan_call
 from symmoe.grouped.local_experts import kind_of, local_experts, without_memory
 from symmoe.grouped.mlp import GroupedMLP
 from symmoe.moe import torch_operators
@@ -109,7 +109,7 @@ class RoutedExperts:
         if not plan.has_room:  # on all ranks; nothing has moved
             plan = self.plan(topk_idx, tokens.dtype, lambda: None)
             y = self.apply(tokens, probs, experts, plan, out_shape=out_shape)
-        if self.config.capacity is None:
+        if self.config.capacity is None and self.heap.captured_reports is None:
             self._history.note(*plan.needed_rows)
         return y, plan.expert_load, plan.num_dropped
 
@@ -118,24 +118,13 @@ class RoutedExperts:
         return self.heap.row_history((self.config.num_experts, self.config.top_k))
 
     def _find_room(self) -> Room | None:
-        return self._history.room(self.config.max_room)
+        return self._history.room(self.config.max_room, self.heap.room_factor)
 
     def plan(self, topk_idx: torch.Tensor, dtype: torch.dtype, find_room: Callable[[], Room | None]) -> Plan:
         """plan_call for tokens of `dtype`, as the configuration says. Collective."""
-        config = self.config
-        return plan_call(
-            topk_idx,
-            find_room,
-            num_experts=config.num_experts,
-            heap=self.heap,
-            capacity=config.capacity,
-            overflow=config.overflow,
-            max_tokens=config.max_tokens,
-            hidden=config.hidden,
-            dtype=dtype,
-            precision=config.precision,
-            quantized_wire=config.quantized_wire,
-        )
+        c = self.config
+        sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
+        return plan_call(topk_idx, self.heap, PlanOptions(*sizes, dtype, c.precision, c.quantized_wire), find_room)
 
     def apply(
         self,

@@ -17,7 +17,7 @@ import torch
 from symmoe.combine.trip import Collection, collect_rows
 from symmoe.dispatch.overlapped_trip import Arrival, arriving, rows_arriving
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, send_packed, send_packed_gradient
+from symmoe.dispatch.trip import send, send_rows
 from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.operands import given
 from symmoe.moe.overlap import Overlap, panels
@@ -70,16 +70,14 @@ class Serial:
     @contextmanager
     def dispatch(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, probs: torch.Tensor) -> Iterator[Arrival]:
         """See Schedule."""
-        send = send_packed if self.layout == "packed" else send_expert_major
-        row_probs = send(x, plan, buffer, probs)
+        row_probs = send(x, plan, buffer, probs, layout=self.layout)
         _, row_to_packed_row = plan.received_index()
         yield Arrival(None, row_probs, row_to_packed_row)
 
     @contextmanager
     def dispatch_rows(self, x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, gradients: int) -> Iterator[None]:
         """See Schedule."""
-        send = send_packed_gradient if self.layout == "packed" else send_expert_major_gradient
-        send(x, plan, buffer, gradients=gradients)
+        send_rows(x, plan, buffer, layout=self.layout, gradients=gradients)
         yield None
 
     def combine(self, rows: torch.Tensor, plan: Plan, order: str, compute: ComputePanel) -> torch.Tensor:

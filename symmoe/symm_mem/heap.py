@@ -88,7 +88,7 @@ class SymmetricHeap:
         backend, backend_reason: the picked backend, and why.
         peers, status: arguments by which kernels reach the arenas and report to the host.
         statistics: counters.
-        captured_reports: None, or where the reports of plans go in :meth:`fixed_room`.
+        captured_reports, room_factor: None, or where the reports of plans go in :meth:`fixed_room`, and its factor.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
 
     Raises:
@@ -144,11 +144,12 @@ class SymmetricHeap:
         self._row_histories: dict[Hashable, RowHistory] = {}
         self._num_errors = 0
         self.captured_reports: list[torch.Tensor] | None = None
+        self.room_factor: float | None = None
         self._spare_copies: dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
         self.status, self._status_words = self._waits.status, self._waits.status.numpy()
         self._is_watched = kernels.watcher(self.device)
         constants = self.peers.bases, self.status, *self.peers.views
-        self.tapes = Tapes(self.device, self._abort_for, constants, kernels.tape_compiler(self.device))
+        self.tapes = Tapes(self.device, self.abort_for, constants, kernels.tape_compiler(self.device))
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
         self.peers.views[self.rank][: self._layout.num_bytes].zero_()
         self._streams.synchronize()
@@ -319,6 +320,7 @@ class SymmetricHeap:
             with self._access:
                 raise_for(self._faults.find(phase))
 
+    @recorded_on_cpus
     def barrier(
         self, phase: int, *, publish: tuple[int, ...] = (), spoils: torch.Tensor | None = None, **agreed: int
     ) -> torch.Tensor:
@@ -334,19 +336,12 @@ class SymmetricHeap:
         Returns:
             int64[R, NUM_PUBLISHED]: what every rank published; all -1 if the call has failed.
         """
-        return self._barrier(phase, offsets=publish, spoils=spoils, **agreed)
-
-    @recorded_on_cpus
-    def _barrier(
-        self, phase: int, *, offsets: tuple[int, ...], spoils: torch.Tensor | None, **agreed: int
-    ) -> torch.Tensor:
-        """See :meth:`barrier`. offsets: what is published."""
         with self._access:
             if self._faults.unraised is not None:
                 if phase != control.PHASE_PLAN:
                     self.fail(self._faults.unraised, phase)
-                offsets = UNRAISED
-            received = self._waits.barrier(control.pack_call(phase=phase, **agreed), offsets, spoils=spoils)
+                publish = UNRAISED
+            received = self._waits.barrier(control.pack_call(phase=phase, **agreed), publish, spoils=spoils)
             if self.device.type == "cpu":
                 self.check()
             if self._faults.unraised is not None:
@@ -393,16 +388,11 @@ class SymmetricHeap:
     def fixed_room(self, factor: float, reports: list[torch.Tensor]) -> Iterator[None]:
         """In this context calls with exact capacity get room for `factor` times what recent ones needed, whether that
         is enough or not, and the host reads no plan: `reports` gets what it would have read. For captures."""
-        histories = list(self._row_histories.values())
-        for history in histories:
-            history.fix(factor)
-        self.captured_reports = reports
+        self.captured_reports, self.room_factor = reports, factor
         try:
             yield
         finally:
-            self.captured_reports = None
-            for history in histories:
-                history.unfix()
+            self.captured_reports = self.room_factor = None
 
     def synchronize(self) -> None:
         """Waits for this rank's stream and raises what has been reported. Local.
@@ -495,7 +485,8 @@ class SymmetricHeap:
         if not self._closed and self._access.is_given:
             self._faults.abort(reason)
 
-    def _abort_for(self, error: BaseException) -> None:
+    def abort_for(self, error: BaseException) -> None:
+        """Same as :meth:`abort`, because of an error."""
         self.abort(f"{type(error).__name__}: {error}")
 
     def plan_failure(self, report: list[int]) -> SymmoeError:
@@ -560,7 +551,7 @@ class SymmetricHeap:
                 if not together:
                     error = faults.take()
         except BaseException as problem:  # from a signal handler or the GPU: the peers wait, and must be told
-            self.abort(f"{type(problem).__name__}: {problem}")
+            self.abort_for(problem)
             raise
         if not together and faults.poison is None:
             faults.give_up(Report("it has closed its heap"))  # the peers were in another call, and go on

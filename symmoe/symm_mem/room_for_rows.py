@@ -37,7 +37,6 @@ class RowHistory:
     """
 
     def __init__(self) -> None:
-        self._fixed: Room | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -47,39 +46,25 @@ class RowHistory:
 
     def note(self, rows: int, packed_rows: int) -> None:
         """Notes a call: the largest numbers of rows and of packed rows that any rank needed."""
-        if self._fixed is not None:
-            return
         if self._num_calls == _WINDOW:
             self._before, self._now, self._num_calls = self._now, (0, 0), 0
         self._num_calls += 1
         self._last_rows = rows
         self._now = max(self._now[0], rows), max(self._now[1], packed_rows)
 
-    def room(self, most_rows: int | None) -> Room | None:
-        """What the next call gets, at most `most_rows` rows; None if it has to measure."""
-        if self._fixed is not None and (most_rows is None or self._fixed.rows <= most_rows):
-            return self._fixed
-        rows, packed_rows = self._most()
+    def room(self, most_rows: int | None, factor: float | None = None) -> Room | None:
+        """What the next call gets, at most `most_rows` rows; None if it has to measure. factor: it gets so many times
+        what the largest recent one needed, if that is no more than `most_rows`."""
+        rows, packed_rows = (max(pair) for pair in zip(self._before, self._now, strict=True))
+        if rows and factor is not None and (most_rows is None or math.ceil(factor * rows) <= most_rows):
+            room = math.ceil(factor * rows)
+            return Room(room, min(room, math.ceil(factor * packed_rows)), self._last_rows)
         if not rows or (most_rows is not None and rows > most_rows):
             return None
         room = _with_margin(rows)
         if most_rows is not None:
             room = min(room, most_rows)
         return Room(room, min(room, _with_margin(packed_rows)), self._last_rows)
-
-    def fix(self, factor: float) -> None:
-        """Calls get `factor` times what the largest recent one needed, if there was one, until :meth:`unfix`."""
-        rows, packed_rows = (math.ceil(factor * number) for number in self._most())
-        if rows:
-            self._fixed = Room(rows, min(rows, packed_rows), self._last_rows)
-
-    def unfix(self) -> None:
-        """Ends what :meth:`fix` began."""
-        self._fixed = None
-
-    def _most(self) -> tuple[int, int]:
-        rows, packed_rows = (max(pair) for pair in zip(self._before, self._now, strict=True))
-        return rows, packed_rows
 
 
 def _with_margin(number: int) -> int:

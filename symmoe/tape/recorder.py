@@ -142,7 +142,8 @@ class Recorder(TorchDispatchMode):
         self._constants = {tensor.data_ptr() for tensor in constants}
         for tensor in inputs:
             self._place(tensor)
-        self._check_apart(inputs)
+        if any(end > start for (_, end, _), (start, _, _) in pairwise(sorted(self._spans))):
+            self.give_up("inputs share memory")
         device = inputs[0].device
         self._device, self._on_gpu = device, device.type == "cuda"
         self._has_autocast = torch.is_autocast_enabled(device.type)
@@ -261,10 +262,6 @@ class Recorder(TorchDispatchMode):
         """None for the stream that the call came on."""
         return None if stream == self._stream else stream
 
-    def twin(self, module: ModuleType) -> Any:
-        """The functions of a module as recorded functions."""
-        return _Twin(self, module)
-
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -308,20 +305,12 @@ class Recorder(TorchDispatchMode):
         finally:
             _thread.recorder = self
 
-    def note_twin(self, module: ModuleType, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a kernel's twin, and notes the call by its name."""
-        template = self._template(args), self._template(kwargs)
-        with self._suspended():
-            result = getattr(module, name)(*args, **kwargs)
-        if not isinstance(result, (int, type(None))):
-            self.give_up(f"{name} returns {type(result).__name__}")  # addresses, read by the host
-        self._note_call(_ByName(module, name), template, result)
-        return result
-
     def _note_call(self, function: Callable[..., Any], template: tuple[Any, Any], result: object) -> None:
         slot = None
         if isinstance(result, torch.Tensor):
             slot = self._place(result)
+        elif isinstance(result, (bytes, tuple, list)):
+            self.give_up(f"{function.__qualname__} returns {type(result).__name__}")  # addresses, read by the host
         elif not isinstance(result, (int, type(None))):
             slot = self._new_slot()
             self._things[id(result)] = slot, result
@@ -351,11 +340,6 @@ class Recorder(TorchDispatchMode):
         start = tensor.data_ptr()
         self._spans.append((start, start + extent_bytes(*_look(tensor)), slot))
 
-    def _check_apart(self, inputs: Sequence[torch.Tensor]) -> None:
-        spans = sorted(self._spans)
-        if any(end > start for (_, end, _), (start, _, _) in pairwise(spans)):
-            self.give_up("inputs share memory")
-
     def _memory(self, tensor: torch.Tensor) -> Memory:
         start = tensor.data_ptr()
         end = start + extent_bytes(*_look(tensor))
@@ -382,7 +366,7 @@ class Recorder(TorchDispatchMode):
     def _named(self, name: str, value: Any) -> Any:
         if name in self.numbers:
             return Number(name)
-        if name == "offsets":
+        if name == "publish":
             return tuple(self.offset(offset) for offset in value)
         return self._template(value)
 
@@ -397,19 +381,14 @@ class _ByName:
         return getattr(self._module, self.__qualname__)(*args, **kwargs)
 
 
-class _Twin:
-    """A module of kernels while a recorder is on; without one, the module."""
+class RecordedModule:
+    """The functions of a module as recorded functions."""
 
-    def __init__(self, recorder: Recorder, module: ModuleType) -> None:
-        self._recorder, self._module = recorder, module
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if _thread.recorder is self._recorder:
-                return self._recorder.note_twin(self._module, name, args, kwargs)
-            return getattr(self._module, name)(*args, **kwargs)
-
-        return call
+        return recorded(_ByName(self._module, name))
 
 
 def _look(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:

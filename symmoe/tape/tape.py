@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -205,25 +205,27 @@ def _same(a: Any, b: Any) -> bool:
 # -- entries --------------------------------------------------------------------------------------------------------
 
 
-class Entry(Protocol):
+class Entry:
     """One thing that happens.
 
     Attributes:
         is_owed: see recorder.owed.
     """
 
-    @property
-    def is_owed(self) -> bool: ...
+    __slots__ = ()
+    is_owed: bool = False
 
     def play(self, playing: Playing) -> None:
         """Does it, for one call."""
+        raise NotImplementedError
 
     def same(self, other: Any) -> bool:
         """Whether another entry of this class does the same, up to what changes from call to call."""
+        return bool(self == other)
 
 
 @dataclass(eq=False, slots=True)
-class Launch:
+class Launch(Entry):
     """The launch of a compiled kernel.
 
     Attributes:
@@ -249,9 +251,6 @@ class Launch:
     _slots: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for place, memory in self.addresses:
-            if memory.slot is None:
-                self.row[place] = memory.offset_bytes
         self._slots = tuple(
             (place, memory.slot, memory.offset_bytes) for place, memory in self.addresses if memory.slot is not None
         )
@@ -288,7 +287,7 @@ class Launch:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class Call(Entry):
     """A call of a recorded function; its result goes to a slot, or is dropped.
 
     Attributes:
@@ -332,32 +331,26 @@ class Note(Call):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordEvent:
+class RecordEvent(Entry):
     """An event in a stream (None: the current one), which goes to a slot."""
 
     slot: int
     stream: int | None
-    as_recorded: torch.cuda.Stream
-    is_owed: ClassVar[bool] = False
+    as_recorded: torch.cuda.Stream = field(compare=False)
 
     def play(self, playing: Playing) -> None:
         """Records it."""
         event = playing.things[self.slot] = torch.cuda.Event()
         event.record(playing.current_stream() if self.stream is None else self.as_recorded)
 
-    def same(self, other: Any) -> bool:
-        """As in Launch."""
-        return (self.slot, self.stream) == (other.slot, other.stream)
-
 
 @dataclass(frozen=True, slots=True)
-class WaitEvent:
+class WaitEvent(Entry):
     """A stream (None: the current one) waits for the event in a slot."""
 
     slot: int
     stream: int | None
-    as_recorded: torch.cuda.Stream
-    is_owed: ClassVar[bool] = False
+    as_recorded: torch.cuda.Stream = field(compare=False)
 
     def play(self, playing: Playing) -> None:
         """Makes it wait."""
@@ -365,22 +358,14 @@ class WaitEvent:
         if event is not None:  # it is missing if playing was interrupted
             event.wait(playing.current_stream() if self.stream is None else self.as_recorded)
 
-    def same(self, other: Any) -> bool:
-        """As in Launch."""
-        return (self.slot, self.stream) == (other.slot, other.stream)
-
 
 @dataclass(eq=False, slots=True)
 class Operator(Call):
     """An operator of torch."""
 
-    def same(self, other: Any) -> bool:
-        """As in Launch."""
-        return (self.function, self.slot) == (other.function, other.slot) and _same(self.template, other.template)
-
 
 @dataclass(frozen=True, slots=True)
-class New:
+class New(Entry):
     """New memory."""
 
     slot: int
@@ -388,7 +373,6 @@ class New:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    is_owed: ClassVar[bool] = False
 
     def play(self, playing: Playing) -> None:
         """Makes it."""
@@ -396,41 +380,27 @@ class New:
         playing.things[self.slot] = tensor
         playing.addresses[self.slot] = tensor.data_ptr()
 
-    def same(self, other: Any) -> bool:
-        """As in Launch."""
-        return bool(self == other)
-
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class Free(Entry):
     """Memory that nobody needs any more."""
 
     slot: int
-    is_owed: ClassVar[bool] = False
 
     def play(self, playing: Playing) -> None:
         """Lets it go."""
         playing.things[self.slot] = None
 
-    def same(self, other: Any) -> bool:
-        """Objects are collected sooner or later."""
-        return True
-
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(Entry):
     """What an interruption means from here on."""
 
     what: str
-    is_owed: ClassVar[bool] = False
 
     def play(self, playing: Playing) -> None:
         """Notes it."""
         playing.mark = self.what
-
-    def same(self, other: Any) -> bool:
-        """As in Launch."""
-        return bool(self == other)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

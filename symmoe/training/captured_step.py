@@ -143,7 +143,8 @@ class _Replay:
                 saved.copy_(state)
             with owner.room_for_capture() as reports:
                 args, kwargs = tree_unflatten(self._inputs, spec)
-                self._result = owner.step(*args, **kwargs)
+                # Without its autograd graph, which would keep nodes of the capture's stream.
+                self._result = _of_tensors(owner.step(*args, **kwargs), torch.Tensor.detach)
             errors = [report[control.SUM_ERROR : control.SUM_ERROR + 1] for report in reports]
             if errors:
                 self.has_room.copy_((torch.cat(errors) != control.PLAN_OVERFLOW).all())
@@ -163,7 +164,7 @@ class _Replay:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         # Copies: the next replay writes where the graph's tensors are.
-        return _of_tensors(self._result, lambda tensor: tensor.detach().clone())
+        return _of_tensors(self._result, torch.clone)
 
     def restore(self) -> None:
         """Gives buffers the values that they had before the last replay."""
@@ -202,8 +203,17 @@ class CapturedStep(Generic[R]):
         self.num_replays = self.num_repeated = self.num_captures = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """The step with these arguments. Collective; synchronises the host."""
+        """The step with these arguments. Collective; synchronises the host.
+
+        Raises:
+            ArgumentError: an argument requires a gradient: only parameters get theirs from a replay.
+        """
         leaves, spec = tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise ArgumentError(
+                    f"an argument {list(leaf.shape)} requires a gradient; a captured step gives it none"
+                )
         kind = (
             str(spec),
             *[(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves],

@@ -63,7 +63,7 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
         exact = {"capacity": None, "overflow": "raise"} if spoil == "exact" else {}
         layer = layer_for(heap, config_for(num_ranks, **exact, **way))
         step = training_step(layer, TOKENS)
-        collection, send = schedule.Collection, schedule.send_packed
+        collection, send = schedule.Collection, schedule.send
         if spoil in ("output", "input", "wait"):  # a tape would play what was recorded, whatever is patched
             heap.run = lambda key, function, inputs, **numbers: function()
         if spoil == "output":
@@ -72,16 +72,17 @@ def traced(rank: int, num_ranks: int, spoil: str = "", way: dict[str, str] = WAY
                 find(tensor, phase=phase) if heap.owns(tensor) else heap._layout.num_bytes
             )
         elif spoil == "input":
-            schedule.send_packed = lambda x, *rest: send(x.clone(), *rest)
+            schedule.send = lambda x, *rest, **layout: send(x.clone(), *rest, **layout)
         elif spoil == "wait":
-            schedule.send_packed = lambda x, *rest: (torch.cuda.current_stream().synchronize(), send(x, *rest))[1]
+            wait = torch.cuda.synchronize
+            schedule.send = lambda *args, **layout: (wait(), send(*args, **layout))[1]
         try:
             torch.use_deterministic_algorithms(False)  # which would fill every torch.empty
             for _ in range(3):
                 step()
             return trace_step(step, row_numel=TOKENS * TOP_K * HIDDEN)
         finally:
-            schedule.Collection, schedule.send_packed = collection, send
+            schedule.Collection, schedule.send = collection, send
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -106,14 +106,12 @@ class _CompiledLaunch:
         memory: Sequence[Memory],
         numbers: Mapping[int, Any],
     ) -> Launch:
-        """See tape.recorder.BoundLaunch."""
-        first_part = len(tensors) + len(args) + len(self._constants)
-        row = [*[0] * len(tensors), *args, *self._constants]
+        """The launch for a tape. memory: where tensors lie; numbers: by place in args, those that change."""
+        row = [*(tensor.data_ptr() for tensor in tensors), *args, *self._constants]
         maps = []
         for i, known in self._descriptors:
-            parts = known.get((tensors[i].data_ptr(), tensors[i].shape)) or known.encode(tensors[i])
-            maps.append((self._places.index(first_part), len(parts), memory[i], known))
-            first_part += len(parts)
+            parts = known.get((row[i], tensors[i].shape)) or known.encode(tensors[i])
+            maps.append((self._places.index(len(row)), len(parts), memory[i], known))
             row += parts
         x, y, z = (*grid, *REST_OF_GRID[len(grid)])
         return Launch(

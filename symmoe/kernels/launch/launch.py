@@ -83,7 +83,7 @@ def launch(kernel: Any, grid: tuple[int, ...], constants: Constants, *args: Any)
     args: one argument for each parameter that is not a constant.
     """
     if type(kernel) is FastLaunch:
-        kernel.launch(grid, constants, args, switch=True)
+        kernel.launch(grid, constants, args)
     else:
         kernel[grid](*constants.described(args), **constants.named)
 
@@ -127,7 +127,6 @@ class FastLaunch:
         self._modes = [mode for mode in modes if mode != CONSTANT]
         if CONSTANT in modes[: len(self._modes)]:
             raise TypeError(f"the constants of {kernel.__name__} must be its last parameters")
-        self._forms: dict[tuple[Any, ...], _Form] = {}
         self._constants: dict[tuple[Any, ...], Constants] = {}
         self._calls: dict[tuple[Any, ...], _Call] = {}
         self._globals: list[_Globals] = []
@@ -138,51 +137,26 @@ class FastLaunch:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., CompiledKernel | None]:
-        return functools.partial(self._launch_form, grid)
+        return functools.partial(self._launch_named, grid)
 
-    def _launch_form(self, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> CompiledKernel | None:
-        """A call with the arguments of the JIT: finds its Constants."""
-        form = self._forms.get((len(args), *kwargs)) or self._new_form(len(args), kwargs)
-        if form is None or type(grid) is not tuple:
-            return self._compile(grid, args, kwargs)
-        fixed = (*args[len(self._modes) :], *form.fixed(kwargs))
-        key = (form, fixed, *map(type, fixed))
+    def _launch_named(self, grid: tuple[int, ...], /, *args: Any, **kwargs: Any) -> CompiledKernel | None:
+        """A call with the arguments of the JIT: finds its Constants, if they are those that keywords name."""
+        key = (*kwargs, *kwargs.values(), *map(type, kwargs.values()))
         try:
             constants = self._constants.get(key)
         except TypeError:  # a constant that cannot be hashed
             return self._compile(grid, args, kwargs)
         if constants is None:
-            if not all(map(_is_constant, fixed)):
+            if len(args) != len(self._modes) or not all(map(_is_constant, kwargs.values())):
                 return self._compile(grid, args, kwargs)
-            constants = Constants(dict(zip(form.names, fixed, strict=True)))
-            self._constants[key] = constants
-        return self.launch(grid, constants, (*args[: len(self._modes)], *form.arguments(kwargs)), switch=False)
+            constants = self._constants[key] = Constants(kwargs)
+        return self.launch(grid, constants, args)
 
-    def _new_form(self, num_args: int, kwargs: Mapping[str, Any]) -> "_Form | None":
-        """The form of a call, remembered; None if arguments are missing or given twice."""
-        names = self.kernel.arg_names
-        by_position, rest = names[:num_args], names[num_args:]
-        defaults = {p.name: p.default for p in self.kernel.params if p.has_default and p.name not in kwargs}
-        if num_args > len(names) or not set(rest) <= {*kwargs, *defaults} or set(by_position) & set(kwargs):
-            return None
-        arguments = [name for name in rest if name in names[: len(self._modes)]]
-        fixed = [name for name in kwargs if name not in arguments]
-        form = _Form(
-            arguments=_getter(arguments, defaults),
-            fixed=_getter(fixed, {}),
-            names=(*by_position[len(self._modes) :], *fixed),
-        )
-        key = (num_args, *kwargs)
-        self._forms[key] = form
-        return form
-
-    def launch(
-        self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...], *, switch: bool
-    ) -> CompiledKernel | None:
-        """A call with one argument per non-constant parameter. switch: whether to set the first tensor's device."""
+    def launch(self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]) -> CompiledKernel | None:
+        """A call with one argument per non-constant parameter, on the device of the first tensor."""
         call = self._calls.get((constants, *map(type, args))) or self._new_call(constants, args)
-        if call is None or self._is_watched():
-            return self._launch_by_jit(grid, constants, args, switch)
+        if call is None or type(grid) is not tuple or self._is_watched():
+            return self._launch_by_jit(grid, constants, args)
         tensors = call.tensors(args)
         addresses = tuple(map(_ADDRESS, tensors))
         device = current_device()
@@ -195,7 +169,7 @@ class FastLaunch:
         )
         variant = call.variants.get(key)
         if variant is None:
-            compiled = self._launch_by_jit(grid, constants, args, switch)
+            compiled = self._launch_by_jit(grid, constants, args)
             # The JIT's launcher refuses memory of the host and of other devices, which addresses do not show.
             if isinstance(compiled, CompiledKernel) and all(tensor.get_device() == device for tensor in tensors):
                 FastLaunch.num_compiled += 1
@@ -237,13 +211,13 @@ class FastLaunch:
         return call
 
     def _launch_by_jit(
-        self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...], switch: bool
+        self, grid: tuple[int, ...], constants: Constants, args: tuple[Any, ...]
     ) -> CompiledKernel | None:
         """A launch through the JIT, or, on another device, the whole launch again."""
         home = next((value.get_device() for value in args if isinstance(value, torch.Tensor)), CPU)
-        if switch and home not in (current_device(), CPU):
+        if home not in (current_device(), CPU):
             with torch.cuda.device(home):
-                return self.launch(grid, constants, args, switch=False)
+                return self.launch(grid, constants, args)
         return self._compile(grid, constants.described(args), constants.named)
 
     def _compile(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledKernel | None:
@@ -267,23 +241,6 @@ class FastLaunch:
         except KeyError:
             return True
         return False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Form:
-    """How calls for the JIT, with so many positional arguments and these keywords, are read.
-
-    Compared by identity.
-
-    Attributes:
-        arguments: function from the keywords to the arguments not given by position, in the kernel's order.
-        fixed: function from the keywords to constants of the kernel and options of the launch.
-        names: names of constants and options, those given by position first.
-    """
-
-    arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    fixed: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +277,7 @@ class _Globals:
         for (name, _), (_, module) in kernel.used_global_vals.items():
             names.setdefault(id(module), []).append(name)
             modules[id(module)] = module
-        reads = {key: _getter(names[key], {}) for key in names}
+        reads = {key: _getter(names[key]) for key in names}
         return [_Globals(modules[key], read, read(modules[key])) for key, read in reads.items()]
 
 
@@ -362,8 +319,6 @@ def _is_argument(value: Any, mode: int) -> bool:
     return kind in NUMBER_TYPES or (mode != NUMBER and (value is None or kind in TENSOR_TYPES))
 
 
-def _getter(names: list[str], defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """Function from a mapping to the tuple of its values under `names`; names with defaults may be missing."""
-    if len(names) > 1 and not set(names) & set(defaults):
-        return operator.itemgetter(*names)  # for one name it would not return a tuple
-    return lambda mapping: tuple([defaults[name] if name in defaults else mapping[name] for name in names])
+def _getter(names: list[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Function from a mapping to the tuple of its values under `names`."""
+    return operator.itemgetter(*names) if len(names) > 1 else lambda mapping: (mapping[names[0]],)

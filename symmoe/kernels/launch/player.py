@@ -14,6 +14,7 @@ import struct
 import subprocess
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,25 +112,12 @@ _LAUNCH, _RECORD, _WAIT = range(3)
 
 
 class _Word(ctypes.Structure):
-    _fields_ = [("target", ctypes.c_void_p), ("value", ctypes.c_int64), ("addend", ctypes.c_int64)]
+    _fields_ = [(name, ctypes.c_int64) for name in ("target", "value", "addend")]
 
 
 class _Op(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_int64),
-        ("handle", ctypes.c_void_p),
-        ("stream", ctypes.c_int64),
-        ("x", ctypes.c_int64),
-        ("y", ctypes.c_int64),
-        ("z", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-        ("shared_bytes", ctypes.c_int64),
-        ("parameters", ctypes.c_void_p),
-        ("words", ctypes.c_void_p),
-        ("num_words", ctypes.c_int64),
-        ("maps", ctypes.c_void_p),
-        ("num_maps", ctypes.c_int64),
-    ]
+    _names = "kind handle stream x y z threads shared_bytes parameters words num_words maps num_maps"
+    _fields_ = [(name, ctypes.c_int64) for name in _names.split()]
 
 
 class _Unknown(Exception):
@@ -142,7 +130,7 @@ def compiled_tape(tape: Tape) -> Tape:
     Memory and leases are taken before the first launch, in the same order, and end after the last one. Memory that a
     branch stream uses comes from the current stream's here, which gets it back only once it has waited for the branch.
     """
-    tape = _freeing_last(tape)
+    tape = replace(tape, entries=tuple(sorted(tape.entries, key=lambda entry: isinstance(entry, Free))))
     if _player() is None:
         return tape
     before: list[Entry] = []
@@ -178,16 +166,8 @@ def compiled_tape(tape: Tape) -> Tape:
     return Tape(tape.num_slots, (*before, *notes, section, *after), tape.outputs)
 
 
-def _freeing_last(tape: Tape) -> Tape:
-    freed = tuple(entry for entry in tape.entries if isinstance(entry, Free))
-    others = tuple(entry for entry in tape.entries if not isinstance(entry, Free))
-    return Tape(tape.num_slots, others + freed, tape.outputs)
-
-
-class _Section:
-    """All launches of a tape, in order; an entry of a tape."""
-
-    is_owed = False
+class _Section(Entry):
+    """All launches of a tape, in order."""
 
     def __init__(self, entries: Sequence[Any], num_slots: int) -> None:
         self._numbers: list[Any] = []  # places of integers, whose values come after those of the slots
@@ -223,10 +203,6 @@ class _Section:
         if error:
             driver.check(error, "a launch of a recorded call")
 
-    def same(self, other: Any) -> bool:
-        """Sections are made after tapes have been compared."""
-        return self is other
-
     def _set_launch(self, op: _Op, entry: Launch) -> None:
         kernel = entry.kernel
         assert isinstance(kernel, CompiledKernel)
@@ -234,32 +210,17 @@ class _Section:
         num_warps, num_ctas, shared_bytes = kernel.packed_metadata[:3]
         if num_ctas != 1 or launcher.launch_cooperative_grid or launcher.launch_pdl:
             raise _Unknown
-        numbers = dict(entry.numbers)
-        pointers = {place: memory for place, memory in entry.addresses if memory.slot is not None}
-        maps = {place: memory for place, _, memory, _ in entry.maps}
-        parameters, words, map_words = [], [], []
+        memory = (*entry.addresses, *((place, each) for place, _, each, _ in entry.maps))
+        values = {place: (each.slot, each.offset_bytes) for place, each in memory if each.slot is not None}
+        values |= {place: self._value(number) for place, number in entry.numbers if type(number) is not int}
+        parameters: list[int] = []
+        words: list[_Word] = []
+        map_words: list[_Word] = []
         for place, kind in _parameters(kernel):
-            value = entry.row[place]
-            if place in maps:
-                address, buffer = _copy_of_map(value)
-                slot = maps[place].slot
-                if slot is not None:
-                    map_words.append(_Word(address, slot, maps[place].offset_bytes))
-            else:
-                if kind.startswith("*"):
-                    data = struct.pack("<Q", value)
-                elif kind in _FORMATS:
-                    data = struct.pack("<" + _FORMATS[kind], value)
-                else:
-                    raise _Unknown
-                buffer = ctypes.create_string_buffer(data.ljust(8, b"\0"), 8)
-                address = ctypes.addressof(buffer)
-                if place in pointers:
-                    words.append(_Word(address, pointers[place].slot, pointers[place].offset_bytes))
-                elif place in numbers and not isinstance(numbers[place], int):
-                    if kind != "i64":
-                        raise _Unknown
-                    words.append(self._number_word(address, numbers[place]))
+            is_map = kind == "map"
+            address, buffer = _copy_of_map(entry.row[place]) if is_map else _packed(kind, entry.row[place])
+            if place in values:
+                (map_words if is_map else words).append(_Word(address, *values[place]))
             parameters.append(address)
             self._kept.append(buffer)
         scratch = ctypes.create_string_buffer(8)  # two null pointers: kernels with scratch memory are not on tapes
@@ -272,11 +233,12 @@ class _Section:
         op.words, op.num_words = self._array(_Word, words), len(words)
         op.maps, op.num_maps = self._array(_Word, map_words), len(map_words)
 
-    def _number_word(self, address: int, number: Any) -> _Word:
+    def _value(self, number: Any) -> tuple[int, int]:
+        """Index of the value that a number is, and what is added to it."""
         if isinstance(number, Address) and number.memory.slot is not None:
-            return _Word(address, number.memory.slot, number.memory.offset_bytes)
+            return number.memory.slot, number.memory.offset_bytes
         self._numbers.append(number)
-        return _Word(address, self._num_slots + len(self._numbers) - 1, 0)
+        return self._num_slots + len(self._numbers) - 1, 0
 
     def _array(self, kind: type, values: Sequence[Any]) -> int:
         made = (kind * max(1, len(values)))(*values)  # type: ignore[operator]  # ctypes' way to say an array's type
@@ -303,6 +265,13 @@ def _parameters(kernel: CompiledKernel) -> list[tuple[int, str]]:
                 parameters.append((place, each))
             place += 1
     return parameters
+
+
+def _packed(kind: str, value: int) -> tuple[int, Any]:
+    """Address of an argument of that type, and the memory that it is in."""
+    data = struct.pack("<Q" if kind.startswith("*") else "<" + _FORMATS[kind], value)
+    buffer = ctypes.create_string_buffer(data, 8)
+    return ctypes.addressof(buffer), buffer
 
 
 def _copy_of_map(triton_map: Any) -> tuple[int, Any]:

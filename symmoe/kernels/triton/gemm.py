@@ -453,7 +453,6 @@ def _zero_matrices(out: torch.Tensor | TensorTable) -> None:
         return
     num_groups, out_rows, out_width = out.shape
     size = out_rows * out_width
-    with torch.cuda.device_of(out.pointers):
-        zero_matrices_kernel[(ceil_div(size, ZERO_BLOCK.value), num_groups)](
-            out.pointers, DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
-        )
+    zero_matrices_kernel[(ceil_div(size, ZERO_BLOCK.value), num_groups)](
+        out.pointers, DTYPE=TRITON_DTYPES[out.dtype], SIZE=size, BLOCK=ZERO_BLOCK.value, num_warps=4
+    )

@@ -116,18 +116,17 @@ def count_slots(topk_idx: torch.Tensor, block_counts: torch.Tensor, *, num_exper
     num_blocks = block_counts.shape[0]
     if num_blocks == 0:
         return
-    with torch.cuda.device_of(topk_idx):
-        count_slots_kernel[(num_blocks,)](
-            topk_idx,
-            block_counts,
-            topk_idx.shape[0],
-            TOP_K=topk_idx.shape[1],
-            NUM_EXPERTS=num_experts,
-            NUM_RANKS=num_ranks,
-            RANK_LANES=next_power_of_2(num_ranks),
-            BLOCK_EXPERTS=min(COUNT_EXPERTS, next_power_of_2(num_experts)),
-            num_warps=8,
-        )
+    count_slots_kernel[(num_blocks,)](
+        topk_idx,
+        block_counts,
+        topk_idx.shape[0],
+        TOP_K=topk_idx.shape[1],
+        NUM_EXPERTS=num_experts,
+        NUM_RANKS=num_ranks,
+        RANK_LANES=next_power_of_2(num_ranks),
+        BLOCK_EXPERTS=min(COUNT_EXPERTS, next_power_of_2(num_experts)),
+        num_warps=8,
+    )
 
 
 @triton.jit
@@ -223,25 +222,24 @@ def send_counts(
     num_experts: int,
 ) -> None:
     layout = peers.layout
-    with torch.cuda.device_of(topk_idx):
-        send_counts_kernel[(ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)](
-            block_counts,
-            topk_idx,
-            block_starts,
-            peers.bases,
-            *(header[word] for word in _VARYING_WORDS),
-            block_counts.shape[0],
-            HEADER=tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header)),
-            RANK=peers.rank,
-            NUM_RANKS=peers.num_ranks,
-            NUM_EXPERTS=num_experts,
-            COUNTERS=layout.counters,
-            COUNT_TABLE=layout.count_table,
-            ROW_WORDS=layout.row_words,
-            BLOCK_COLUMNS=SEND_COLUMNS,
-            BLOCK_ROWS=SEND_BLOCKS,
-            num_warps=4,
-        )
+    send_counts_kernel[(ceil_div(num_experts + peers.num_ranks, SEND_COLUMNS) + 1,)](
+        block_counts,
+        topk_idx,
+        block_starts,
+        peers.bases,
+        *(header[word] for word in _VARYING_WORDS),
+        block_counts.shape[0],
+        HEADER=tuple(0 if word in _VARYING_WORDS else value for word, value in enumerate(header)),
+        RANK=peers.rank,
+        NUM_RANKS=peers.num_ranks,
+        NUM_EXPERTS=num_experts,
+        COUNTERS=layout.counters,
+        COUNT_TABLE=layout.count_table,
+        ROW_WORDS=layout.row_words,
+        BLOCK_COLUMNS=SEND_COLUMNS,
+        BLOCK_ROWS=SEND_BLOCKS,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -496,35 +494,34 @@ def lay_out(
 ) -> None:
     layout = peers.layout
     experts_per_rank = num_experts // peers.num_ranks
-    with torch.cuda.device_of(received):
-        lay_out_kernel[(1,)](
-            peers.bases,
-            received,
-            status.data_ptr(),
-            capacity,
-            packed_capacity,
-            splits,
-            row_range,
-            slot_start,
-            slot_limit,
-            packed_start,
-            packed_limit,
-            source_to_packed_start,
-            source_to_row_start,
-            expert_load,
-            report,
-            RANK=peers.rank,
-            NUM_RANKS=peers.num_ranks,
-            EXPERTS_PER_RANK=experts_per_rank,
-            COUNTERS=layout.counters,
-            COUNT_TABLE=layout.count_table,
-            ROW_WORDS=layout.row_words,
-            RANK_LANES=next_power_of_2(peers.num_ranks),
-            EXPERT_LANES=next_power_of_2(experts_per_rank),
-            DROP=drop,
-            RECORD_ERRORS=record_errors,
-            num_warps=4,
-        )
+    lay_out_kernel[(1,)](
+        peers.bases,
+        received,
+        status.data_ptr(),
+        capacity,
+        packed_capacity,
+        splits,
+        row_range,
+        slot_start,
+        slot_limit,
+        packed_start,
+        packed_limit,
+        source_to_packed_start,
+        source_to_row_start,
+        expert_load,
+        report,
+        RANK=peers.rank,
+        NUM_RANKS=peers.num_ranks,
+        EXPERTS_PER_RANK=experts_per_rank,
+        COUNTERS=layout.counters,
+        COUNT_TABLE=layout.count_table,
+        ROW_WORDS=layout.row_words,
+        RANK_LANES=next_power_of_2(peers.num_ranks),
+        EXPERT_LANES=next_power_of_2(experts_per_rank),
+        DROP=drop,
+        RECORD_ERRORS=record_errors,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -565,16 +562,15 @@ def split_by_source_kernel(
 
 def split_by_source(source_to_row_start: torch.Tensor, source_to_rows: torch.Tensor, *, rank: int) -> None:
     num_ranks, _, num_experts = source_to_rows.shape
-    with torch.cuda.device_of(source_to_rows):
-        split_by_source_kernel[(1,)](
-            source_to_row_start,
-            source_to_rows,
-            RANK=rank,
-            NUM_RANKS=num_ranks,
-            NUM_EXPERTS=num_experts,
-            EXPERT_LANES=next_power_of_2(num_experts),
-            num_warps=4,
-        )
+    split_by_source_kernel[(1,)](
+        source_to_row_start,
+        source_to_rows,
+        RANK=rank,
+        NUM_RANKS=num_ranks,
+        NUM_EXPERTS=num_experts,
+        EXPERT_LANES=next_power_of_2(num_experts),
+        num_warps=4,
+    )
 
 
 @fast_launch
@@ -664,25 +660,24 @@ def assign_rows(
     if num_blocks == 0:
         return
     k_lanes = next_power_of_2(top_k)
-    with torch.cuda.device_of(topk_idx):
-        assign_rows_kernel[(num_blocks,)](
-            topk_idx,
-            block_starts,
-            slot_start,
-            slot_limit,
-            slot_to_row,
-            slot_to_rank,
-            block_tokens,
-            num_tokens,
-            TOP_K=top_k,
-            NUM_EXPERTS=slot_start.numel(),
-            EXPERTS_PER_RANK=experts_per_rank,
-            NUM_RANKS=num_ranks,
-            RANK_LANES=next_power_of_2(num_ranks),
-            K_LANES=k_lanes,
-            CHUNK_TOKENS=min(control.TOKENS_PER_BLOCK, max(1, ASSIGN_SLOTS // k_lanes)),
-            num_warps=8,
-        )
+    assign_rows_kernel[(num_blocks,)](
+        topk_idx,
+        block_starts,
+        slot_start,
+        slot_limit,
+        slot_to_row,
+        slot_to_rank,
+        block_tokens,
+        num_tokens,
+        TOP_K=top_k,
+        NUM_EXPERTS=slot_start.numel(),
+        EXPERTS_PER_RANK=experts_per_rank,
+        NUM_RANKS=num_ranks,
+        RANK_LANES=next_power_of_2(num_ranks),
+        K_LANES=k_lanes,
+        CHUNK_TOKENS=min(control.TOKENS_PER_BLOCK, max(1, ASSIGN_SLOTS // k_lanes)),
+        num_warps=8,
+    )
 
 
 @fast_launch
@@ -749,18 +744,17 @@ def assign_packed_rows(
     if num_blocks == 0:
         return
     rank_lanes = next_power_of_2(num_ranks)
-    with torch.cuda.device_of(slot_to_row):
-        assign_packed_rows_kernel[(num_blocks,)](
-            slot_to_row,
-            slot_to_rank,
-            block_tokens,
-            packed_start,
-            token_to_packed_row,
-            token_to_primary_row,
-            num_tokens,
-            TOP_K=top_k,
-            NUM_RANKS=num_ranks,
-            RANK_LANES=rank_lanes,
-            BLOCK_ROWS=max(1, PACKED_ENTRIES // rank_lanes),
-            num_warps=4,
-        )
+    assign_packed_rows_kernel[(num_blocks,)](
+        slot_to_row,
+        slot_to_rank,
+        block_tokens,
+        packed_start,
+        token_to_packed_row,
+        token_to_primary_row,
+        num_tokens,
+        TOP_K=top_k,
+        NUM_RANKS=num_ranks,
+        RANK_LANES=rank_lanes,
+        BLOCK_ROWS=max(1, PACKED_ENTRIES // rank_lanes),
+        num_warps=4,
+    )

@@ -277,15 +277,14 @@ def swizzle_scales(
 ) -> None:
     num_groups, num_bytes = swizzled.shape
     num_tiles = num_bytes // TILE_BYTES.value
-    with torch.cuda.device_of(swizzled):
-        swizzle_scales_kernel[(num_groups, ceil_div(num_tiles, TILES_PER_PROGRAM))](
-            pointers,
-            swizzled,
-            NUM_ROWS=num_rows,
-            NUM_BLOCKS=num_blocks,
-            ROW_STRIDE=row_stride,
-            BLOCK_STRIDE=block_stride,
-            NUM_TILES=num_tiles,
-            TILES=TILES_PER_PROGRAM,
-            num_warps=4,
-        )
+    swizzle_scales_kernel[(num_groups, ceil_div(num_tiles, TILES_PER_PROGRAM))](
+        pointers,
+        swizzled,
+        NUM_ROWS=num_rows,
+        NUM_BLOCKS=num_blocks,
+        ROW_STRIDE=row_stride,
+        BLOCK_STRIDE=block_stride,
+        NUM_TILES=num_tiles,
+        TILES=TILES_PER_PROGRAM,
+        num_warps=4,
+    )

@@ -193,23 +193,22 @@ def choose_experts(
     if num_tokens == 0:
         return
     tokens, sizes = _sizes(num_experts, topk_idx.shape[1], rule)
-    with torch.cuda.device_of(logits):
-        choose_experts_kernel[(ceil_div(num_tokens, tokens),)](
-            logits,
-            bias,
-            given_idx,
-            topk_idx,
-            probs,
-            scores,
-            num_tokens,
-            rule.route_scale,
-            **sizes,
-            NUM_GROUPS=rule.num_groups,
-            GROUP_LANES=next_power_of_2(rule.num_groups),
-            TOP_GROUPS=rule.top_groups,
-            BEST_OF_GROUP=rule.best_of_group(num_experts),
-            num_warps=NUM_WARPS,
-        )
+    choose_experts_kernel[(ceil_div(num_tokens, tokens),)](
+        logits,
+        bias,
+        given_idx,
+        topk_idx,
+        probs,
+        scores,
+        num_tokens,
+        rule.route_scale,
+        **sizes,
+        NUM_GROUPS=rule.num_groups,
+        GROUP_LANES=next_power_of_2(rule.num_groups),
+        TOP_GROUPS=rule.top_groups,
+        BEST_OF_GROUP=rule.best_of_group(num_experts),
+        num_warps=NUM_WARPS,
+    )
 
 
 def choose_experts_grad(
@@ -225,18 +224,17 @@ def choose_experts_grad(
     if num_tokens == 0:
         return
     tokens, sizes = _sizes(num_experts, topk_idx.shape[1], rule)
-    with torch.cuda.device_of(scores):
-        choose_experts_grad_kernel[(ceil_div(num_tokens, tokens),)](
-            d_probs,
-            d_scores,
-            topk_idx,
-            scores,
-            d_logits,
-            num_tokens,
-            rule.route_scale,
-            **sizes,
-            num_warps=NUM_WARPS,
-        )
+    choose_experts_grad_kernel[(ceil_div(num_tokens, tokens),)](
+        d_probs,
+        d_scores,
+        topk_idx,
+        scores,
+        d_logits,
+        num_tokens,
+        rule.route_scale,
+        **sizes,
+        num_warps=NUM_WARPS,
+    )
 
 
 def _sizes(num_experts: int, top_k: int, rule: RoutingRule) -> tuple[int, dict[str, int | bool]]:

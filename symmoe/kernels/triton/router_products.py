@@ -162,21 +162,20 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> 
     if num_tokens == 0:
         return
     block_n = _block(num_experts)
-    with torch.cuda.device_of(x):
-        parts = bf16_parts(weight)
-        router_gemm_kernel[(ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n))](
-            x,
-            parts,
-            logits,
-            num_tokens,
-            NUM_EXPERTS=num_experts,
-            WIDTH=width,
-            BLOCK_M=TOKENS,
-            BLOCK_N=block_n,
-            BLOCK_K=BLOCK_K,
-            num_warps=4,
-            num_stages=3,
-        )
+    parts = bf16_parts(weight)
+    router_gemm_kernel[(ceil_div(num_tokens, TOKENS), ceil_div(num_experts, block_n))](
+        x,
+        parts,
+        logits,
+        num_tokens,
+        NUM_EXPERTS=num_experts,
+        WIDTH=width,
+        BLOCK_M=TOKENS,
+        BLOCK_N=block_n,
+        BLOCK_K=BLOCK_K,
+        num_warps=4,
+        num_stages=3,
+    )
 
 
 def router_gemm_grads(
@@ -194,39 +193,38 @@ def router_gemm_grads(
         return
     sizes = {"NUM_EXPERTS": num_experts, "WIDTH": x.shape[1], "BLOCK_N": TILE}
     num_column_tiles = ceil_div(x.shape[1], TILE)
-    with torch.cuda.device_of(x):
-        d_parts = bf16_parts(d_logits)
-        if dx is not None:
-            router_dgrad_kernel[(num_column_tiles, ceil_div(num_tokens, TOKENS))](
-                d_parts,
-                bf16_parts(weight),
-                dx,
-                num_tokens,
-                BLOCK_M=TOKENS,
-                BLOCK_K=min(BLOCK_K, _block(num_experts)),
-                num_warps=4,
-                num_stages=2,
-                **sizes,
-            )
-        if d_weight is not None:
-            block_m = max(64, _block(num_experts))
-            num_expert_tiles = ceil_div(num_experts, block_m)
-            num_splits, split_tokens = _splits(num_tokens, num_column_tiles * num_expert_tiles)
-            sums = d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
-            router_wgrad_kernel[(num_column_tiles, num_expert_tiles, num_splits)](
-                d_parts,
-                x,
-                sums,
-                num_tokens,
-                split_tokens,
-                BLOCK_M=block_m,
-                BLOCK_K=BLOCK_K,
-                num_warps=4 if block_m == 64 else 8,
-                num_stages=3,
-                **sizes,
-            )
-            if num_splits > 1:
-                torch.sum(sums, 0, out=d_weight)
+    d_parts = bf16_parts(d_logits)
+    if dx is not None:
+        router_dgrad_kernel[(num_column_tiles, ceil_div(num_tokens, TOKENS))](
+            d_parts,
+            bf16_parts(weight),
+            dx,
+            num_tokens,
+            BLOCK_M=TOKENS,
+            BLOCK_K=min(BLOCK_K, _block(num_experts)),
+            num_warps=4,
+            num_stages=2,
+            **sizes,
+        )
+    if d_weight is not None:
+        block_m = max(64, _block(num_experts))
+        num_expert_tiles = ceil_div(num_experts, block_m)
+        num_splits, split_tokens = _splits(num_tokens, num_column_tiles * num_expert_tiles)
+        sums = d_weight[None] if num_splits == 1 else d_weight.new_empty((num_splits, *d_weight.shape))
+        router_wgrad_kernel[(num_column_tiles, num_expert_tiles, num_splits)](
+            d_parts,
+            x,
+            sums,
+            num_tokens,
+            split_tokens,
+            BLOCK_M=block_m,
+            BLOCK_K=BLOCK_K,
+            num_warps=4 if block_m == 64 else 8,
+            num_stages=3,
+            **sizes,
+        )
+        if num_splits > 1:
+            torch.sum(sums, 0, out=d_weight)
 
 
 def bf16_parts(matrix: torch.Tensor) -> torch.Tensor:

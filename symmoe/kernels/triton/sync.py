@@ -259,24 +259,23 @@ def barrier(
     timeout_ns: int | None,
     spoils: torch.Tensor | None = None,
 ) -> None:
-    with torch.cuda.device_of(received):
-        barrier_kernel[(1,)](
-            peers.bases,
-            received,
-            status.data_ptr(),
-            *words,
-            call,
-            int(fault),
-            timeout_ns or 0,
-            *_words_of(spoils),
-            RANK=peers.rank,
-            NUM_RANKS=peers.num_ranks,
-            LANES=next_power_of_2(peers.num_ranks),
-            COUNTERS=peers.layout.counters,
-            MAILBOX=peers.layout.mailbox,
-            BOUNDED=timeout_ns is not None,
-            num_warps=1,
-        )
+    barrier_kernel[(1,)](
+        peers.bases,
+        received,
+        status.data_ptr(),
+        *words,
+        call,
+        int(fault),
+        timeout_ns or 0,
+        *_words_of(spoils),
+        RANK=peers.rank,
+        NUM_RANKS=peers.num_ranks,
+        LANES=next_power_of_2(peers.num_ranks),
+        COUNTERS=peers.layout.counters,
+        MAILBOX=peers.layout.mailbox,
+        BOUNDED=timeout_ns is not None,
+        num_warps=1,
+    )
 
 
 def _words_of(spoils: torch.Tensor | None) -> tuple[int, int]:
@@ -301,15 +300,14 @@ def send_signal_kernel(
 
 
 def send_signal(peers: Peers, rank: int) -> None:
-    with torch.cuda.device_of(peers.bases):
-        send_signal_kernel[(1,)](
-            peers.bases,
-            rank,
-            RANK=peers.rank,
-            COUNTERS=peers.layout.counters,
-            SIGNALS=peers.layout.signals,
-            num_warps=1,
-        )
+    send_signal_kernel[(1,)](
+        peers.bases,
+        rank,
+        RANK=peers.rank,
+        COUNTERS=peers.layout.counters,
+        SIGNALS=peers.layout.signals,
+        num_warps=1,
+    )
 
 
 @fast_launch
@@ -366,18 +364,17 @@ def wait_for_signal(
     timeout_ns: int | None,
     spoils: torch.Tensor | None = None,
 ) -> None:
-    with torch.cuda.device_of(arrived):
-        wait_for_signal_kernel[(1,)](
-            peers.bases,
-            arrived,
-            status.data_ptr(),
-            rank,
-            phase,
-            timeout_ns or 0,
-            *_words_of(spoils),
-            RANK=peers.rank,
-            COUNTERS=peers.layout.counters,
-            SIGNALS=peers.layout.signals,
-            BOUNDED=timeout_ns is not None,
-            num_warps=1,
-        )
+    wait_for_signal_kernel[(1,)](
+        peers.bases,
+        arrived,
+        status.data_ptr(),
+        rank,
+        phase,
+        timeout_ns or 0,
+        *_words_of(spoils),
+        RANK=peers.rank,
+        COUNTERS=peers.layout.counters,
+        SIGNALS=peers.layout.signals,
+        BOUNDED=timeout_ns is not None,
+        num_warps=1,
+    )

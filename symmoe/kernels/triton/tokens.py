@@ -131,20 +131,19 @@ def push_rows(
         on_hopper.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
         return
     grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, num_ctas)
-    with torch.cuda.device_of(x):
-        push_rows_kernel[grid](
-            x,
-            token_to_row,
-            peers.bases,
-            received,
-            num_tokens,
-            ranks.start,
-            ranks.stop,
-            ONE_RANK=len(ranks) == 1 < peers.num_ranks,
-            COLUMN=column,
-            NUM_RANKS=peers.num_ranks,
-            **meta,
-        )
+    push_rows_kernel[grid](
+        x,
+        token_to_row,
+        peers.bases,
+        received,
+        num_tokens,
+        ranks.start,
+        ranks.stop,
+        ONE_RANK=len(ranks) == 1 < peers.num_ranks,
+        COLUMN=column,
+        NUM_RANKS=peers.num_ranks,
+        **meta,
+    )
 
 
 @fast_launch
@@ -233,26 +232,25 @@ def push_slots(
     prob_column: int,
 ) -> None:
     num_tokens, top_k = slot_to_row.shape
-    with torch.cuda.device_of(slot_to_row):
-        push_slots_kernel[(peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
-            slot_to_row,
-            slot_to_rank,
-            probs,
-            token_to_packed_row,
-            block_tokens,
-            packed_start,
-            packed_limit,
-            peers.bases,
-            received,
-            num_tokens,
-            block_tokens.shape[0],
-            ROW_COLUMN=row_column,
-            PROB_COLUMN=prob_column,
-            TOP_K=top_k,
-            NUM_RANKS=peers.num_ranks,
-            BLOCK=SLOTS_PER_PROGRAM,
-            num_warps=4,
-        )
+    push_slots_kernel[(peers.num_ranks + ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
+        slot_to_row,
+        slot_to_rank,
+        probs,
+        token_to_packed_row,
+        block_tokens,
+        packed_start,
+        packed_limit,
+        peers.bases,
+        received,
+        num_tokens,
+        block_tokens.shape[0],
+        ROW_COLUMN=row_column,
+        PROB_COLUMN=prob_column,
+        TOP_K=top_k,
+        NUM_RANKS=peers.num_ranks,
+        BLOCK=SLOTS_PER_PROGRAM,
+        num_warps=4,
+    )
 
 
 @fast_launch
@@ -318,23 +316,22 @@ def index_rows(
     num_slots, num_rows = packed_to_row.numel(), row_to_packed_row.numel()
     if max(num_slots, num_rows) == 0:
         return
-    with torch.cuda.device_of(wire_to_row):
-        index_rows_kernel[(ceil_div(max(num_slots, num_rows), SLOTS_PER_PROGRAM),)](
-            wire_to_row,
-            wire_probs,
-            packed_begin,
-            packed_end,
-            ready,
-            arrived,
-            packed_to_row,
-            row_to_packed_row,
-            row_probs if wire_probs is not None else None,
-            num_slots,
-            num_rows,
-            TOP_K=packed_to_row.shape[1],
-            BLOCK=SLOTS_PER_PROGRAM,
-            num_warps=4,
-        )
+    index_rows_kernel[(ceil_div(max(num_slots, num_rows), SLOTS_PER_PROGRAM),)](
+        wire_to_row,
+        wire_probs,
+        packed_begin,
+        packed_end,
+        ready,
+        arrived,
+        packed_to_row,
+        row_to_packed_row,
+        row_probs if wire_probs is not None else None,
+        num_slots,
+        num_rows,
+        TOP_K=packed_to_row.shape[1],
+        BLOCK=SLOTS_PER_PROGRAM,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -393,16 +390,15 @@ def fan_out(
         return
     width = rows.shape[1]
     grid, meta = _launch(num_packed_cap, width, rows.element_size(), COPY_ACCESSES, num_ctas)
-    with torch.cuda.device_of(rows):
-        fan_out_kernel[grid](
-            rows,
-            packed_to_row,
-            packed_begin,
-            packed_end,
-            TOP_K=top_k,
-            UNROLL=min(UNROLL, next_power_of_2(top_k)),
-            **meta,
-        )
+    fan_out_kernel[grid](
+        rows,
+        packed_to_row,
+        packed_begin,
+        packed_end,
+        TOP_K=top_k,
+        UNROLL=min(UNROLL, next_power_of_2(top_k)),
+        **meta,
+    )
 
 
 @fast_launch
@@ -470,19 +466,18 @@ def pre_reduce(
         return
     first, end = columns or (0, rows.shape[1])
     grid, meta = _launch(num_packed_cap, end - first, rows.element_size(), SUM_ACCESSES, num_ctas)
-    with torch.cuda.device_of(rows):
-        pre_reduce_kernel[grid](
-            rows,
-            packed_to_row,
-            source_to_packed_start,
-            rank,
-            NUM_RANKS=num_ranks,
-            TOP_K=top_k,
-            ROW_WIDTH=rows.shape[1],
-            FIRST_COLUMN=first,
-            UNROLL=min(UNROLL, next_power_of_2(top_k)),
-            **meta,
-        )
+    pre_reduce_kernel[grid](
+        rows,
+        packed_to_row,
+        source_to_packed_start,
+        rank,
+        NUM_RANKS=num_ranks,
+        TOP_K=top_k,
+        ROW_WIDTH=rows.shape[1],
+        FIRST_COLUMN=first,
+        UNROLL=min(UNROLL, next_power_of_2(top_k)),
+        **meta,
+    )
 
 
 @fast_launch
@@ -510,16 +505,15 @@ def gather_values(
 ) -> None:
     if packed_to_row.numel() == 0:
         return
-    with torch.cuda.device_of(row_values):
-        gather_values_kernel[(ceil_div(packed_to_row.numel(), SLOTS_PER_PROGRAM),)](
-            row_values,
-            packed_to_row,
-            num_packed,
-            packed_values,
-            TOP_K=packed_to_row.shape[1],
-            BLOCK=SLOTS_PER_PROGRAM,
-            num_warps=4,
-        )
+    gather_values_kernel[(ceil_div(packed_to_row.numel(), SLOTS_PER_PROGRAM),)](
+        row_values,
+        packed_to_row,
+        num_packed,
+        packed_values,
+        TOP_K=packed_to_row.shape[1],
+        BLOCK=SLOTS_PER_PROGRAM,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -606,23 +600,22 @@ def pull_rows(
     first, end = columns or (0, width)
     accesses = SUM_ACCESSES if num_ctas is None or num_sources > 2 else WIDE_SUM_ACCESSES
     grid, meta = _launch(num_tokens, end - first, out.element_size(), accesses, num_ctas)
-    with torch.cuda.device_of(out):
-        pull_rows_kernel[grid](
-            source_rank,
-            source_row,
-            peers.bases,
-            received,
-            out,
-            num_tokens,
-            COLUMN=column,
-            NUM_SOURCES=num_sources,
-            NUM_RANKS=peers.num_ranks,
-            RANK_LANES=next_power_of_2(peers.num_ranks),
-            ROW_WIDTH=width,
-            FIRST_COLUMN=first,
-            UNROLL=min(UNROLL, next_power_of_2(num_sources)),
-            **meta,
-        )
+    pull_rows_kernel[grid](
+        source_rank,
+        source_row,
+        peers.bases,
+        received,
+        out,
+        num_tokens,
+        COLUMN=column,
+        NUM_SOURCES=num_sources,
+        NUM_RANKS=peers.num_ranks,
+        RANK_LANES=next_power_of_2(peers.num_ranks),
+        ROW_WIDTH=width,
+        FIRST_COLUMN=first,
+        UNROLL=min(UNROLL, next_power_of_2(num_sources)),
+        **meta,
+    )
 
 
 @triton.jit
@@ -762,26 +755,25 @@ def pull_sums(
     first, end = columns or (0, width)
     accesses = SUM_ACCESSES if num_ctas is None or num_ranks > 2 else WIDE_SUM_ACCESSES
     grid, meta = _launch(num_tokens, end - first, out.element_size(), accesses, num_ctas)
-    with torch.cuda.device_of(out):
-        pull_sums_kernel[grid](
-            token_to_primary_row,
-            slot_to_rank,
-            slot_to_row,
-            peers.bases,
-            received,
-            out,
-            num_tokens,
-            top_k,
-            peers.rank,
-            COLUMN=column,
-            NUM_RANKS=num_ranks,
-            RANK_LANES=next_power_of_2(num_ranks),
-            ROW_WIDTH=width,
-            FIRST_COLUMN=first,
-            RANK_UNROLL=min(PEERS_UNROLL, next_power_of_2(num_ranks)),
-            SLOT_UNROLL=min(OWN_UNROLL, next_power_of_2(top_k)),
-            **meta,
-        )
+    pull_sums_kernel[grid](
+        token_to_primary_row,
+        slot_to_rank,
+        slot_to_row,
+        peers.bases,
+        received,
+        out,
+        num_tokens,
+        top_k,
+        peers.rank,
+        COLUMN=column,
+        NUM_RANKS=num_ranks,
+        RANK_LANES=next_power_of_2(num_ranks),
+        ROW_WIDTH=width,
+        FIRST_COLUMN=first,
+        RANK_UNROLL=min(PEERS_UNROLL, next_power_of_2(num_ranks)),
+        SLOT_UNROLL=min(OWN_UNROLL, next_power_of_2(top_k)),
+        **meta,
+    )
 
 
 @fast_launch
@@ -828,18 +820,17 @@ def pull_values(
     num_tokens, top_k = out.shape
     if num_tokens == 0:
         return
-    with torch.cuda.device_of(out):
-        pull_values_kernel[(ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
-            slot_to_rank,
-            token_to_packed_row,
-            peers.bases,
-            received,
-            out,
-            num_tokens,
-            COLUMN=column,
-            TOP_K=top_k,
-            NUM_RANKS=peers.num_ranks,
-            RANK_LANES=next_power_of_2(peers.num_ranks),
-            BLOCK=SLOTS_PER_PROGRAM,
-            num_warps=4,
-        )
+    pull_values_kernel[(ceil_div(num_tokens * top_k, SLOTS_PER_PROGRAM),)](
+        slot_to_rank,
+        token_to_packed_row,
+        peers.bases,
+        received,
+        out,
+        num_tokens,
+        COLUMN=column,
+        TOP_K=top_k,
+        NUM_RANKS=peers.num_ranks,
+        RANK_LANES=next_power_of_2(peers.num_ranks),
+        BLOCK=SLOTS_PER_PROGRAM,
+        num_warps=4,
+    )

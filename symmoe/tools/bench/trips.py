@@ -14,7 +14,7 @@ import torch
 
 from symmoe.combine.trip import Collection, collect_rows
 from symmoe.dispatch.plan import Plan
-from symmoe.dispatch.trip import send_expert_major, send_expert_major_gradient, send_packed, send_packed_gradient
+from symmoe.dispatch.trip import send, send_rows
 from symmoe.kernels.operands import given
 from symmoe.precision.recipes import Float8Block
 from symmoe.precision.wire import WireFormat
@@ -69,7 +69,7 @@ def bench_combine(problem: Problem, run: Run) -> list[Record]:
     with ExitStack() as stack:
         rows = stack.enter_context(run.heap.lease((plan.row_capacity, hidden), DTYPE, name="rows")).tensor
         with run.heap.lease((plan.packed_row_capacity, hidden), DTYPE, name="packed") as packed:
-            send_packed(problem.tokens.x.detach(), plan, packed.tensor, None)  # combine follows a dispatch
+            send(problem.tokens.x.detach(), plan, packed.tensor, None, layout="packed")  # combine follows a dispatch
         variants = [_combine_variant(problem, run, plan, rows, order) for order in received]
         # What this rank reads from r is what a copy that pushes writes on r: the matrix is transposed.
         sent = {f"copy {order}": run.ranks.gather(each)[:, run.ranks.rank].copy() for order, each in received.items()}
@@ -138,10 +138,10 @@ def _packed_variant(problem: Problem, plan: Plan, packed: torch.Tensor, wire: Wi
     x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
 
     def forward() -> torch.Tensor | None:
-        return send_packed(_encoded(x, wire), plan, packed, probs)
+        return send(_encoded(x, wire), plan, packed, probs, layout="packed")
 
     def backward() -> None:
-        send_packed_gradient(_encoded(dy, wire), plan, packed)
+        send_rows(_encoded(dy, wire), plan, packed, layout="packed")
 
     def verify() -> float:
         local = problem.local_rows
@@ -160,10 +160,10 @@ def _expert_major_variant(problem: Problem, plan: Plan, rows: torch.Tensor, wire
     x, dy, probs = problem.tokens.x.detach(), problem.tokens.dy, problem.tokens.probs.detach()
 
     def forward() -> torch.Tensor | None:
-        return send_expert_major(_encoded(x, wire), plan, rows, probs)
+        return send(_encoded(x, wire), plan, rows, probs, layout="expert-major")
 
     def backward() -> None:
-        send_expert_major_gradient(_encoded(dy, wire), plan, rows)
+        send_rows(_encoded(dy, wire), plan, rows, layout="expert-major")
 
     def verify() -> float:
         local = problem.local_rows
