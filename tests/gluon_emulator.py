@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 ADDRESSES = 2**64
+ELSEWHERE: list[torch.Tensor] = []  # memory that kernels get addresses of, and no pointers to
 NAN_BYTE = 0xFF
 CHOICE = random.Random(0)
 
@@ -112,7 +113,7 @@ def scalar(number: int) -> torch.Tensor:
 def argument(value):
     """What a kernel sees of an argument."""
     if isinstance(value, torch.Tensor):
-        return Pointer.to(value)
+        return Pointer.over(value)
     return scalar(value) if isinstance(value, int) else value
 
 
@@ -131,8 +132,13 @@ class Pointer:
     offset: object  # int or integer tensor
 
     @staticmethod
-    def to(tensor: torch.Tensor) -> Pointer:
+    def over(tensor: torch.Tensor) -> Pointer:
         return Pointer(tensor.view(-1), 0)
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The address."""
+        assert dtype == torch.int64
+        return torch.tensor(self.memory.data_ptr() + int(self.offset) * self.memory.itemsize)
 
     @property
     def dtype(self):
@@ -257,8 +263,9 @@ class TensorDescriptor:
     def block_type(self):
         return types.SimpleNamespace(nbytes=torch.Size(self.block_shape).numel() * self.dtype.itemsize)
 
-    def places(self, first) -> tuple[torch.Tensor, torch.Tensor]:
-        """Offsets of a block's elements in the tensor, and which are inside of the shape."""
+    def places(self, first) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The numbers of the tensor that a block lies in, offsets of its elements there, and which are inside of the
+        shape."""
         size = self.dtype.itemsize
         assert all(stride * size % 16 == 0 for stride in self.strides[:-1]), "strides of no whole 16 bytes"
         address = sum(int(at) * stride for at, stride in zip(first, self.strides, strict=True))
@@ -269,16 +276,16 @@ class TensorDescriptor:
             inside = inside[..., None] & (int(at) + lane >= 0) & (int(at) + lane < length)
         start = address * size % ADDRESSES // size
         offset = offset + (start if start < ADDRESSES // size // 2 else start - ADDRESSES // size)
-        used = offset[inside]
+        used, tensor = offset[inside], self.base
         if used.numel():
-            assert 0 <= int(used.min()), "before the first element"
-            assert int(used.max()) < self.base.numel(), "past the last element"
-        return offset, inside
-
-    @property
-    def memory(self) -> torch.Tensor:
-        stored = torch.uint8 if self.dtype.itemsize == 1 else self.dtype
-        return self.base.view(-1).view(stored)
+            address = tensor.data_ptr() + int(used.min()) * size
+            tensor = next((t for t in ELSEWHERE if t.data_ptr() <= address < t.data_ptr() + t.nbytes), tensor)
+            offset = offset + (self.base.data_ptr() - tensor.data_ptr()) // size
+            assert tensor.dtype == self.dtype
+            assert 0 <= int(offset[inside].min()), "before the first element"
+            assert int(offset[inside].max()) < tensor.numel(), "past the last element"
+        stored = torch.uint8 if size == 1 else self.dtype
+        return tensor.view(-1).view(stored), offset, inside
 
 
 # ------------------------------------------------------------------------------------------------------ copies
@@ -299,8 +306,8 @@ def copy_later(shared: Shared, values, landed) -> None:
 
 def tma_load(desc, first, barrier, shared):
     def values():
-        offset, inside = desc.places(first)
-        return torch.where(inside, desc.memory[offset.where(inside, 0)], torch.zeros((), dtype=desc.memory.dtype))
+        memory, offset, inside = desc.places(first)
+        return torch.where(inside, memory[offset.where(inside, 0)], torch.zeros((), dtype=memory.dtype))
 
     num_bytes = desc.block_type.nbytes
     copy_later(shared, lambda: values().view(shared.shape), lambda: barrier.arrive(0, -num_bytes))
@@ -308,8 +315,8 @@ def tma_load(desc, first, barrier, shared):
 
 def tma_store(desc, first, shared):
     def read():
-        offset, inside = desc.places(first)
-        desc.memory[offset[inside]] = shared.data.reshape(offset.shape)[inside]
+        memory, offset, inside = desc.places(first)
+        memory[offset[inside]] = shared.data.reshape(offset.shape)[inside]
 
     pending = MACHINE.role.__dict__.setdefault("pending", [])
     pending.append(read)
@@ -319,8 +326,8 @@ def tma_add(desc, first, shared):
     """Adds when the role waits for it, as a store would have happened; the sums are rounded once."""
 
     def read():
-        offset, inside = desc.places(first)
-        desc.memory[offset[inside]] += shared.data.reshape(offset.shape)[inside]
+        memory, offset, inside = desc.places(first)
+        memory[offset[inside]] += shared.data.reshape(offset.shape)[inside]
 
     assert desc.dtype == torch.float32
     pending = MACHINE.role.__dict__.setdefault("pending", [])

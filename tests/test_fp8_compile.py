@@ -16,6 +16,7 @@ from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.hopper import launchers
 from symmoe.kernels.low_precision import fp8 as gpu_fp8
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad
+from symmoe.kernels.tensor_table import TensorTable
 
 E4M3, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
 SHAPES = {  # G, O, C, N of a product
@@ -134,6 +135,19 @@ def test_weight_gradients(launches, shape, dtype, accumulate):
         f"{kind}.bulk.tensor.3d.global.shared::cta.{'add.' if accumulate else ''}bulk_group"
     ]
     assert not atomics(ptx)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_of_scattered_matrices(launches, accumulate):
+    *operands, out = wgrad_operands(SHAPES["deepseek-like FC1"], FP32)
+    table = TensorTable(meta(len(out), dtype=torch.int64), tuple(out.shape), FP32)
+    launchers.launch_fp8_wgrad(*operands, table, accumulate=accumulate, num_sms=132)
+    code = compiled(launches)
+    assert code.spilled <= (ADDED_SPILLED if accumulate else MAX_SPILLED)
+    check_products(code.ptx)
+    check_column_scales(code.ptx)
+    kind = "cp.reduce.async" if accumulate else "cp.async"
+    assert len(re.findall(rf"{kind}\.bulk\.tensor\.4d\.global", code.ptx)) == 16
 
 
 def test_weight_gradients_wait_once_for_a_stage(launches):

@@ -249,8 +249,7 @@ class GroupedLinear(nn.Module):
 
         def to_main_grad(weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
             found = weight_gradients.MainGrads(parameters, overwrite=overwrite_main_grad)
-            add = found.add if self.precision is None else found.add_packed
-            add(compute)
+            found.add(compute)
             return found.placeholders(weights)
 
         def to_main_grad_later() -> None:

@@ -149,8 +149,7 @@ def weight_gradient(
     *,
     accumulate: bool,
 ) -> None:
-    """out [G, O, C] (+)= d_out_g^T rows_g; `out` is packed if there is a recipe. Needs no weights, so a
-    delayed gradient keeps none of them alive."""
+    """out [G, O, C] (+)= d_out_g^T rows_g. Needs no weights, so a delayed gradient keeps none of them alive."""
     if recipe is None:
         kernels.for_device(rows.device).grouped_gemm_wgrad(d_out, rows, row_range, out, accumulate=accumulate)
         return

@@ -158,7 +158,7 @@ class QuantizedBackward(ExpertsBackward):
         self._transposed1 = None  # weight gradients do not use it, and may run much later
 
     def w1_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """See ExpertsBackward; `out` is packed."""
+        """See ExpertsBackward."""
         self._inputs.check()
         x, wire = self._x, self._weights.wire.rows
         if wire is None:
@@ -168,7 +168,7 @@ class QuantizedBackward(ExpertsBackward):
         weight_gradient(self._gradients.columns(), right, x.row_range, out, accumulate=accumulate, num_sms=num_sms)
 
     def w2_gradient(self, out: torch.Tensor | TensorTable, accumulate: bool, *, num_sms: int | None = None) -> None:
-        """See ExpertsBackward; `out` is packed."""
+        """See ExpertsBackward."""
         self._inputs.check()
         x, wire = self._x, self._weights.wire.gradients
         if wire is None:

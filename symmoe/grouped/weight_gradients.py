@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from symmoe.errors import ArgumentError
-from symmoe.grouped.weights import in_one_piece, kernel_matrices, packed_shape
+from symmoe.grouped.weights import kernel_matrices, packed_shape
 from symmoe.kernels.tensor_table import TensorTable
 
 # compute(out, accumulate): the wgrad kernel of one linear layer, into a packed tensor or scattered matrices.
@@ -55,18 +55,6 @@ class MainGrads:
         """Runs the kernel on them."""
         (target,) = kernel_matrices({"main_grad": self.tensors})
         compute(target, not self.overwrites)
-
-    def add_packed(self, compute: Compute) -> None:
-        """Same as :meth:`add`, for kernels that write only into packed tensors: if the `main_grad`s do not lie like
-        one, gradients are computed in a new tensor and added in fp32, as the kernel would."""
-        packed = in_one_piece(self.tensors)
-        if packed is not None:
-            compute(packed, not self.overwrites)
-        else:
-            gradients = torch.empty(packed_shape(self.tensors), dtype=torch.float32, device=self.tensors[0].device)
-            compute(gradients, False)
-            add = torch._foreach_copy_ if self.overwrites else torch._foreach_add_
-            add(self.tensors, list(gradients.unbind(0)))
 
     def placeholders(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """What autograd gets in place of the gradients of `weights`: the parameters, or what autocast has made of them;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from symmoe.kernels.operands import check_column_scale, check_multiple, check_numbers, check_operand
+from symmoe.kernels.tensor_table import TensorTable
 
 BLOCK = 128
 ALIGNMENT = 16  # bytes: rows of operands and results begin at multiples
@@ -27,7 +28,11 @@ def check_fp8_gemm(
 
 
 def check_fp8_wgrad(
-    dout: torch.Tensor, dout_scale: torch.Tensor, rows: torch.Tensor, rows_scale: torch.Tensor, out: torch.Tensor
+    dout: torch.Tensor,
+    dout_scale: torch.Tensor,
+    rows: torch.Tensor,
+    rows_scale: torch.Tensor,
+    out: torch.Tensor | TensorTable,
 ) -> None:
     """ArgumentError unless these are operands and result of grouped_gemm_wgrad_fp8."""
     out_rows, num_tokens = dout.shape
@@ -41,7 +46,7 @@ def check_fp8_wgrad(
     check_operand("out", out, (out.shape[0], out_rows, columns), OUT)
     check_multiple("tokens of dout and rows", num_tokens, BLOCK)
     check_multiple("features of dout", out_rows, ALIGNMENT // dout_scale.element_size())
-    check_multiple("features of rows", columns, ALIGNMENT // out.element_size())
+    check_multiple("features of rows", columns, ALIGNMENT // out.dtype.itemsize)
 
 
 def num_blocks(length: int) -> int:

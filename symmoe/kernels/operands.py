@@ -5,15 +5,21 @@ from __future__ import annotations
 import torch
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels.tensor_table import TensorTable
 
 
-def check_operand(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+def check_operand(
+    name: str, tensor: torch.Tensor | TensorTable, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
     """ArgumentError unless the tensor is contiguous, of this shape and of one of these dtypes."""
     check_numbers(name, tensor, shape, dtypes)
-    check_contiguous(name, tensor)
+    if isinstance(tensor, torch.Tensor):  # matrices of a table are contiguous
+        check_contiguous(name, tensor)
 
 
-def check_numbers(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+def check_numbers(
+    name: str, tensor: torch.Tensor | TensorTable, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
     """ArgumentError unless the tensor is of this shape and of one of these dtypes, with any strides."""
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")

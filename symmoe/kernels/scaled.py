@@ -16,6 +16,7 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.operands import check_multiple, check_operand
+from symmoe.kernels.tensor_table import TensorTable
 
 ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples
 TILE_BLOCKS, TILE_BYTES = 4, 512
@@ -75,7 +76,7 @@ def check_scaled_wgrad(
     dout_scale: torch.Tensor,
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | TensorTable,
     dout_global_scale: torch.Tensor | None,
     rows_global_scale: torch.Tensor | None,
 ) -> BlockFormat:
@@ -92,7 +93,7 @@ def check_scaled_wgrad(
     _check_global_scale("dout_global_scale", dout_global_scale, block_format, out.shape[0])
     _check_global_scale("rows_global_scale", rows_global_scale, block_format, out.shape[0])
     check_multiple("tokens of dout and rows", num_tokens, TILE)
-    check_multiple("features of rows", columns, ALIGNMENT // out.element_size())
+    check_multiple("features of rows", columns, ALIGNMENT // out.dtype.itemsize)
     return block_format
 
 

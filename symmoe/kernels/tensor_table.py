@@ -27,3 +27,8 @@ class TensorTable:
     def device(self) -> torch.device:
         """The device of the matrices."""
         return self.pointers.device
+
+
+def packed_and_table(matrices: torch.Tensor | TensorTable) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The packed tensor and the addresses in the table, of which one is None: arguments of a kernel."""
+    return (matrices, None) if isinstance(matrices, torch.Tensor) else (None, matrices.pointers)

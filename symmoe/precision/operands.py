@@ -15,6 +15,7 @@ import torch
 
 from symmoe import kernels
 from symmoe.errors import ArgumentError
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.quantized import Quantized
 from symmoe.precision.recipes import Recipe
 
@@ -69,7 +70,7 @@ def multiply_columns(
     dout: Operand,
     rows: Operand,
     row_range: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | TensorTable,
     *,
     accumulate: bool,
     num_sms: int | None = None,

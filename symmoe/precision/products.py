@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from symmoe import kernels
-from symmoe.errors import ArgumentError
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Operand, gradient_seeds, multiply, multiply_columns, operand
 from symmoe.precision.recipes import Recipe
@@ -72,9 +71,7 @@ def weight_gradient(
     accumulate: bool,
     num_sms: int | None = None,
 ) -> None:
-    """out [G, O, C] (+)= d_rows_g^T rows_g, from columns. ArgumentError if `out` is not a packed tensor."""
-    if isinstance(out, TensorTable):
-        raise ArgumentError(f"out ({out}) must be one packed tensor where quantised numbers are multiplied")
+    """out [G, O, C] (+)= d_rows_g^T rows_g, from columns."""
     multiply_columns(d_rows, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
 
 

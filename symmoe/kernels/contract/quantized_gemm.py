@@ -17,6 +17,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symmoe.kernels.tensor_table import TensorTable
+
 
 class QuantizedGemmKernels(Protocol):
     def grouped_gemm_fp8(
@@ -46,7 +48,7 @@ class QuantizedGemmKernels(Protocol):
         rows: Tensor,
         rows_scale: Tensor,
         row_range: Tensor,
-        out: Tensor,
+        out: Tensor | TensorTable,
         *,
         accumulate: bool = False,
         num_sms: int | None = None,
@@ -92,7 +94,7 @@ class QuantizedGemmKernels(Protocol):
         rows: Tensor,
         rows_scale: Tensor,
         row_range: Tensor,
-        out: Tensor,
+        out: Tensor | TensorTable,
         *,
         dout_global_scale: Tensor | None = None,
         rows_global_scale: Tensor | None = None,

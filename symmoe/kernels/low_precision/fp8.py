@@ -17,6 +17,8 @@ from symmoe.kernels import fp8, select
 from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.triton.gemm import zero_matrices
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,
@@ -25,6 +27,7 @@ from symmoe.kernels.triton.tiles import (
     first_tail_row,
     launch_grid,
     locate_tile,
+    matrix_of,
     output_tile_constants,
     row_tile_prefix,
     store_gradient,
@@ -88,14 +91,15 @@ def grouped_gemm_fp8_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_range"])
+@triton.jit(do_not_specialize_on_alignment=["dout_scale", "rows_scale", "row_range", "out_table"])
 def grouped_gemm_wgrad_fp8_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK]
     dout_scale,  # [O, num_blocks], block-major
     rows_desc,  # [C, P], block [BLOCK_N, BLOCK]
     rows_scale,  # [C, num_blocks], block-major
     row_range,
-    out,  # [G, O, C]
+    out,  # [G, O, C]; None with a table
+    out_table,  # int64[G] or None
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -127,7 +131,7 @@ def grouped_gemm_wgrad_fp8_kernel(
             by_column = tl.load(rows_scale + b * OUT_WIDTH + column, mask=column < OUT_WIDTH, other=0.0)
             acc += (tl.dot(left, right.T) * by_column[None, :]) * by_row[:, None]
         if not ACCUMULATE or first_block < end_block:  # a group without tokens is not even read
-            out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
+            out_group = matrix_of(out, out_table, group, OUT_ROWS * OUT_WIDTH, OUT_DTYPE)
             store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, ACCUMULATE, BLOCK_N)
 
 
@@ -179,7 +183,7 @@ def grouped_gemm_wgrad_fp8(
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
     row_range: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | TensorTable,
     *,
     accumulate: bool = False,
     num_sms: int | None = None,
@@ -188,12 +192,12 @@ def grouped_gemm_wgrad_fp8(
     fp8.check_fp8_wgrad(dout, dout_scale, rows, rows_scale, out)
     if dout_scale.shape[1] == 0:
         if not accumulate:
-            out.zero_()
+            zero_matrices(out)
         return
     if config is None:
         operands = torch.bfloat16 if out.dtype == torch.float32 else out.dtype  # fp32 results are also stored
         on_hopper = select.hopper_kernels(out.device, operands, out.shape[2])
-        if on_hopper is not None:
+        if on_hopper is not None and (isinstance(out, torch.Tensor) or out.dtype == torch.float32):
             options = {"accumulate": accumulate, "num_sms": num_sms}
             on_hopper.launch_fp8_wgrad(dout, dout_scale, rows, rows_scale, row_range, out, **options)
             return
@@ -207,7 +211,7 @@ def grouped_gemm_wgrad_fp8(
         rows,
         rows_scale,
         row_range,
-        out,
+        *packed_and_table(out),
     )
 
 

@@ -40,11 +40,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from symmoe.kernels.hopper.gemm import NUM_WARPS, describe
 from symmoe.kernels.hopper.pipeline import BLOCK_M, CHUNK, halves, make_barriers, next_stage
+from symmoe.kernels.hopper.table import describe_table, matrix_place
 from symmoe.kernels.hopper.tma_add import add_shared_to_global
 from symmoe.kernels.hopper.wgrad import WgradPipeline, locate_tile
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.hopper_fp8 import BLOCK_K, BLOCK_N, E4M3, HALF, SUMS
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import device_num_sms
 
 PART = gl.constexpr(32)  # columns of sums stored at a time
@@ -167,8 +169,13 @@ def quarters(x):
 
 
 @gluon.jit
-def store_batch(parts, chunks, out_desc, group, m, n, FIRST: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
-    """Rounds parts FIRST.. of a warpgroup's sums, those of the upper rows first, and stores or adds them by TMA."""
+def store_batch(
+    parts, chunks, out_desc, matrix, m, n, FIRST: gl.constexpr, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
+    """Rounds parts FIRST.. of a warpgroup's sums, those of the upper rows first, and stores or adds them by TMA.
+
+    matrix: the first coordinates of out_desc.
+    """
     BATCH: gl.constexpr = PIPE.batch
     PLACE: gl.constexpr = 2 * BATCH * WARPGROUP + FIRST % (2 * BATCH)
     ACROSS: gl.constexpr = HALF // PART
@@ -179,7 +186,7 @@ def store_batch(parts, chunks, out_desc, group, m, n, FIRST: gl.constexpr, WARPG
         chunks.index(PLACE + i).reshape([CHUNK, PART]).store(part)
     fence_async_shared()
     for i in gl.static_range(BATCH):
-        place = [group, m + CHUNK * ((FIRST + i) // ACROSS), n + PART * ((FIRST + i) % ACROSS)]
+        place = matrix + (m + CHUNK * ((FIRST + i) // ACROSS), n + PART * ((FIRST + i) % ACROSS))  # noqa: RUF005
         if PIPE.accumulate:
             add_shared_to_global(out_desc, place, chunks.index(PLACE + i))
         else:
@@ -200,8 +207,9 @@ def add_part(part, out, m, n, PIPE: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """Stores a tile. n: a warpgroup's first column."""
+    out_desc, out, out_table = outs
     parts = quarters(upper) + quarters(lower)
     if PIPE.accumulate and out_desc.dtype != gl.float32:  # TMA would round it twice
         out_group = out + group.to(gl.int64) * (PIPE.out_rows * PIPE.columns)
@@ -209,12 +217,16 @@ def store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP: gl.c
             add_part(parts[i], out_group, m + CHUNK * (i // (PARTS // 2)), n + PART * (i % (PARTS // 2)), PIPE)
     else:
         BATCH: gl.constexpr = PIPE.batch
+        if out_table is None:
+            matrix = (group,)
+        else:
+            matrix = matrix_place(out_table, out, group)
         for i in gl.static_range(PARTS // BATCH):
-            store_batch(parts, chunks, out_desc, group, m, n, i * BATCH, WARPGROUP, PIPE)
+            store_batch(parts, chunks, out_desc, matrix, m, n, i * BATCH, WARPGROUP, PIPE)
 
 
 @gluon.jit
-def multiply(out_desc, out, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def multiply(outs, row_range, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """The role multiply."""
     stage = 0
     phase = 0
@@ -224,21 +236,22 @@ def multiply(out_desc, out, row_range, ring, chunks, WARPGROUP: gl.constexpr, PI
         upper, lower, stage, phase = product(ring, num_steps(start, end), stage, phase, WARPGROUP, PIPE)
         if PIPE.accumulate:
             if start < end:  # the result of a group without rows is not read
-                store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
+                store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP, PIPE)
         else:
-            store_tile(upper, lower, chunks, out_desc, out, group, m, n, WARPGROUP, PIPE)
+            store_tile(upper, lower, chunks, outs, group, m, n, WARPGROUP, PIPE)
     tma.store_wait(0)
 
 
 @fast_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_range"])
+@gluon.jit(do_not_specialize_on_alignment=["row_range", "out_table"])
 def hopper_fp8_wgrad_kernel(
     dout_desc,  # [O, P], block [BLOCK_M, BLOCK_K]
     dout_scale_desc,  # [blocks of P, O], block [1, BLOCK_M]
     rows_desc,  # [C, P], block [BLOCK_N, BLOCK_K]
     rows_scale_desc,  # [blocks of P, C], block [1, BLOCK_N]
-    out_desc,  # [G, O, C], block [1, CHUNK, PART]
-    out,
+    out_desc,  # [G, O, C], block [1, CHUNK, PART]; describe_table with a table
+    out,  # with a table, its anchor
+    out_table,  # int64[G] or None
     row_range,
     PIPE: gl.constexpr,
 ):
@@ -246,14 +259,14 @@ def hopper_fp8_wgrad_kernel(
     b = gl.allocate_shared_memory(rows_desc.dtype, [PIPE.stages] + rows_desc.block_shape, rows_desc.layout)  # noqa: RUF005
     a_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_M], dout_scale_desc.layout)
     b_scale = gl.allocate_shared_memory(gl.float32, [PIPE.stages, 1, BLOCK_N], rows_scale_desc.layout)
-    chunks = gl.allocate_shared_memory(out_desc.dtype, [4 * PIPE.batch, 1, CHUNK, PART], out_desc.layout)
+    chunks = gl.allocate_shared_memory(out_desc.dtype, [4 * PIPE.batch] + out_desc.block_shape, out_desc.layout)  # noqa: RUF005
     full = make_barriers(PIPE.stages, 1)
     ring = (a, b, a_scale, b_scale, full, make_barriers(PIPE.stages, 2))
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (out_desc, out, row_range, ring, chunks, 0, PIPE)),
-            (multiply, (out_desc, out, row_range, ring, chunks, 1, PIPE)),
+            (multiply, ((out_desc, out, out_table), row_range, ring, chunks, 0, PIPE)),
+            (multiply, ((out_desc, out, out_table), row_range, ring, chunks, 1, PIPE)),
             (load, ((dout_desc, dout_scale_desc, rows_desc, rows_scale_desc), row_range, ring, PIPE)),
         ],
         [4, 1],
@@ -267,14 +280,17 @@ def launch_fp8_wgrad(
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
     row_range: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | TensorTable,
     *,
     accumulate: bool = False,
     num_sms: int | None = None,
     **options: int,
 ) -> None:
-    """grouped_gemm_wgrad_fp8 of at least one block of tokens. options: fields of the pipeline, for comparisons."""
-    pipe, constants = _plan(*out.shape, out.dtype, accumulate, tuple(options.items()))
+    """grouped_gemm_wgrad_fp8 of at least one block of tokens; matrices of a table are fp32. options: fields of the
+    pipeline, for comparisons."""
+    packed, table = packed_and_table(out)
+    target = dout_scale.t() if packed is None else packed  # an anchor must be of the table's dtype
+    pipe, constants = _plan(*out.shape, out.dtype, accumulate, table is not None, tuple(options.items()))
     num_sms = device_num_sms(out.device) if num_sms is None else num_sms
     grid = (min(pipe.num_tiles, num_sms),)
     launch(
@@ -285,15 +301,22 @@ def launch_fp8_wgrad(
         dout_scale.t(),
         rows,
         rows_scale.t(),
-        out,
-        out,
+        target,
+        target,
+        table,
         row_range,
     )
 
 
 @functools.cache
 def _plan(
-    num_groups: int, out_rows: int, columns: int, dtype: torch.dtype, accumulate: bool, options: tuple[Any, ...]
+    num_groups: int,
+    out_rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    accumulate: bool,
+    is_table: bool,
+    options: tuple[Any, ...],
 ) -> tuple[Fp8WgradPipeline, Constants]:
     pipe = Fp8WgradPipeline(
         num_groups=num_groups,
@@ -303,12 +326,13 @@ def _plan(
         # 16-bit results leave memory for one more stage of operands.
         **{**({"stages": 4, "batch": 1} if dtype.itemsize == 2 else {"batch": 2}), **dict(options)},
     )
+    block = [CHUNK.value, PART.value]
     descriptors = {
         0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
         1: describe_scales(BLOCK_M.value),
         2: describe([BLOCK_N.value, BLOCK_K.value], E4M3),
         3: describe_scales(BLOCK_N.value),
-        4: describe([1, CHUNK.value, PART.value], dtype),
+        4: describe_table(block, dtype, out_rows, columns) if is_table else describe([1, *block], dtype),
     }
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)
 

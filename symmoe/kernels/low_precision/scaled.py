@@ -26,6 +26,8 @@ from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.triton.gemm import zero_matrices
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,
@@ -33,6 +35,7 @@ from symmoe.kernels.triton.tiles import (
     describe,
     first_tail_row,
     launch_grid,
+    matrix_of,
     output_tile_constants,
     row_tile_prefix,
     store_gradient,
@@ -214,7 +217,7 @@ def grouped_gemm_scaled_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["dout_global_scale", "rows_global_scale", "row_range"])
+@triton.jit(do_not_specialize_on_alignment=["dout_global_scale", "rows_global_scale", "row_range", "out_table"])
 def grouped_gemm_wgrad_scaled_kernel(
     dout_desc,  # bytes [O, P], block [BLOCK_M, STEP]
     dout_scale_desc,  # [tiles, tiles across P, 2, 256]: tile_scales
@@ -223,7 +226,8 @@ def grouped_gemm_wgrad_scaled_kernel(
     dout_global_scale,  # fp32[G] or None
     rows_global_scale,
     row_range,
-    out,  # [G, O, C]
+    out,  # [G, O, C]; None with a table
+    out_table,  # int64[G] or None
     OUT_DTYPE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -260,7 +264,7 @@ def grouped_gemm_wgrad_scaled_kernel(
         if not ACCUMULATE or first_step < end_step:  # a group without tokens is not even read
             row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
             column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
+            out_group = matrix_of(out, out_table, group, OUT_ROWS * OUT_WIDTH, OUT_DTYPE)
             store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, ACCUMULATE, BLOCK_N)
 
 
@@ -315,7 +319,7 @@ def grouped_gemm_wgrad_scaled(
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
     row_range: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | TensorTable,
     *,
     dout_global_scale: torch.Tensor | None = None,
     rows_global_scale: torch.Tensor | None = None,
@@ -328,7 +332,7 @@ def grouped_gemm_wgrad_scaled(
     )
     if dout.shape[1] == 0:
         if not accumulate:
-            out.zero_()
+            zero_matrices(out)
         return
     plan = _wgrad_plan(config, block_format, scaled_products(out.device), out.dtype, accumulate, out.shape)
     launch(
@@ -342,7 +346,7 @@ def grouped_gemm_wgrad_scaled(
         dout_global_scale,
         rows_global_scale,
         row_range,
-        out,
+        *packed_and_table(out),
     )
 
 

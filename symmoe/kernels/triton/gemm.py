@@ -25,7 +25,7 @@ from symmoe.kernels import select
 from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import (
     TRITON_DTYPES,
     ZERO_BLOCK,
@@ -40,6 +40,7 @@ from symmoe.kernels.triton.tiles import (
     load_rows,
     load_weight,
     locate_tile,
+    matrix_of,
     matrix_pointer,
     plus,
     ragged_descriptor,
@@ -229,10 +230,7 @@ def grouped_gemm_wgrad_kernel(
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
         row = m + tl.arange(0, BLOCK_M)
         column = n + tl.arange(0, BLOCK_N)
-        if out_table is None:
-            out_group = out + group.to(tl.int64) * OUT_ROWS * OUT_WIDTH
-        else:
-            out_group = matrix_pointer(out_table, group, OUT_DTYPE)
+        out_group = matrix_of(out, out_table, group, OUT_ROWS * OUT_WIDTH, OUT_DTYPE)
         if not ACCUMULATE:
             store_gradient(acc, out_group, row, column, OUT_ROWS, OUT_WIDTH, OUT_DTYPE, False, BLOCK_N)
         elif start < end:  # the result of a group without rows is not read
@@ -350,8 +348,7 @@ def _launch_gemm(
         rows if row_index is None else None,
         rows,
         row_index,
-        None if is_table else weight,
-        weight.pointers if is_table else None,
+        *packed_and_table(weight),
         row_range,
         out,
         bias,
@@ -404,7 +401,7 @@ def grouped_gemm_wgrad(
     num_rows = (dout if dout_index is None else dout_index).shape[0]
     if num_rows == 0:
         if not accumulate:
-            _zero_matrices(out)
+            zero_matrices(out)
         return
     is_table = isinstance(out, TensorTable)
     is_gathered = dout_index is not None or rows_index is not None
@@ -425,8 +422,7 @@ def grouped_gemm_wgrad(
         rows,
         rows_index,
         row_range,
-        None if is_table else out,
-        out.pointers if isinstance(out, TensorTable) else None,
+        *packed_and_table(out),
     )
 
 
@@ -446,7 +442,7 @@ def _wgrad_plan(
     return wgrad_plan(config, out_dtype, accumulate, shape, tile_constants(config), descriptors)
 
 
-def _zero_matrices(out: torch.Tensor | TensorTable) -> None:
+def zero_matrices(out: torch.Tensor | TensorTable) -> None:
     """Zeros in every matrix: a gradient without any rows, which no descriptor can describe."""
     if isinstance(out, torch.Tensor):
         out.zero_()

@@ -23,7 +23,7 @@ from symmoe.kernels.activation import Activation, num_scale_sums
 from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.activation import (
     ANY_POLICY,
     SUM_COLUMNS,
@@ -561,8 +561,7 @@ def grouped_gemm_act(
         rows if row_index is None else None,
         rows,
         row_index,
-        None if is_table else weight,
-        weight.pointers if isinstance(weight, TensorTable) else None,
+        *packed_and_table(weight),
         row_range,
         row_scale,
         h,
@@ -666,8 +665,7 @@ def grouped_gemm_dact(
             dout if row_index is None else None,
             dout,
             row_index,
-            None if is_table else weight,
-            weight.pointers if isinstance(weight, TensorTable) else None,
+            *packed_and_table(weight),
             row_range,
             h,
             row_scale,

@@ -149,6 +149,16 @@ def matrix_pointer(table, group, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def matrix_of(matrices, table, group, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Pointer to matrix `group`, of SIZE elements, of packed matrices, or of a table if there is one."""
+    if table is None:
+        pointer = matrices + group.to(tl.int64) * SIZE
+    else:
+        pointer = matrix_pointer(table, group, DTYPE)
+    return pointer
+
+
+@triton.jit
 def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
     """Tile [rows, columns] of a row-major matrix of WIDTH columns; zeros where a mask is false.
 

@@ -8,7 +8,8 @@ import torch
 
 from symmoe.kernels.fp8 import BLOCK, check_fp8_gemm, check_fp8_wgrad, num_blocks
 from symmoe.kernels.gemm_parts import panel
-from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, zero_rows
+from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, store_sum, zero_rows
 
 
 def grouped_gemm_fp8(
@@ -45,7 +46,7 @@ def grouped_gemm_wgrad_fp8(
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
     row_range: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | TensorTable,
     *,
     accumulate: bool = False,
     num_sms: int | None = None,
@@ -59,8 +60,6 @@ def grouped_gemm_wgrad_fp8(
             block = slice(b * BLOCK, (b + 1) * BLOCK)
             partial = multiply(dout[:, block].float(), rows[:, block].float().t())
             total += partial * rows_scale[:, b] * dout_scale[:, b, None]
-        if not accumulate:
-            out[g] = total
-        elif first < end:
-            out[g] = out[g].float() + total
+        if first < end or not accumulate:
+            store_sum(out, g, total, accumulate=accumulate)
         first = end

@@ -53,6 +53,12 @@ def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=matrices.dtype).view(num_rows, num_columns)
 
 
+def store_sum(out: torch.Tensor | TensorTable, group: int, total: torch.Tensor, *, accumulate: bool) -> None:
+    """Stores an fp32 sum in matrix `group` of out, or adds it in fp32."""
+    out_g = matrix(out, group)
+    out_g.copy_(out_g.float() + total if accumulate else total)
+
+
 def zero_rows(out: torch.Tensor, row_range: torch.Tensor, columns: tuple[int, int] | None) -> None:
     """Zeros in out's tail: rows at and past the end of the last group, in all columns or in these."""
     first, end = columns or (0, out.shape[1])
@@ -172,8 +178,7 @@ def grouped_gemm_wgrad(
         if span.start < span.stop:
             left, right = take_rows(dout, dout_index, span).t(), take_rows(rows, rows_index, span)
             if accumulate:
-                out_g = matrix(out, g)
-                out_g.copy_(out_g.float() + multiply(left, right))
+                store_sum(out, g, multiply(left, right), accumulate=True)
             else:
                 multiply_into(matrix(out, g), left, right)
         elif not accumulate:

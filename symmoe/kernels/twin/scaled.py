@@ -7,7 +7,8 @@ import torch
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups, panel
 from symmoe.kernels.scaled import check_scaled_gemm, check_scaled_wgrad, tiles_down
-from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, zero_rows
+from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, multiply, multiply_rows, store_sum, zero_rows
 from symmoe.kernels.twin.scale_tiles import unswizzle_group_scales
 
 E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
@@ -53,7 +54,7 @@ def grouped_gemm_wgrad_scaled(
     rows: torch.Tensor,
     rows_scale: torch.Tensor,
     row_range: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | TensorTable,
     *,
     dout_global_scale: torch.Tensor | None = None,
     rows_global_scale: torch.Tensor | None = None,
@@ -73,9 +74,9 @@ def grouped_gemm_wgrad_scaled(
             total = multiply(left[:, tokens], right[:, tokens].t())
             if dout_global_scale is not None and rows_global_scale is not None:
                 total = total * dout_global_scale[g] * rows_global_scale[g]
-            out[g] = out[g].float() + total if accumulate else total
+            store_sum(out, g, total, accumulate=accumulate)
         elif not accumulate:
-            out[g] = 0
+            matrix(out, g).zero_()
         first = end
 
 

@@ -1,0 +1,43 @@
+"""Matrices anywhere in memory through one TMA descriptor, which the host makes without knowing where they lie.
+
+A descriptor has one address, that of a tensor (the anchor). Two more dimensions lead from there to any address that is
+a multiple of 16: one in steps of 16 bytes, one in steps of 2^34. So the two coordinates are the digits of the matrix's
+distance from the anchor, and the device computes them from a table of addresses; addresses wrap around at 2^64. The
+other two dimensions are the matrix's, so that what lies outside of it is still not read or written.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.launch.compiled import Describe
+
+STEP_BITS = gl.constexpr(4)  # strides of descriptors are multiples of 16 bytes,
+FAR_STEP_BITS = gl.constexpr(34)  # of less than 2^40
+DIGITS = gl.constexpr(2**30 - 1)  # of 64 bits, 30 are left for either digit
+# Not 2^30: Triton's sum of a descriptor's bytes overflows, and takes matrices of more than 64 KiB for small ones.
+_LENGTH = 2**30 + 2**26
+
+
+def describe_table(block: list[int], dtype: torch.dtype, num_rows: int, width: int) -> Describe:
+    """Function from an anchor to the descriptor of contiguous matrices [num_rows, width] of its dtype; of blocks [1, 1,
+    *block]."""
+    block = [1, 1, *block]
+    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+    step, far_step = (2**bits.value // dtype.itemsize for bits in (STEP_BITS, FAR_STEP_BITS))
+
+    def describe_matrices(anchor: torch.Tensor) -> TensorDescriptor:
+        return TensorDescriptor(anchor, [_LENGTH, _LENGTH, num_rows, width], [far_step, step, width, 1], block, layout)
+
+    return describe_matrices
+
+
+@gluon.jit
+def matrix_place(table, anchor, group):
+    """The first two coordinates of a matrix, for describe_table's descriptor of the same anchor."""
+    distance = gl.load(table + group) - anchor.to(gl.int64)
+    return ((distance >> FAR_STEP_BITS) & DIGITS).to(gl.int32), ((distance >> STEP_BITS) & DIGITS).to(gl.int32)
