@@ -17,6 +17,7 @@ from quantize_cases import (  # noqa: E402
     FORMATS,
     SPLITS,
     TAIL,
+    Scattered,
     differences,
     encode_rows,
     filled,
@@ -45,6 +46,7 @@ def install_arithmetic():
         module.second_number = lambda words, dtype: numbers(words, dtype)[..., 1]
     hopper_weights.code_pairs = lambda *pair: e4m3_code(torch.stack(pair, dim=-1)).view(torch.int16).squeeze(-1)
     hopper_columns.decoded = decoded
+    hopper_weights.matrix_pointer = gluon_emulator.pointer_in_table
 
 
 def numbers(words, dtype):
@@ -101,14 +103,14 @@ def check_wire(wire, width, dtype, splits, name, row_index, options, num_sms=1):
 def check_weights(weight, name, options, num_sms):
     def launched(*args, amax):
         assert amax is None
-        assert hopper_weights.takes_weight_pairs(args[-1], weight)
+        assert hopper_weights.takes_weight_pairs(args[-1], args[0])
         hopper_weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
 
-    found, expected = (
-        quantize_weight_pairs(kernels, weight, name)
-        for kernels in (types.SimpleNamespace(quantize_weight_pairs=launched), twin)
-    )
-    assert differences(found, expected) == [], (name, options, weight.shape, differences(found, expected))
+    expected, scattered = quantize_weight_pairs(twin, weight, name), Scattered(weight)
+    gluon_emulator.ELSEWHERE[:] = scattered.matrices
+    for table in (None, scattered.table):
+        found = quantize_weight_pairs(types.SimpleNamespace(quantize_weight_pairs=launched), weight, name, table)
+        assert differences(found, expected) == [], (name, options, weight.shape, differences(found, expected))
 
 
 def check_that_mistakes_are_noticed(rows):

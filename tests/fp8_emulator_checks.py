@@ -9,11 +9,11 @@ import torch
 gluon_emulator.install()
 
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem  # noqa: E402
+from quantize_cases import Scattered  # noqa: E402
 from row_ranges import random_ranges, rows_of  # noqa: E402
 
 from symmoe.kernels.hopper import gemm  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
-from symmoe.kernels.tensor_table import TensorTable  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ODD, EXACT = (528, 400), (256, 128)  # O, C: parts of tiles and blocks; whole ones
@@ -29,19 +29,6 @@ def check_that_the_emulator_runs_kernels_that_hardware_has_run():
     for g, span in enumerate(p.spans):
         expected[span] = (rows[span].float() @ weight[g].float().T).bfloat16()
     assert torch.equal(out, expected)
-
-
-class Scattered:
-    """Matrices in memory of their own, last one first, and their table."""
-
-    def __init__(self, packed: torch.Tensor):
-        self.matrices = [matrix.clone() for matrix in packed.flip(0)][::-1]
-        gluon_emulator.ELSEWHERE[:] = self.matrices
-        pointers = torch.tensor([matrix.data_ptr() for matrix in self.matrices])
-        self.table = TensorTable(pointers, tuple(packed.shape), packed.dtype)
-
-    def packed(self) -> torch.Tensor:
-        return torch.stack(self.matrices)
 
 
 def check_products(splits, widths):
@@ -99,6 +86,7 @@ def check_gradients(splits, widths):
         assert torch.equal(out, right), (splits, widths, dtype, accumulate)
         if dtype == FP32:
             scattered = Scattered(start)
+            gluon_emulator.ELSEWHERE[:] = scattered.matrices
             options = {"accumulate": accumulate, "num_sms": 2, **options}
             hopper_fp8_wgrad.launch_fp8_wgrad(*p.operands, scattered.table, **options)
             assert torch.equal(scattered.packed(), right), (splits, widths, accumulate, "table")

@@ -160,6 +160,13 @@ class Pointer:
         return offset.where(mask, 0), mask
 
 
+def pointer_in_table(table, group, dtype) -> Pointer:
+    """Stands for hopper/table.py's matrix_pointer."""
+    address = int(load(table + group))
+    tensor = next(tensor for tensor in ELSEWHERE if tensor.data_ptr() == address)
+    return Pointer(tensor.view(-1).view(dtype), 0)
+
+
 def load(pointer, mask=None, other=0):
     offset, mask = pointer.places(mask)
     if not mask.any():

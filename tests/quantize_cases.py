@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.gemm_parts import equal_groups, range_of
+from symmoe.kernels.gemm_parts import range_of
+from symmoe.kernels.tensor_table import TensorTable
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
@@ -92,15 +93,25 @@ def quantize_all(
     return result | {"column_data": data, "column_scale": scale}
 
 
+class Scattered:
+    """Matrices in memory of their own, the last one first, and their table."""
+
+    def __init__(self, packed: torch.Tensor):
+        self.matrices = [matrix.clone() for matrix in packed.flip(0)][::-1]
+        pointers = torch.tensor([matrix.data_ptr() for matrix in self.matrices]).to(packed.device)
+        self.table = TensorTable(pointers, tuple(packed.shape), packed.dtype)
+
+    def packed(self) -> torch.Tensor:
+        return torch.stack(self.matrices)
+
+
 def quantize_weights(kernels, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     """What kernels make of weights and of their transpose."""
     block_format = weight_format(name)
     result, amax = {}, None
     if block_format.has_global_scale:
-        row_range = equal_groups(weight.shape[0], weight.shape[1], weight.device)
-        amax = filled((weight.shape[0],), torch.float32, weight.device)
-        kernels.group_amax(weight.flatten(0, 1), row_range, amax)
-        result["amax"] = amax
+        result["amax"] = amax = filled((weight.shape[0],), torch.float32, weight.device)
+        kernels.weight_amax(weight, amax)
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         num_groups, num_lines, width = lines.shape
         scale_lines = -(-num_lines // block_format.block_lines)
@@ -112,14 +123,16 @@ def quantize_weights(kernels, weight: torch.Tensor, name: str) -> dict[str, torc
     return result
 
 
-def quantize_weight_pairs(kernels, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    """The same in one call."""
+def quantize_weight_pairs(
+    kernels, weight: torch.Tensor, name: str, table: TensorTable | None = None
+) -> dict[str, torch.Tensor]:
+    """The same in one call. table: of the weights, where they are to be read."""
     block_format = weight_format(name)
+    source = weight if table is None else table
     result, amax = {}, None
     if block_format.has_global_scale:
-        row_range = equal_groups(weight.shape[0], weight.shape[1], weight.device)
         result["amax"] = amax = filled((weight.shape[0],), torch.float32, weight.device)
-        kernels.group_amax(weight.flatten(0, 1), row_range, amax)
+        kernels.weight_amax(source, amax)
     for prefix, lines in (("", weight), ("transposed_", weight.mT)):
         num_groups, num_lines, width = lines.shape
         scale_lines = -(-num_lines // block_format.block_lines)
@@ -128,7 +141,7 @@ def quantize_weight_pairs(kernels, weight: torch.Tensor, name: str) -> dict[str,
         scale = filled((num_groups, *shapes[1]), block_format.scale_dtype, weight.device)
         result |= {prefix + "data": data, prefix + "scale": scale}
     buffers = (result[prefix + name] for prefix in ("", "transposed_") for name in ("data", "scale"))
-    kernels.quantize_weight_pairs(weight, *buffers, block_format, amax=amax)
+    kernels.quantize_weight_pairs(source, *buffers, block_format, amax=amax)
     return result
 
 

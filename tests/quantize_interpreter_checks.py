@@ -12,6 +12,7 @@ from interpreter import spare_the_interpreter
 from quantize_cases import (
     FORMATS,
     SIGNS,
+    Scattered,
     as_bytes,
     decoded_columns,
     differences,
@@ -39,6 +40,7 @@ class gpu:
     """Stands for the module symmoe.kernels.gpu, of which nothing else is looked at."""
 
     group_amax, quantize_rows = quantize.group_amax, quantize.quantize_rows
+    weight_amax = quantize.weight_amax
     quantize_columns, quantize_weights = quantize.quantize_columns, quantize.quantize_weights
     quantize_weight_pairs, encode_rows = quantize.quantize_weight_pairs, wire.encode_rows
 
@@ -277,6 +279,11 @@ def main():
             pairs = [quantize_weight_pairs(kernels, weight, name) for kernels in (twin, gpu)]
             for pair in pairs:
                 assert differences(left, pair) == [], (name, shape, differences(left, pair))
+            scattered = Scattered(weight)
+            for kernels in (twin, gpu):
+                found = quantize_weight_pairs(kernels, weight, name, scattered.table)
+                assert differences(left, found) == [], (name, shape, "table", differences(left, found))
+                assert torch.equal(as_bytes(scattered.packed()), as_bytes(weight))
             print(name, shape, ": ok")
     for num_blocks in (1, 4, 6):
         check_tiles(row_range, num_rows, num_blocks)

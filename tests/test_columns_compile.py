@@ -18,6 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from symmoe.kernels.formats import TILE, max_tiles  # noqa: E402
 from symmoe.kernels.low_precision import hopper_columns, hopper_weights  # noqa: E402
+from symmoe.kernels.tensor_table import TensorTable  # noqa: E402
 
 OPTIONS = ({}, {"stages": 1}, {"programs_per_sm": 2, "stages": 3})
 NUMBERS = TILE**2 // (32 * hopper_columns.NUM_WARPS)  # of a thread
@@ -92,17 +93,18 @@ def test_weight_pairs(compile_launch, options, dtype):
     block_format = replace(FORMATS["float8_block"], block_lines=TILE)
     shapes = (G, 4096, C), (G, 4096 // TILE, C // TILE), (G, C, 4096), (G, C // TILE, 4096 // TILE)
     operands = (meta(*shape, dtype=kind) for shape, kind in zip(shapes, 2 * (torch.uint8, torch.float32), strict=True))
-    weight = meta(G, 4096, C, dtype=dtype)
-    hopper_weights.launch_quantize_weight_pairs(weight, *operands, block_format, num_sms=SMS, **options)
-    ptx, names = compile_launch()
-    assert ".ftz" not in ptx
-    assert ptx.count("div.rn.f32") == 2  # one scale
-    assert names.count("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C") == NUMBERS
-    assert names.count("LDGSTS.E.BYPASS.128") == NUMBERS // 8
-    assert (names.count("STG.E.128"), names.count("STG.E.64")) == (NUMBERS // 16, NUMBERS // 8)
-    assert not [name for name in names if name in ("LDL", "STL")]
-    assert sum(name.startswith("STS") for name in names) <= 2  # the block's largest number
-    assert len(names) < 9 * NUMBERS + 50
+    weight, operands = meta(G, 4096, C, dtype=dtype), [*operands]
+    for source in (weight, TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype)):
+        hopper_weights.launch_quantize_weight_pairs(source, *operands, block_format, num_sms=SMS, **options)
+        ptx, names = compile_launch()
+        assert ".ftz" not in ptx
+        assert ptx.count("div.rn.f32") == 2  # one scale
+        assert names.count("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C") == NUMBERS
+        assert names.count("LDGSTS.E.BYPASS.128") == NUMBERS // 8
+        assert (names.count("STG.E.128"), names.count("STG.E.64")) == (NUMBERS // 16, NUMBERS // 8)
+        assert not [name for name in names if name in ("LDL", "STL")]
+        assert sum(name.startswith("STS") for name in names) <= 2  # the block's largest number
+        assert len(names) < 9 * NUMBERS + (50 if source is weight else 150)
 
 
 def test_powers_of_two_are_not_divided(compile_launch):

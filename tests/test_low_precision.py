@@ -32,9 +32,12 @@ from grouped_cases import (
 )
 from low_precision_oracle import relative_error
 from row_ranges import whole_groups
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential
 from symmoe.errors import StaleRows
+from symmoe.kernels import twin
 from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.operands import gradient_seeds
 
@@ -221,6 +224,56 @@ def test_discrete_weights_give_the_same_bits(recipe, main_grad, scattered):
         assert not layer.weight1.main_grad.any()
         start = ran.tensors["d_fc.weight"] - MAIN_GRAD_START
         assert relative_error(again.tensors["d_fc.weight"], start) < 1e-5
+
+
+class CopiesSeen(TorchDispatchMode):
+    """Notes operators of torch that copy tensors as large as a weight, or add such tensors."""
+
+    def __init__(self, least_numel: int) -> None:
+        super().__init__()
+        self._least_numel, self.seen = least_numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, leaves = func.overloadpacket.__name__, [*tree_leaves((args, kwargs))]
+        if any(word in name for word in ("copy", "clone", "stack", "cat", "add", "contiguous")):
+            if any(isinstance(leaf, torch.Tensor) and leaf.numel() >= self._least_numel for leaf in leaves):
+                self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@every_recipe
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_scattered_weights_are_not_copied(recipe, kind, monkeypatch):
+    """Nor are their gradients, in main_grads that lie anywhere."""
+    hidden, ffn, options = 64, 96, {"precision": recipe, "weights": "discrete", "accumulate_into_main_grad": True}
+    layer = GroupedLinear(2, hidden, ffn, **options) if kind == "linear" else GroupedMLP(2, hidden, ffn, **options)
+    parameters = [parameter for name, parameter in layer.named_parameters() if "weight" in name]
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    x, scale = torch.randn(8, hidden, requires_grad=True), torch.ones(8)
+    # The kernels' twins are not looked at: they are written with torch's operators.
+    calls = CopiesSeen(hidden * ffn)
+    for name in twin.__all__:
+        monkeypatch.setattr(twin, name, unseen(getattr(twin, name)))
+    with calls:
+        y = layer(x, [5, 3]) if kind == "linear" else layer(x, [5, 3], scale)
+        y.sum().backward()
+    assert calls.seen == []
+    assert all(parameter.main_grad.any() for parameter in parameters)
+    with calls:
+        torch.stack([parameter.detach() for parameter in parameters[:2]])
+    assert calls.seen
+
+
+def unseen(function):
+    """The function, out of sight of dispatch modes."""
+
+    def call(*args, **kwargs):
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **kwargs)
+
+    return call
 
 
 @every_recipe

@@ -26,6 +26,7 @@ from quantize_cases import (
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.low_precision import quantize, scale_tiles, wire
+from symmoe.kernels.tensor_table import TensorTable
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
@@ -79,14 +80,15 @@ def launch_weights(block_format, dtype, *, transposed=False):
     quantize.quantize_weights(weight, data, scale, block_format, amax=amax)
 
 
-def launch_weight_pairs(block_format, dtype):
+def launch_weight_pairs(block_format, dtype, *, is_table=False):
     weight, buffers = meta(G, 4096, C, dtype=dtype), []
     for _, num_lines, width in (weight.shape, weight.mT.shape):
         scale_lines = num_lines // block_format.block_lines
         buffers.append(meta(G, num_lines, block_format.data_width(width), dtype=block_format.data_dtype))
         buffers.append(meta(G, scale_lines, block_format.num_blocks(width), dtype=block_format.scale_dtype))
     amax = meta(G, dtype=torch.float32) if block_format.has_global_scale else None
-    quantize.quantize_weight_pairs(weight, *buffers, block_format, amax=amax)
+    source = TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), dtype) if is_table else weight
+    quantize.quantize_weight_pairs(source, *buffers, block_format, amax=amax)
 
 
 def of_weights(name):
@@ -137,12 +139,14 @@ def test_weights(launches, name, transposed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_weight_pairs(launches, name, dtype):
-    """One launch, which loads every number once."""
+    """One launch, which loads every number once; of scattered matrices, their address too."""
     block_format = of_weights(name)
-    launch_weight_pairs(block_format, dtype)
-    loaded_bits = sum(access_bits(check(launches.compile(), block_format), r"ld\.global"))
-    tile, threads = (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
-    assert loaded_bits == tile * 8 * dtype.itemsize // threads + (32 if block_format.has_global_scale else 0)
+    for is_table in (False, True):
+        launch_weight_pairs(block_format, dtype, is_table=is_table)
+        loaded_bits = sum(access_bits(check(launches.compile(), block_format), r"ld\.global"))
+        tile, threads = (128 * 128, 256) if block_format.block == block_format.block_lines else (32 * 256, 128)
+        others = (32 if block_format.has_global_scale else 0) + (64 if is_table else 0)
+        assert loaded_bits == tile * 8 * dtype.itemsize // threads + others
 
 
 @pytest.mark.parametrize("launch", [launch_rows, launch_columns, launch_weights, launch_weight_pairs])
@@ -183,6 +187,12 @@ def test_amax_and_tiles(launches, arch):
         ptx = in_registers(launches.compile(arch=arch))
         # One word for a program; no other atomics, and no sums.
         assert re.findall(r"\b(?:atom|red)\.\S+", ptx) == ["atom.global.gpu.relaxed.max.s32"]
+    weight = meta(G, 4096, C, dtype=torch.bfloat16)
+    for source in (weight, TensorTable(meta(G, dtype=torch.int64), tuple(weight.shape), weight.dtype)):
+        quantize.weight_amax(source, meta(G, dtype=torch.float32))
+        ptx = in_registers(launches.compile(arch=arch))
+        assert re.findall(r"\b(?:atom|red)\.\S+", ptx) == ["atom.global.gpu.relaxed.max.s32"]
+        assert max(access_bits(ptx, r"ld\.global")) >= 128
     scale, swizzled = meta(N, C // 32, dtype=torch.uint8), meta(max_tiles(N, G), C // 128, 512, dtype=torch.uint8)
     for function, args in (
         (scale_tiles.swizzle_group_scales, (scale, row_range, swizzled)),

@@ -37,7 +37,7 @@ from symmoe.grouped.lora_experts import AdaptedWeights
 from symmoe.grouped.low_rank import RANK_MULTIPLE, LowRank
 from symmoe.grouped.quantized_experts import FULL, QuantizedWeights, Wire
 from symmoe.grouped.splits import Splits, splits_problem, splits_to_row_range
-from symmoe.grouped.weights import kernel_matrices, packed_weight
+from symmoe.grouped.weights import kernel_matrices
 from symmoe.precision.recipes import Recipe
 
 
@@ -243,14 +243,12 @@ def expert_weights(
         wire: the formats in which rows and gradients have travelled.
     """
     weights1, weights2, adapters = split_tensors(fc1, fc2, tensors)
+    w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
+    weights = (w1, biases[0], w2, biases[1], activation.activation)
     if fc1.precision is not None:
         if adapters:
             raise ArgumentError(f"adapters need precision None; {fc1} computes in {fc1.precision}")
-        packed1, packed2 = packed_weight(weights1), packed_weight(weights2)
-        packed = (packed1, biases[0], packed2, biases[1], activation.activation)
-        return QuantizedWeights(*packed, fc1.precision, trains, wire, (fc1.held_weight, fc2.held_weight))
-    w1, w2 = kernel_matrices({"fc1": weights1, "fc2": weights2})
-    weights = (w1, biases[0], w2, biases[1], activation.activation)
+        return QuantizedWeights(*weights, fc1.precision, trains, wire, (fc1.held_weight, fc2.held_weight))
     if not adapters:
         return ExpertWeights(*weights)
     return AdaptedWeights(*weights, LowRank(*adapters[:2]), LowRank(*adapters[2:]))

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from symmoe import kernels
-from symmoe.grouped.weights import kernel_matrices, packed_weight
+from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.operands import given
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision import products
@@ -121,7 +121,8 @@ class Quantizing:
         zero_tail: bool,
     ) -> None:
         """See Products."""
-        left, weight = self._numbers.rows(rows, row_range), packed_weight(self._weights)
+        (weight,) = kernel_matrices({"weight": self._weights})
+        left = self._numbers.rows(rows, row_range)
         right, transposed = weight_operands(self._numbers, weight, transposed=self._trains_rows, held=self._held)
         self._kept = NOTHING if transposed is None else transposed
         product(left, right, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)

@@ -53,7 +53,7 @@ def takes_parts(recipe: Recipe | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeights(ExpertWeights):
-    """Weights of experts in the working dtype, packed, and how they are multiplied.
+    """Weights of experts in the working dtype, and how they are multiplied.
 
     Attributes:
         recipe: for all products.
@@ -62,8 +62,6 @@ class QuantizedWeights(ExpertWeights):
         held: W1 and W2 as operands that several calls share; None: this call makes its own.
     """
 
-    w1: torch.Tensor
-    w2: torch.Tensor
     recipe: Recipe
     needs_transposed: tuple[bool, bool]
     wire: Wire
@@ -74,7 +72,7 @@ class QuantizedWeights(ExpertWeights):
     ) -> tuple[Hidden, SecondInput]:
         """Same as ExpertWeights.first_layer, but returns operands of the second layer, once for all panels, not `a`."""
         numbers = LowPrecision(self.recipe)
-        h = self.w1.new_empty((num_rows, self.w1.shape[1]))
+        h = torch.empty((num_rows, self.w1.shape[1]), dtype=self.w1.dtype, device=self.w1.device)
         x = x.without_tail(num_rows)
         arriving = _arriving(numbers.rows, self, self.wire.rows, x.rows, x, parts)
         (w1, transposed1), (w2, transposed2) = (

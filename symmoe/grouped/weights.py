@@ -46,12 +46,6 @@ def kernel_matrices(lists: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.T
     return [tables[name] if tensor is None else tensor for name, tensor in packed.items()]
 
 
-def packed_weight(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[G, O, C]: a packed weight itself, or a view of scattered ones that lie like one, else a copy of them."""
-    packed = in_one_piece(weights)
-    return torch.stack(tuple(weights)) if packed is None else packed.contiguous()
-
-
 def packed_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int, int]:
     """(G, O, C) of one packed weight or of G single ones."""
     first = weights[0]
@@ -90,7 +84,7 @@ def in_one_piece(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         ArgumentError: as in :func:`check_uniform`.
     """
     if weights[0].dim() == 3:
-        return weights[0]
+        return weights[0].contiguous()
     check_uniform(weights)
     return packed_view(weights)
 

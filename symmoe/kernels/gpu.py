@@ -8,6 +8,7 @@ from symmoe.kernels.low_precision.quantize import (
     quantize_rows,
     quantize_weight_pairs,
     quantize_weights,
+    weight_amax,
 )
 from symmoe.kernels.low_precision.scale_tiles import swizzle_group_scales, unswizzle_group_scales
 from symmoe.kernels.low_precision.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
@@ -96,4 +97,5 @@ __all__ = [
     "unpack_rows",
     "unswizzle_group_scales",
     "wait_for_signal",
+    "weight_amax",
 ]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from symmoe.errors import ArgumentError
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.operands import Operand
 from symmoe.precision.products import LowPrecision
 from symmoe.symm_mem.streams import capture_id
@@ -16,9 +17,10 @@ Directions = tuple[Operand, Operand | None]
 
 
 def weight_operands(
-    numbers: LowPrecision, weight: torch.Tensor, *, transposed: bool, held: HeldWeight | None = None
+    numbers: LowPrecision, weight: torch.Tensor | TensorTable, *, transposed: bool, held: HeldWeight | None = None
 ) -> Directions:
-    """Operands of forward, and of dgrad if `transposed`, from a weight [G, O, C] in the working dtype.
+    """Operands of forward, and of dgrad if `transposed`, from a weight [G, O, C] in the working dtype, packed or a
+    table.
 
     held: the cache, which is searched first and then filled; None: the operands are made.
     """
@@ -82,7 +84,7 @@ class HeldWeight:
                 )
         return None
 
-    def operands(self, numbers: LowPrecision, weight: torch.Tensor, *, transposed: bool) -> Directions:
+    def operands(self, numbers: LowPrecision, weight: torch.Tensor | TensorTable, *, transposed: bool) -> Directions:
         """Same as weight_operands."""
         if not self._is_open or capture_id(self._device) != self._capture:
             return weight_operands(numbers, weight, transposed=transposed)
@@ -99,9 +101,9 @@ class HeldWeight:
         return [0 if parameter.is_inference() else parameter._version for parameter in self._parameters]
 
 
-def _make(numbers: LowPrecision, weight: torch.Tensor, transposed: bool) -> _Made:
+def _make(numbers: LowPrecision, weight: torch.Tensor | TensorTable, transposed: bool) -> _Made:
     directions = weight_operands(numbers, weight, transposed=transposed)
-    if not weight.is_cuda:
+    if weight.device.type != "cuda":
         return _Made(directions, None, None)
     stream, is_there = torch.cuda.current_stream(weight.device), torch.cuda.Event()
     is_there.record(stream)

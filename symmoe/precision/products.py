@@ -32,11 +32,11 @@ class LowPrecision:
         """The rows of the forward product."""
         return operand(self.recipe.quantize(rows, row_range, row_index=row_index))
 
-    def weight(self, weight: torch.Tensor) -> Operand:
+    def weight(self, weight: torch.Tensor | TensorTable) -> Operand:
         """The weight of the forward product, from [G, O, C]."""
         return operand(self.recipe.quantize_weight(weight))
 
-    def weight_pair(self, weight: torch.Tensor) -> tuple[Operand, Operand]:
+    def weight_pair(self, weight: torch.Tensor | TensorTable) -> tuple[Operand, Operand]:
         """The weights of forward and of dgrad, from [G, O, C], which is read only once where the recipe allows it."""
         weight_operand, transposed = map(operand, self.recipe.quantize_weight_pair(weight))
         return weight_operand, transposed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE, BlockFormat, ScaleKind, max_tiles
 from symmoe.kernels.gemm_parts import equal_groups
 from symmoe.kernels.operands import check_column_scale, check_contiguous
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.block_scaled.hadamard import check_signs
 from symmoe.precision.block_scaled.scale_tiles import checked_row_range
 from symmoe.precision.quantized import Layout, Quantized
@@ -184,48 +186,51 @@ class Recipe(ABC):
             return data, scale.t()
         return _buffers(out, row_format, data_shape, scale_shape, row_range, check_column_scale)
 
-    def quantize_weight(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
+    def quantize_weight(self, weight: torch.Tensor | TensorTable, *, out: Buffers | None = None) -> Quantized:
         """Weights for the forward product.
 
         Args:
-            weight: [G, O, C], bf16, fp16 or fp32, contiguous; O and C multiples of feature_multiple.
+            weight: [G, O, C], bf16, fp16 or fp32, contiguous, or a table of such matrices; O and C multiples of
+                feature_multiple.
             out: as in quantize.
 
         Raises:
             ArgumentError: an argument is not as described.
         """
-        return self._quantize_weight(weight, "weight", out)
+        amax = self._weight_amax(weight)
+        return self._quantize_lines(weight, self._empty_weight(weight, "weight", out, amax))
 
     def quantize_weight_transposed(self, weight: torch.Tensor, *, out: Buffers | None = None) -> Quantized:
         """Weights for dgrad: data [G, C, O]. Arguments as in quantize_weight.
 
         Where weights have square blocks, the numbers are those of quantize_weight: both products see the same weight.
         """
-        return self._quantize_weight(weight, "weight_transposed", out)
+        amax = self._weight_amax(weight)
+        return self._quantize_lines(weight.mT, self._empty_weight(weight, "weight_transposed", out, amax))
 
     @torch.no_grad()
-    def quantize_weight_pair(self, weight: torch.Tensor) -> tuple[Quantized, Quantized]:
+    def quantize_weight_pair(self, weight: torch.Tensor | TensorTable) -> tuple[Quantized, Quantized]:
         """Results of quantize_weight and quantize_weight_transposed, of one read. Arguments as in quantize_weight."""
         amax = self._weight_amax(weight)
         forward = self._empty_weight(weight, "weight", None, amax)
         transposed = self._empty_weight(weight, "weight_transposed", None, amax)
-        if weight.numel():
+        if math.prod(weight.shape):
             buffers = (forward.data, forward.scale, transposed.data, transposed.scale)
             kernels.for_device(weight.device).quantize_weight_pairs(weight, *buffers, self.weight_format, amax=amax)
         return forward, transposed
 
     @torch.no_grad()
-    def _quantize_weight(self, weight: torch.Tensor, layout: Layout, out: Buffers | None) -> Quantized:
-        amax = self._weight_amax(weight)
-        quantized = self._empty_weight(weight, layout, out, amax)
-        if weight.numel():
-            lines, buffers = weight if layout == "weight" else weight.mT, (quantized.data, quantized.scale)
-            kernels.for_device(weight.device).quantize_weights(lines, *buffers, self.weight_format, amax=amax)
-        return quantized
+    def _quantize_lines(self, lines: torch.Tensor | TensorTable, result: Quantized) -> Quantized:
+        if math.prod(lines.shape):
+            quantize = kernels.for_device(lines.device).quantize_weights
+            quantize(lines, result.data, result.scale, self.weight_format, amax=result.amax)
+        return result
 
-    def _weight_amax(self, weight: torch.Tensor) -> torch.Tensor | None:
+    @torch.no_grad()
+    def _weight_amax(self, weight: torch.Tensor | TensorTable) -> torch.Tensor | None:
         """The largest finite |x| of each weight, if the format has a global scale; ArgumentError if not a weight."""
-        if weight.dim() != 3 or weight.dtype not in DTYPES or not weight.is_contiguous():
+        is_contiguous = isinstance(weight, TensorTable) or weight.is_contiguous()
+        if len(weight.shape) != 3 or weight.dtype not in DTYPES or not is_contiguous:
             raise ArgumentError(
                 f"weight is {weight.dtype} {list(weight.shape)}; it must be contiguous [G, O, C] of one of {DTYPES}"
             )
@@ -233,14 +238,17 @@ class Recipe(ABC):
             self._check_width(f"{name} of weight", width)
         if not self.weight_format.has_global_scale:
             return None
-        line_range = equal_groups(weight.shape[0], weight.shape[1], weight.device)
-        return _amax(self.weight_format, weight.flatten(0, 1), line_range)
+        amax = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+        kernels.for_device(weight.device).weight_amax(weight, amax)
+        return amax
 
     def _empty_weight(
-        self, weight: torch.Tensor, layout: Layout, out: Buffers | None, amax: torch.Tensor | None
+        self, weight: torch.Tensor | TensorTable, layout: Layout, out: Buffers | None, amax: torch.Tensor | None
     ) -> Quantized:
         """An uninitialised result in a layout; in the caller's buffers if given."""
-        num_groups, num_lines, width = (weight if layout == "weight" else weight.mT).shape
+        num_groups, num_lines, width = weight.shape
+        if layout != "weight":
+            num_lines, width = width, num_lines
         weight_format = self.weight_format
         data_shape = num_groups, num_lines, weight_format.data_width(width)
         scale_shape = num_groups, -(-num_lines // weight_format.block_lines), weight_format.num_blocks(width)
@@ -383,7 +391,7 @@ def _buffers(
     block_format: BlockFormat,
     data_shape: tuple[int, ...],
     scale_shape: tuple[int, ...],
-    source: torch.Tensor,
+    source: torch.Tensor | TensorTable,
     check_scale: Callable[[str, torch.Tensor], None] = check_contiguous,
 ) -> Buffers:
     """The caller's buffers for data and scale, checked, or new ones. check_scale: checks a given scale's strides."""

@@ -174,6 +174,7 @@ PHASES = (
             "swizzle_group_scales",
             "swizzle_scales",
             "unswizzle_group_scales",
+            "weight_amax",
         ),
         kernels=(
             "act_quantize_columns_kernel",
@@ -194,6 +195,7 @@ PHASES = (
             "swizzle_group_scales_kernel",
             "swizzle_scales_kernel",
             "unswizzle_group_scales_kernel",
+            "weight_amax_kernel",
         ),
     ),
     Phase(

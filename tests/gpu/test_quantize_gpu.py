@@ -14,6 +14,7 @@ from quantize_cases import (
     FORMATS,
     SPLITS,
     TAIL,
+    Scattered,
     as_bytes,
     decoded_columns,
     differences,
@@ -90,8 +91,10 @@ def test_weights_in_whole_blocks(name, dtype, options, num_sms):
         assert weights.takes_weight_pairs(args[-1], args[0])
         weights.launch_quantize_weight_pairs(*args, num_sms=num_sms, **options)
 
-    found = quantize_weight_pairs(types.SimpleNamespace(quantize_weight_pairs=launched), weight.cuda(), name)
-    assert differences(found, quantize_weight_pairs(twin, weight, name)) == []
+    on_gpu, expected = Scattered(weight.cuda()), quantize_weight_pairs(twin, weight, name)
+    for table in (None, on_gpu.table):
+        found = quantize_weight_pairs(types.SimpleNamespace(quantize_weight_pairs=launched), weight.cuda(), name, table)
+        assert differences(found, expected) == []
 
 
 @pytest.mark.parametrize("num_sms", [1, None])

@@ -7,7 +7,7 @@ Data and scales are written only for groups; the tokens that fill a group's last
 scales of columns [C, blocks] are block-major: strides (1, C), so that those of one block are neighbours; otherwise
 ArgumentError.
 
-* amax: fp32[G] of group_amax, where the format has a global scale.
+* amax: fp32[G] of group_amax or weight_amax, where the format has a global scale.
 * seeds: int64[G]; E2M1 is rounded stochastically, by random words of the group's seed and of a position.
 
 Scales in tiles of 128 rows by 4 blocks, as block-scaled matrix units read them: M rows of a scale matrix, padded to a
@@ -26,6 +26,7 @@ from torch import Tensor
 from symmoe.kernels.act_quantized import Buffers
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import BlockFormat
+from symmoe.kernels.tensor_table import TensorTable
 
 
 class QuantizeKernels(Protocol):
@@ -81,18 +82,27 @@ class QuantizeKernels(Protocol):
         rows and row_index as in quantize_columns; with signs, x is the transformed row.
         """
 
+    def weight_amax(self, weight: Tensor | TensorTable, amax: Tensor) -> None:
+        """amax[g] = the largest finite |x| of matrix g, 0 if there is none; fp32[G]. weight [G, M, K], contiguous."""
+
     def quantize_weights(
-        self, weight: Tensor, data: Tensor, scale: Tensor, block_format: BlockFormat, *, amax: Tensor | None = None
+        self,
+        weight: Tensor | TensorTable,
+        data: Tensor,
+        scale: Tensor,
+        block_format: BlockFormat,
+        *,
+        amax: Tensor | None = None,
     ) -> None:
         """Quantises G matrices, with scales along the last dimension.
 
-        weight [G, M, K], contiguous or the transpose of contiguous matrices; data [G, M, K or K / 2]; scale [G, M /
-        block_lines, num_blocks(K)], quotients rounded up.
+        weight [G, M, K], contiguous or the transpose of contiguous matrices, or a table; data [G, M, K or K / 2]; scale
+        [G, M / block_lines, num_blocks(K)], quotients rounded up.
         """
 
     def quantize_weight_pairs(
         self,
-        weight: Tensor,
+        weight: Tensor | TensorTable,
         data: Tensor,
         scale: Tensor,
         transposed_data: Tensor,

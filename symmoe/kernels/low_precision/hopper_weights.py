@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from symmoe.kernels import formats
 from symmoe.kernels.formats import BlockFormat
 from symmoe.kernels.hopper.gemm import GLUON_DTYPES
+from symmoe.kernels.hopper.table import matrix_pointer
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.low_precision.codes import e4m3_code
 from symmoe.kernels.low_precision.hopper_columns import (
@@ -35,6 +36,7 @@ from symmoe.kernels.low_precision.hopper_columns import (
     scales_of,
     second_number,
 )
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 from symmoe.kernels.triton.tiles import device_num_sms
 
 COPIED = gl.constexpr(copied_layout(4))
@@ -74,14 +76,20 @@ def code_pairs(first, second):
 
 
 @gluon.jit
-def begin_copy(stage, weight, tile, num_tiles, PLAN: gl.constexpr):
+def begin_copy(stage, weight, table, tile, num_tiles, PLAN: gl.constexpr):
     """Begins to copy a tile to a stage of shared memory. Past the last tile, zeros come."""
     line = gl.arange(0, TILE, gl.SliceLayout(1, COPIED))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, COPIED))
     WORDS: gl.constexpr = PLAN.width // 2
-    weight += (tile // PLAN.column_tiles).to(gl.int64) * (TILE * WORDS) + tile % PLAN.column_tiles * PAIRS
+    line_tile = tile // PLAN.column_tiles
+    if table is None:
+        first = weight + line_tile.to(gl.int64) * (TILE * WORDS)
+    else:
+        group = gl.minimum(tile, num_tiles - 1) // (PLAN.column_tiles * PLAN.line_tiles)
+        first = matrix_pointer(table, group, gl.int32) + line_tile % PLAN.line_tiles * (TILE * WORDS)
+    first += tile % PLAN.column_tiles * PAIRS
     mask = (tile < num_tiles) & (line < TILE)[:, None]
-    async_copy.async_copy_global_to_shared(stage, weight + line[:, None] * WORDS + pair[None, :], mask=mask)
+    async_copy.async_copy_global_to_shared(stage, first + line[:, None] * WORDS + pair[None, :], mask=mask)
     async_copy.commit_group()
 
 
@@ -108,9 +116,10 @@ def store_straight(words, multiplier, data, tile, PLAN: gl.constexpr):
 
 
 @fast_launch
-@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["scale", "transposed_scale"])
+@gluon.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["table", "scale", "transposed_scale"])
 def hopper_quantize_weight_pairs_kernel(
-    weight,  # words of two numbers, int32 [G, M, K / 2]
+    weight,  # words of two numbers, int32 [G, M, K / 2]; None with a table
+    table,  # int64[G] or None
     data,  # words of two codes, int16 [G, M, K / 2]
     scale,  # fp32 [G, M / TILE, K / TILE]
     transposed_data,  # bytes [G, K, M]
@@ -124,7 +133,7 @@ def hopper_quantize_weight_pairs_kernel(
     step = gl.num_programs(0)
     first = gl.program_id(0)
     for i in gl.static_range(STAGES):
-        begin_copy(ring.index(i), weight, first + i * step, num_tiles, PLAN)
+        begin_copy(ring.index(i), weight, table, first + i * step, num_tiles, PLAN)
     turn = 0
     for tile in range(first, num_tiles, step):
         line_tile = tile // PLAN.column_tiles
@@ -141,19 +150,20 @@ def hopper_quantize_weight_pairs_kernel(
         gl.store(transposed_scale + (group * PLAN.column_tiles + tile_column) * PLAN.line_tiles + tile_line, stored)
         store_turned(words, multiplier, transposed_data, group, tile_line, tile_column, PLAN)
         store_straight(ring.index(turn).load(COPIED), multiplier, data, tile, PLAN)
-        begin_copy(ring.index(turn), weight, tile + STAGES * step, num_tiles, PLAN)
+        begin_copy(ring.index(turn), weight, table, tile + STAGES * step, num_tiles, PLAN)
         turn = (turn + 1) % STAGES
     async_copy.wait_group(0)
 
 
-def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor) -> bool:
+def takes_weight_pairs(block_format: BlockFormat, weight: torch.Tensor | TensorTable) -> bool:
     """Whether the kernel makes the format of weights [G, M, K]: E4M3 in square blocks of TILE, all of them whole."""
     in_tiles = block_format.element == "e4m3" and block_format.block == block_format.block_lines == formats.TILE
-    return in_tiles and all(n % formats.TILE == 0 for n in weight.shape[1:]) and weight.data_ptr() % ACCESS_BYTES == 0
+    is_aligned = isinstance(weight, TensorTable) or weight.data_ptr() % ACCESS_BYTES == 0
+    return in_tiles and is_aligned and all(n % formats.TILE == 0 for n in weight.shape[1:])
 
 
 def launch_quantize_weight_pairs(
-    weight: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
     data: torch.Tensor,
     scale: torch.Tensor,
     transposed_data: torch.Tensor,
@@ -169,11 +179,13 @@ def launch_quantize_weight_pairs(
         return
     num_sms = device_num_sms(weight.device) if num_sms is None else num_sms
     plan, constants = _plan(*weight.shape[1:], block_format.scale, weight.dtype, tuple(options.items()))
+    packed, table = packed_and_table(weight)
     launch(
         hopper_quantize_weight_pairs_kernel,
         (min(num_tiles, plan.programs_per_sm * num_sms),),
         constants,
-        weight.view(torch.int32),
+        None if packed is None else packed.view(torch.int32),
+        table,
         data.view(torch.int16),
         scale,
         transposed_data.view(torch.uint8),

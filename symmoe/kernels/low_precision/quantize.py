@@ -29,7 +29,15 @@ from symmoe.kernels.low_precision.codes import (
 )
 from symmoe.kernels.low_precision.hadamard import hadamard
 from symmoe.kernels.operands import check_column_scale
-from symmoe.kernels.triton.tiles import locate_tile, max_row_tiles, row_programs, row_tile_prefix
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
+from symmoe.kernels.triton.tiles import (
+    TRITON_DTYPES,
+    locate_tile,
+    matrix_of,
+    max_row_tiles,
+    row_programs,
+    row_tile_prefix,
+)
 
 # Lines and elements of a program's tile.
 ROW_TILE = (16, 256)
@@ -195,12 +203,14 @@ def quantize_columns_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["scale", "amax"])
+@triton.jit(do_not_specialize_on_alignment=["table", "scale", "amax"])
 def quantize_weights_kernel(
-    weight,
+    weight,  # None with a table
+    table,  # int64[G] or None
     data,  # bytes
     scale,
     amax,  # fp32[G] or None
+    DTYPE: tl.constexpr,  # of the weight
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -215,7 +225,7 @@ def quantize_weights_kernel(
     """Grid (tiles of lines, tiles of columns, groups)."""
     tile_column, group = tl.program_id(1), tl.program_id(2)
     line, column = tl.program_id(0) * LINES + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    matrix = weight + group.to(tl.int64) * (NUM_LINES * WIDTH)
+    matrix = matrix_of(weight, table, group, NUM_LINES * WIDTH, DTYPE)
     pointers = matrix + line.to(tl.int64)[:, None] * LINE_STRIDE + column.to(tl.int64)[None, :] * ELEMENT_STRIDE
     x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
     codes, scales = tile_codes(x, global_scale_of(amax, group), None, ELEMENT, SCALE, BLOCK, BLOCK_LINES)
@@ -224,14 +234,16 @@ def quantize_weights_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["scale", "transposed_scale", "amax"])
+@triton.jit(do_not_specialize_on_alignment=["table", "scale", "transposed_scale", "amax"])
 def quantize_weight_pairs_kernel(
-    weight,
+    weight,  # None with a table
+    table,  # int64[G] or None
     data,  # bytes
     scale,
     transposed_data,  # bytes
     transposed_scale,
     amax,  # fp32[G] or None
+    DTYPE: tl.constexpr,  # of the weight
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -244,7 +256,7 @@ def quantize_weight_pairs_kernel(
     """Grid (tiles of columns, tiles of lines, groups): neighbours read neighbouring columns of the same lines."""
     tile_column, tile_line, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     line, column = tile_line * LINES + tl.arange(0, LINES), tile_column * COLUMNS + tl.arange(0, COLUMNS)
-    matrix = weight + group.to(tl.int64) * (NUM_LINES * WIDTH)
+    matrix = matrix_of(weight, table, group, NUM_LINES * WIDTH, DTYPE)
     pointers = matrix + line.to(tl.int64)[:, None] * WIDTH + column[None, :]
     x = tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
     global_scale = global_scale_of(amax, group)
@@ -271,6 +283,14 @@ def quantize_weight_pairs_kernel(
     )
 
 
+@triton.jit
+def store_largest(amax_bits, x):
+    """Makes the number at a pointer to bits the largest finite |x| of a tile [lines, elements], if it was smaller."""
+    bits = magnitude_bits(x)
+    bits = tl.where(bits < INFINITY_BITS, bits, 0)
+    tl.atomic_max(amax_bits, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+
+
 @fast_launch
 @triton.jit(do_not_specialize=["signs"], do_not_specialize_on_alignment=["row_index", "row_range", "amax_bits"])
 def group_amax_kernel(
@@ -292,9 +312,28 @@ def group_amax_kernel(
         x = load_columns(rows, row_index, first_row, end, tl.program_id(1) * LINES + tl.arange(0, LINES), WIDTH)
         if HADAMARD:
             x = hadamard(x, signs)
-        bits = magnitude_bits(x)
-        bits = tl.where(bits < INFINITY_BITS, bits, 0)
-        tl.atomic_max(amax_bits + group, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+        store_largest(amax_bits + group, x)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["table", "amax_bits"])
+def weight_amax_kernel(
+    weight,  # None with a table
+    table,  # int64[G] or None
+    amax_bits,  # int32[G], zeros
+    DTYPE: tl.constexpr,
+    NUM_LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (tiles of lines, tiles of columns, groups)."""
+    group = tl.program_id(2)
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    pointers = matrix_of(weight, table, group, NUM_LINES * WIDTH, DTYPE) + line.to(tl.int64)[:, None] * WIDTH
+    inside = (line < NUM_LINES)[:, None] & (column < WIDTH)[None, :]
+    store_largest(amax_bits + group, tl.load(pointers + column[None, :], mask=inside, other=0.0).to(tl.float32))
 
 
 def quantize_rows(
@@ -365,7 +404,7 @@ def quantize_columns(
 
 
 def quantize_weights(
-    weight: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
@@ -373,12 +412,12 @@ def quantize_weights(
     amax: torch.Tensor | None = None,
 ) -> None:
     num_groups, num_lines, width = weight.shape
-    strides = weight.stride()[1:]
+    strides = weight.stride()[1:] if isinstance(weight, torch.Tensor) else (width, 1)
     launch(
         quantize_weights_kernel,
         (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
-        _weight_constants(block_format, num_lines, width, *strides),
-        weight,
+        _weight_constants(block_format, weight.dtype, num_lines, width, *strides),
+        *packed_and_table(weight),
         as_stored(data),
         as_stored(scale),
         amax,
@@ -386,7 +425,7 @@ def quantize_weights(
 
 
 def quantize_weight_pairs(
-    weight: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
     data: torch.Tensor,
     scale: torch.Tensor,
     transposed_data: torch.Tensor,
@@ -401,13 +440,13 @@ def quantize_weight_pairs(
         buffers = data, scale, transposed_data, transposed_scale
         on_hopper.launch_quantize_weight_pairs(weight, *buffers, block_format)
         return
-    constants = _pair_constants(block_format, num_lines, width)
+    constants = _pair_constants(block_format, weight.dtype, num_lines, width)
     tile_lines, tile_columns = constants.named["LINES"], constants.named["COLUMNS"]
     launch(
         quantize_weight_pairs_kernel,
         (ceil_div(width, tile_columns), ceil_div(num_lines, tile_lines), num_groups),
         constants,
-        weight,
+        *packed_and_table(weight),
         as_stored(data),
         as_stored(scale),
         as_stored(transposed_data),
@@ -441,6 +480,18 @@ def group_amax(
     )
 
 
+def weight_amax(weight: torch.Tensor | TensorTable, amax: torch.Tensor) -> None:
+    num_groups, num_lines, width = weight.shape
+    amax.zero_()
+    launch(
+        weight_amax_kernel,
+        (ceil_div(num_lines, WEIGHT_TILE[0]), ceil_div(width, WEIGHT_TILE[1]), num_groups),
+        _weight_amax_constants(weight.dtype, num_lines, width),
+        *packed_and_table(weight),
+        amax.view(torch.int32),
+    )
+
+
 def _format(block_format: BlockFormat) -> dict[str, object]:
     return {"ELEMENT": block_format.element, "SCALE": block_format.scale, "BLOCK": block_format.block}
 
@@ -468,26 +519,33 @@ def _column_tile(width: int, transforms: bool) -> dict[str, object]:
     return {"HADAMARD": transforms, "WIDTH": width, "LINES": COLUMN_TILE[0], "num_warps": NUM_WARPS}
 
 
-def _weights(block_format: BlockFormat, num_lines: int, width: int) -> dict[str, object]:
-    return {**_format(block_format), "BLOCK_LINES": block_format.block_lines, "NUM_LINES": num_lines, "WIDTH": width}
+def _weights(block_format: BlockFormat, dtype: torch.dtype, num_lines: int, width: int) -> dict[str, object]:
+    lines = {"BLOCK_LINES": block_format.block_lines, "NUM_LINES": num_lines, "WIDTH": width}
+    return {"DTYPE": TRITON_DTYPES[dtype], **_format(block_format), **lines}
 
 
 @functools.cache
 def _weight_constants(
-    block_format: BlockFormat, num_lines: int, width: int, line_stride: int, element_stride: int
+    block_format: BlockFormat, dtype: torch.dtype, num_lines: int, width: int, line_stride: int, element_stride: int
 ) -> Constants:
     strides = {"LINE_STRIDE": line_stride, "ELEMENT_STRIDE": element_stride}
     tile = {"LINES": WEIGHT_TILE[0], "COLUMNS": WEIGHT_TILE[1], "num_warps": NUM_WARPS}
-    return Constants({**_weights(block_format, num_lines, width), **strides, **tile})
+    return Constants({**_weights(block_format, dtype, num_lines, width), **strides, **tile})
 
 
 @functools.cache
-def _pair_constants(block_format: BlockFormat, num_lines: int, width: int) -> Constants:
+def _pair_constants(block_format: BlockFormat, dtype: torch.dtype, num_lines: int, width: int) -> Constants:
     (lines, columns), num_warps = WEIGHT_TILE, NUM_WARPS
     if block_format.block != block_format.block_lines:
         lines, columns, num_warps = block_format.block, PAIR_COLUMNS, ROW_WARPS
     tile = {"LINES": lines, "COLUMNS": columns, "num_warps": num_warps}
-    return Constants({**_weights(block_format, num_lines, width), **tile})
+    return Constants({**_weights(block_format, dtype, num_lines, width), **tile})
+
+
+@functools.cache
+def _weight_amax_constants(dtype: torch.dtype, num_lines: int, width: int) -> Constants:
+    tile = {"LINES": WEIGHT_TILE[0], "COLUMNS": WEIGHT_TILE[1], "num_warps": NUM_WARPS}
+    return Constants({"DTYPE": TRITON_DTYPES[dtype], "NUM_LINES": num_lines, "WIDTH": width, **tile})
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from symmoe.kernels.twin.quantize import (
     quantize_rows,
     quantize_weight_pairs,
     quantize_weights,
+    weight_amax,
 )
 from symmoe.kernels.twin.route import choose_experts, choose_experts_grad
 from symmoe.kernels.twin.router_products import router_gemm, router_gemm_grads
@@ -89,4 +90,5 @@ __all__ = [
     "unpack_rows",
     "unswizzle_group_scales",
     "wait_for_signal",
+    "weight_amax",
 ]

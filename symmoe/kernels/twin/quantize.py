@@ -7,7 +7,8 @@ import torch
 from symmoe.kernels import formats
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
-from symmoe.kernels.twin.gemm import filled_groups, groups, take_rows
+from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, take_rows
 from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
 
@@ -56,22 +57,22 @@ def quantize_columns(
 
 
 def quantize_weights(
-    weight: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
     data: torch.Tensor,
     scale: torch.Tensor,
     block_format: BlockFormat,
     *,
     amax: torch.Tensor | None = None,
 ) -> None:
-    num_columns = weight.shape[2]
-    for g, matrix in enumerate(weight.float()):
-        codes, scales = _quantize_lines(matrix, block_format, g, amax, None)
-        _bytes(data)[g] = _pack(codes[: matrix.shape[0], :num_columns], block_format)
+    num_groups, num_lines, num_columns = weight.shape
+    for g in range(num_groups):
+        codes, scales = _quantize_lines(matrix(weight, g).float(), block_format, g, amax, None)
+        _bytes(data)[g] = _pack(codes[:num_lines, :num_columns], block_format)
         _bytes(scale)[g] = scales
 
 
 def quantize_weight_pairs(
-    weight: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
     data: torch.Tensor,
     scale: torch.Tensor,
     transposed_data: torch.Tensor,
@@ -81,7 +82,13 @@ def quantize_weight_pairs(
     amax: torch.Tensor | None = None,
 ) -> None:
     quantize_weights(weight, data, scale, block_format, amax=amax)
-    quantize_weights(weight.mT, transposed_data, transposed_scale, block_format, amax=amax)
+    packed = torch.stack([matrix(weight, g) for g in range(weight.shape[0])])
+    quantize_weights(packed.mT, transposed_data, transposed_scale, block_format, amax=amax)
+
+
+def weight_amax(weight: torch.Tensor | TensorTable, amax: torch.Tensor) -> None:
+    for g in range(weight.shape[0]):
+        amax[g] = _largest_finite(matrix(weight, g).float())
 
 
 def group_amax(
@@ -95,8 +102,12 @@ def group_amax(
     for g, span in groups(row_range):
         values = take_rows(rows, row_index, span).float()
         values = values if signs is None else _padded_columns(values, signs)
-        finite = values.abs()[torch.isfinite(values)]
-        amax[g] = finite.max() if finite.numel() else 0.0
+        amax[g] = _largest_finite(values)
+
+
+def _largest_finite(values: torch.Tensor) -> torch.Tensor | float:
+    finite = values.abs()[torch.isfinite(values)]
+    return finite.max() if finite.numel() else 0.0
 
 
 def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
