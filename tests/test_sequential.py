@@ -14,6 +14,7 @@ from symmoe.grouped import sequential
 PLAIN = Case(buffers=())
 INPUTS = make_inputs(PLAIN)
 SPLITS = INPUTS.splits  # one tensor: equal splits in two tensors keep the modules apart
+N, H = TINY.num_rows, TINY.hidden
 
 
 def linears(**options) -> tuple[GroupedLinear, GroupedLinear]:
@@ -118,14 +119,18 @@ def test_grouped_mlp_as_a_module():
 # -- extra inputs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 4])
+@pytest.mark.parametrize("count", [0, 1, 4])
 def test_wrong_number_of_extra_inputs(count):
     given = (SPLITS, INPUTS.scale, SPLITS, SPLITS)[:count]
-    with pytest.raises(ArgumentError) as caught:
+    takers = ("1 for 0 (GroupedLinear)", "1 for 1 (ScaledSwiGLU)", "1 for 2 (GroupedLinear)")
+    with refused(f"extra_inputs has {count} elements; 3 are needed, or 2 with the splits once", *takers):
         experts()(INPUTS.x, *given)
-    assert f"extra_inputs has {count} elements; 3 are needed" in str(caught.value)
-    for taker in ("1 for 0 (GroupedLinear)", "1 for 1 (ScaledSwiGLU)", "1 for 2 (GroupedLinear)"):
-        assert taker in str(caught.value)
+
+
+def test_no_pattern_no_splits_to_leave_out():
+    fc1, fc2 = linears()
+    with refused("extra_inputs has 2 elements; 3 are needed: 1 for 0 (GroupedLinear)"):
+        Sequential(fc1, nn.Identity(), ScaledSwiGLU(), fc2)(INPUTS.x, SPLITS, INPUTS.scale)
 
 
 def test_extra_inputs_go_from_left_to_right():
@@ -282,6 +287,9 @@ def unfusible():
     pre_hooked = Sequential(*linears()[:1], ScaledSwiGLU(), linears()[1])
     pre_hooked[2].register_forward_pre_hook(lambda module, args: (args[0] * 3, *args[1:]))
     yield "forward pre-hook", pre_hooked, inputs, {}
+    patched = Sequential(*linears()[:1], ScaledSwiGLU(), linears()[1])
+    patched[1].forward = lambda h, scale: ScaledSwiGLU()(h, scale) * 3
+    yield "forward of its own", patched, inputs, {}
 
 
 @pytest.mark.parametrize(
@@ -370,9 +378,259 @@ def test_squared_relu_fuses(num_fused):
     assert len(num_fused) == 1
 
 
-# -- arguments of all modules are looked at before the first one runs -------------------------------------------------
+# -- splits once for a pattern ----------------------------------------------------------------------------------------
 
-N, H = TINY.num_rows, TINY.hidden
+
+def trained(model: Sequential, *extra_inputs, op_kwargs=None) -> list[torch.Tensor]:
+    """y, and the gradients of x, of the scale and of the parameters in order, of rows that belong to a group.
+
+    The scale stands for each None in `extra_inputs`, and for a `bias_scale` of None in `op_kwargs`.
+    """
+    model.zero_grad()
+    x, scale = INPUTS.x.nan_to_num().requires_grad_(), INPUTS.scale.nan_to_num().requires_grad_()
+
+    def filled(value):
+        if isinstance(value, dict):
+            return {key: filled(item) for key, item in value.items()}
+        return scale if value is None else value
+
+    y = model(x, *map(filled, extra_inputs), op_kwargs=filled(op_kwargs or {}))
+    y.backward(INPUTS.d_y.nan_to_num())
+    rows = [tensor[: TINY.num_used].clone() for tensor in (y.detach(), x.grad, scale.grad)]
+    return rows + [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for pair in zip(found, want, strict=True):
+        assert_same_bits(*pair)
+
+
+@pytest.mark.parametrize("hooked", [None, 0, 1, 2])
+@pytest.mark.parametrize("splits", [SPLITS, SPLITS.numpy(), SPLITS.tolist()], ids=lambda splits: type(splits).__name__)
+def test_splits_once(splits, hooked, num_fused):
+    model, bias_scale = experts(), {2: {"bias_scale": None}}
+    want = trained(model, splits, None, splits, op_kwargs=bias_scale)
+    num_fused.clear()
+    if hooked is not None:
+        model[hooked].register_forward_hook(lambda *_: None)
+    assert_same(trained(model, splits, None, op_kwargs=bias_scale), want)
+    assert len(num_fused) == (hooked is None)
+
+
+def test_splits_once_for_each_pattern_or_for_none():
+    other = torch.tensor([0, 5, 1, 3])
+    mlp = GroupedMLP(TINY.num_groups, H, TINY.ffn)
+    model = Sequential(*experts(), mlp, *experts())
+    full = (SPLITS, None, SPLITS, other, None, other, None, other)
+    want = trained(model, *full)
+    assert_same(trained(model, SPLITS, None, other, None, other, None), want)
+    for count in (5, 7, 9):
+        given = (*full, SPLITS)[:count]
+        with refused(f"extra_inputs has {count} elements; 8 are needed, or 6 with", "2 for 3 (GroupedMLP)"):
+            trained(model, *given)
+
+
+def test_patterns_do_not_overlap():
+    """Linear, activation, linear, activation, linear: the first three are the pattern, whatever runs fused."""
+    torch.manual_seed(0)
+    widths = ((H, H), (TINY.ffn, H), (TINY.ffn, H))
+    first, second, third = (GroupedLinear(TINY.num_groups, *width) for width in widths)
+    model, other = Sequential(first, ScaledSwiGLU(), second, ScaledSwiGLU(), third), torch.tensor([0, 5, 1, 3])
+    assert_same(trained(model, SPLITS, None, None, other), trained(model, SPLITS, None, SPLITS, None, other))
+    with refused("extra_inputs has 3 elements; 5 are needed, or 4 with"):
+        trained(model, SPLITS, None, None)
+
+
+def test_a_layer_that_brings_its_splits_is_in_no_pattern():
+    class Fixed(GroupedLinear):
+        num_extra_inputs = 0
+
+        def forward(self, x):
+            return super().forward(x, SPLITS)
+
+    fixed = Fixed(TINY.num_groups, TINY.ffn, H)
+    model = Sequential(linears()[0], ScaledSwiGLU(), fixed, *experts())
+    assert_same(trained(model, SPLITS, None, SPLITS, None), trained(model, SPLITS, None, SPLITS, None, SPLITS))
+
+
+# -- Sequential inside Sequential -------------------------------------------------------------------------------------
+
+
+class Block(Sequential):
+    """A subclass that changes nothing about the call."""
+
+
+# Modules 0 to 3 are Identity, FC1, activation, FC2. Second: where the keywords of FC1 and FC2 go, as paths of indices.
+NESTED = {
+    "before": (lambda m: Sequential(Sequential(m[0]), *m[1:]), [1], [3]),
+    "first layer": (lambda m: Sequential(m[0], Sequential(m[1]), *m[2:]), [1, 0], [3]),
+    "border after the activation": (lambda m: Sequential(Sequential(*m[:3]), m[3]), [0, 1], [1]),
+    "border before the activation": (lambda m: Sequential(*m[:2], Block(*m[2:])), [-2], [-1, -1]),
+    "whole pattern": (lambda m: Sequential(m[0], Sequential(*m[1:])), [1, 0], [1, -1]),
+    "twice": (lambda m: Sequential(Sequential(m[0], Block(*m[1:3])), Sequential(m[3])), [0, 1, 0], [-1, 0]),
+    "empty": (lambda m: Sequential(*m[:2], Sequential(), *m[2:]), [1], [4]),
+}
+nested = pytest.mark.parametrize(("nest", "first", "last"), NESTED.values(), ids=NESTED.keys())
+counts = pytest.mark.parametrize("given", [(SPLITS, None, SPLITS), (SPLITS, None)], ids=["twice", "once"])
+
+
+def four() -> list[nn.Module]:
+    return [nn.Identity(), *experts()]
+
+
+def keywords_at(*routes: tuple[list[int], dict]) -> dict:
+    """op_kwargs that bring each dict to the module at the path."""
+    op_kwargs: dict = {}
+    for path, keywords in routes:
+        inner = op_kwargs
+        for index in path[:-1]:
+            inner = inner.setdefault(index, {"op_kwargs": {}})["op_kwargs"]
+        inner[path[-1]] = keywords
+    return op_kwargs
+
+
+def inner_sequentials(model: Sequential) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, Sequential) and module is not model]
+
+
+@nested
+@counts
+def test_nested_is_flat(nest, first, last, given, num_fused):
+    modules = four()
+    want = trained(Sequential(*modules), SPLITS, None, SPLITS)
+    model = nest(modules)
+    assert model.num_extra_inputs == 3
+    assert_same(trained(model, *given), want)
+    assert len(num_fused) == 2
+
+
+@nested
+@counts
+@pytest.mark.parametrize("hooked", [False, True])
+def test_keywords_and_buffers_of_nested(nest, first, last, given, hooked, num_fused):
+    modules = four()
+    want = trained(Sequential(*modules), SPLITS, None, SPLITS, op_kwargs={3: {"bias_scale": None}})
+    num_fused.clear()
+    model, out, d_x = nest(modules), buffer(), buffer()
+    hooks = [module.register_forward_hook(lambda *_: None) for module in inner_sequentials(model) if hooked]
+    assert not hooked or hooks
+    op_kwargs = keywords_at((first, {"grad_input_out": d_x}), (last, {"out": out, "bias_scale": None}))
+    assert_same(trained(model, *given, op_kwargs=op_kwargs), want)
+    assert_same_bits(out[: TINY.num_used], want[0])
+    assert_same_bits(d_x[: TINY.num_used], want[1])
+    for tail in (out[TINY.num_used :], d_x[TINY.num_used :]):
+        assert (tail == SENTINEL).all()
+    assert hooked or len(num_fused) == 1
+
+
+@counts
+@pytest.mark.parametrize("name", ["first layer", "border after the activation", "border before the activation"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "patched", "global"])
+def test_what_sees_the_call_of_a_nested_one_keeps_it_apart(kind, name, given, num_fused):
+    modules, seen = four(), []
+    want = trained(Sequential(*modules), SPLITS, None, SPLITS)
+    num_fused.clear()
+    model = NESTED[name][0](modules)
+    (inner,) = inner_sequentials(model)
+    if kind == "patched":
+        forward = inner.forward
+        inner.forward = lambda *args, **options: seen.append(inner) or forward(*args, **options)
+    elif kind == "global":
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    else:
+        getattr(inner, f"register_{kind}_hook")(lambda module, *_: seen.append(module))
+    try:
+        assert_same(trained(model, *given), want)
+    finally:
+        if kind == "global":
+            handle.remove()
+    assert seen.count(inner) == 1
+    assert not num_fused
+
+
+def test_a_hook_of_a_nested_one_sees_all_inputs(num_fused):
+    modules, seen = four(), []
+    model = Sequential(modules[0], Sequential(*modules[1:]))
+    model[1].register_forward_pre_hook(lambda module, args: seen.extend(args[1:]))
+    call(Sequential(*modules), INPUTS.x)
+    model(INPUTS.x, SPLITS, INPUTS.scale)
+    assert all(found is want for found, want in zip(seen, (SPLITS, INPUTS.scale, SPLITS), strict=True))
+    assert len(num_fused) == 2, "its own modules run fused all the same"
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("count", [1, 4])
+def test_wrong_number_of_extra_inputs_of_nested(count, hooked):
+    model = Sequential(Sequential(*four()[:3]), four()[3])
+    ran = []
+    model[0][0].register_forward_hook(lambda *_: ran.append(1))
+    if hooked:
+        model[0].register_forward_hook(lambda *_: None)
+    takers = ("2 for 0 (Sequential)", "1 for 1 (GroupedLinear)")
+    with refused(f"extra_inputs has {count} elements; 3 are needed, or 2 with the splits once", *takers):
+        model(INPUTS.x, *[SPLITS] * count)
+    assert not ran
+
+
+def test_a_subclass_says_what_its_own_forward_takes():
+    class Own(Sequential):
+        num_extra_inputs = 1
+
+        def forward(self, x, scale):
+            return super().forward(x, SPLITS, scale)
+
+    modules = four()
+    want = trained(Sequential(*modules), SPLITS, None, SPLITS)
+    assert_same(trained(Sequential(modules[0], Own(*modules[1:])), None), want)
+
+
+def test_tuples_of_nested():
+    fc1, fc2 = linears(return_bias=True)
+    flat = Sequential(fc1, ScaledSwiGLU(), fc2)
+    for model in (Sequential(Sequential(fc1, ScaledSwiGLU()), fc2), Sequential(fc1, Sequential(ScaledSwiGLU(), fc2))):
+        for _ in range(2):
+            y, bias1, bias2 = model(INPUTS.x, SPLITS, INPUTS.scale)
+            assert_same_bits(y, call(flat)[0])
+            assert bias1 is fc1.bias
+            assert bias2 is fc2.bias
+            inner_sequentials(model)[0].register_forward_hook(lambda *_: None)
+
+
+def errors_of_nested_op_kwargs():
+    yield "a module of the inner one", lambda m: {m[1][0]: {}}, ["not in this Sequential", "0 (GroupedLinear)"]
+    yield "flat index", lambda m: {2: {}}, ["index 2", "-2 to 1"]
+    yield "keyword of a module", lambda m: {1: {"out": 1}}, ["'out' to 1 (Sequential)", "it takes op_kwargs"]
+    yield "inner index", lambda m: {1: {"op_kwargs": {2: {}}}}, ["index 2", "-2 to 1"]
+    yield "inner keyword", lambda m: {1: {"op_kwargs": {0: {"a": 1}}}}, ["'a' to 1.0 (ScaledSwiGLU)", "no keyword"]
+    yield "stranger", lambda m: {1: {"op_kwargs": {m[0]: {}}}}, ["1.0 (ScaledSwiGLU), 1.1 (GroupedLinear)"]
+    yield "inner twice", lambda m: {1: {"op_kwargs": {1: {}, m[1][1]: {}}}}, ["1.1 (GroupedLinear) twice"]
+    yield "no mapping", lambda m: {1: {"op_kwargs": [1]}}, ["op_kwargs (list) must be a dict"]
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"), [pytest.param(m, p, id=name) for name, m, p in errors_of_nested_op_kwargs()]
+)
+def test_wrong_op_kwargs_of_nested(make, parts):
+    fc1, activation, fc2 = experts()
+    model, ran = Sequential(fc1, Sequential(activation, fc2)), []
+    fc1.register_forward_hook(lambda *_: ran.append(1))
+    with refused(*parts):
+        call(model, op_kwargs=make(model))
+    assert not ran, "nothing has been computed"
+
+
+def test_buffers_of_nested_are_compared_with_those_outside():
+    first, second = in_a_row(2)
+    model, shared = Sequential(first, Sequential(second)), buffer()
+    op_kwargs = {0: {"grad_input_out": shared}, 1: {"op_kwargs": {0: {"out": shared}}}}
+    with pytest.raises(ArgumentError, match=r"^grad_input_out of module 0 \(GroupedLinear\) .* overlaps"):
+        model(INPUTS.x, SPLITS, SPLITS, op_kwargs=op_kwargs)
+    with pytest.raises(ArgumentError, match=r"^out of module 1\.0 \(GroupedLinear\) .* overlaps"):
+        model(INPUTS.x, SPLITS, SPLITS, op_kwargs={1: {"op_kwargs": {0: {"out": INPUTS.x}}}})
+    assert (shared == SENTINEL).all()
+
+
+# -- arguments of all modules are looked at before the first one runs -------------------------------------------------
 
 
 def in_a_row(count: int = 3, *, between: nn.Module | None = None, **options) -> Sequential:

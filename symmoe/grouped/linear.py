@@ -6,6 +6,7 @@ are a tail that is never read: it stays as it is in a buffer of the caller, and 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import deque
@@ -198,7 +199,7 @@ class GroupedLinear(nn.Module):
         raise_for(rows_problem("x", x, self) or self.held_problem())
         raise_for(
             linear_problem(self, RowsLike.of(x), splits, out, grad_input_out, bias_scale)
-            or shared_memory_problem(out, grad_input_out, (x, splits, bias_scale, *self.parameters()))
+            or shared_memory_problem(out, grad_input_out, itertools.chain((x, splits, bias_scale), self.parameters()))
         )
         x, weights, bias = self.operands(x)
         settings = _LinearSettings(

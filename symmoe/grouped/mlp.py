@@ -6,6 +6,7 @@ activation before FC2, so that combining rows is a plain sum and FC2's output is
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from symmoe.precision.recipes import Recipe
 
 class GroupedMLP(nn.Module):
     """The experts of one rank: for group g, `scale * (W2[g] act(W1[g] x + b1[g]) + b2[g])`.
+
+    It always multiplies FC2's bias by the row's prob; Sequential does so only with `bias_scale`.
 
     Args:
         num_groups: G, experts on this rank.
@@ -177,7 +180,9 @@ def fused_mlp(
     raise_for(rows_problem("rows", x, fc1) or width_problem(fc2, x) or fc1.held_problem() or fc2.held_problem())
     raise_for(
         mlp_problem(fc1, fc2, RowsLike.of(x), splits, scale, out, grad_input_out)
-        or shared_memory_problem(out, grad_input_out, (x, splits, scale, *fc1.parameters(), *fc2.parameters()))
+        or shared_memory_problem(
+            out, grad_input_out, itertools.chain((x, splits, scale), fc1.parameters(), fc2.parameters())
+        )
     )
     x, weights1, b1 = fc1.operands(x)
     _, weights2, b2 = fc2.operands(x)

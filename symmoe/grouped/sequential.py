@@ -1,14 +1,15 @@
 """Sequential: modules in a row, with extra inputs and keyword arguments brought to the module that takes them.
 
 It runs GroupedLinear, ScaledActivation, GroupedLinear through the fused kernels where nothing can tell the
-difference: the result is the same, bit for bit.
+difference: the result is the same, bit for bit. The modules of a nested Sequential count as its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -17,23 +18,32 @@ from symmoe.errors import ArgumentError, raise_for
 from symmoe.grouped.activations import ScaledActivation
 from symmoe.grouped.linear import GroupedLinear
 from symmoe.grouped.mlp import fused_mlp
-from symmoe.grouped.sequential_stages import Stage, Three, has_hooks, stages_problem
+from symmoe.grouped.sequential_stages import Call, Stage, has_hooks, stages_problem
 from symmoe.grouped.splits import same_splits
 
 OpKwargs = Mapping["nn.Module | int", Mapping[str, Any]]
+_Three = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
+_Item = TypeVar("_Item")
 
 # What the fused kernels can honour; any other argument brings the three modules back.
 _FUSED_FC1_KEYWORDS = {"grad_input_out", "is_first_microbatch"}
 _FUSED_FC2_KEYWORDS = {"out", "bias_scale", "is_first_microbatch"}
 
+# Both layers of such a pattern need the same splits.
+_PATTERN = (GroupedLinear, ScaledActivation, GroupedLinear)
+_PATTERN_NAMES = ", ".join(kind.__name__ for kind in _PATTERN)
+
 
 class Sequential(nn.Module):
     """Modules in a row.
 
+    It multiplies FC2's bias by a scale only with `bias_scale`; GroupedMLP always does, by the row's prob.
+
     Args:
         modules: each takes the result of the one before it as first argument, then as many of the extra inputs as its
             attribute `num_extra_inputs` says (GroupedLinear: its splits; ScaledActivation: its scale; GroupedMLP: its
-            splits and row_probs; other modules: none).
+            splits and row_probs; Sequential: those of its modules; other modules: none). The modules of a nested
+            Sequential run as if they stood here; if it has hooks, it is called as one module.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -42,6 +52,11 @@ class Sequential(nn.Module):
             if not isinstance(module, nn.Module):
                 raise ArgumentError(f"modules[{i}] ({type(module).__name__}) must be an nn.Module")
             self.add_module(str(i), module)
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """Extra inputs of all modules. A subclass with a forward of its own says here how many that takes."""
+        return sum(map(_num_extra_inputs, self))
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -57,9 +72,13 @@ class Sequential(nn.Module):
 
         Args:
             x: the input of the first module.
-            extra_inputs: those of all modules that take some, from left to right.
+            extra_inputs: those of all modules that take some, from left to right. Or fewer by the number of patterns
+                GroupedLinear, ScaledActivation, GroupedLinear: `mlp(rows, splits, scale)`. Then the splits of a
+                pattern's first layer are those of its second, too. Patterns are counted from the left, do not overlap,
+                and may reach into nested Sequentials.
             op_kwargs: keyword arguments for single modules, keyed by the module or by its index (from the end if
-                negative): `{-1: {"out": buffer}}`.
+                negative): `{-1: {"out": buffer}}`. Those of modules in a nested Sequential are its own `op_kwargs`:
+                `{1: {"op_kwargs": {-1: {"out": buffer}}}}`.
 
         Returns:
             What the last module returns; where modules return tuples, (result, all further elements in order).
@@ -69,56 +88,105 @@ class Sequential(nn.Module):
                 or names one that does not take the keyword. Nothing has been computed.
             ArgumentError, StaleLease: what a grouped layer or activation is given is wrong, or its buffers share memory
                 with what another of the modules uses. Nothing has been computed, unless a
-                module of another kind comes before it.
+                module of another kind comes before it. A nested Sequential with hooks is of another kind: it checks its
+                op_kwargs when it runs, and its buffers are not compared with what modules outside of it use.
         """
-        modules = list(self)
-        if op_kwargs is not None and not isinstance(op_kwargs, Mapping):
-            raise ArgumentError(f"op_kwargs ({type(op_kwargs).__name__}) must be a dict from modules or indices")
-        keywords = _route(modules, op_kwargs or {})
-        inputs = _deal(modules, extra_inputs)
-        stages = _stages(modules, inputs, keywords)
+        inputs = iter(_complete(list(self), extra_inputs))
+        calls = list(_calls(self, inputs, op_kwargs))
+        stages = [Stage(part) for part in _split(calls, _are_fusible)]
         if len(stages) > 1:  # a single stage checks its own arguments
             raise_for(stages_problem(stages, x))
         outputs: list[Any] = []
         for stage in stages:
-            x = _run_fused(stage, x) if stage.is_fused else stage.modules[0](x, *stage.inputs[0], **stage.keywords[0])
+            x = _run(stage, x)
             if isinstance(x, tuple):
                 x, *more = x
                 outputs += more
         return (x, *outputs) if outputs else x
 
 
-def _stages(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> list[Stage]:
-    """The modules with their arguments; three modules that can be fused are one stage."""
-    stages: list[Stage] = []
+def _num_extra_inputs(module: nn.Module) -> int:
+    return getattr(module, "num_extra_inputs", 0)
+
+
+def _complete(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[Any]:
+    """One element for each input of the modules: splits that were given once for a pattern are repeated."""
+    counts = [_num_extra_inputs(module) for module in modules]
+    given, needed, completed = len(extra_inputs), sum(counts), list(extra_inputs)
+    if given == needed:
+        return completed
+    patterns = list(_patterns(modules))
+    if given != needed - len(patterns):
+        fewest = f", or {needed - len(patterns)} with the splits once for each of {_PATTERN_NAMES}" if patterns else ""
+        takers = ", ".join(f"{n} for {_label(str(i), modules[i])}" for i, n in enumerate(counts) if n) or "none"
+        raise ArgumentError(f"extra_inputs has {given} elements; {needed} are needed{fewest}: {takers}")
+    for place in patterns:
+        completed.insert(place + 2, completed[place])
+    return completed
+
+
+def _patterns(modules: Iterable[nn.Module]) -> Iterator[int]:
+    """Where among all extra inputs those of each pattern begin: splits, scale, splits."""
+    place = 0
+    for part in _split(list(_flatten(modules)), _is_pattern):
+        if len(part) == 3:
+            yield place
+        place += sum(map(_num_extra_inputs, part))
+
+
+def _split(items: list[_Item], belong: Callable[[list[_Item]], bool]) -> Iterator[list[_Item]]:
+    """The items in order: three at once where they belong together, else one."""
     i = 0
-    while i < len(modules):
-        count = 3 if _are_fusible(modules[i : i + 3], inputs[i : i + 3], keywords[i : i + 3]) else 1
-        part = slice(i, i + count)
-        stages.append(Stage(i, modules[part], inputs[part], keywords[part]))
+    while i < len(items):
+        count = 3 if belong(items[i : i + 3]) else 1
+        yield items[i : i + count]
         i += count
-    return stages
 
 
-def _deal(modules: list[nn.Module], extra_inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The extra inputs of each module."""
-    counts = [getattr(module, "num_extra_inputs", 0) for module in modules]
-    if sum(counts) != len(extra_inputs):
-        takers = ", ".join(f"{n} for {_label(modules, i)}" for i, n in enumerate(counts) if n) or "none"
-        raise ArgumentError(f"extra_inputs has {len(extra_inputs)} elements; {sum(counts)} are needed: {takers}")
-    remaining = iter(extra_inputs)
-    return [tuple(next(remaining) for _ in range(n)) for n in counts]
+def _flatten(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules, with those of nested Sequentials in their place."""
+    # Also of those with hooks: a profiler's must not change how many extra inputs a call needs.
+    for module in modules:
+        if type(module).forward is Sequential.forward:
+            yield from _flatten(cast(Sequential, module))
+        else:
+            yield module
 
 
-def _route(modules: list[nn.Module], op_kwargs: OpKwargs) -> list[dict[str, Any]]:
-    """The keyword arguments of each module."""
+def _is_pattern(modules: list[nn.Module]) -> bool:
+    return len(modules) == 3 and all(
+        isinstance(module, kind) and module.num_extra_inputs == 1
+        for module, kind in zip(modules, _PATTERN, strict=True)
+    )
+
+
+def _calls(
+    sequential: Sequential, inputs: Iterator[Any], op_kwargs: OpKwargs | None, prefix: str = ""
+) -> Iterator[Call]:
+    """The modules with their arguments. Those of a nested Sequential take its place where nothing sees its call."""
+    modules = list(sequential)
+    for i, (module, keywords) in enumerate(zip(modules, _route(modules, op_kwargs, prefix), strict=True)):
+        name = f"{prefix}{i}"
+        if type(module).forward is Sequential.forward and not has_hooks(module):
+            yield from _calls(cast(Sequential, module), inputs, keywords.get("op_kwargs"), f"{name}.")
+        else:
+            yield Call(name, module, tuple(itertools.islice(inputs, _num_extra_inputs(module))), keywords)
+
+
+def _route(modules: list[nn.Module], op_kwargs: OpKwargs | None, prefix: str) -> list[dict[str, Any]]:
+    """The keyword arguments of each module. `prefix` goes before the modules' indices in texts."""
     routed: list[dict[str, Any]] = [{} for _ in modules]
+    if op_kwargs is None:
+        return routed
+    if not isinstance(op_kwargs, Mapping):
+        raise ArgumentError(f"op_kwargs ({type(op_kwargs).__name__}) must be a dict from modules or indices")
+    labels = [_label(f"{prefix}{i}", module) for i, module in enumerate(modules)]
     keys: dict[int, object] = {}
     for key, keywords in op_kwargs.items():
-        index = _index(modules, key)
+        index = _index(modules, key, labels)
         if index in keys:
             raise ArgumentError(
-                f"op_kwargs addresses {_label(modules, index)} twice, by {_show(keys[index])} and by {_show(key)}"
+                f"op_kwargs addresses {labels[index]} twice, by {_show(keys[index])} and by {_show(key)}"
             )
         keys[index] = key
         if not isinstance(keywords, Mapping):
@@ -128,20 +196,20 @@ def _route(modules: list[nn.Module], op_kwargs: OpKwargs) -> list[dict[str, Any]
             for name in keywords:
                 if name not in valid:
                     choice = f"it takes {', '.join(sorted(valid))}" if valid else "it takes no keyword arguments"
-                    raise ArgumentError(f"op_kwargs gives {name!r} to {_label(modules, index)}; {choice}")
+                    raise ArgumentError(f"op_kwargs gives {name!r} to {labels[index]}; {choice}")
         routed[index] = dict(keywords)
     return routed
 
 
-def _index(modules: list[nn.Module], key: object) -> int:
+def _index(modules: list[nn.Module], key: object, labels: list[str]) -> int:
     if isinstance(key, int) and not isinstance(key, bool):
         if not -len(modules) <= key < len(modules):
             raise ArgumentError(f"op_kwargs has index {key}; valid are {-len(modules)} to {len(modules) - 1}")
         return key % len(modules)
     places = [i for i, module in enumerate(modules) if module is key]
-    names = ", ".join(_label(modules, i) for i in range(len(modules)))
     if not places:
-        raise ArgumentError(f"op_kwargs has key {_show(key)}, which is not in this Sequential; valid are {names}")
+        valid = ", ".join(labels)
+        raise ArgumentError(f"op_kwargs has key {_show(key)}, which is not in this Sequential; valid are {valid}")
     if len(places) > 1:
         raise ArgumentError(f"op_kwargs has key {_show(key)}, which is at {places} here; address it by index")
     return places[0]
@@ -152,23 +220,24 @@ def _keywords(module: nn.Module) -> set[str] | None:
     parameters = list(inspect.signature(module.forward).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    num_taken = 1 + getattr(module, "num_extra_inputs", 0)
+    num_taken = 1 + _num_extra_inputs(module)
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][num_taken:]
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} | set(positional)
 
 
-def _are_fusible(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> bool:
+def _are_fusible(calls: list[Call]) -> bool:
     """Whether these are three modules without hooks, and the fused kernels give the same result."""
-    if len(modules) < 3:
+    if len(calls) < 3:
         return False
-    fc1, activation, fc2 = modules
+    fc1, activation, fc2 = (call.module for call in calls)
     # Subclasses may compute something else, hooks would not be called: only the plain modules are known well enough.
     if not (type(fc1) is GroupedLinear and isinstance(activation, ScaledActivation) and type(fc2) is GroupedLinear):
         return False
-    if type(activation).forward is not ScaledActivation.forward or any(has_hooks(module) for module in modules):
+    if type(activation).forward is not ScaledActivation.forward or any(has_hooks(call.module) for call in calls):
         return False
-    (splits1,), (scale,), (splits2,) = inputs
-    bias_scale = keywords[2].get("bias_scale")
+    (splits1,), (scale,), (splits2,) = (call.inputs for call in calls)
+    first, _, last = (call.keywords for call in calls)
+    bias_scale = last.get("bias_scale")
     return (
         fc1.num_groups == fc2.num_groups
         and fc1.out_features == activation.activation.hidden_width(fc2.in_features)
@@ -177,16 +246,23 @@ def _are_fusible(modules: list[nn.Module], inputs: list[tuple[Any, ...]], keywor
         and not fc1.return_bias
         and not fc2.return_bias
         and same_splits(splits1, splits2)
-        and keywords[0].keys() <= _FUSED_FC1_KEYWORDS
-        and keywords[2].keys() <= _FUSED_FC2_KEYWORDS
+        and first.keys() <= _FUSED_FC1_KEYWORDS
+        and last.keys() <= _FUSED_FC2_KEYWORDS
         and (bias_scale is None or (bias_scale is scale and fc2.bias is not None))
     )
 
 
+def _run(stage: Stage, x: torch.Tensor) -> Any:
+    if stage.is_fused:
+        return _run_fused(stage, x)
+    (call,) = stage.calls
+    return call.module(x, *call.inputs, **call.keywords)
+
+
 def _run_fused(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-    fc1, activation, fc2 = cast(Three, stage.modules)
-    (splits,), (scale,), _ = stage.inputs
-    first, _, last = stage.keywords
+    fc1, activation, fc2 = cast(_Three, tuple(call.module for call in stage.calls))
+    (splits,), (scale,), _ = (call.inputs for call in stage.calls)
+    first, _, last = (call.keywords for call in stage.calls)
     return fused_mlp(
         fc1,
         activation,
@@ -201,8 +277,8 @@ def _run_fused(stage: Stage, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _label(modules: list[nn.Module], index: int) -> str:
-    return f"{index} ({type(modules[index]).__name__})"
+def _label(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__})"
 
 
 def _show(key: object) -> str:

@@ -23,75 +23,85 @@ from symmoe.grouped.linear import GroupedLinear, linear_problem
 from symmoe.grouped.mlp import GroupedMLP, mlp_problem
 
 _FORWARDS = (GroupedLinear.forward, ScaledActivation.forward, GroupedMLP.forward)
-Three = tuple[GroupedLinear, ScaledActivation, GroupedLinear]
 _UNKNOWN = RowsLike(None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One module of a Sequential, or a GroupedLinear, an activation and a GroupedLinear that run fused.
+class Call:
+    """One module with what it takes in addition to the rows.
 
     Attributes:
-        index: the index of the first module.
-        modules, inputs, keywords: one or three of each: what a module takes in addition to the rows.
+        name: its name in the outermost Sequential, as in named_modules().
     """
 
-    index: int
-    modules: list[nn.Module]
-    inputs: list[tuple[Any, ...]]
-    keywords: list[dict[str, Any]]
+    name: str
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The call of one module, or of a GroupedLinear, an activation and a GroupedLinear that run fused."""
+
+    calls: list[Call]
 
     @property
     def is_fused(self) -> bool:
         """Whether it is three modules."""
-        return len(self.modules) == 3
+        return len(self.calls) == 3
 
     @property
     def is_known(self) -> bool:
         """Whether it is known how the modules use all arguments, and that the result has new memory."""
-        return self.is_fused or type(self.modules[0]).forward in _FORWARDS
+        return self.is_fused or type(self.calls[0].module).forward in _FORWARDS
 
     @property
     def delays_gradients(self) -> bool:
         """Whether tensors of forward or backward are still read after the backward pass."""
-        return any(getattr(part, "delay_wgrad", False) for module in self.modules for part in module.modules())
+        return any(getattr(part, "delay_wgrad", False) for call in self.calls for part in call.module.modules())
 
     def problem(self, rows: RowsLike) -> Exception | None:
         """What is wrong with an argument of a known stage other than the rows, or None."""
-        module, (first, *_) = self.modules[0], self.inputs
-        out, grad_input_out = self.keywords[-1].get("out"), self.keywords[0].get("grad_input_out")
+        first, last = self.calls[0], self.calls[-1]
+        module, inputs = first.module, first.inputs
+        out, grad_input_out = last.keywords.get("out"), first.keywords.get("grad_input_out")
         if isinstance(module, ScaledActivation):
-            return scale_problem("scale", first[0], rows)
+            return scale_problem("scale", inputs[0], rows)
         if isinstance(module, GroupedMLP):
-            return mlp_problem(module.fc1, module.fc2, rows, first[0], first[1], out, grad_input_out)
+            return mlp_problem(module.fc1, module.fc2, rows, inputs[0], inputs[1], out, grad_input_out)
+        linear = cast(GroupedLinear, module)
         if self.is_fused:
-            fc1, _, fc2 = cast(Three, self.modules)
-            return mlp_problem(fc1, fc2, rows, first[0], self.inputs[1][0], out, grad_input_out)
-        linear, bias_scale = cast(GroupedLinear, module), self.keywords[0].get("bias_scale")
-        return linear_problem(linear, rows, first[0], out, grad_input_out, bias_scale)
+            fc2, scale = cast(GroupedLinear, last.module), self.calls[1].inputs[0]
+            return mlp_problem(linear, fc2, rows, inputs[0], scale, out, grad_input_out)
+        return linear_problem(linear, rows, inputs[0], out, grad_input_out, first.keywords.get("bias_scale"))
 
     def buffer(self, name: str) -> Buffer | None:
         """`out` or `grad_input_out`, if it was given to a module of a known kind."""
-        place = 0 if name == "grad_input_out" else len(self.modules) - 1
-        module, tensor = self.modules[place], self.keywords[place].get(name)
+        call = self.calls[0 if name == "grad_input_out" else -1]
+        tensor = call.keywords.get(name)
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return None
-        if not isinstance(module, (GroupedLinear, GroupedMLP)):
+        if not isinstance(call.module, (GroupedLinear, GroupedMLP)):
             return None
-        return Buffer(f"{name} of module {self.index + place} ({type(module).__name__})", tensor)
+        return Buffer(f"{name} of module {call.name} ({type(call.module).__name__})", tensor)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the stage reads in addition to the rows."""
-        keywords = (k for each in self.keywords for k in each.items())
-        arguments = (value for name, value in keywords if name not in ("out", "grad_input_out"))
-        values = itertools.chain(arguments, *self.inputs, *(module.parameters() for module in self.modules))
-        return (value for value in values if isinstance(value, torch.Tensor))
+        for call in self.calls:
+            arguments = (value for name, value in call.keywords.items() if name not in ("out", "grad_input_out"))
+            values = itertools.chain(arguments, call.inputs, call.module.parameters())
+            yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks, which see what goes into it or comes out of it."""
+    """Whether the module has hooks, or a forward of its own: they see what goes into it or comes out of it."""
     return _has_any_global_hook() or bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
     )
 
 
@@ -102,7 +112,7 @@ def stages_problem(stages: list[Stage], x: object) -> Exception | None:
         if not stage.is_known:
             rows = _UNKNOWN
             continue
-        if any(map(has_hooks, stage.modules)):  # a hook may cast what goes in or comes out
+        if any(has_hooks(call.module) for call in stage.calls):  # a hook may cast what goes in or comes out
             rows = rows._replace(dtype=None)
         error = stage.problem(rows)
         if error is not None:
