@@ -18,7 +18,7 @@ from symmoe.kernels import twin
 from symmoe.tools.bench import stock_torch
 
 SIZES = ["--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2", "--tokens", "24", "--repetitions", "3"]
-SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead"]
+SUITES = ["steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped", "overhead"]
 KEYS = (
     "suite preset ep tokens skew direction ms_median ms_p10 ms_p90 tflops ceiling_tflops stock_tflops wire_bytes "
     "wire_gbs copy_gbs gpu driver torch triton nvshmem commit command date"
@@ -42,7 +42,20 @@ VARIANTS = {
     "dispatch": {f"{layout}{numbers}" for layout in ("packed", "expert-major") for numbers in ("", ", float8-block")},
     "combine": {"order=rank", "order=slot"},
     "gemm": {f"{p}{plain}" for p in ("fc1", "dfc2", "wgrad1", "wgrad2") for plain in ("", "-plain")} | {"fc2", "dfc1"},
-    "overhead": {"GroupedMLP packed", "GroupedMLP discrete"},
+    "grouped": {
+        f"{layer}, {numbers}{weights}"
+        for layer in ("GroupedLinear", "GroupedMLP")
+        for numbers in ("bf16", "float8-block")
+        for weights in ("", ", scattered")
+    },
+    "overhead": {"GroupedMLP packed", "GroupedMLP discrete"}
+    | {f"{way}, one layer" for way in ("copy_data_ptrs_to_device", "copy_host_to_device")}
+    | {f"pack_weight_ptrs, {loaded}" for loaded in ("both layers", "mxfp8 scales", "nvfp4 scales")}
+    | {
+        f"{way}, {loaded}"
+        for way in ("torch.tensor", "a copy each")
+        for loaded in ("one layer", "both layers", "mxfp8 scales", "nvfp4 scales")
+    },
 }
 
 
@@ -91,6 +104,14 @@ def test_figures_follow_from_times(measured: tuple[int, list[dict], str]):
         for record in (ours, ceiling, stock_layer):
             assert record["tflops"] == pytest.approx((1 + column) * flops / record["ms_median"] / 1e9, rel=1e-4)
         assert (ours["ceiling_tflops"], ours["stock_tflops"]) == (ceiling["tflops"], stock_layer["tflops"])
+    loaded = [r for r in records if r["variant"].startswith("pack_weight_ptrs")]
+    assert {r["preset"] for r in loaded} == {f"{experts}x128x128" for experts in (8, 64, 256)}
+    for record in loaded:
+        assert record["yardstick"] == "stock_ms"
+        against = record["variant"].replace("pack_weight_ptrs", "torch.tensor")
+        (stock,) = [r for r in records if (r["variant"], r["preset"]) == (against, record["preset"])]
+        assert record["stock_ms"] == stock["ms_median"]
+        assert stock["yardstick"] is None
     step = by_name["steps", "layer", "step"]
     assert step["tflops"] == pytest.approx(3 * flops / step["ms_median"] / 1e9, rel=1e-4)
     both_ways = by_name["layer", "static", "forward"]["wire_bytes"]
@@ -149,6 +170,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
         ("assign_rows", "slot_to_row", "plan"),
         ("grouped_gemm", "out", "overhead"),
         ("copy_host_to_device", "destination", "overhead"),
+        ("swizzle_scales", "swizzled", "overhead"),
     ],
 )
 def test_a_wrong_kernel_is_not_timed(kernel: str, argument: str, suite: str, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,22 +11,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from symmoe.tools.bench.grouped import CHOICES
+
 pytestmark = pytest.mark.gpu
 
 SIZES = ["--hidden", "256", "--ffn", "128", "--experts", "8", "--top-k", "2", "--tokens", "256,16", "--skew", "zipf"]
 SUITES = ["steps", "layer", "variants", "plan", "dispatch", "combine", "gemm", "overhead"]
 
 
+def measure(suites: list[str], num_ranks: int, path: Path) -> list[dict]:
+    """The records of `symmoe bench`, in processes of its own."""
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    command = [sys.executable, "-m", *torchrun, "symmoe", "bench", *suites, *SIZES, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return json.loads(path.read_text())
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_suite_measures(num_ranks: int, tmp_path: Path):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA GPUs, this machine has {torch.cuda.device_count()}")
-    path = tmp_path / "out.json"
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-    command = [sys.executable, "-m", *torchrun, "symmoe", "bench", *SUITES, *SIZES, "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    records = json.loads(path.read_text())
+    records = measure(SUITES, num_ranks, tmp_path / "out.json")
     found = {(record["suite"], record["variant"], record["direction"]): record for record in records}
     for direction in ("forward", "backward"):
         for variant in ("static", "exact", "serial", "graph", "serial graph", "gemms alone", "stock torch"):
@@ -37,8 +44,24 @@ def test_every_suite_measures(num_ranks: int, tmp_path: Path):
         assert step["launches"] > 0
         assert step["copies"] == 0
         assert (step["waits"] > 0) == (variant in ("layer", "experts"))  # for the plan
+    for way in ("pack_weight_ptrs", "torch.tensor", "a copy each"):
+        assert found["overhead", f"{way}, nvfp4 scales", "forward"]["error"] == 0
     for record in records:
         assert record["ep"] == num_ranks
         assert record["gpu"] == torch.cuda.get_device_name()
         assert record["driver"]
         assert record["error"] < 0.03
+
+
+def test_modules_by_themselves_are_measured(tmp_path: Path):
+    records = measure(["grouped"], 1, tmp_path / "out.json")
+    found = {(record["variant"], record["direction"]): record for record in records}
+    for layer, choice in itertools.product(("GroupedLinear", "GroupedMLP"), CHOICES):
+        for direction in ("forward", "backward"):
+            record = found[f"{layer}, {choice}", direction]
+            assert record["launches"] > 0
+            assert record["yardstick"] == "stock_tflops"
+            assert record["weight_copy_bytes"] == 0 or "scattered" in choice
+    skipped = found["GroupedLinear, bf16", "forward"]["skipped"]
+    for name in ("torch._scaled_grouped_mm, row-wise FP8", "Transformer Engine GroupedLinear"):
+        assert ((name, "forward") in found) != (name in skipped)

@@ -10,7 +10,7 @@ from symmoe.errors import ArgumentError
 from symmoe.tools.bench.cases import PRESETS, SKEWS, Case, Shape
 from symmoe.tools.bench.options import Options
 
-SUITES = ("steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "overhead")
+SUITES = ("steps", "layer", "variants", "precision", "plan", "dispatch", "combine", "gemm", "grouped", "overhead")
 DEFAULT_SUITES = ("steps", "layer", "dispatch", "combine", "gemm", "overhead")
 MIN_REPETITIONS = 30  # for figures that are published; fewer are for a first look
 _DESCRIPTION = """\

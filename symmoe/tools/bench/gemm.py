@@ -51,7 +51,7 @@ class Product:
 def bench_gemm(problem: Problem, run: Run) -> list[Record]:
     """Each product and its stock counterpart, in turn."""
     records = []
-    spans = _spans(problem.local_rows)
+    spans = spans_of(problem.local_rows)
     for name, product in products(problem).items():
         ours, stock = name, f"{name} {STOCK}"
         times, errors = run.measure_kernels([_ours(ours, product, spans), _stock(stock, product, spans)])
@@ -85,7 +85,7 @@ def products(problem: Problem) -> dict[str, Product]:
     out, dscale = blank(num_rows, shape.hidden), blank(num_rows, dtype=torch.float32)
     dw1, dw2 = torch.empty_like(w1), torch.empty_like(w2)
     workspace = blank(ops.dact_workspace_numel(num_rows, num_groups, shape.ffn, _ACTIVATION), dtype=torch.float32)
-    spans = _spans(local)
+    spans = spans_of(local)
 
     def of(tensor: torch.Tensor, g: int) -> torch.Tensor:
         return tensor[spans[g]].float()
@@ -195,7 +195,7 @@ def _ours(name: str, product: Product, spans: list[slice]) -> Variant:
         for output in product.outputs:
             output.fill_(torch.nan)
         product.run()
-        return _error(product, product.outputs, spans)
+        return groups_error(product.reference, product.outputs, spans)
 
     return Variant(name, (product.direction,), in_steps(product.run), verify, MAX_ERROR)
 
@@ -205,22 +205,27 @@ def _stock(name: str, product: Product, spans: list[slice]) -> Variant:
         name,
         (product.direction,),
         in_steps(product.stock),
-        lambda: _error(product, product.stock(), spans),
+        lambda: groups_error(product.reference, product.stock(), spans),
         MAX_ERROR,
     )
 
 
-def _spans(local: LocalRows) -> list[slice]:
+def spans_of(local: LocalRows) -> list[slice]:
     """The rows of each expert."""
     return [slice(*span) for span in local.row_range.t().tolist()]
 
 
-def _error(product: Product, outputs: list[torch.Tensor], spans: list[slice]) -> float:
-    """The largest relative error of any output of a few experts that have rows, spread over all of them."""
+def groups_error(reference: PerGroup, outputs: list[torch.Tensor], spans: list[slice]) -> float:
+    """The largest relative error of any output of a few experts that have rows, spread over all of them.
+
+    Args:
+        reference: group g's outputs in fp32.
+        outputs: as in Product.
+    """
     busy = [g for g, span in enumerate(spans) if span.stop > span.start]
     errors = []
     for g in busy[:: max(1, len(busy) // _SAMPLED_EXPERTS)]:
-        for output, expected in zip(outputs, product.reference(g), strict=True):
+        for output, expected in zip(outputs, reference(g), strict=True):
             got = output[g] if output.ndim == 3 else output[spans[g]]
             errors.append(relative_error(got, expected))
     return largest(errors)

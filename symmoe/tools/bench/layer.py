@@ -25,7 +25,7 @@ from symmoe.tools.bench.cases import Shape
 from symmoe.tools.bench.experts_alone import experts_alone
 from symmoe.tools.bench.problem import DTYPE, Problem
 from symmoe.tools.bench.records import Record, gbs, median_ms, tflops
-from symmoe.tools.bench.reference import MAX_ERROR, Reference
+from symmoe.tools.bench.reference import E4M3_ERROR, MAX_ERROR, Reference
 from symmoe.tools.bench.run import Run, case_record
 from symmoe.tools.bench.steps import Forward, Inputs, captured_step, eager_step
 from symmoe.tools.bench.stock_torch import STOCK, stock_layer, torch_experts
@@ -102,20 +102,17 @@ VARIANTS = {
     "serial packed": Choice(options={"layout": "packed", **SERIAL}),
     "serial expert-major": Choice(options={"layout": "expert-major", **SERIAL}),
 }
-# An E4M3 number is off by 2.6 % of itself (root of the mean square), a product of two by 4, what two layers of them and
-# their gradients make by 5 to 9.
-_E4M3_ERROR = 0.15
 _WIRE = {"quantized_wire": "both"}
 PRECISION = {
     "static": Choice(),
     "graph": Choice(captured=True),
-    "float8-block": Choice(precision=Float8Block(), max_error=_E4M3_ERROR),
-    "float8-block, wire": Choice(precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR),
-    "float8-block, wire, graph": Choice(captured=True, precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR),
+    "float8-block": Choice(precision=Float8Block(), max_error=E4M3_ERROR),
+    "float8-block, wire": Choice(precision=Float8Block(), options=_WIRE, max_error=E4M3_ERROR),
+    "float8-block, wire, graph": Choice(captured=True, precision=Float8Block(), options=_WIRE, max_error=E4M3_ERROR),
     "float8-block, wire, constant weights": Choice(
-        precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR, constant_weights=True
+        precision=Float8Block(), options=_WIRE, max_error=E4M3_ERROR, constant_weights=True
     ),
-    AUTO: Choice(precision=Float8Block(), options=_WIRE, max_error=_E4M3_ERROR, picks_precision=True),
+    AUTO: Choice(precision=Float8Block(), options=_WIRE, max_error=E4M3_ERROR, picks_precision=True),
 }
 
 

@@ -2,32 +2,34 @@
 
 64 experts, hidden 128, ffn 128, 16 rows each, SwiGLU times a scale per row, splits on the device. Compared with a loop
 over pairs of nn.Linear, whose splits are a list on the host, and with torch._grouped_mm, each with the same activation
-made of torch's operations. Calls are timed on the host without waiting for the GPU. Between short blocks the host waits
-for it, so that its queue never fills up. On CPUs the work itself is inside of the calls.
+made of torch's operations. pointer_loading.py has what loads pointers, for matrices of the same sizes.
+
+Calls are timed on the host without waiting for the GPU. Between short blocks the host waits for it, so that its queue
+never fills up. On CPUs the work itself is inside of the calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from symmoe.grouped.mlp import GroupedMLP
-from symmoe.grouped.pointers import copy_data_ptrs_to_device, copy_host_to_device, pack_weight_ptrs
+from symmoe.tools.bench.pointer_loading import LOADED, NUM_EXPERTS, pointer_variants, yardsticks
 from symmoe.tools.bench.problem import DTYPE
 from symmoe.tools.bench.records import Record, median_ms, new_record
 from symmoe.tools.bench.reference import MAX_ERROR, largest, relative_error
 from symmoe.tools.bench.run import Run
 from symmoe.tools.bench.stock_torch import grouped_mm, swiglu
-from symmoe.tools.bench.timing import Clock, HostClock, Mark, Variant, in_steps, measure, verify
+from symmoe.tools.bench.timing import Clock, HostClock, Mark, Variant, measure, verify
 
 GROUPS, HIDDEN, FFN, ROWS_PER_GROUP = 64, 128, 128, 16
 NUM_ROWS = GROUPS * ROWS_PER_GROUP
-NUM_POINTERS = 256
 BLOCK = 5  # calls between two waits for the GPU
-LINEAR_LOOP, TORCH_MODULE, TORCH_POINTERS = "nn.Linear loop", "torch._grouped_mm", "torch.tensor of pointers"
+LINEAR_LOOP, TORCH_MODULE = "nn.Linear loop", "torch._grouped_mm"
 
 
 class LinearLoop(nn.Module):
@@ -73,10 +75,16 @@ def bench_overhead(run: Run) -> list[Record]:
     device = run.ranks.device
     inputs = _inputs(device)
     modules = [_module_variant(name, module, inputs) for name, module in _modules(inputs).items()]
-    return _time(run, modules, TORCH_MODULE) + _time(run, _pointer_variants(device), TORCH_POINTERS)
+    records = _time(run, modules, (TORCH_MODULE, LINEAR_LOOP), GROUPS)
+    shapes = ((2 * FFN, HIDDEN), (HIDDEN, FFN))
+    for num_experts, loaded in itertools.product(NUM_EXPERTS, LOADED):
+        variants = pointer_variants(num_experts, shapes, loaded, device)
+        records += _time(run, variants, yardsticks(loaded), num_experts)
+    return records
 
 
-def _time(run: Run, variants: Sequence[Variant], stock: str) -> list[Record]:
+def _time(run: Run, variants: Sequence[Variant], others: Sequence[str], num_groups: int) -> list[Record]:
+    """others: variants that are not ours; the first is what ours are compared with."""
     errors = {variant.name: verify(variant, run.ranks) for variant in variants}
     times = measure(variants, run.ranks, HostClock(), repetitions=run.repetitions, block=BLOCK)
     records = []
@@ -84,14 +92,14 @@ def _time(run: Run, variants: Sequence[Variant], stock: str) -> list[Record]:
         for column, direction in enumerate(variant.directions):
             taken = times[variant.name][:, column]
             figures: Record = {"error": errors[variant.name]}
-            if variant.name not in (LINEAR_LOOP, stock):
-                figures |= {"stock_ms": median_ms(times[stock][:, column]), "yardstick": "stock_ms"}
+            if variant.name not in others:
+                figures |= {"stock_ms": median_ms(times[others[0]][:, column]), "yardstick": "stock_ms"}
             records.append(
                 new_record(
                     taken,
                     suite="overhead",
                     variant=variant.name,
-                    preset=f"{GROUPS}x{HIDDEN}x{FFN}",
+                    preset=f"{num_groups}x{HIDDEN}x{FFN}",
                     ep=run.ranks.num_ranks,
                     tokens=NUM_ROWS,
                     skew="uniform",
@@ -178,39 +186,3 @@ def _reference(inputs: _Inputs) -> list[torch.Tensor]:
     y = torch.bmm(nn.functional.silu(gate) * up * scale, inputs.w2.float().transpose(1, 2))
     gradients = torch.autograd.grad(y, (rows, scale), inputs.d_out.float().view_as(y))
     return [tensor.detach().reshape(NUM_ROWS, -1).squeeze(1) for tensor in (y, *gradients)]
-
-
-def _pointer_variants(device: torch.device) -> list[Variant]:
-    tensors = [nn.Parameter(torch.zeros(8, 8, device=device)) for _ in range(NUM_POINTERS)]
-    data = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    host_bytes = data.numpy().tobytes()
-    destination = torch.zeros(NUM_POINTERS, dtype=torch.int64, device=device)
-    fc1, fc2 = tensors[:GROUPS], tensors[GROUPS : 2 * GROUPS]
-
-    def variant(name: str, call: Callable[[], object], pointers: Callable[[], torch.Tensor]) -> Variant:
-        def wrong() -> float:
-            got = pointers().cpu()
-            return float((got != data[: len(got)]).sum())
-
-        return Variant(name, ("forward",), in_steps(call), wrong)
-
-    def copied() -> torch.Tensor:
-        copy_host_to_device(host_bytes, destination)
-        return destination
-
-    def loaded() -> torch.Tensor:
-        return copy_data_ptrs_to_device(tensors, device)
-
-    def by_torch() -> torch.Tensor:
-        return torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
-
-    def packed() -> torch.Tensor:
-        pointers = pack_weight_ptrs(fc1, fc2)
-        return torch.cat([pointers.fc1, pointers.fc2])
-
-    return [
-        variant(f"copy_host_to_device, {len(host_bytes)} bytes", copied, copied),
-        variant(f"copy_data_ptrs_to_device, {NUM_POINTERS}", loaded, loaded),
-        variant(f"pack_weight_ptrs, {GROUPS} + {GROUPS}", lambda: pack_weight_ptrs(fc1, fc2), packed),
-        variant(TORCH_POINTERS, by_torch, by_torch),
-    ]

@@ -14,6 +14,7 @@ from symmoe.tools.picture import BLUE, GREY, picture
 _FIGURES = {
     "layer": ("tflops", "TFLOP/s per GPU"),
     "variants": ("tflops", "TFLOP/s per GPU"),
+    "grouped": ("tflops", "TFLOP/s per GPU"),
     "gemm": ("tflops", "TFLOP/s per GPU"),
     "dispatch": ("wire_gbs", "GB/s on the wire"),
     "combine": ("wire_gbs", "GB/s on the wire"),

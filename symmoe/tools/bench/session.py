@@ -15,6 +15,7 @@ from symmoe.tools.bench import ranks as launch
 from symmoe.tools.bench.back_to_back import bench_steps
 from symmoe.tools.bench.cases import check_case
 from symmoe.tools.bench.gemm import bench_gemm
+from symmoe.tools.bench.grouped import bench_grouped
 from symmoe.tools.bench.heap_size import heap_bytes
 from symmoe.tools.bench.layer import PRECISION, VARIANTS, bench_layer, bench_precision, bench_variants
 from symmoe.tools.bench.options import Options
@@ -37,6 +38,7 @@ CASE_SUITES: dict[str, Callable[[Problem, Run], list[Record]]] = {
     "dispatch": bench_dispatch,
     "combine": bench_combine,
     "gemm": bench_gemm,
+    "grouped": bench_grouped,
 }
 
 

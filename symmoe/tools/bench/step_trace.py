@@ -1,4 +1,4 @@
-"""What one step launches, from torch.profiler: kernels, copies and calls that wait for the GPU.
+"""What one step launches, from torch.profiler: kernels, copies and calls that wait for the GPU; and what it copies.
 
 A copy from device to device, or any call that makes the host wait, is a finding where a step shall be zero-copy; so
 is a torch operator that copies a tensor of row size by a kernel (clone, copy_).
@@ -7,11 +7,14 @@ is a torch operator that copies a tensor of row size by a kernel (clone, copy_).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 STEP = "traced step"
 # CUDA runtime and driver calls that return only when the GPU has got somewhere.
@@ -27,6 +30,7 @@ WAITING_CALLS = (
     "cuMemcpyHtoD_v2",
 )
 COPYING_OPERATORS = ("aten::copy_", "aten::clone", "aten::contiguous")
+_DISPATCHED_COPIES = tuple(getattr(torch.ops.aten, name) for name in ("copy_", "clone", "cat", "stack"))
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,31 @@ def trace_step(step: Callable[[], object], *, row_numel: int) -> StepTrace:
                 if torch.Size(shape).numel() >= row_numel:
                     row_copies[f"{event.name} {shape}"] += 1
     return StepTrace(kernels, copies, waits, row_copies)
+
+
+def copied_bytes(step: Callable[[], object], tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of these tensors' memory that torch's operators copy in one call of `step`, on any device.
+
+    Counts copy_, clone, cat and stack; no casts, and not what kernels of this package or of others copy.
+    """
+    copies = _CopiesOf(tensors)
+    with copies:
+        step()
+    return copies.num_bytes
+
+
+class _CopiesOf(TorchDispatchMode):
+    """Adds up the bytes of copies of some tensors. It is passed on to the threads in which autograd runs backward."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in _DISPATCHED_COPIES:
+            sources = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            self.num_bytes += sum(s.nbytes for s in sources if s.untyped_storage().data_ptr() in self._storages)
+        return func(*args, **(kwargs or {}))

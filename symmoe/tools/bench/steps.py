@@ -11,7 +11,7 @@ from symmoe.tools.bench.reference import MAX_ERROR, Reference
 from symmoe.tools.bench.timing import DIRECTIONS, Clock, Mark, StreamMark, Variant
 
 Forward = Callable[[], torch.Tensor]
-Inputs = Sequence[torch.Tensor]  # x, probs, w1, w2 as the step takes them
+Inputs = Sequence[torch.Tensor]  # of a step: x, probs, w1, w2 as it takes them
 
 
 def eager_step(
@@ -23,18 +23,29 @@ def eager_step(
     max_error: float = MAX_ERROR,
 ) -> Variant:
     """`forward` and its backward pass to all inputs. Calls follow each other without a pause."""
-    dy = problem.tokens.dy
+    return differentiated(name, forward, inputs, problem.tokens.dy, reference.step_error, max_error)
+
+
+def differentiated(
+    name: str,
+    forward: Forward,
+    inputs: Inputs,
+    d_out: torch.Tensor,
+    error: Callable[..., float],
+    max_error: float,
+) -> Variant:
+    """`forward` and its backward pass from `d_out`; `error` is that of the result and of the gradients of `inputs`."""
 
     def call(clock: Clock) -> list[Mark]:
         marks = [clock.mark()]
         y = forward()
         marks.append(clock.mark())
-        torch.autograd.grad(y, inputs, dy)
+        torch.autograd.grad(y, inputs, d_out)
         return [*marks, clock.mark()]
 
     def verify() -> float:
         y = forward()
-        return reference.step_error(y, *torch.autograd.grad(y, inputs, dy))
+        return error(y, *torch.autograd.grad(y, inputs, d_out))
 
     return Variant(name, DIRECTIONS, call, verify, max_error)
 

@@ -1,0 +1,305 @@
+"""The suite "grouped": GroupedLinear and GroupedMLP by themselves, on this rank's rows and experts. Local.
+
+GroupedLinear is the first layer of the experts, H to 2I; GroupedMLP is both, with SwiGLU times the router's prob. Rows
+lie in the order of the experts. Splits are on the device unless a variant's name says host. Scattered weights are
+discrete ones of which each has an allocation of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from symmoe.grouped.linear import GroupedLinear
+from symmoe.grouped.mlp import GroupedMLP
+from symmoe.grouped.splits import Splits
+from symmoe.precision.names import PRECISIONS
+from symmoe.precision.operands import precision_problem
+from symmoe.precision.recipes import NVFP4, Recipe
+from symmoe.tools.bench.back_to_back import figures_of_step
+from symmoe.tools.bench.cases import Shape
+from symmoe.tools.bench.gemm import groups_error, spans_of
+from symmoe.tools.bench.problem import DTYPE, Problem
+from symmoe.tools.bench.records import Record, median_ms, tflops
+from symmoe.tools.bench.reference import E4M3_ERROR, MAX_ERROR, expert_outputs
+from symmoe.tools.bench.run import Run, case_record
+from symmoe.tools.bench.step_trace import copied_bytes
+from symmoe.tools.bench.steps import differentiated
+from symmoe.tools.bench.stock_torch import grouped_mm, torch_experts
+from symmoe.tools.bench.timing import HostClock, Variant, in_steps
+
+# Two layers of E2M1 numbers and their gradients, rounded stochastically, are off by 0.3.
+_E2M1_ERROR = 0.5
+_E4M3_MAX = 448.0
+_NOTE_WIDTH = 120  # characters of a note about what is skipped
+_WORKING = str(DTYPE).removeprefix("torch.").replace("bfloat", "bf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run a module of ours.
+
+    Attributes:
+        recipe: its precision.
+        scattered: weights with an allocation each, instead of one packed tensor.
+        host_splits: splits that are a list.
+    """
+
+    recipe: Recipe | None = None
+    scattered: bool = False
+    host_splits: bool = False
+
+    @property
+    def max_error(self) -> float:
+        """Largest relative error of its results."""
+        if self.recipe is None:
+            return MAX_ERROR
+        return _E2M1_ERROR if isinstance(self.recipe, NVFP4) else E4M3_ERROR
+
+    @property
+    def about(self) -> Record:
+        """What its records say about it."""
+        return {
+            "precision": _WORKING if self.recipe is None else str(self.recipe),
+            "weights": "scattered" if self.scattered else "packed",
+            "splits": "host" if self.host_splits else "device",
+        }
+
+
+CHOICES = {f"{_WORKING}, host splits": Choice(host_splits=True)}
+for _name, _recipe in {_WORKING: None, **PRECISIONS}.items():
+    CHOICES |= {_name: Choice(recipe=_recipe), f"{_name}, scattered": Choice(recipe=_recipe, scattered=True)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kind of module and what it computes with. N rows, O output features, G groups.
+
+    Attributes:
+        name: the class.
+        make: a module of ours on the meta device, from (weights, precision).
+        inputs: the rows [N, H], and the scale [N] if it takes one; they require gradients.
+        weights: [G, O, C] of each linear layer; they require gradients.
+        d_out: gradient of the result.
+        splits, spans: int64 [G] on the host, and the rows of each group.
+        expected: the result of one group's inputs and weights, in their dtype.
+        stock: the same by torch._grouped_mm.
+        flops: of a forward pass, of the mean rank; a backward pass has twice as many.
+    """
+
+    name: str
+    make: Callable[..., nn.Module]
+    inputs: tuple[torch.Tensor, ...]
+    weights: tuple[torch.Tensor, ...]
+    d_out: torch.Tensor
+    splits: torch.Tensor
+    spans: list[slice]
+    expected: Callable[..., torch.Tensor]
+    stock: Callable[[], torch.Tensor]
+    flops: int
+
+    @functools.cached_property
+    def scattered(self) -> list[list[torch.Tensor]]:
+        """The weights, each matrix in an allocation of its own."""
+        return [[matrix.detach().clone() for matrix in weight] for weight in self.weights]
+
+    @functools.cached_property
+    def reference(self) -> Callable[[int], list[torch.Tensor]]:
+        """Group g's result and the gradients of its inputs and weights, in fp32, remembered."""
+
+        def of_group(g: int) -> list[torch.Tensor]:
+            parts = [tensor[self.spans[g]] for tensor in self.inputs] + [weight[g] for weight in self.weights]
+            leaves = [part.detach().float().requires_grad_() for part in parts]
+            y = self.expected(*leaves)
+            return [y.detach(), *torch.autograd.grad(y, leaves, self.d_out[self.spans[g]].float())]
+
+        return functools.cache(of_group)
+
+    def variant(
+        self,
+        name: str,
+        forward: Callable[[], torch.Tensor],
+        weights: Sequence[Sequence[torch.Tensor]],
+        max_error: float = MAX_ERROR,
+    ) -> Variant:
+        """`forward` and its backward pass; weights: of each linear layer the packed tensor, or G matrices."""
+
+        def error(y: torch.Tensor, *gradients: torch.Tensor) -> float:
+            left = iter(gradients)
+            outputs = [y, *(next(left) for _ in self.inputs)]
+            for of_layer in weights:
+                d_weights = [next(left) for _ in of_layer]
+                outputs.append(d_weights[0] if d_weights[0].ndim == 3 else torch.stack(d_weights))
+            return groups_error(self.reference, outputs, self.spans)
+
+        leaves = [*self.inputs, *(weight for of_layer in weights for weight in of_layer)]
+        return differentiated(name, forward, leaves, self.d_out, error, max_error)
+
+    def ours(self, name: str, choice: Choice) -> tuple[Variant, list[torch.Tensor]]:
+        """A module of ours as a variant, and its weights."""
+        kind = "discrete" if choice.scattered else "packed"
+        module = self.make(weights=kind, precision=choice.recipe, dtype=DTYPE, device="meta")
+        linears = [part for part in module.modules() if isinstance(part, GroupedLinear)]
+        matrices = self.scattered if choice.scattered else [[weight.detach()] for weight in self.weights]
+        for linear, of_layer in zip(linears, matrices, strict=True):
+            for g, matrix in enumerate(of_layer):
+                setattr(linear, f"weight{g}" if choice.scattered else "weight", nn.Parameter(matrix))
+        rows, *scale = self.inputs
+        splits: Splits = self.splits.tolist() if choice.host_splits else self.splits.to(rows.device)
+        weights = [linear.weight_parameters() for linear in linears]
+        variant = self.variant(name, lambda: module(rows, splits, *scale), weights, choice.max_error)
+        return variant, [weight for of_layer in weights for weight in of_layer]
+
+
+def bench_grouped(problem: Problem, run: Run) -> list[Record]:
+    """Both modules in all precisions, beside torch's grouped products and Transformer Engine."""
+    return [record for layer_of in (_linear, _mlp) for record in _bench(layer_of(problem), problem, run)]
+
+
+def _bench(layer: Layer, problem: Problem, run: Run) -> list[Record]:
+    ours, skipped = _ours(layer, problem.case.shape)
+    others, unusable = _others(layer)
+    times, errors = run.measure([*(variant for variant, _ in ours.values()), *others.values()])
+    stock = times.get(_stock_name(layer))
+    records = []
+    for name, (variant, about) in (ours | {name: (variant, {}) for name, variant in others.items()}).items():
+        of_step = figures_of_step(functools.partial(variant.call, HostClock()), problem, run.ranks)
+        for column, direction in enumerate(variant.directions):
+            taken, flops = times[name][:, column], (1 + column) * layer.flops
+            figures: Record = {"tflops": tflops(flops, taken), "error": errors[name], **about, **of_step}
+            if name in ours and stock is not None:
+                against = stock[:, column]
+                figures |= {"stock_tflops": tflops(flops, against), "stock_ms": median_ms(against)}
+                figures["yardstick"] = "stock_tflops"
+            figures["skipped"] = skipped | unusable
+            records.append(case_record(problem, "grouped", name, direction, taken, **figures))
+    return records
+
+
+def _ours(layer: Layer, shape: Shape) -> tuple[dict[str, tuple[Variant, Record]], dict[str, str]]:
+    """Variants by name, with what their records say about them; and why others cannot have these sizes."""
+    variants, skipped = dict[str, tuple[Variant, Record]](), dict[str, str]()
+    for key, choice in CHOICES.items():
+        name = f"{layer.name}, {key}"
+        unfit = precision_problem(choice.recipe, hidden=shape.hidden, ffn=shape.ffn)
+        if unfit is not None:
+            skipped[name] = str(unfit)
+            continue
+        variant, weights = layer.ours(name, choice)
+        num_bytes = copied_bytes(functools.partial(variant.call, HostClock()), weights)
+        variants[name] = variant, choice.about | {"weight_copy_bytes": num_bytes}
+    return variants, skipped
+
+
+def _others(layer: Layer) -> tuple[dict[str, Variant], dict[str, str]]:
+    """Yardsticks by name, and why this machine cannot run others."""
+    stock = _stock_name(layer)
+    makers = {stock: lambda: layer.variant(stock, layer.stock, [[weight] for weight in layer.weights])}
+    if len(layer.weights) == 1:
+        makers |= {name: functools.partial(make, name, layer) for name, make in _LINEAR_YARDSTICKS.items()}
+    made = {name: _usable(make) for name, make in makers.items()}
+    usable = {name: variant for name, variant in made.items() if isinstance(variant, Variant)}
+    return usable, {name: why for name, why in made.items() if isinstance(why, str)}
+
+
+def _stock_name(layer: Layer) -> str:
+    return f"torch._grouped_mm, {layer.name.removeprefix('Grouped')}"
+
+
+def _usable(make: Callable[[], Variant]) -> Variant | str:
+    """The variant, after a first call, or why this machine cannot run it."""
+    try:
+        variant = make()
+        variant.call(HostClock())
+    except (ImportError, RuntimeError) as error:
+        return textwrap.shorten(str(error), _NOTE_WIDTH)
+    return variant
+
+
+def _linear(problem: Problem) -> Layer:
+    shape, local, w1 = problem.case.shape, problem.local_rows, problem.w1
+    rows = _in_order(problem, local.packed).requires_grad_()
+    generator = torch.Generator(problem.device).manual_seed(problem.rank)
+    d_out = torch.randn(problem.num_rows, w1.shape[1], generator=generator, dtype=DTYPE, device=problem.device)
+    return Layer(
+        name="GroupedLinear",
+        make=functools.partial(GroupedLinear, len(w1), shape.hidden, w1.shape[1], bias=False),
+        inputs=(rows,),
+        weights=(w1,),
+        d_out=d_out,
+        splits=problem.routing.splits[problem.rank],
+        spans=spans_of(local),
+        expected=lambda x, w: x @ w.t(),
+        stock=lambda: grouped_mm(rows, w1.transpose(1, 2), local.row_range[1]),
+        flops=2 * problem.case.num_slots * shape.hidden * w1.shape[1],
+    )
+
+
+def _mlp(problem: Problem) -> Layer:
+    shape, local, w1, w2 = problem.case.shape, problem.local_rows, problem.w1, problem.w2
+    rows, scale = _in_order(problem, local.packed).requires_grad_(), local.row_probs.clone().requires_grad_()
+    return Layer(
+        name="GroupedMLP",
+        make=functools.partial(GroupedMLP, len(w1), shape.hidden, shape.ffn),
+        inputs=(rows, scale),
+        weights=(w1, w2),
+        d_out=_in_order(problem, local.d_packed),
+        splits=problem.routing.splits[problem.rank],
+        spans=spans_of(local),
+        expected=expert_outputs,
+        stock=lambda: torch_experts(w1, w2)(rows, scale, local.row_range[1]),
+        flops=problem.case.forward_flops,
+    )
+
+
+def _in_order(problem: Problem, packed: torch.Tensor) -> torch.Tensor:
+    """Rows in the order of the experts."""
+    return packed[problem.local_rows.row_to_packed_row.long()]
+
+
+def _scaled_grouped_mm(name: str, layer: Layer) -> Variant:
+    """torch._scaled_grouped_mm forward, of operands that have been quantised before: E4M3 with an fp32 scale per row of
+    either operand, which no recipe of ours has."""
+    (rows,), (weight,) = layer.inputs, layer.weights
+    (x, x_scale), (w, w_scale) = _by_rows(rows), _by_rows(weight)
+    ends = layer.splits.cumsum(0).int().to(rows.device)
+
+    def forward() -> torch.Tensor:
+        return torch._scaled_grouped_mm(x, w.mT, x_scale, w_scale, offs=ends, out_dtype=DTYPE, use_fast_accum=True)
+
+    def verify() -> float:
+        return groups_error(lambda g: layer.reference(g)[:1], [forward()], layer.spans)
+
+    return Variant(name, ("forward",), in_steps(forward), verify, E4M3_ERROR)
+
+
+@torch.no_grad()
+def _by_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 numbers and their fp32 scales, one for the last dimension."""
+    scale = tensor.abs().amax(-1).float().clamp(min=1e-12) / _E4M3_MAX
+    return (tensor / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+def _transformer_engine(name: str, layer: Layer) -> Variant:
+    """Transformer Engine's GroupedLinear in bf16, whose splits are on the host and whose weights are G parameters."""
+    module_of = importlib.import_module("transformer_engine.pytorch").GroupedLinear
+    (rows,), (weight,), splits = layer.inputs, layer.weights, layer.splits.tolist()
+    num_groups, out_features, in_features = weight.shape
+    module = module_of(num_groups, in_features, out_features, bias=False, params_dtype=DTYPE, device=weight.device)
+    matrices = [getattr(module, f"weight{g}") for g in range(num_groups)]
+    with torch.no_grad():
+        for parameter, matrix in zip(matrices, weight, strict=True):
+            parameter.copy_(matrix)
+    return layer.variant(name, lambda: module(rows, splits), [matrices])
+
+
+_LINEAR_YARDSTICKS = {
+    "torch._scaled_grouped_mm, row-wise FP8": _scaled_grouped_mm,
+    "Transformer Engine GroupedLinear": _transformer_engine,
+}

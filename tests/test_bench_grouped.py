@@ -1,0 +1,185 @@
+"""`symmoe bench grouped` on a CPU: every variant, its records, what is skipped, and what is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from symmoe import cli
+from symmoe.errors import WrongResult
+from symmoe.kernels import twin
+from symmoe.precision import PRECISIONS, swizzle_scales
+from symmoe.tools.bench import grouped, pointer_loading, stock_torch
+from symmoe.tools.bench.step_trace import copied_bytes
+
+HIDDEN, FFN, EXPERTS = 32, 64, 4
+W1_BYTES, W2_BYTES = 2 * EXPERTS * 2 * FFN * HIDDEN, 2 * EXPERTS * FFN * HIDDEN
+SIZES = f"--hidden {HIDDEN} --ffn {FFN} --experts {EXPERTS} --top-k 2 --tokens 40 --repetitions 2 --skew zipf".split()
+LAYERS = {"GroupedLinear": W1_BYTES, "GroupedMLP": W1_BYTES + W2_BYTES}
+CHOICES = ["bf16, host splits", *(f"{n}{s}" for n in ("bf16", *PRECISIONS) for s in ("", ", scattered"))]
+STOCK = {"GroupedLinear": "torch._grouped_mm, Linear", "GroupedMLP": "torch._grouped_mm, MLP"}
+SCALED, ENGINE = "torch._scaled_grouped_mm, row-wise FP8", "Transformer Engine GroupedLinear"
+
+
+def measure(tmp_path: Path, *arguments: str) -> dict[tuple[str, str], dict]:
+    """The suite's records by variant and direction."""
+    path = tmp_path / "out.json"
+    assert cli.main(["bench", "grouped", *SIZES, *arguments, "--json", str(path)]) == 0
+    return {(r["variant"], r["direction"]): r for r in json.loads(path.read_text())}
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Only these choices are measured."""
+    monkeypatch.setattr(grouped, "CHOICES", {name: grouped.CHOICES[name] for name in names})
+
+
+def test_every_choice_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture):
+    records = measure(tmp_path)
+    ours = {f"{layer}, {choice}" for layer in LAYERS for choice in CHOICES}
+    both = ("forward", "backward")
+    assert set(records) == {(name, direction) for name in ours | set(STOCK.values()) for direction in both}
+    output = capsys.readouterr().out
+    for (name, direction), record in records.items():
+        assert 0 < record["ms_p10"] <= record["ms_median"] <= record["ms_p90"]
+        assert record["host_us"] > 0
+        assert record["launches"] is None  # there are none on CPUs
+        assert f"{name} " in output
+        if name not in ours:
+            assert record["yardstick"] is None
+            continue
+        layer, precision, *how = name.split(", ")
+        products = 2 if layer == "GroupedLinear" else 3
+        flops = (1 + (direction == "backward")) * 2 * products * 40 * 2 * HIDDEN * FFN
+        assert record["tflops"] == pytest.approx(flops / record["ms_median"] / 1e9, rel=1e-4)
+        assert record["stock_tflops"] == records[STOCK[layer], direction]["tflops"]
+        assert record["stock_ms"] == records[STOCK[layer], direction]["ms_median"]
+        assert record["precision"] == str(PRECISIONS.get(precision, precision))
+        assert (record["weights"], record["splits"]) == (
+            "scattered" if "scattered" in how else "packed",
+            "host" if "host splits" in how else "device",
+        )
+        if "scattered" not in how or precision == "bf16":
+            assert record["weight_copy_bytes"] == 0
+        else:  # a recipe quantises one tensor
+            assert record["weight_copy_bytes"] % LAYERS[layer] == 0
+
+
+def test_what_a_machine_lacks_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    keep(monkeypatch, "bf16", "mxfp8")
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    records = measure(tmp_path, "--ffn", "48")
+    skipped = records["GroupedLinear, bf16", "forward"]["skipped"]
+    assert set(skipped) == {"GroupedLinear, mxfp8", SCALED, ENGINE}
+    assert "must be a multiple of 32" in skipped["GroupedLinear, mxfp8"]
+    assert "_scaled_grouped_mm" in skipped[SCALED]
+    assert "transformer_engine" in skipped[ENGINE]
+    output = capsys.readouterr().out
+    assert f"skipped {ENGINE}: " in output
+    assert "wire GB/s" not in output  # a column that no record has
+
+
+def scaled_grouped_mm(x, w, x_scale, w_scale, *, offs, out_dtype, use_fast_accum):
+    """What torch documents, on a CPU."""
+    assert x.dtype == w.dtype == torch.float8_e4m3fn
+    assert w.mT.is_contiguous()
+    rows, weight = x.float() * x_scale[:, None], w.float() * w_scale[:, None]
+    return stock_torch.grouped_mm(rows, weight, offs).to(out_dtype)
+
+
+class EngineLinear(nn.Module):
+    """Transformer Engine's GroupedLinear, as far as the suite uses it."""
+
+    def __init__(self, num_gemms, in_features, out_features, *, bias, params_dtype, device):
+        super().__init__()
+        assert not bias
+        for g in range(num_gemms):
+            weight = torch.full((out_features, in_features), torch.nan, dtype=params_dtype, device=device)
+            setattr(self, f"weight{g}", nn.Parameter(weight))
+
+    def forward(self, rows, m_splits):
+        assert type(m_splits) is list
+        parts = rows.split(m_splits)
+        return torch.cat([part @ getattr(self, f"weight{g}").t() for g, part in enumerate(parts)])
+
+
+def test_stand_ins_for_what_a_machine_lacks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keep(monkeypatch, "bf16")
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(GroupedLinear=EngineLinear))
+    records = measure(tmp_path)
+    assert {name for name, _ in records} == {f"{layer}, bf16" for layer in LAYERS} | {*STOCK.values(), SCALED, ENGINE}
+    assert (SCALED, "backward") not in records
+    assert 0.01 < records[SCALED, "forward"]["error"] < 0.1  # FP8
+    assert records[ENGINE, "backward"]["error"] < 0.01
+    assert records[ENGINE, "forward"]["skipped"] == {}
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda *args, **options: -scaled_grouped_mm(*args, **options))
+    with pytest.raises(WrongResult, match=SCALED):
+        measure(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kernel"),
+    [
+        ("bf16", "grouped_gemm"),
+        ("bf16, host splits", "grouped_gemm_dgrad"),
+        ("bf16, scattered", "grouped_gemm_wgrad"),
+        ("float8-block", "grouped_gemm_fp8"),
+        ("float8-block, scattered", "grouped_gemm_wgrad_fp8"),
+        ("mxfp8", "grouped_gemm_scaled"),
+        ("nvfp4", "grouped_gemm_scaled"),
+        ("nvfp4, scattered", "grouped_gemm_wgrad_scaled"),
+    ],
+)
+def test_a_wrong_kernel_is_not_timed(choice: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keep(monkeypatch, choice)
+    right = getattr(twin, kernel)
+
+    def lost(*args, **options):
+        right(*args, **options)
+        inspect.signature(right).bind(*args, **options).arguments["out"].zero_()
+
+    monkeypatch.setattr(twin, kernel, lost)
+    with pytest.raises(WrongResult, match=f"GroupedLinear, {choice} is wrong"):
+        measure(tmp_path)
+
+
+def test_a_wrong_yardstick_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keep(monkeypatch, "bf16")
+    right = stock_torch.swiglu
+    monkeypatch.setattr(stock_torch, "swiglu", lambda h, scale: right(h, scale * 1.1))
+    with pytest.raises(WrongResult, match=f"{STOCK['GroupedMLP']} is wrong"):
+        measure(tmp_path)
+
+
+def test_copies_are_counted_forward_and_backward():
+    weight, other = torch.ones(4, 8, requires_grad=True), torch.ones(4, 8)
+
+    class TwoCopies(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            ctx.save_for_backward(weight)
+            return torch.stack([weight, other]).sum()
+
+        @staticmethod
+        def backward(ctx, d_y):
+            d_weight = other.clone()
+            d_weight[:2].copy_(ctx.saved_tensors[0][:2])
+            return d_weight
+
+    assert copied_bytes(lambda: TwoCopies.apply(weight).backward(), [weight]) == (4 + 2) * 8 * 4
+    assert copied_bytes(lambda: weight.detach().double() @ other.double().t(), [weight]) == 0
+
+
+@pytest.mark.parametrize("shape", [(256, 4), (128, 8), (129, 5), (7, 1)])
+def test_the_swizzle_of_pointer_loading_is_that_of_the_package(shape: tuple[int, int]):
+    scale = torch.randint(256, shape, dtype=torch.uint8)
+    wanted = swizzle_scales(scale, torch.tensor([0, shape[0]], dtype=torch.int32))
+    assert torch.equal(pointer_loading._swizzled(scale), wanted.flatten())
