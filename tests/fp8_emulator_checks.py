@@ -15,6 +15,7 @@ from row_ranges import random_ranges, rows_of  # noqa: E402
 from symmoe.kernels.hopper import gemm  # noqa: E402
 from symmoe.kernels.low_precision import hopper_fp8, hopper_fp8_wgrad  # noqa: E402
 
+hopper_fp8.matrix_pointer = gluon_emulator.pointer_in_table
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ODD, EXACT = (528, 400), (256, 128)  # O, C: parts of tiles and blocks; whole ones
 SPLITS = (140, 0, 1, 128, 0)
@@ -38,6 +39,11 @@ def check_products(splits, widths):
         out = p.blank(BF16)
         hopper_fp8.launch_fp8_gemm(*p.operands, out, num_sms=num_sms, **options)
         assert torch.equal(out, expected), (splits, widths, num_sms, options)
+        weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
+        gluon_emulator.ELSEWHERE[:] = weight.matrices + scale.matrices
+        out, operands = p.blank(BF16), (p.rows, p.row_scale, weight.table, scale.table, p.row_range)
+        hopper_fp8.launch_fp8_gemm(*operands, out, num_sms=num_sms, **options)
+        assert torch.equal(out, expected), (splits, widths, num_sms, options, "tables")
 
 
 def check_parts_of_products():

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem
 from interpreter import spare_the_interpreter
+from quantize_cases import Scattered
 from row_ranges import random_ranges
 
 from symmoe.kernels.low_precision import fp8
@@ -27,6 +28,11 @@ def check_products(splits, widths):
         fp8.grouped_gemm_fp8(*p.operands, got, zero_tail=zero_tail, config=CONFIG, num_sms=NUM_SMS)
         twin.grouped_gemm_fp8(*p.operands, expected, zero_tail=zero_tail)
         assert torch.equal(got, expected), (splits, widths, dtype)
+        weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
+        for kernels, options in ((fp8, {"config": CONFIG, "num_sms": NUM_SMS}), (twin, {})):
+            got, operands = p.blank(dtype), (p.rows, p.row_scale, weight.table, scale.table, p.row_range)
+            kernels.grouped_gemm_fp8(*operands, got, zero_tail=zero_tail, **options)
+            assert torch.equal(got, expected), (splits, widths, dtype, "tables")
     got, expected = p.blank(torch.float32), p.blank(torch.float32)
     for ranges in random_ranges(splits, 2, step=1):
         arguments = (*p.operands[:-1], ranges)
@@ -51,10 +57,14 @@ def check_gradients(splits, widths):
         got = torch.full(p.shape, 3.0, dtype=dtype)
         if accumulate:
             got[torch.tensor(splits) == 0] = torch.nan  # not touched
-        expected = got.clone()
+        expected, start = got.clone(), got.clone()
         fp8.grouped_gemm_wgrad_fp8(*p.operands, got, accumulate=accumulate, config=CONFIG, num_sms=NUM_SMS)
         twin.grouped_gemm_wgrad_fp8(*p.operands, expected, accumulate=accumulate)
         assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7)), (splits, widths, dtype, accumulate)
+        for kernels, options in ((fp8, {"config": CONFIG, "num_sms": NUM_SMS}), (twin, {})):
+            scattered = Scattered(start)
+            kernels.grouped_gemm_wgrad_fp8(*p.operands, scattered.table, accumulate=accumulate, **options)
+            assert torch.equal(scattered.packed().nan_to_num(7), expected.nan_to_num(7)), (splits, widths, "table")
 
 
 def check_that_scales_matter():

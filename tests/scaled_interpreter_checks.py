@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from interpreter import spare_the_interpreter
+from quantize_cases import Scattered
 from row_ranges import random_ranges
 from scaled_problem import NAMES, SENTINEL, Numbers, Problem, WgradProblem, dequantised
 from triton.language.semantic import TritonSemantic
@@ -70,6 +71,11 @@ def check_products(name, native, splits, widths):
     for dtype, zero_tail in ((torch.float32, False), (torch.float16, True)):
         got, expected = products(p, dtype, native, zero_tail=zero_tail)
         assert torch.equal(got, expected), (name, native, splits, widths, dtype)
+        (rows, row_scale, *_), (weight, scale) = p.operands, p.scattered
+        for kernels in (scaled, twin):
+            got, operands = p.blank(dtype), (rows, row_scale, weight.table, scale.table, p.row_range)
+            kernels.grouped_gemm_scaled(*operands, got, zero_tail=zero_tail, num_sms=NUM_SMS, **p.options)
+            assert torch.equal(got, expected), (name, native, splits, widths, dtype, "tables")
     lasts = torch.stack([p.row_range[0] + torch.tensor(splits) * 9 // 10, p.row_range[1]]).int()  # 135 of 150
     for ranges in (*random_ranges(splits, 2, step=1), *random_ranges(splits, 2, step=128), lasts):
         got, expected = products(p, torch.float32, native, row_range=ranges, group_range=p.row_range)
@@ -91,11 +97,14 @@ def check_gradients(name, native, splits, widths):
         got = torch.full(p.shape, 3.0, dtype=dtype)
         if accumulate:
             got[torch.tensor(splits) == 0] = -0.0  # left alone: 0 added would make 0.0 of it
-        expected = got.clone()
+        expected, scattered = got.clone(), Scattered(got)
         scaled.grouped_gemm_wgrad_scaled(*p.operands, got, accumulate=accumulate, num_sms=NUM_SMS, **p.options)
         twin.grouped_gemm_wgrad_scaled(*p.operands, expected, accumulate=accumulate, **p.options)
         assert torch.equal(got, expected), (name, native, splits, widths, dtype)
         assert torch.equal(got.signbit(), expected.signbit()), (name, native, splits, widths, dtype)
+        options = {"accumulate": accumulate, "num_sms": NUM_SMS, **p.options}
+        scaled.grouped_gemm_wgrad_scaled(*p.operands, scattered.table, **options)
+        assert torch.equal(scattered.packed(), expected), (name, native, splits, widths, dtype, "table")
 
 
 def check_wide_tiles(name):

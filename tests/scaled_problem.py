@@ -11,6 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from quantize_cases import Scattered
 from row_ranges import spans_of, whole_groups
 
 TILE = 128
@@ -146,6 +147,13 @@ class Problem:
             self.row_range,
         )
         return tuple(tensor.to(self.device) for tensor in given)
+
+    @property
+    def scattered(self) -> tuple[Scattered, Scattered]:
+        """The weights, and their scales in tiles, as matrices in memory of their own."""
+        *_, packed, _ = self.operands
+        groups, down = len(self.splits), cdiv(self.widths[0], TILE)
+        return Scattered(self.weight), Scattered(packed[: groups * down].reshape(groups, down, -1))
 
     @property
     def options(self) -> dict[str, torch.Tensor]:

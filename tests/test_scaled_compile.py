@@ -15,6 +15,7 @@ from compiled_launches import BLACKWELL, HOPPER, WORKSTATION, atomics, catch_lau
 
 from symmoe.kernels.formats import TILE, max_tiles
 from symmoe.kernels.low_precision import scaled
+from symmoe.kernels.tensor_table import TensorTable
 
 BF16, FP16, FP32, E4M3, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
 ELEMENTS = {"mxfp8": (E4M3, 1, 32), "nvfp4": (U8, 2, 16)}  # data, elements in a byte, elements to a scale
@@ -113,6 +114,22 @@ def check(code, name, arch, most_spilled=0):
 def test_products(compile_launch, arch, shape, name):
     arguments, options = gemm_operands(name, shape)
     check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options | {"zero_tail": True}), name, arch)
+
+
+@pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
+@names
+def test_scattered_matrices(compile_launch, arch, name):
+    """Weights, their scales, and gradients. Scales of weights come by way of registers."""
+    (rows, row_scale, weight, _, *rest), options = gemm_operands(name, "odd")
+    addresses = meta(len(weight), dtype=torch.int64)
+    scales = len(weight), -(-weight.shape[1] // TILE), row_scale.shape[1] * row_scale.shape[2]
+    tables = TensorTable(addresses, tuple(weight.shape), weight.dtype), TensorTable(addresses, scales, torch.uint8)
+    code = compile_launch(arch, scaled.grouped_gemm_scaled, (rows, row_scale, *tables, *rest), options)
+    assert (EMULATED if arch == HOPPER else PRODUCT)[name] in code.ptx
+    (*operands, out), options = wgrad_operands(name, "deepseek-like FC1", FP32)
+    addresses = meta(len(out), dtype=torch.int64)
+    options["accumulate"], table = True, TensorTable(addresses, tuple(out.shape), FP32)
+    check(compile_launch(arch, scaled.grouped_gemm_wgrad_scaled, (*operands, table), options), name, arch, 16)
 
 
 @pytest.mark.slow

@@ -13,7 +13,11 @@ DATA, SCALE, OUT = (torch.float8_e4m3fn,), (torch.float32,), (torch.bfloat16, to
 
 
 def check_fp8_gemm(
-    rows: torch.Tensor, row_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out: torch.Tensor
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    weight_scale: torch.Tensor | TensorTable,
+    out: torch.Tensor,
 ) -> None:
     """ArgumentError unless these are operands and result of grouped_gemm_fp8."""
     num_rows, in_width = rows.shape

@@ -42,8 +42,8 @@ def tiles_down(num_lines: int) -> int:
 def check_scaled_gemm(
     rows: torch.Tensor,
     row_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    weight_scale: torch.Tensor | TensorTable,
     row_range: torch.Tensor,
     out: torch.Tensor,
     row_global_scale: torch.Tensor | None,
@@ -60,7 +60,11 @@ def check_scaled_gemm(
     across = tiles_across(block_format, num_bytes * block_format.elements_per_byte)
     # The most that rows of any bounds need: the host does not know them.
     _check_scale("row_scale", row_scale, max_tiles(num_rows, num_groups), across)
-    _check_scale("weight_scale", weight_scale, num_groups * tiles_down(out_width), across)
+    if isinstance(weight_scale, TensorTable):
+        shape = num_groups, tiles_down(out_width), across * TILE_BYTES
+        check_operand("weight_scale", weight_scale, shape, (torch.uint8,))
+    else:
+        _check_scale("weight_scale", weight_scale, num_groups * tiles_down(out_width), across)
     _check_global_scale("row_global_scale", row_global_scale, block_format, num_groups)
     _check_global_scale("weight_global_scale", weight_global_scale, block_format, num_groups)
     check_multiple("contracted features", num_bytes * block_format.elements_per_byte, 32)

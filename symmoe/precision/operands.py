@@ -34,6 +34,21 @@ class Operand(NamedTuple):
     global_scale: torch.Tensor | None
 
 
+class ScatteredWeight(NamedTuple):
+    """Quantised weights of G experts, each with memory of its own, e.g. from :func:`pack_weight_ptrs`. Nothing here
+    keeps that memory alive.
+
+    Attributes:
+        data: the matrices of Quantized.data.
+        scale: the matrices of its compact fp32 scales; or of uint8 scales in tiles, [tiles down, tiles across * 512].
+        global_scale: as in Operand.
+    """
+
+    data: TensorTable
+    scale: TensorTable
+    global_scale: torch.Tensor | None
+
+
 def operand(quantized: Quantized) -> Operand:
     """The numbers of a recipe with their scales laid out."""
     if quantized.scale.dtype != torch.float32:
@@ -43,7 +58,7 @@ def operand(quantized: Quantized) -> Operand:
 
 def multiply(
     rows: Operand,
-    weight: Operand,
+    weight: Operand | ScatteredWeight,
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,

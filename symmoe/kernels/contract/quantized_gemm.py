@@ -25,8 +25,8 @@ class QuantizedGemmKernels(Protocol):
         self,
         rows: Tensor,
         row_scale: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
+        weight: Tensor | TensorTable,
+        weight_scale: Tensor | TensorTable,
         row_range: Tensor,
         out: Tensor,
         *,
@@ -65,8 +65,8 @@ class QuantizedGemmKernels(Protocol):
         self,
         rows: Tensor,
         row_scale: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
+        weight: Tensor | TensorTable,
+        weight_scale: Tensor | TensorTable,
         row_range: Tensor,
         out: Tensor,
         *,
@@ -81,8 +81,9 @@ class QuantizedGemmKernels(Protocol):
 
         rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: in tiles, every group from
         a new tile on (swizzle_group_scales). weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of
-        one matrix after the other. NVFP4 needs row_global_scale and weight_global_scale, fp32[G], by which the sum is
-        multiplied, the rows' first; MXFP8 has none. out [N, O].
+        one matrix after the other, or a table of matrices [tiles down, tiles across * 512]. NVFP4 needs
+        row_global_scale and weight_global_scale, fp32[G], by which the sum is multiplied, the rows' first; MXFP8 has
+        none. out [N, O].
 
         row_scale is that of whole groups. group_range: theirs, if row_range has only some of their rows; else None.
         """

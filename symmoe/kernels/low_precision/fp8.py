@@ -26,6 +26,7 @@ from symmoe.kernels.triton.tiles import (
     describe,
     first_tail_row,
     launch_grid,
+    load_lines,
     locate_tile,
     matrix_of,
     output_tile_constants,
@@ -43,12 +44,17 @@ CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, n
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_range"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["row_scale", "weight_table", "weight_scale", "weight_scale_table", "row_range"],
+)
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
     row_scale,  # [N, blocks of C]
-    weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK]
-    weight_scale,  # [G, blocks of O, blocks of C]
+    weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK]; None with a table
+    weight_table,  # int64[G] or None
+    weight_scale,  # [G, blocks of O, blocks of C]; None with a table
+    weight_scale_table,  # int64[G] or None
     row_range,
     out,  # [N, O]
     num_rows,  # N; None: do not write the tail
@@ -72,14 +78,19 @@ def grouped_gemm_fp8_kernel(
         row = first_row + tl.arange(0, BLOCK_M)
         first_column = panel_column + n_tile * BLOCK_N
         row_scales = row_scale + row.to(tl.int64) * NUM_BLOCKS
-        weight_scales = weight_scale + (group.to(tl.int64) * COLUMN_BLOCKS + first_column // BLOCK) * NUM_BLOCKS
+        weight_scales = matrix_of(weight_scale, weight_scale_table, group, COLUMN_BLOCKS * NUM_BLOCKS, tl.float32)
+        weight_scales += first_column // BLOCK * NUM_BLOCKS
+        column = first_column + tl.arange(0, BLOCK_N)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for b in tl.range(0, NUM_BLOCKS):
             left = rows_desc.load([first_row, b * BLOCK])
-            right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
+            if weight_table is None:
+                right = weight_desc.load([group, first_column, b * BLOCK]).reshape(BLOCK_N, BLOCK)
+            else:
+                right = load_lines(weight_table, group, column, b * BLOCK, OUT_WIDTH, IN_WIDTH, BLOCK)
+                right = right.to(rows_desc.dtype, bitcast=True)
             scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
             acc += tl.dot(left, right.T) * scale[:, None]
-        column = first_column + tl.arange(0, BLOCK_N)
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
@@ -138,8 +149,8 @@ def grouped_gemm_wgrad_fp8_kernel(
 def grouped_gemm_fp8(
     rows: torch.Tensor,
     row_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    weight_scale: torch.Tensor | TensorTable,
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -168,8 +179,8 @@ def grouped_gemm_fp8(
         plan.constants,
         rows,
         row_scale,
-        weight,
-        weight_scale,
+        *packed_and_table(weight),
+        *packed_and_table(weight_scale),
         row_range,
         out,
         num_rows if zero_tail else None,

@@ -42,7 +42,9 @@ from symmoe.kernels.hopper.pipeline import (
     row_tile_prefix,
     store_chunk,
 )
+from symmoe.kernels.hopper.table import describe_table, matrix_place, matrix_pointer
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
+from symmoe.kernels.tensor_table import TensorTable, packed_and_table
 
 E4M3 = torch.float8_e4m3fn
 BLOCK_K = gl.constexpr(BLOCK)
@@ -69,8 +71,9 @@ class Fp8Pipeline(Pipeline):
 
 
 @gluon.jit
-def load(rows_desc, weight_desc, row_range, first_column, ring, PIPE: gl.constexpr):
+def load(rows_desc, weights, row_range, first_column, ring, PIPE: gl.constexpr):
     """The role load. Features past the last one come as zeros."""
+    weight_desc, weight_table, anchor = weights
     a, b, full, empty = ring
     num_bytes: gl.constexpr = rows_desc.block_type.nbytes + weight_desc.block_type.nbytes
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
@@ -78,10 +81,14 @@ def load(rows_desc, weight_desc, row_range, first_column, ring, PIPE: gl.constex
     phase = 1
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, _end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
+        if weight_table is None:
+            matrix = (group,)
+        else:
+            matrix = matrix_place(weight_table, anchor, group)
         for k in range(PIPE.num_k):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), num_bytes)
-            place = [group, n_tile * BLOCK_N, k * BLOCK_K]
+            place = matrix + (n_tile * BLOCK_N, k * BLOCK_K)  # noqa: RUF005
             tma.async_copy_global_to_shared(weight_desc, place, full.index(stage), b.index(stage))
             tma.async_copy_global_to_shared(rows_desc, [first_row, k * BLOCK_K], full.index(stage), a.index(stage))
             stage, phase = next_stage(stage, phase, PIPE)
@@ -99,13 +106,17 @@ def partial_sum(a, b):
 def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
     """Both halves of the scaled sums of a warpgroup's rows of a tile, fp32, and the ring's next stage and parity."""
     a_ring, b_ring, full, empty = ring
-    row_scale, weight_scale = scales
+    row_scale, weight_scale, weight_scale_table = scales
     row = first_row + CHUNK * WARPGROUP + gl.arange(0, CHUNK, gl.SliceLayout(1, SUMS))
     row = gl.minimum(row, end - 1)  # the scales of rows past the group's end do not matter
     row_pointers = row_scale + row.to(gl.int64) * PIPE.num_k
     block = n_tile * (BLOCK_N // HALF)
     distance = gl.where(block + 1 < PIPE.num_column_blocks, PIPE.num_k, 0)
-    left_pointer = weight_scale + (group.to(gl.int64) * PIPE.num_column_blocks + block) * PIPE.num_k
+    if weight_scale_table is None:
+        matrix = weight_scale + group.to(gl.int64) * (PIPE.num_column_blocks * PIPE.num_k)
+    else:
+        matrix = matrix_pointer(weight_scale_table, group, gl.float32)
+    left_pointer = matrix + block * PIPE.num_k
     right_pointer = left_pointer + distance
     scale = gl.load(row_pointers)
     left_scale = scale * gl.load(left_pointer)
@@ -160,14 +171,20 @@ def multiply(out_desc, scales, row_range, first_column, ring, chunks, WARPGROUP:
 
 
 @fast_launch
-@gluon.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["row_scale", "weight_scale", "row_range"])
+@gluon.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["weight_table", "row_scale", "weight_scale", "weight_scale_table", "row_range"],
+)
 def hopper_fp8_gemm_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
-    weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK_K]
+    weight_desc,  # [G, O, C], block [1, BLOCK_N, BLOCK_K]; describe_table with a table
+    weight_table,  # int64[G] or None
+    anchor,  # of weight_desc with a table, or None
     out_desc,  # [N, O], ragged, block [CHUNK, CHUNK]
     out,
     row_scale,  # fp32[N, blocks of C]
-    weight_scale,  # fp32[G, blocks of O, blocks of C]
+    weight_scale,  # fp32[G, blocks of O, blocks of C]; None with a table
+    weight_scale_table,  # int64[G] or None
     row_range,
     first_column,  # of the panel; None: all columns
     num_rows,  # N; None: do not write the tail
@@ -177,13 +194,13 @@ def hopper_fp8_gemm_kernel(
     b = gl.allocate_shared_memory(weight_desc.dtype, [PIPE.stages] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005
     chunks = gl.allocate_shared_memory(out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
     ring = (a, b, make_barriers(PIPE.stages, 1), make_barriers(PIPE.stages, 2))
-    scales = (row_scale, weight_scale)
+    scales = (row_scale, weight_scale, weight_scale_table)
     fence_async_shared()
     gl.warp_specialize(
         [
             (multiply, (out_desc, scales, row_range, first_column, ring, chunks, 0, PIPE)),
             (multiply, (out_desc, scales, row_range, first_column, ring, chunks, 1, PIPE)),
-            (load, (rows_desc, weight_desc, row_range, first_column, ring, PIPE)),
+            (load, (rows_desc, (weight_desc, weight_table, anchor), row_range, first_column, ring, PIPE)),
         ],
         [4, 1],
         [PIPE.multiply_registers, PIPE.load_registers],
@@ -195,8 +212,8 @@ def hopper_fp8_gemm_kernel(
 def launch_fp8_gemm(
     rows: torch.Tensor,
     row_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    weight_scale: torch.Tensor | TensorTable,
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -209,17 +226,22 @@ def launch_fp8_gemm(
     num_rows, num_groups = out.shape[0], weight.shape[0]
     first_column, end_column = columns or (None, out.shape[1])
     num_columns = end_column - (first_column or 0)
-    pipe, constants = _plan(num_groups, *weight.shape[1:], out.dtype, num_columns, tuple(options.items()))
+    packed, table = packed_and_table(weight)
+    pipe, constants = _plan(
+        num_groups, *weight.shape[1:], out.dtype, num_columns, table is not None, tuple(options.items())
+    )
     launch(
         hopper_fp8_gemm_kernel,
         grid(pipe, num_rows, num_sms, out.device),
         constants,
         rows,
-        weight,
+        rows if packed is None else packed,
+        table,
+        rows if packed is None else None,
         out,
         out,
         row_scale,
-        weight_scale,
+        *packed_and_table(weight_scale),
         row_range,
         first_column,
         num_rows if zero_tail else None,
@@ -233,6 +255,7 @@ def _plan(
     in_width: int,
     dtype: torch.dtype,
     num_columns: int,
+    is_table: bool,
     options: tuple[Any, ...],
 ) -> tuple[Fp8Pipeline, Constants]:
     pipe = Fp8Pipeline(
@@ -242,9 +265,10 @@ def _plan(
         panel=num_columns,
         **{"group_m": 16, **dict(options)},
     )
+    block = [BLOCK_N.value, BLOCK_K.value]
     descriptors = {
         0: describe([BLOCK_M.value, BLOCK_K.value], E4M3),
-        1: describe([1, BLOCK_N.value, BLOCK_K.value], E4M3),
-        2: describe_ragged(dtype),
+        1: describe_table(block, E4M3, out_width, in_width) if is_table else describe([1, *block], E4M3),
+        4: describe_ragged(dtype),
     }
     return pipe, Constants({"PIPE": pipe, "num_warps": NUM_WARPS}, descriptors)

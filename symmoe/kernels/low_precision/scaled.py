@@ -35,7 +35,9 @@ from symmoe.kernels.triton.tiles import (
     describe,
     first_tail_row,
     launch_grid,
+    load_lines,
     matrix_of,
+    matrix_pointer,
     output_tile_constants,
     row_tile_prefix,
     store_gradient,
@@ -47,7 +49,7 @@ from symmoe.kernels.triton.tiles import (
 )
 
 TILE = tl.constexpr(formats.TILE)
-TILE_BLOCKS = tl.constexpr(scaled.TILE_BLOCKS)
+TILE_BLOCKS, TILE_BYTES = tl.constexpr(scaled.TILE_BLOCKS), tl.constexpr(scaled.TILE_BYTES)
 E2M1_SHIFT = tl.constexpr(2.0**126)  # E2M1's exponent bias is 1, that of fp32 is 127
 
 # By element, with the least output columns for a tile. block_k counts elements; 128 bytes of a line are the
@@ -81,6 +83,31 @@ def tile_scales(desc, down, across, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """Scales [DOWN * 128 lines, ACROSS * 4 blocks] of DOWN x ACROSS tiles."""
     # In a tile: [row % 32, row / 32, block]; as [2, 256], because TMA's boxes are at most 256 long.
     tiles = desc.load([down, across, 0, 0]).reshape(DOWN, ACROSS, 32, 4, TILE_BLOCKS)
+    return tiles.trans(0, 3, 2, 1, 4).reshape(DOWN * TILE, ACROSS * TILE_BLOCKS)
+
+
+@triton.jit
+def scattered_scales(
+    table,
+    group,
+    down,
+    across,
+    ELEMENT: tl.constexpr,
+    NUM_DOWN: tl.constexpr,
+    NUM_ACROSS: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    """tile_scales of matrix `group` of a table, which has NUM_DOWN x NUM_ACROSS tiles; zeros outside of it."""
+    line = down + tl.arange(0, DOWN)
+    place = across + tl.arange(0, ACROSS)
+    tile = line[:, None, None] * NUM_ACROSS + place[None, :, None]
+    pointers = matrix_pointer(table, group, tl.uint8) + tile * TILE_BYTES + tl.arange(0, TILE_BYTES)[None, None, :]
+    inside = (line < NUM_DOWN)[:, None, None] & (place < NUM_ACROSS)[None, :, None]
+    tiles = tl.load(pointers, mask=inside, other=0)
+    if ELEMENT == "e2m1":
+        tiles = tiles.to(tl.float8e4nv, bitcast=True)
+    tiles = tiles.reshape(DOWN, ACROSS, 32, 4, TILE_BLOCKS)
     return tiles.trans(0, 3, 2, 1, 4).reshape(DOWN * TILE, ACROSS * TILE_BLOCKS)
 
 
@@ -140,13 +167,22 @@ def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr, GROUP_LA
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_global_scale", "weight_global_scale", "row_range", "group_range"],
+    do_not_specialize_on_alignment=[
+        "weight_table",
+        "weight_scale_table",
+        "row_global_scale",
+        "weight_global_scale",
+        "row_range",
+        "group_range",
+    ],
 )
 def grouped_gemm_scaled_kernel(
     rows_desc,  # bytes [N, C], block [BLOCK_M, STEP]
     row_scale_desc,  # [tiles, ACROSS or more, 2, 256]: tile_scales
-    weight_desc,  # bytes [G, O, C], block [1, BLOCK_N, STEP]
-    weight_scale_desc,
+    weight_desc,  # bytes [G, O, C], block [1, BLOCK_N, STEP]; None with a table
+    weight_table,  # int64[G] or None
+    weight_scale_desc,  # None with a table
+    weight_scale_table,  # int64[G] or None
     row_global_scale,  # fp32[G] or None
     weight_global_scale,
     row_range,
@@ -165,6 +201,7 @@ def grouped_gemm_scaled_kernel(
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,  # bytes of a line
     ACROSS: tl.constexpr,  # tiles of their scales
+    TILES_ACROSS: tl.constexpr,  # of a whole line
     GROUP_M: tl.constexpr,
 ):
     tl.static_assert(BLOCK_M == TILE)
@@ -196,9 +233,21 @@ def grouped_gemm_scaled_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for i in tl.range(0, (LINE_BYTES + STEP - 1) // STEP):
             left = rows_desc.load([first_row, i * STEP])
-            right = weight_desc.load([group, first_column, i * STEP]).reshape(BLOCK_N, STEP)
+            if weight_table is None:
+                right = weight_desc.load([group, first_column, i * STEP]).reshape(BLOCK_N, STEP)
+            else:
+                column = first_column + tl.arange(0, BLOCK_N)
+                right = load_lines(weight_table, group, column, i * STEP, OUT_WIDTH, LINE_BYTES, STEP)
+                right = right.to(rows_desc.dtype, bitcast=True)
             left_scale = tile_scales(row_scale_desc, row_tile, i * ACROSS, 1, ACROSS)
-            right_scale = tile_scales(weight_scale_desc, weight_tile, i * ACROSS, BLOCK_N // TILE, ACROSS)
+            if weight_scale_table is None:
+                right_scale = tile_scales(weight_scale_desc, weight_tile, i * ACROSS, BLOCK_N // TILE, ACROSS)
+            else:
+                down: tl.constexpr = BLOCK_N // TILE
+                first_down = first_column // TILE
+                right_scale = scattered_scales(
+                    weight_scale_table, group, first_down, i * ACROSS, ELEMENT, WEIGHT_TILES, TILES_ACROSS, down, ACROSS
+                )
             acc = add_products(acc, left, left_scale, right, right_scale, ELEMENT, NATIVE, BLOCK_M, BLOCK_N, STEP)
         acc = apply_global_scales(acc, row_global_scale, weight_global_scale, group, True)
         row = first_row + tl.arange(0, BLOCK_M)
@@ -271,8 +320,8 @@ def grouped_gemm_wgrad_scaled_kernel(
 def grouped_gemm_scaled(
     rows: torch.Tensor,
     row_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    weight_scale: torch.Tensor | TensorTable,
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -301,8 +350,8 @@ def grouped_gemm_scaled(
         plan.constants,
         rows,
         row_scale,
-        weight,
-        weight_scale,
+        *packed_and_table(weight),
+        *packed_and_table(weight_scale),
         row_global_scale,
         weight_global_scale,
         row_range,
@@ -367,6 +416,7 @@ def _gemm_plan(
         "GROUP_LANES": next_power_of_2(num_groups),
         "OUT_WIDTH": out_width,
         "LINE_BYTES": line_bytes,
+        "TILES_ACROSS": scaled.tiles_across(block_format, line_bytes * block_format.elements_per_byte),
         "COLUMNS": num_columns,
         **_tile_constants(config, block_format, unit, step, across),
     }
@@ -374,7 +424,7 @@ def _gemm_plan(
         0: describe([config.block_m, step]),
         1: _describe_scales(1, across, block_format),
         2: describe([1, config.block_n, step]),
-        3: _describe_scales(config.block_n // formats.TILE, across, block_format),
+        4: _describe_scales(config.block_n // formats.TILE, across, block_format),
     }
     return Plan(config, ceil_div(num_columns, config.block_n), Constants(constants, descriptors))
 

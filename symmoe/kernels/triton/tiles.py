@@ -159,6 +159,16 @@ def matrix_of(matrices, table, group, SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def load_lines(
+    table, group, line, first_byte, NUM_LINES: tl.constexpr, LINE_BYTES: tl.constexpr, NUM_BYTES: tl.constexpr
+):
+    """uint8 [lines, NUM_BYTES] of matrix `group` of a table; zeros outside of it."""
+    byte = first_byte + tl.arange(0, NUM_BYTES)
+    pointers = matrix_pointer(table, group, tl.uint8) + line.to(tl.int64)[:, None] * LINE_BYTES + byte[None, :]
+    return tl.load(pointers, mask=(line < NUM_LINES)[:, None] & (byte < LINE_BYTES)[None, :], other=0)
+
+
+@triton.jit
 def load_tile(first, row, column, row_mask, column_mask, WIDTH: tl.constexpr):
     """Tile [rows, columns] of a row-major matrix of WIDTH columns; zeros where a mask is false.
 

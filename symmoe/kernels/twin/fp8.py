@@ -9,14 +9,14 @@ import torch
 from symmoe.kernels.fp8 import BLOCK, check_fp8_gemm, check_fp8_wgrad, num_blocks
 from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, store_sum, zero_rows
+from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, multiply, multiply_rows, store_sum, zero_rows
 
 
 def grouped_gemm_fp8(
     rows: torch.Tensor,
     row_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    weight_scale: torch.Tensor | TensorTable,
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -32,8 +32,8 @@ def grouped_gemm_fp8(
         partial = torch.empty_like(total)
         for b in range(num_blocks(rows.shape[1])):
             block = slice(b * BLOCK, (b + 1) * BLOCK)
-            multiply_rows(partial, rows[span, block].float(), weight[g, :, block].float().t(), columns)
-            features = weight_scale[g, :, b].repeat_interleave(BLOCK)[: out.shape[1]]
+            multiply_rows(partial, rows[span, block].float(), matrix(weight, g)[:, block].float().t(), columns)
+            features = matrix(weight_scale, g)[:, b].repeat_interleave(BLOCK)[: out.shape[1]]
             total[:, inside] += partial[:, inside] * (row_scale[span, b, None] * features[inside])
         out[span, inside] = total[:, inside].to(out.dtype)
     if zero_tail:

@@ -53,6 +53,13 @@ def matrix(matrices: torch.Tensor | TensorTable, group: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=matrices.dtype).view(num_rows, num_columns)
 
 
+def packed(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
+    """[G, rows, columns]: a packed tensor itself, or a copy of a table's matrices."""
+    if isinstance(matrices, torch.Tensor):
+        return matrices
+    return torch.stack([matrix(matrices, group) for group in range(matrices.shape[0])])
+
+
 def store_sum(out: torch.Tensor | TensorTable, group: int, total: torch.Tensor, *, accumulate: bool) -> None:
     """Stores an fp32 sum in matrix `group` of out, or adds it in fp32."""
     out_g = matrix(out, group)

@@ -8,7 +8,7 @@ from symmoe.kernels import formats
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.operands import check_column_scale, given
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, take_rows
+from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, packed, take_rows
 from symmoe.kernels.twin.hadamard import hadamard
 from symmoe.kernels.twin.philox import random_words
 
@@ -82,8 +82,7 @@ def quantize_weight_pairs(
     amax: torch.Tensor | None = None,
 ) -> None:
     quantize_weights(weight, data, scale, block_format, amax=amax)
-    packed = torch.stack([matrix(weight, g) for g in range(weight.shape[0])])
-    quantize_weights(packed.mT, transposed_data, transposed_scale, block_format, amax=amax)
+    quantize_weights(packed(weight).mT, transposed_data, transposed_scale, block_format, amax=amax)
 
 
 def weight_amax(weight: torch.Tensor | TensorTable, amax: torch.Tensor) -> None:

@@ -6,9 +6,18 @@ import torch
 
 from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups, panel
-from symmoe.kernels.scaled import check_scaled_gemm, check_scaled_wgrad, tiles_down
+from symmoe.kernels.scaled import TILE_BYTES, check_scaled_gemm, check_scaled_wgrad, tiles_down
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, multiply, multiply_rows, store_sum, zero_rows
+from symmoe.kernels.twin.gemm import (
+    filled_groups,
+    groups,
+    matrix,
+    multiply,
+    multiply_rows,
+    packed,
+    store_sum,
+    zero_rows,
+)
 from symmoe.kernels.twin.scale_tiles import unswizzle_group_scales
 
 E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
@@ -17,8 +26,8 @@ E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, 
 def grouped_gemm_scaled(
     rows: torch.Tensor,
     row_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    weight: torch.Tensor | TensorTable,
+    weight_scale: torch.Tensor | TensorTable,
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -37,7 +46,10 @@ def grouped_gemm_scaled(
     num_groups, out_width, _ = weight.shape
     left = _numbers(rows, row_scale, row_range if group_range is None else group_range, block_format)
     lines = equal_groups(num_groups, out_width, row_range.device)
-    right = _numbers(weight.flatten(0, 1), weight_scale, lines, block_format).view(num_groups, out_width, -1)
+    tiles = packed(weight_scale)
+    if isinstance(weight_scale, TensorTable):
+        tiles = tiles.view(-1, tiles.shape[2] // TILE_BYTES, TILE_BYTES)
+    right = _numbers(packed(weight).flatten(0, 1), tiles, lines, block_format).view(num_groups, out_width, -1)
     for g, span in filled_groups(row_range):
         total = torch.zeros((span.stop - span.start, out_width), dtype=torch.float32, device=out.device)
         multiply_rows(total, left[span], right[g].t(), columns)
