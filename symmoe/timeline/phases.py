@@ -171,9 +171,8 @@ PHASES = (
             "quantize_weight_pairs",
             "quantize_weights",
             "requantize_columns",
-            "swizzle_group_scales",
             "swizzle_scales",
-            "unswizzle_group_scales",
+            "unswizzle_scales",
         ),
         kernels=(
             "act_quantize_columns_kernel",
@@ -191,9 +190,8 @@ PHASES = (
             "quantize_weight_pairs_kernel",
             "quantize_weights_kernel",
             "requantize_columns_kernel",
-            "swizzle_group_scales_kernel",
             "swizzle_scales_kernel",
-            "unswizzle_group_scales_kernel",
+            "unswizzle_scales_kernel",
         ),
     ),
     Phase(

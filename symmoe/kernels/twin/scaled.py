@@ -8,7 +8,7 @@ from symmoe.kernels.formats import TILE, BlockFormat
 from symmoe.kernels.gemm_parts import equal_groups, panel
 from symmoe.kernels.scaled import check_scaled_gemm, check_scaled_wgrad, tiles_down
 from symmoe.kernels.twin.gemm import filled_groups, groups, multiply, multiply_rows, zero_rows
-from symmoe.kernels.twin.scale_tiles import unswizzle_group_scales
+from symmoe.kernels.twin.scale_tiles import unswizzle_scales
 
 E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
 
@@ -87,7 +87,7 @@ def _numbers(
     compact = torch.zeros(
         (data.shape[0], block_format.num_blocks(values.shape[1])), dtype=torch.uint8, device=data.device
     )
-    unswizzle_group_scales(scale, line_range, compact)
+    unswizzle_scales(scale, line_range, compact)
     scales = compact.view(block_format.scale_dtype).float()
     return values * scales.repeat_interleave(block_format.block, dim=1)
 
