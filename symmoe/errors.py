@@ -56,7 +56,7 @@ class WrongResult(SymmoeError):
 
 
 class StaleLease(SymmoeError):
-    """A lease was used or released after it had been released."""
+    """A lease was used or released after it had been released, or its memory used after its heap was closed."""
 
 
 class StalePlan(SymmoeError):

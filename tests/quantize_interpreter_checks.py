@@ -112,8 +112,8 @@ def check_tiles(row_range, num_rows, num_blocks):
     scale = torch.randint(1, 255, (num_rows, num_blocks)).to(torch.uint8)
     results = []
     for swizzle, unswizzle in (
-        (twin.swizzle_group_scales, twin.unswizzle_group_scales),
-        (scale_tiles.swizzle_group_scales, scale_tiles.unswizzle_group_scales),
+        (twin.swizzle_scales, twin.unswizzle_scales),
+        (scale_tiles.swizzle_scales, scale_tiles.unswizzle_scales),
     ):
         shape = (max_tiles(num_rows, row_range.shape[1]), -(-num_blocks // 4), 512)
         swizzled, back = filled(shape, torch.uint8), filled(scale.shape, torch.uint8)

@@ -188,7 +188,7 @@ def test_the_public_functions_choose_the_kernels_for_hopper(launches, monkeypatc
     gpu_fp8.grouped_gemm_fp8(*gemm_operands(shape), columns=(256, 512), num_sms=5)
     launch = launches.pop_one()
     pipe = launch.kwargs["PIPE"]
-    assert (launch.grid, launch.args[7], pipe.num_n_tiles, pipe.num_k) == ((5,), 256, 1, 9)
+    assert (launch.grid, launch.args[10], pipe.num_n_tiles, pipe.num_k) == ((5,), 256, 1, 9)
     for dtype, accumulate in ((BF16, False), (FP32, True)):
         gpu_fp8.grouped_gemm_wgrad_fp8(*wgrad_operands(shape, dtype), accumulate=accumulate, num_sms=5)
         launch = launches.pop_one()

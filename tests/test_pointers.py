@@ -16,7 +16,7 @@ from symmoe import SymmetricHeap, copy_data_ptrs_to_device, copy_host_to_device,
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import twin
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.kernels.twin.pointers import swizzled_scale_bytes
+from symmoe.symm_mem import arena_ranges
 
 UNTOUCHED = 0x5A
 
@@ -128,7 +128,53 @@ def test_the_address_of_a_released_lease_is_not_given_out(stale):
     compact = {"fc1_scales": [good, good], "fc2_scales": [good, tensor]}
     with pytest.raises(StaleLease, match=r"^fc2_scales\[1\] is memory of lease 'mine'"):
         pack_weight_ptrs([good, good], [good, good], **compact)
+    with pytest.raises(StaleLease, match=r"^fc1_scales\[0\] is memory of lease 'mine'"):
+        pack_weight_ptrs(fc1_scales=[tensor.view(torch.uint8)], swizzle="nvfp4")
     assert copy_data_ptrs_to_device([good, others], "cpu").tolist() == [good.data_ptr(), others.data_ptr()]
+
+
+@pytest.mark.usefixtures("reader")
+def test_memory_of_a_closed_heap_is_not_given_out():
+    good = torch.zeros(4)
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        released, kept = (heap.lease((4,), torch.float32, name=name) for name in ("released", "kept"))
+        tensors = released.tensor, kept.tensor
+        released.release()
+        copy_data_ptrs_to_device([good, tensors[1]], "cpu")
+    for tensor, text in zip(
+        tensors, ("'released' .*, which was released", "'kept' .*, whose heap was closed"), strict=True
+    ):
+        with pytest.raises(StaleLease, match=rf"^tensors\[1\] is memory of lease {text}$"):
+            copy_data_ptrs_to_device([good, tensor], "cpu")
+
+
+def test_only_memory_of_arenas_is_looked_at(monkeypatch):
+    """What makes the check cheap: leases of other tensors are not looked at, however many there are."""
+    looks = []
+    monkeypatch.setattr("symmoe.grouped.pointers.stale_problem", lambda name, tensor: looks.append(name))
+    tensors = [torch.zeros(4) for _ in range(600)]
+    with SymmetricHeap(num_bytes=1 << 20, backend="host") as heap:
+        tensors[7] = heap.lease((4,), torch.float32).tensor
+        copy_data_ptrs_to_device(tensors, "cpu")
+        pack_weight_ptrs(fc2_scales=tensors)
+    assert looks == ["tensors[7]", "fc2_scales[7]"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=12))
+def test_ranges_of_arenas(arenas):
+    """Against sets of addresses; ranges that meet are kept as one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena_ranges, "_bounds", np.empty(0, np.int64))
+        covered = set()
+        for start, size in arenas:
+            arena_ranges.add(start, size)
+            covered |= {*range(start, start + size)}
+        addresses = [*range(60), 5]
+        inside = arena_ranges.positions_inside(np.array(addresses).tobytes())
+        assert inside == [i for i, address in enumerate(addresses) if address in covered]
+        assert len(arena_ranges._bounds) == 2 * sum(address - 1 not in covered for address in covered)
+        assert arena_ranges.positions_inside(b"") == []
 
 
 def test_sparse_tensors_are_refused():
@@ -245,79 +291,171 @@ def up(value, multiple):
     return -(-value // multiple) * multiple
 
 
-def test_scales_are_swizzled_under_another_default_device():
-    weights, compact = weights_of(2, 128, 64), scales(2, 128, 2)
-    want = pack_weight_ptrs(weights, weights, fc1_scales=compact, fc2_scales=compact, scale_layout="mxfp8_rowwise")
-    with torch.device("meta"):
-        found = pack_weight_ptrs(weights, weights, fc1_scales=compact, fc2_scales=compact, scale_layout="mxfp8_rowwise")
-    assert torch.equal(found.swizzled, want.swizzled)
+SWIZZLES = ("mxfp8_rowwise", "mxfp8_columnwise", "nvfp4")
+
+
+def compact_scales(swizzle, shape, is_padded):
+    """Weight, compact scales of numbers from 1 to 249, and (scales [row][block], rows, blocks) for the formula.
+
+    Padding of the scales is 255, and must not come through.
+    """
+    M, K = shape
+    block, is_columnwise = 16 if swizzle == "nvfp4" else 32, swizzle == "mxfp8_columnwise"
+    rows, blocks = (K, up(M, block) // block) if is_columnwise else (M, up(K, block) // block)
+    compact = torch.full((up(rows, 128), up(blocks, 4)) if is_padded else (rows, blocks), 0xFF, dtype=torch.uint8)
+    compact[:rows, :blocks] = torch.randint(1, 250, (rows, blocks))
+    weight = torch.zeros(M, K // (2 if swizzle == "nvfp4" else 1), dtype=torch.uint8)
+    return weight, compact.t().contiguous() if is_columnwise else compact, (compact.tolist(), rows, blocks)
+
+
+def assert_swizzled(packed, tables, formulas):
+    """The matrices of these tables lie in packed.swizzled one after the other, as the formula says."""
+    memory, start = packed.swizzled.tolist(), packed.swizzled.data_ptr()
+    expected, addresses = [], []
+    for formula in formulas:
+        addresses.append(start + len(expected))
+        expected += swizzle_by_formula(*formula)
+    assert torch.cat(tables).tolist() == addresses
+    assert memory == expected
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(name, bytes or matrices) of every launch that a GPU would have: copies of 4080 bytes, and swizzles."""
+    launches = []
+    copy, swizzle = twin.copy_host_to_device, twin.swizzle_scales
+
+    def copied(data, destination):
+        launches.extend(("copy", min(4080, len(data) - start)) for start in range(0, len(data), 4080))
+        copy(data, destination)
+
+    def swizzled(table, row_range, destination):
+        launches.append(("swizzle", len(table.sources)))
+        swizzle(table, row_range, destination)
+
+    monkeypatch.setattr(twin, "copy_host_to_device", copied)
+    monkeypatch.setattr(twin, "swizzle_scales", swizzled)
+    return launches
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("layout", ["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"])
-def test_scales_are_swizzled(layout, is_padded, monkeypatch):
-    """Against loops over the formula; padding of the compact scales is poison and must not come through."""
-    num_groups, shapes, block = 3, ((160, 96), (70, 300)), 16 if layout == "nvfp4" else 32
-    copies = []
-    copy = twin.copy_host_to_device
-    monkeypatch.setattr(twin, "copy_host_to_device", lambda *args: (copies.append(len(args[0])), copy(*args)))
-    data, scales, extents = [], [], []
-    for M, K in shapes:
-        is_columnwise = layout == "mxfp8_columnwise"
-        extent = (K, up(M, block) // block) if is_columnwise else (M, up(K, block) // block)
-        wanted = extent[::-1] if is_columnwise else extent
-        lies_in = wanted
-        if is_padded:
-            lies_in = (
-                (up(wanted[0], 4), up(wanted[1], 128)) if is_columnwise else (up(extent[0], 128), up(extent[1], 4))
-            )
-        data.append(weights_of(num_groups, M, K // (2 if layout == "nvfp4" else 1), dtype=torch.float16))
-        compact = [torch.full(lies_in, 0xFF, dtype=torch.uint8) for _ in range(num_groups)]
-        for c in compact:
-            c[: wanted[0], : wanted[1]] = torch.randint(1, 250, wanted)
-        scales.append(compact)
-        extents.append(extent)
-    packed = pack_weight_ptrs(*data, fc1_scales=scales[0], fc2_scales=scales[1], scale_layout=layout)
-    assert copies == [6 * num_groups * 8]  # one, of data, compact and swizzled scales
-    assert packed.fc1.tolist() == [w.data_ptr() for w in data[0]]
-    assert packed.fc2.tolist() == [w.data_ptr() for w in data[1]]
-    start = packed.swizzled.data_ptr()
-    for table, compact, (rows, blocks) in zip((packed.fc1_scales, packed.fc2_scales), scales, extents, strict=True):
-        size = swizzled_scale_bytes(rows, blocks)
-        assert table.tolist() == list(range(start, start + num_groups * size, size))
-        for c in compact:
-            matrix = c.t() if layout == "mxfp8_columnwise" else c
-            offset = start - packed.swizzled.data_ptr()
-            got = packed.swizzled[offset : offset + size].tolist()
-            assert got == swizzle_by_formula(matrix.tolist(), rows, blocks)
-            start += size
-    assert start == packed.swizzled.data_ptr() + packed.swizzled.numel()
+@pytest.mark.parametrize("swizzle", SWIZZLES)
+@pytest.mark.usefixtures("reader")
+def test_scales_are_swizzled(swizzle, is_padded, launched):
+    """Two layers, whose matrices have different shapes, in two launches."""
+    layers = [
+        [compact_scales(swizzle, shape, is_padded) for shape in shapes]
+        for shapes in (((160, 96), (70, 300), (160, 96)), ((33, 64), (160, 96)))
+    ]
+    (fc1, scales1, formulas1), (fc2, scales2, formulas2) = (zip(*layer, strict=True) for layer in layers)
+    packed = pack_weight_ptrs(fc1, fc2, fc1_scales=scales1, fc2_scales=scales2, swizzle=swizzle)
+    assert packed.fc1.tolist() == [w.data_ptr() for w in fc1]
+    assert packed.fc2.tolist() == [w.data_ptr() for w in fc2]
+    assert_swizzled(packed, [packed.fc1_scales, packed.fc2_scales], formulas1 + formulas2)
+    num_shapes = 2 + 2  # of each list
+    assert launched == [("copy", 5 * (8 + 20) + num_shapes * 16), ("swizzle", 5)]
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+@pytest.mark.parametrize("swizzle", SWIZZLES)
+def test_one_layer(name, swizzle, launched):
+    weights, scales, formulas = zip(*(compact_scales(swizzle, (64, 32 * i), False) for i in (1, 5)), strict=True)
+    other = "fc2" if name == "fc1" else "fc1"
+    for lists in ({name: weights}, {f"{name}_scales": scales}, {name: weights, f"{name}_scales": scales}):
+        packed = pack_weight_ptrs(**lists)
+        for key in (name, f"{name}_scales"):
+            assert key not in lists or getattr(packed, key).tolist() == [t.data_ptr() for t in lists[key]]
+        assert getattr(packed, other).tolist() == []
+        assert getattr(packed, f"{other}_scales") is packed.swizzled is None
+    packed = pack_weight_ptrs(**lists, swizzle=swizzle)
+    assert getattr(packed, name).tolist() == [w.data_ptr() for w in weights]
+    assert_swizzled(packed, [getattr(packed, f"{name}_scales")], formulas)
+    assert [kind for kind, _ in launched] == ["copy"] * 4 + ["swizzle"]
+
+
+@pytest.mark.parametrize("swizzle", SWIZZLES)
+def test_scales_without_weights(swizzle, launched):
+    """They are taken as a whole: extents are those of the compact matrices."""
+    shapes = (160, 96), (8, 2048), (160, 96)
+    _, scales, formulas = zip(*(compact_scales(swizzle, shape, False) for shape in shapes), strict=True)
+    packed = pack_weight_ptrs(fc2_scales=scales, swizzle=swizzle)
+    assert packed.fc1.tolist() == packed.fc2.tolist() == []
+    assert packed.fc1_scales is None
+    assert_swizzled(packed, [packed.fc2_scales], formulas)
+    assert launched == [("copy", 3 * 16 + 2 * 16 + 3 * 4), ("swizzle", 3)]
+    packed = pack_weight_ptrs(fc1_scales=scales[:1], fc2_scales=scales[1:], swizzle=swizzle)
+    assert_swizzled(packed, [packed.fc1_scales, packed.fc2_scales], formulas)
+
+
+def test_more_addresses_than_a_launch_carries(launched):
+    shapes = [(32, 32 * (1 + i % 7)) for i in range(600)]
+    weights, scales, formulas = zip(*(compact_scales("mxfp8_rowwise", shape, False) for shape in shapes), strict=True)
+    packed = pack_weight_ptrs(weights, fc2_scales=scales, swizzle="mxfp8_rowwise")
+    assert packed.fc1.tolist() == [w.data_ptr() for w in weights]
+    assert_swizzled(packed, [packed.fc2_scales], formulas)
+    num_bytes = 600 * (8 + 20) + 7 * 16
+    assert launched == [("copy", 4080)] * 4 + [("copy", num_bytes - 4 * 4080), ("swizzle", 600)]
+
+
+def test_scales_are_swizzled_under_another_default_device():
+    weights, compact = weights_of(2, 128, 64), scales(2, 128, 2)
+    want = pack_weight_ptrs(weights, fc1_scales=compact, fc2_scales=compact, swizzle="mxfp8_rowwise")
+    with torch.device("meta"):
+        found = pack_weight_ptrs(weights, fc1_scales=compact, fc2_scales=compact, swizzle="mxfp8_rowwise")
+    assert torch.equal(found.swizzled, want.swizzled)
 
 
 def scales(num_groups, *shape, dtype=torch.uint8):
     return [torch.ones(shape).to(dtype) for _ in range(num_groups)]
 
 
+NONE_GIVEN = dict.fromkeys(("fc1_scales", "fc2_scales"))
+NVFP4 = {"swizzle": "nvfp4", "fc2_scales": None}
+PACKED = r"\(two elements in a byte of data\)"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fc1": []}, r"fc1 \(0 matrices\) and fc2 \(2 matrices\) must not be empty"),
-        ({"scale_layout": "fp8"}, r"scale_layout \('fp8'\) must be None or one of mxfp8_rowwise, "),
-        ({"fc2_scales": None}, r"fc1_scales and fc2_scales must both be given .* given: \['fc1_scales'\]"),
-        (
-            {"fc1_scales": None, "fc2_scales": None},
-            r"must both be given \(scale_layout is 'mxfp8_rowwise'\); given: \[\]",
-        ),
+        ({"swizzle": "fp8"}, r"swizzle \('fp8'\) must be None or one of mxfp8_rowwise, mxfp8_columnwise, nvfp4"),
+        (NONE_GIVEN, r"swizzle is 'mxfp8_rowwise'; fc1_scales or fc2_scales must have tensors, both have 0"),
+        ({**NONE_GIVEN, "swizzle": None, "fc1": [], "fc2": []}, r"fc1, fc2, fc1_scales or .* all have 0"),
         ({"fc1_scales": scales(3, 64, 2)}, r"fc1_scales has 3 tensors; fc1 has 2"),
-        ({"fc1_scales": scales(2, 64, 1)}, r"fc1_scales has shape \[64, 1\]; mxfp8_rowwise .*\[64, 2\]"),
-        ({"fc1_scales": scales(2, 128)}, r"fc1_scales has shapes \[\[128\]\]; .* all must have one, with 2 dims"),
-        ({"fc1_scales": scales(2, 64, 2, dtype=torch.float16)}, r"fc1_scales \(torch.float16\) .* one-byte scales"),
-        ({"fc1_scales": [s.t() for s in scales(2, 2, 64)]}, r"fc1_scales \(torch.uint8\) must be contiguous"),
+        ({"fc2_scales": []}, r"fc2_scales has 0 tensors; fc2 has 2"),
+        ({"fc1": [3, torch.ones(2)]}, r"fc1\[0\] is a int; it must be a tensor"),
+        ({"fc1_scales": [*scales(1, 64, 2), 3]}, r"fc1_scales\[1\] is a int; it must be a tensor on cpu"),
+        (
+            {"fc2_scales": [*scales(1, 64, 2), *scales(1, 64, 1)]},
+            r"fc2_scales\[1\] has shape \[64, 1\]; mxfp8_rowwise scales of fc2\[1\] \[64, 64\] need at least \[64, 2\]",
+        ),
+        (
+            {"fc1_scales": scales(2, 2, 63), "swizzle": "mxfp8_columnwise"},
+            r"fc1_scales\[0\] has shape \[2, 63\]; mxfp8_columnwise .* need at least \[2, 64\]",
+        ),
+        (
+            {**NVFP4, "fc1_scales": scales(2, 64, 7)},
+            rf"fc1_scales\[0\] has shape \[64, 7\]; nvfp4 .* fc1\[0\] \[64, 64\] {PACKED} need at least \[64, 8\]",
+        ),
+        (
+            {"fc1_scales": [*scales(1, 64, 2), *scales(1, 128)]},
+            r"fc1_scales\[1\] has shape \[128\]; it must have 2 dims for mxfp8_rowwise$",
+        ),
+        (
+            {**NVFP4, "fc1": weights_of(2, 64), "fc1_scales": scales(2, 64, 8)},
+            rf"fc1\[0\] has shape \[64\]; it must have 2 dims for nvfp4 {PACKED}",
+        ),
+        (
+            {"fc1_scales": [*scales(1, 64, 2), *scales(1, 64, 2, dtype=torch.float16)]},
+            r"fc1_scales\[1\] has dtype torch.float16 of 2 bytes; mxfp8_rowwise scales have 1 byte",
+        ),
+        (
+            {"fc1_scales": [s.t() for s in scales(2, 2, 64)]},
+            r"fc1_scales\[0\] has strides \[1, 64\]; it must be contiguous",
+        ),
         (
             {"fc1": [torch.ones(64, 64), torch.ones(64, 64).t()]},
             r"fc1\[1\] has strides \[1, 64\]; it must be contiguous",
         ),
-        ({"fc2": [torch.ones(64, 64), torch.ones(32, 64)]}, r"fc2 has shapes \[\[32, 64\], \[64, 64\]\]"),
         (
             {"fc2": [torch.ones(64, 64), torch.ones(64 * 64 + 1)[1:].view(64, 64)]},
             r"fc2\[1\] starts at address",
@@ -331,7 +469,7 @@ def test_wrong_weights_are_refused(changes, message):
         "fc2": weights_of(2, 64, 64),
         "fc1_scales": scales(2, 64, 2),
         "fc2_scales": scales(2, 64, 2),
-        "scale_layout": "mxfp8_rowwise",
+        "swizzle": "mxfp8_rowwise",
         **changes,
     }
     with pytest.raises(ArgumentError, match=message):
@@ -399,24 +537,3 @@ def test_the_copy_kernel_assembles(tmp_path, arch):
     # The payload is read where it is: no copy of it on the stack.
     assert "0 bytes stack frame, 0 bytes spill stores" in report.stderr
     assert gpu_pointers.HEADER.size + gpu_pointers.PAYLOAD_BYTES == gpu_pointers.PARAM_BYTES == 4096
-
-
-@pytest.mark.parametrize("strides", [(64, 1), (1, 7168)])
-def test_the_swizzle_kernel_compiles(strides):
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from symmoe.kernels.triton import pointers as gpu_pointers
-
-    constants = {"NUM_ROWS": 7168, "NUM_BLOCKS": 64, "ROW_STRIDE": strides[0], "BLOCK_STRIDE": strides[1]}
-    constants |= {"NUM_TILES": 56 * 16, "TILES": gpu_pointers.TILES_PER_PROGRAM}
-    source = ASTSource(
-        gpu_pointers.swizzle_scales_kernel.kernel,
-        {"pointers": "*i64", "swizzled": "*u8", **dict.fromkeys(constants, "constexpr")},
-        constants,
-        {(1,): [["tt.divisibility", 16]]},
-    )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-    assert "st.global.v4.b32" in ptx  # tiles are written 16 bytes at a time
-    assert ".local" not in ptx

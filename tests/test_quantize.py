@@ -347,7 +347,7 @@ def test_swizzled_scales(num_blocks):
     scale = torch.randint(1, 255, (num_rows, num_blocks), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     num_tiles, across = max_tiles(num_rows, len(SPLITS)), -(-num_blocks // 4)
     swizzled = filled((num_tiles, across, 512), torch.uint8)
-    twin.swizzle_group_scales(scale, row_range, swizzled)
+    twin.swizzle_scales(scale, row_range, swizzled)
     expected, tile = np.full((num_tiles, across * 512), FILL, np.uint8), 0
     for start, end in row_range.t().tolist():
         num_group_tiles = -(-(end - start) // 128)
@@ -359,7 +359,7 @@ def test_swizzled_scales(num_blocks):
         tile += num_group_tiles
     assert np.array_equal(swizzled.view(num_tiles, -1).numpy(), expected)
     back = filled((num_rows, num_blocks), torch.uint8)
-    twin.unswizzle_group_scales(swizzled, row_range, back)
+    twin.unswizzle_scales(swizzled, row_range, back)
     end = int(row_range[1, -1])
     assert torch.equal(back[:end], scale[:end])
     assert (back[end:] == FILL).all()

@@ -26,7 +26,7 @@ from quantize_cases import (
 
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
 from symmoe.kernels.low_precision import quantize, scale_tiles, wire
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.tensor_table import ScaleTable, TensorTable
 
 FORMATS = {
     "float8_block": BlockFormat(element="e4m3", scale="fp32", block=128),
@@ -194,12 +194,23 @@ def test_amax_and_tiles(launches, arch):
         assert re.findall(r"\b(?:atom|red)\.\S+", ptx) == ["atom.global.gpu.relaxed.max.s32"]
         assert max(access_bits(ptx, r"ld\.global")) >= 128
     scale, swizzled = meta(N, C // 32, dtype=torch.uint8), meta(max_tiles(N, G), C // 128, 512, dtype=torch.uint8)
-    for function, args in (
-        (scale_tiles.swizzle_group_scales, (scale, row_range, swizzled)),
-        (scale_tiles.unswizzle_group_scales, (swizzled, row_range, scale)),
-    ):
-        function(*args)
-        in_registers(launches.compile(arch=arch))
+    scale_tiles.unswizzle_scales(swizzled, row_range, scale)
+    in_registers(launches.compile(arch=arch))
+    for scales, bounds, bits in ((scale, row_range, 32), (table_of_scales((256, 8), (7168, 64)), None, 128)):
+        scale_tiles.swizzle_scales(scales, bounds, swizzled)
+        assert set(access_bits(in_registers(launches.compile(arch=arch)), "st.global")) == {bits}
+
+
+def table_of_scales(*shapes, device="meta"):
+    """A table with one matrix of zeros of every shape."""
+    extents = [(rows, blocks, blocks, 1) for rows, blocks in shapes]
+    matrices = [torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes]
+    addresses = torch.tensor([matrix.data_ptr() for matrix in matrices]).to(device)
+    numbers = torch.arange(len(shapes), dtype=torch.int32, device=device)
+    most = max(-(-rows // 128) for rows, _ in shapes), max(-(-blocks // 4) for _, blocks in shapes)
+    return ScaleTable(
+        addresses, addresses.clone(), numbers, torch.tensor(extents, device=device, dtype=torch.int32), most
+    )
 
 
 @pytest.mark.parametrize("name", ["float8_block", "mxfp8"])
@@ -274,8 +285,10 @@ def test_steps_do_not_compile_again(monkeypatch):
         encode_rows(wire, rows, "mxfp8")
         quantize.group_amax(rows, row_range, torch.zeros(2), signs=signs)
         scale, swizzled = torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(9, 1, 512, dtype=torch.uint8)
-        scale_tiles.swizzle_group_scales(scale, row_range, swizzled)
-        scale_tiles.unswizzle_group_scales(swizzled, row_range, scale)
+        scale_tiles.swizzle_scales(scale, row_range, swizzled)
+        scale_tiles.unswizzle_scales(swizzled, row_range, scale)
+        table = table_of_scales(*[(num_rows, 16 * i + 1) for i in range(num_rows % 7 + 1)], device="cpu")
+        scale_tiles.swizzle_scales(table, None, swizzled)
         sent, data, scale = (torch.zeros(num_rows, width, dtype=torch.uint8) for width in (48, 32, 1))
         wire.unpack_rows(sent, row_range, data, scale)
         part = torch.tensor([[0, 1], [1, num_rows]], dtype=torch.int32)

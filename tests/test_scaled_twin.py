@@ -244,6 +244,21 @@ def test_global_scales_that_are_missing():
         gradient(q, torch.zeros(q.shape))
 
 
+def test_the_packing_of_nvfp4_is_named():
+    p = Problem((3, 4), (64, 64), Numbers("nvfp4", exact=False))
+    rows, row_scale, weight, weight_scale, row_range = p.operands
+    packed = r"\(of data with two elements in a byte\)"
+    for operands, text in (
+        ((rows, row_scale[:, :0], weight, weight_scale), rf"row_scale {packed} must be \[.* or more, 1, 512\], got"),
+        (
+            (rows, row_scale, weight[..., :16], weight_scale),
+            rf"weight {packed} must be \[2, 64, 32\], got \[2, 64, 16\]",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            grouped_gemm_scaled(*operands, row_range, p.blank(BF16))
+
+
 def test_widths_that_do_not_fit():
     numbers = Numbers("mxfp8", exact=False)
     with pytest.raises(ArgumentError, match="contracted features must be a multiple of 32, got 48"):

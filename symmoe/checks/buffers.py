@@ -11,7 +11,7 @@ import torch
 from symmoe.errors import ArgumentError, StaleLease
 from symmoe.kernels import control
 from symmoe.symm_mem.heap import SymmetricHeap
-from symmoe.symm_mem.lease import released_lease
+from symmoe.symm_mem.lease import ended_lease
 
 _PLAIN = torch.Tensor.__torch_dispatch__  # the attribute of tensor classes that keep their own memory
 
@@ -95,13 +95,14 @@ def _shown(shape: tuple[int | str, ...]) -> str:
 
 
 def stale_problem(name: str, tensor: object) -> StaleLease | None:
-    """The error if `tensor` is memory of a released lease, or None; also takes tensors that are not dense."""
+    """The error if `tensor` is memory of a released lease or of a closed heap, or None; also takes tensors that are
+    not dense."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
-    lease = released_lease(tensor)
+    lease = ended_lease(tensor)
     if lease is None:
         return None
-    return StaleLease(f"{name} is memory of lease '{lease.name}' (generation {lease.generation}), which was released")
+    return StaleLease(f"{name} is memory of lease '{lease.name}' (generation {lease.generation}), {lease.end}")
 
 
 @dataclass(frozen=True, slots=True)

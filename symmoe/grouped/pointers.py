@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from symmoe import kernels
@@ -21,12 +21,22 @@ from symmoe.autograd import wrote_into
 from symmoe.checks.buffers import memory_problem, stale_problem
 from symmoe.errors import ArgumentError, StaleLease, raise_for
 from symmoe.kernels.contract.pointers import HostBytes
-from symmoe.kernels.twin.pointers import host_bytes, swizzled_scale_bytes
+from symmoe.kernels.scaled import FORMATS, TILE_BLOCKS, TILE_BYTES, tiles_down
+from symmoe.kernels.tensor_table import ScaleTable
+from symmoe.kernels.twin.pointers import host_bytes
+from symmoe.symm_mem import arena_ranges
 
-ScaleLayout = Literal["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"]
+Swizzle = Literal["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"]
 
-_BLOCK = {"mxfp8_rowwise": 32, "mxfp8_columnwise": 32, "nvfp4": 16}  # elements that share a scale
-_PACKED_ELEMENTS = {"nvfp4": 2}  # elements in one byte of data
+_FORMATS = {
+    "mxfp8_rowwise": FORMATS[torch.float8_e4m3fn],
+    "mxfp8_columnwise": FORMATS[torch.float8_e4m3fn],
+    "nvfp4": FORMATS[torch.uint8],
+}
+_LAYER = {"fc1_scales": "fc1", "fc2_scales": "fc2"}
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_Extent = tuple[int, int, int, int]  # of ScaleTable
+_Kind = tuple[str, torch.Size | None, torch.Size, torch.dtype]  # list, shape of the weight, shape and dtype of scales
 
 
 def copy_host_to_device(source: HostBytes, destination: torch.Tensor) -> None:
@@ -78,10 +88,12 @@ def copy_data_ptrs_to_device(
 
     Raises:
         ArgumentError: a tensor is elsewhere, empty, misaligned or not contiguous.
-        StaleLease: a tensor is memory of a lease that has been released.
+        StaleLease: a tensor is memory of a lease that has been released, or whose heap was closed.
     """
-    raise_for(_stale_problem({"tensors": tensors}))
-    return load_addresses({"tensors": tensors}, _with_index(device), alignment=alignment, contiguous=contiguous)
+    device, lists = _with_index(device), {"tensors": tensors}
+    payload = _addresses(lists, device, alignment=alignment, contiguous=contiguous)
+    raise_for(_stale_problem(lists, payload))
+    return _loaded(payload, device)
 
 
 def load_addresses(
@@ -92,20 +104,16 @@ def load_addresses(
     Raises:
         ArgumentError: as in :func:`copy_data_ptrs_to_device`.
     """
-    payload = _addresses(lists, device, alignment=alignment, contiguous=contiguous)
-    pointers = torch.empty(sum(map(len, lists.values())), dtype=torch.int64, device=device)
-    if payload:
-        kernels.for_device(device).copy_host_to_device(payload, pointers)
-    return pointers
+    return _loaded(_addresses(lists, device, alignment=alignment, contiguous=contiguous), device)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPointers:
-    """Addresses of the weights of two layers, on their device.
+    """Addresses of weights and of their scales, on their device.
 
     Attributes:
-        fc1, fc2: int64 [G], of the matrices.
-        fc1_scales, fc2_scales: int64 [G], of the matrices' scales, swizzled if a layout was given; None without scales.
+        fc1, fc2: int64 [G], of the matrices; [0] if there are none.
+        fc1_scales, fc2_scales: int64 [G], of the scales, in tiles if they were swizzled; None if none were given.
         swizzled: uint8, what the addresses of swizzled scales point into: keep it as long as they are used.
     """
 
@@ -117,122 +125,140 @@ class PackedPointers:
 
 
 def pack_weight_ptrs(
-    fc1: Sequence[torch.Tensor],
-    fc2: Sequence[torch.Tensor],
+    fc1: Sequence[torch.Tensor] = (),
+    fc2: Sequence[torch.Tensor] = (),
     *,
     fc1_scales: Sequence[torch.Tensor] | None = None,
     fc2_scales: Sequence[torch.Tensor] | None = None,
-    scale_layout: ScaleLayout | None = None,
+    swizzle: Swizzle | None = None,
 ) -> PackedPointers:
-    """All addresses that a pass through two layers of discrete weights needs, loaded together.
+    """All addresses that a pass through one or two layers of discrete weights needs, loaded together.
 
-    One launch for up to 510 addresses; one more for each layer whose scales are swizzled. Not collective, no host
-    synchronisation.
+    Any of the four lists may be missing, not all. A launch carries 4080 bytes: 8 for an address; for scales that are
+    swizzled 20 for a matrix, and 16 for each shape in a list. One more launch swizzles all of them. Not collective, no
+    host synchronisation.
 
     Args:
-        fc1, fc2: G matrices each, on one device, contiguous and aligned to 16 bytes. NVFP4 data holds two elements in
-            a byte.
-        fc1_scales, fc2_scales: G scale matrices each, both or none. To be swizzled: contiguous, of one-byte elements,
-            all of a layer of one shape.
-        scale_layout: how compact scales lie, for a weight [M, K]: "mxfp8_rowwise" [M, K / 32], "mxfp8_columnwise"
+        fc1, fc2: matrices on one device, contiguous and aligned to 16 bytes. NVFP4 data holds two elements in a byte.
+        fc1_scales, fc2_scales: one scale matrix for each matrix of the layer, or any number for a layer without
+            matrices. To be swizzled: contiguous, of one-byte elements. Shapes may differ within a list.
+        swizzle: how compact scales lie, for a weight [M, K]: "mxfp8_rowwise" [M, K / 32], "mxfp8_columnwise"
             [M / 32, K], "nvfp4" [M, K / 16], quotients rounded up, possibly padded at the end of either dimension. They
-            are swizzled into 128x4 tiles with zeros for padding. None: scales are passed on as they lie.
+            are put into 128x4 tiles with zeros for padding (:func:`symmoe.precision.swizzle_scales`); those of a layer
+            without matrices as if they had no padding. None: scales are passed on as they lie.
 
     Raises:
         ArgumentError, StaleLease: an argument is wrong; nothing has been computed.
     """
-    if not fc1 or not fc2:
-        raise ArgumentError(f"fc1 ({len(fc1)} matrices) and fc2 ({len(fc2)} matrices) must not be empty")
-    _check_scales_go_together(fc1, fc2, fc1_scales, fc2_scales, scale_layout)
-    weights, scales = {"fc1": fc1, "fc2": fc2}, {"fc1_scales": fc1_scales or (), "fc2_scales": fc2_scales or ()}
-    raise_for(_stale_problem(weights | scales))
-    device = fc1[0].device
-    if fc1_scales is None or fc2_scales is None:  # both
-        pointers = load_addresses(weights, device, alignment=16, contiguous=True)
-        return PackedPointers(*pointers.split([len(fc1), len(fc2)]))
+    weights = {"fc1": fc1, "fc2": fc2}
+    given = {name: s for name, s in (("fc1_scales", fc1_scales), ("fc2_scales", fc2_scales)) if s is not None}
+    _check_lists(weights, given, swizzle)
+    lists = weights | given
+    device = _device_of(lists)
     payload = _addresses(weights, device, alignment=16, contiguous=True)
-    payload += _addresses({"fc1_scales": fc1_scales, "fc2_scales": fc2_scales}, device)
-    sizes = [len(fc1), len(fc2), len(fc1_scales), len(fc2_scales)]
-    if scale_layout is None:
-        pointers = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-        kernels.for_device(device).copy_host_to_device(payload, pointers)
-        return PackedPointers(*pointers.split(sizes))
-    return _pack_swizzled(payload, sizes, (fc1, fc2), (fc1_scales, fc2_scales), scale_layout)
+    sources = _addresses(given, device, contiguous=swizzle is not None)
+    raise_for(_stale_problem(lists, payload + sources))
+    if swizzle is None:
+        pointers, swizzled = _loaded(payload + sources, device), None
+    else:
+        shapes, extents = _shapes_and_extents(weights, given, swizzle)
+        pointers, swizzled = _load_and_swizzle(payload, sources, shapes, extents, device)
+    parts = pointers.split([len(tensors) for tensors in lists.values()])
+    return PackedPointers(**dict(zip(lists, parts, strict=True)), swizzled=swizzled)
 
 
-def _pack_swizzled(
-    payload: bytes,
-    sizes: list[int],
-    weights: tuple[Sequence[torch.Tensor], ...],
-    scales: tuple[Sequence[torch.Tensor], ...],
-    layout: ScaleLayout,
-) -> PackedPointers:
-    """Pointers of data and compact scales are in `payload`; those of the swizzled scales are added to the same copy."""
-    names = ("fc1", "fc2")
-    extents = [_scale_extents(*each, layout) for each in zip(names, weights, scales, strict=True)]
-    num_bytes = [swizzled_scale_bytes(rows, blocks) for rows, blocks, *_ in extents]
-    device = weights[0][0].device
-    swizzled = torch.empty(
-        sum(len(w) * n for w, n in zip(weights, num_bytes, strict=True)), dtype=torch.uint8, device=device
+def _load_and_swizzle(
+    weights: bytes, sources: bytes, shapes: list[int], extents: list[_Extent], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Addresses of the weights and of the swizzled scales, int64; and the scales themselves, read from `sources`."""
+    tiles = [(tiles_down(rows), -(-blocks // TILE_BLOCKS)) for rows, blocks, *_ in extents]
+    num_bytes = np.array([down * across * TILE_BYTES for down, across in tiles])[shapes]
+    ends = num_bytes.cumsum()
+    swizzled = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
+    starts = (ends - num_bytes + swizzled.data_ptr()).tobytes()
+    sections = weights, starts, sources, np.array(extents, np.int32).tobytes(), np.array(shapes, np.int32).tobytes()
+    words = _loaded(b"".join(sections), device, torch.int32)
+    _, *parts = words.split([len(section) // 4 for section in sections])
+    table = ScaleTable(
+        destinations=parts[0].view(torch.int64),
+        sources=parts[1].view(torch.int64),
+        extents=parts[2].view(-1, 4),
+        shapes=parts[3],
+        most_tiles=(max(down for down, _ in tiles), max(across for _, across in tiles)),
     )
-    counts = [len(each) for each in weights]
-    steps = itertools.chain.from_iterable(itertools.repeat(n, c) for n, c in zip(num_bytes, counts, strict=True))
-    starts = list(itertools.accumulate(steps, initial=swizzled.data_ptr()))[:-1]
-    sizes = [*sizes, *counts]
-    pointers = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-    ops = kernels.for_device(device)
-    ops.copy_host_to_device(payload + _to_bytes(starts), pointers)
-    fc1, fc2, compact1, compact2, scales1, scales2 = pointers.split(sizes)
-    parts = swizzled.split([c * n for c, n in zip(counts, num_bytes, strict=True)])
-    for compact, part, count, extent in zip((compact1, compact2), parts, counts, extents, strict=True):
-        ops.swizzle_scales(compact, part.view(count, -1), *extent)
-    return PackedPointers(fc1, fc2, scales1, scales2, swizzled)
+    kernels.for_device(device).swizzle_scales(table, None, swizzled)
+    return words[: (len(weights) + len(sources)) // 4].view(torch.int64), swizzled
 
 
-def _scale_extents(
-    name: str, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], layout: ScaleLayout
-) -> tuple[int, int, int, int]:
-    """(rows, blocks, row stride, block stride) of one layer's compact scales, as the kernel takes them."""
-    for what, tensors in ((name, weights), (f"{name}_scales", scales)):
-        shapes = set(map(operator.attrgetter("shape"), tensors))
-        if len(shapes) > 1 or tensors[0].dim() != 2:
-            found = sorted(map(list, shapes))
+def _shapes_and_extents(
+    weights: Mapping[str, Sequence[torch.Tensor]], scales: Mapping[str, Sequence[torch.Tensor]], swizzle: Swizzle
+) -> tuple[list[int], list[_Extent]]:
+    """Which of the extents every scale matrix has, and the extents."""
+    numbers: dict[_Kind, int] = {}
+    shapes: list[int] = []
+    extents: list[_Extent] = []
+    for name, matrices in scales.items():
+        layer = weights[_LAYER[name]]
+        weight_shapes = map(_SHAPE, layer) if len(layer) else itertools.repeat(None)
+        found = list(zip(itertools.repeat(name), weight_shapes, map(_SHAPE, matrices), map(_DTYPE, matrices)))
+        shapes += [numbers.setdefault(key, len(numbers)) for key in found]
+        extents += [_extent(found.index(key), *key, swizzle) for key in [*numbers][len(extents) :]]
+    return shapes, extents
+
+
+def _extent(
+    i: int, name: str, weight: torch.Size | None, scale: torch.Size, dtype: torch.dtype, swizzle: Swizzle
+) -> _Extent:
+    """Of scales[i], without padding if the shape of its weight is known."""
+    block_format, is_columnwise = _FORMATS[swizzle], swizzle == "mxfp8_columnwise"
+    packing = " (two elements in a byte of data)" if block_format.elements_per_byte == 2 else ""
+    for what, shape in ((_LAYER[name], weight), (name, scale)):
+        if shape is not None and len(shape) != 2:
+            raise ArgumentError(f"{what}[{i}] has shape {list(shape)}; it must have 2 dims for {swizzle}{packing}")
+    if dtype.itemsize != 1:
+        raise ArgumentError(f"{name}[{i}] has dtype {dtype} of {dtype.itemsize} bytes; {swizzle} scales have 1 byte")
+    num_rows, num_columns = scale
+    if weight is not None:
+        height, width = weight[0], weight[1] * block_format.elements_per_byte
+        wanted = (block_format.num_blocks(height), width) if is_columnwise else (height, block_format.num_blocks(width))
+        if scale[0] < wanted[0] or scale[1] < wanted[1]:
             raise ArgumentError(
-                f"{what} has shapes {found}; for scale_layout {layout!r} all must have one, with 2 dims"
+                f"{name}[{i}] has shape {list(scale)}; {swizzle} scales of {_LAYER[name]}[{i}] {list(weight)}{packing} "
+                f"need at least {list(wanted)}"
             )
-    if set(map(torch.Tensor.element_size, scales)) != {1} or not all(map(torch.Tensor.is_contiguous, scales)):
-        raise ArgumentError(f"{name}_scales ({scales[0].dtype}) must be contiguous matrices of one-byte scales")
-    num_rows, num_columns = weights[0].shape
-    num_columns *= _PACKED_ELEMENTS.get(layout, 1)
-    is_columnwise = layout == "mxfp8_columnwise"
-    num_blocks = -(-(num_rows if is_columnwise else num_columns) // _BLOCK[layout])
-    wanted = (num_blocks, num_columns) if is_columnwise else (num_rows, num_blocks)
-    shape = tuple(scales[0].shape)
-    if shape[0] < wanted[0] or shape[1] < wanted[1]:
-        raise ArgumentError(
-            f"{name}_scales has shape {list(shape)}; {layout} scales of [{num_rows}, {num_columns}] need at least "
-            f"{list(wanted)}"
-        )
-    return (num_columns, num_blocks, 1, shape[1]) if is_columnwise else (num_rows, num_blocks, shape[1], 1)
+        num_rows, num_columns = wanted
+    return (num_columns, num_rows, 1, scale[1]) if is_columnwise else (num_rows, num_columns, scale[1], 1)
 
 
-def _check_scales_go_together(
-    fc1: Sequence[torch.Tensor],
-    fc2: Sequence[torch.Tensor],
-    fc1_scales: Sequence[torch.Tensor] | None,
-    fc2_scales: Sequence[torch.Tensor] | None,
-    scale_layout: str | None,
+def _check_lists(
+    weights: Mapping[str, Sequence[torch.Tensor]], scales: Mapping[str, Sequence[torch.Tensor]], swizzle: object
 ) -> None:
-    if scale_layout is not None and scale_layout not in _BLOCK:
-        raise ArgumentError(f"scale_layout ({scale_layout!r}) must be None or one of {', '.join(_BLOCK)}")
-    if (fc1_scales is None) != (fc2_scales is None) or (fc1_scales is None and scale_layout is not None):
-        given = [name for name, s in (("fc1_scales", fc1_scales), ("fc2_scales", fc2_scales)) if s is not None]
-        raise ArgumentError(
-            f"fc1_scales and fc2_scales must both be given (scale_layout is {scale_layout!r}); given: {given}"
-        )
-    for name, weights, scales in (("fc1", fc1, fc1_scales), ("fc2", fc2, fc2_scales)):
-        if scales is not None and len(scales) != len(weights):
-            raise ArgumentError(f"{name}_scales has {len(scales)} tensors; {name} has {len(weights)}")
+    if swizzle is not None and swizzle not in [*_FORMATS]:
+        raise ArgumentError(f"swizzle ({swizzle!r}) must be None or one of {', '.join(_FORMATS)}")
+    for name, matrices in scales.items():
+        num_weights = len(weights[_LAYER[name]])
+        if num_weights not in (0, len(matrices)):
+            raise ArgumentError(f"{name} has {len(matrices)} tensors; {_LAYER[name]} has {num_weights}")
+    if swizzle is not None and not any(map(len, scales.values())):
+        raise ArgumentError(f"swizzle is {swizzle!r}; fc1_scales or fc2_scales must have tensors, both have 0")
+    if not any(map(len, [*weights.values(), *scales.values()])):
+        raise ArgumentError("fc1, fc2, fc1_scales or fc2_scales must have tensors; all have 0")
+
+
+def _device_of(lists: Mapping[str, Sequence[object]]) -> torch.device:
+    """The device of the first tensor."""
+    name, first = next((name, tensors[0]) for name, tensors in lists.items() if len(tensors))
+    if not isinstance(first, torch.Tensor):
+        raise ArgumentError(f"{name}[0] is a {type(first).__name__}; it must be a tensor")
+    return first.device
+
+
+def _loaded(numbers: bytes, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Native integers as a new tensor on the device."""
+    result = torch.empty(len(numbers) // dtype.itemsize, dtype=dtype, device=device)
+    if numbers:
+        kernels.for_device(device).copy_host_to_device(numbers, result)
+    return result
 
 
 def _addresses(
@@ -247,12 +273,11 @@ def _addresses(
     return payload
 
 
-def _stale_problem(lists: Mapping[str, Sequence[object]]) -> StaleLease | None:
-    """The error if one of the tensors is memory of a released lease, or None."""
-    tensors = list(itertools.chain.from_iterable(lists.values()))
-    found = (i for i, tensor in enumerate(tensors) if stale_problem("", tensor) is not None)
-    i = next(found, None)
-    return None if i is None else stale_problem(_label(lists, i), tensors[i])
+def _stale_problem(lists: Mapping[str, Sequence[torch.Tensor]], addresses: bytes) -> StaleLease | None:
+    """The error if one of the tensors, which have these addresses, is memory of an ended lease, or None."""
+    inside = arena_ranges.positions_inside(addresses)
+    tensors = list(itertools.chain.from_iterable(lists.values())) if inside else []
+    return next(filter(None, (stale_problem(_label(lists, i), tensors[i]) for i in inside)), None)
 
 
 def _address_problem(
@@ -282,10 +307,6 @@ def _label(lists: Mapping[str, Sequence[object]], position: int) -> str:
             return f"{name}[{position}]"
         position -= len(tensors)
     raise IndexError(position)
-
-
-def _to_bytes(addresses: list[int]) -> bytes:
-    return struct.pack(f"={len(addresses)}q", *addresses)
 
 
 def _with_index(device: torch.device | str | int) -> torch.device:

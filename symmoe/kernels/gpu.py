@@ -10,7 +10,7 @@ from symmoe.kernels.low_precision.quantize import (
     quantize_weights,
     weight_amax,
 )
-from symmoe.kernels.low_precision.scale_tiles import swizzle_group_scales, unswizzle_group_scales
+from symmoe.kernels.low_precision.scale_tiles import swizzle_scales, unswizzle_scales
 from symmoe.kernels.low_precision.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.kernels.low_precision.wire import decode_rows, encode_rows, requantize_columns, unpack_rows
 from symmoe.kernels.triton.activation import scaled_activation, scaled_activation_grad
@@ -25,7 +25,7 @@ from symmoe.kernels.triton.plan import (
     send_counts,
     split_by_source,
 )
-from symmoe.kernels.triton.pointers import copy_host_to_device, read_addresses, swizzle_scales
+from symmoe.kernels.triton.pointers import copy_host_to_device, read_addresses
 from symmoe.kernels.triton.route import choose_experts, choose_experts_grad
 from symmoe.kernels.triton.router_products import router_gemm, router_gemm_grads
 from symmoe.kernels.triton.splits import splits_to_row_range
@@ -92,10 +92,9 @@ __all__ = [
     "split_by_source",
     "splits_to_row_range",
     "sum_dact_partials",
-    "swizzle_group_scales",
     "swizzle_scales",
     "unpack_rows",
-    "unswizzle_group_scales",
+    "unswizzle_scales",
     "wait_for_signal",
     "weight_amax",
 ]

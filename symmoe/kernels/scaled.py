@@ -55,16 +55,16 @@ def check_scaled_gemm(
     num_rows, num_bytes = rows.shape
     num_groups, out_width, _ = weight.shape
     check_operand("rows", rows, (num_rows, num_bytes), (rows.dtype,))
-    check_operand("weight", weight, (num_groups, out_width, num_bytes), (rows.dtype,))
+    check_operand(_packed("weight", block_format), weight, (num_groups, out_width, num_bytes), (rows.dtype,))
     check_operand("out", out, (num_rows, out_width), OUT)
     across = tiles_across(block_format, num_bytes * block_format.elements_per_byte)
     # The most that rows of any bounds need: the host does not know them.
-    _check_scale("row_scale", row_scale, max_tiles(num_rows, num_groups), across)
+    _check_scale(_packed("row_scale", block_format), row_scale, max_tiles(num_rows, num_groups), across)
+    name = _packed("weight_scale", block_format)
     if isinstance(weight_scale, TensorTable):
-        shape = num_groups, tiles_down(out_width), across * TILE_BYTES
-        check_operand("weight_scale", weight_scale, shape, (torch.uint8,))
+        check_operand(name, weight_scale, (num_groups, tiles_down(out_width), across * TILE_BYTES), (torch.uint8,))
     else:
-        _check_scale("weight_scale", weight_scale, num_groups * tiles_down(out_width), across)
+        _check_scale(name, weight_scale, num_groups * tiles_down(out_width), across)
     _check_global_scale("row_global_scale", row_global_scale, block_format, num_groups)
     _check_global_scale("weight_global_scale", weight_global_scale, block_format, num_groups)
     check_multiple("contracted features", num_bytes * block_format.elements_per_byte, 32)
@@ -89,11 +89,11 @@ def check_scaled_wgrad(
     out_rows, num_bytes = dout.shape
     columns, num_tokens = rows.shape[0], num_bytes * block_format.elements_per_byte
     check_operand("dout", dout, (out_rows, num_bytes), (dout.dtype,))
-    check_operand("rows", rows, (columns, num_bytes), (dout.dtype,))
+    check_operand(_packed("rows", block_format), rows, (columns, num_bytes), (dout.dtype,))
     check_operand("out", out, (out.shape[0], out_rows, columns), OUT)
     across = tiles_across(block_format, num_tokens)
-    _check_scale("dout_scale", dout_scale, tiles_down(out_rows), across)
-    _check_scale("rows_scale", rows_scale, tiles_down(columns), across)
+    _check_scale(_packed("dout_scale", block_format), dout_scale, tiles_down(out_rows), across)
+    _check_scale(_packed("rows_scale", block_format), rows_scale, tiles_down(columns), across)
     _check_global_scale("dout_global_scale", dout_global_scale, block_format, out.shape[0])
     _check_global_scale("rows_global_scale", rows_global_scale, block_format, out.shape[0])
     check_multiple("tokens of dout and rows", num_tokens, TILE)
@@ -105,6 +105,11 @@ def _format_of(name: str, data: torch.Tensor) -> BlockFormat:
     if data.dtype not in FORMATS:
         raise ArgumentError(f"{name} must be of {' or '.join(map(str, FORMATS))}, got {data.dtype}")
     return FORMATS[data.dtype]
+
+
+def _packed(name: str, block_format: BlockFormat) -> str:
+    """The name of an operand for texts, with what NVFP4's shapes follow from."""
+    return name if block_format.elements_per_byte == 1 else f"{name} (of data with two elements in a byte)"
 
 
 def _check_scale(name: str, scale: torch.Tensor, num_tiles: int, across: int) -> None:

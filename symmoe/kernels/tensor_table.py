@@ -1,4 +1,4 @@
-"""Matrices anywhere in memory, passed to a kernel as a table of their addresses."""
+"""Matrices anywhere in memory, passed to a kernel as a table of their addresses. Tables do not keep them alive."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ class TensorTable:
         pointers: addresses of the matrices, int64 [G] on their device (16-byte aligned).
         shape: (G, rows, columns).
         dtype: dtype of the matrices.
-
-    The table does not keep the matrices alive.
     """
 
     pointers: torch.Tensor
@@ -27,6 +25,25 @@ class TensorTable:
     def device(self) -> torch.device:
         """The device of the matrices."""
         return self.pointers.device
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleTable:
+    """G matrices of one-byte scales, of any shapes, for swizzle_scales.
+
+    Attributes:
+        sources: addresses of the matrices, int64 [G] on their device.
+        destinations: addresses of their first tiles, int64 [G], multiples of 16.
+        shapes: which of `extents` a matrix has, int32 [G].
+        extents: int32 [S, 4] of (rows, blocks, row stride, block stride): sizes without padding, strides in bytes.
+        most_tiles: the most (rows of tiles, tiles of a row) that a matrix has.
+    """
+
+    sources: torch.Tensor
+    destinations: torch.Tensor
+    shapes: torch.Tensor
+    extents: torch.Tensor
+    most_tiles: tuple[int, int]
 
 
 def packed_and_table(matrices: torch.Tensor | TensorTable) -> tuple[torch.Tensor | None, torch.Tensor | None]:

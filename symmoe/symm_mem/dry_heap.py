@@ -40,6 +40,7 @@ class DryHeap(SymmetricHeap):
     one_call: Any = nullcontext
     _streams = NoStreams()
     _closed = True  # no peers to tell of errors
+    is_closed = False
     barrier = send_signal = wait_for_signal = check = note_counts = offset_of = _nothing
 
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:

@@ -559,7 +559,7 @@ class SymmetricHeap:
 
     def _end(self, together: bool) -> None:
         """Frees the arena; no tokens are left. `together` with all ranks, or locally once the peers are told."""
-        self._closed = True
+        self._closed = self._memory.is_closed = True
         self.tapes.forget()
         if together:
             self._backend.close()

@@ -23,12 +23,12 @@ def lease_problem(shape: object, dtype: object) -> ArgumentError | None:
     return None
 
 
-def released_lease(tensor: torch.Tensor) -> Span | None:
-    """The span of the released lease that `tensor` is memory of; None if there is none."""
+def ended_lease(tensor: torch.Tensor) -> Span | None:
+    """The span of the lease that `tensor` is memory of, if it was released or its heap closed; else None."""
     if tensor.layout != torch.strided:  # such a tensor has no storage
         return None
     span = getattr(tensor.untyped_storage(), "_lease_span", None)
-    return span if span is not None and span.is_released else None
+    return span if span is not None and span.end else None
 
 
 class Lease:

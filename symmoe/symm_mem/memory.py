@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.kernels.control import Peers
+from symmoe.symm_mem import arena_ranges
 from symmoe.symm_mem.arena import Arena
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import Access
@@ -58,9 +59,11 @@ class Span:
         self._memory: Memory | None = memory
 
     @property
-    def is_released(self) -> bool:
-        """Whether the memory has gone back to the arena and may have been leased again."""
-        return self._memory is None
+    def end(self) -> str:
+        """What has ended the lease, so that the memory may be somebody else's; "" while it is valid."""
+        if self._memory is None:
+            return "which was released"
+        return "whose heap was closed" if self._memory.is_closed else ""
 
     def release(self) -> None:
         """Gives the memory back."""
@@ -88,6 +91,7 @@ class Memory:
             interrupt code that holds it.
         statistics: counters.
         base: address of the arena.
+        is_closed: whether the heap has freed the arena.
     """
 
     def __init__(
@@ -104,7 +108,8 @@ class Memory:
         self.dropped: deque[_Place] = deque()
         self.statistics = HeapStatistics()
         self._access, self._streams = access, streams
-        self._device, self.base = own.device, own.data_ptr()
+        self._device, self.base, self.is_closed = own.device, own.data_ptr(), False
+        arena_ranges.add(self.base, own.numel())
         self._start, self._end = peers.layout.num_bytes, own.numel()
         self._graph_arenas: dict[int, Arena] = {}  # memory of captured graphs, which no call outside may get
         self._live: dict[int, int] = {}  # offset to size of every lease; the leases themselves are not held

@@ -119,25 +119,41 @@ def test_the_device_of_the_destination_is_used():
     assert torch.cuda.current_device() == 0
 
 
-@pytest.mark.parametrize("layout", ["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"])
-def test_scales_are_swizzled_as_by_the_twin(layout):
-    block, num_groups = (16 if layout == "nvfp4" else 32), 70
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("swizzle", ["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"])
+def test_scales_are_swizzled_as_by_the_twin(swizzle, captured):
+    """Shapes that differ within a list; more bytes than a launch carries; memory that held something else."""
+    block, num_groups = (16 if swizzle == "nvfp4" else 32), 70
     data, scales = [], []
-    for M, K in ((160, 96), (70, 320)):
-        wanted = (-(-M // block), K) if layout == "mxfp8_columnwise" else (M, -(-K // block))
-        columns = K // 2 if layout == "nvfp4" else K
-        data.append([torch.zeros(M, columns, dtype=torch.uint8) for _ in range(num_groups)])
-        scales.append([torch.randint(0, 256, wanted, dtype=torch.uint8) for _ in range(num_groups)])
+    for shapes in (((160, 96), (1, 32), (300, 7168)), ((70, 320),)):
+        data.append([])
+        scales.append([])
+        for i in range(num_groups):
+            M, K = shapes[i % len(shapes)]
+            wanted = (-(-M // block), K) if swizzle == "mxfp8_columnwise" else (M, -(-K // block))
+            data[-1].append(torch.zeros(M, K // 2 if swizzle == "nvfp4" else K, dtype=torch.uint8))
+            scales[-1].append(torch.randint(0, 256, wanted, dtype=torch.uint8))
 
-    def pack(device):
-        first, second, scales1, scales2 = ([t.to(device) for t in ts] for ts in (*data, *scales))
-        packed = pack_weight_ptrs(first, second, fc1_scales=scales1, fc2_scales=scales2, scale_layout=layout)
-        starts = torch.cat([packed.fc1_scales, packed.fc2_scales]).cpu() - packed.swizzled.data_ptr()
-        assert packed.fc2.tolist() == [t.data_ptr() for t in second]
-        return packed.swizzled.cpu(), starts
+    def pack(device, **lists):
+        lists = {name: [t.to(device) for t in ts] for name, ts in lists.items()}
+        if device == "cuda" and captured:
+            pack_weight_ptrs(**lists, swizzle=swizzle)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                packed = pack_weight_ptrs(**lists, swizzle=swizzle)
+            packed.swizzled.fill_(UNTOUCHED)
+            graph.replay()
+        else:
+            torch.full((1 << 22,), UNTOUCHED, dtype=torch.uint8, device=device)
+            packed = pack_weight_ptrs(**lists, swizzle=swizzle)
+        starts = [s - packed.swizzled.data_ptr() for s in (packed.fc1_scales, packed.fc2_scales) if s is not None]
+        assert packed.fc2.tolist() == [t.data_ptr() for t in lists.get("fc2", ())]
+        return packed.swizzled.cpu(), torch.cat(starts).cpu()
 
-    for got, expected in zip(pack("cuda"), pack("cpu"), strict=True):
-        assert torch.equal(got, expected)
+    both = {"fc1": data[0], "fc2": data[1], "fc1_scales": scales[0], "fc2_scales": scales[1]}
+    for lists in (both, {"fc1_scales": scales[0]}):
+        for got, expected in zip(pack("cuda", **lists), pack("cpu", **lists), strict=True):
+            assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("num_groups", [3, 100])

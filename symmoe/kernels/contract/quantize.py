@@ -26,7 +26,7 @@ from torch import Tensor
 from symmoe.kernels.act_quantized import Buffers
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.formats import BlockFormat
-from symmoe.kernels.tensor_table import TensorTable
+from symmoe.kernels.tensor_table import ScaleTable, TensorTable
 
 
 class QuantizeKernels(Protocol):
@@ -159,26 +159,16 @@ class QuantizeKernels(Protocol):
         argument is not as described.
         """
 
-    def swizzle_group_scales(self, scale: Tensor, row_range: Tensor, swizzled: Tensor) -> None:
-        """Compact scales of grouped rows into tiles, each group's rows padded to whole tiles. Whole groups.
+    def swizzle_scales(self, scale: Tensor | ScaleTable, row_range: Tensor | None, swizzled: Tensor) -> None:
+        """Compact scales into tiles: those of grouped rows, each group's padded to whole tiles, or of any matrices.
 
         Args:
-            scale: [N, Q], one byte each.
-            swizzled: uint8 [at least max_tiles(N, G), ceil(Q / 4), 512]. Tiles of no group are not written.
+            scale: [N, Q], one byte each, of whole groups; or a table, of whose matrices nothing but the sizes without
+                padding is read.
+            row_range: where the rows of groups are; None for a table.
+            swizzled: uint8, from a multiple of 16 on: [at least max_tiles(N, G), ceil(Q / 4), 512], of which tiles of
+                no group are not written; for a table, all the memory in which its destinations are.
         """
 
-    def unswizzle_group_scales(self, swizzled: Tensor, row_range: Tensor, scale: Tensor) -> None:
-        """The inverse of swizzle_group_scales; scales of rows that belong to no group are not written."""
-
-    def swizzle_scales(
-        self, pointers: Tensor, swizzled: Tensor, num_rows: int, num_blocks: int, row_stride: int, block_stride: int
-    ) -> None:
-        """Reorders G matrices of one-byte scales, all of one size, into tiles.
-
-        Args:
-            pointers: int64 [G], addresses of the matrices: the scale of (row, block) is at row * row_stride + block *
-                block_stride.
-            swizzled: uint8 [G, swizzled_scale_bytes(num_rows, num_blocks)].
-            num_rows, num_blocks: size of a matrix without padding; nothing else is read.
-            row_stride, block_stride: (columns, 1) if blocks run along the matrix's rows, (1, columns) if they run down.
-        """
+    def unswizzle_scales(self, swizzled: Tensor, row_range: Tensor, scale: Tensor) -> None:
+        """The inverse of swizzle_scales for grouped rows; scales of rows that belong to no group are not written."""

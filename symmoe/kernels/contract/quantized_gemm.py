@@ -80,7 +80,7 @@ class QuantizedGemmKernels(Protocol):
         """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
 
         rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: in tiles, every group from
-        a new tile on (swizzle_group_scales). weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of
+        a new tile on (swizzle_scales). weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of
         one matrix after the other, or a table of matrices [tiles down, tiles across * 512]. NVFP4 needs
         row_global_scale and weight_global_scale, fp32[G], by which the sum is multiplied, the rows' first; MXFP8 has
         none. out [N, O].

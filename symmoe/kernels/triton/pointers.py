@@ -1,4 +1,4 @@
-"""Copies small host data to the device as arguments of a kernel, and scales into 128x4 tiles.
+"""Copies small host data to the device as arguments of a kernel, and reads addresses of tensors.
 
 The copy is PTX in this file, launched by the driver: 5 us, against 66 us for a Triton launch with 256 integers. A
 launch carries 4080 bytes, which the driver copies before it returns or, while a graph is captured, into the graph.
@@ -12,13 +12,9 @@ import subprocess
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 
 from symmoe.kernels.contract.pointers import HostBytes
 from symmoe.kernels.launch import driver
-from symmoe.kernels.launch.integers import ceil_div
-from symmoe.kernels.launch.launch import fast_launch
 from symmoe.kernels.twin import pointers as twin
 from symmoe.kernels.twin.pointers import host_bytes
 from symmoe.tape.recorder import recorder
@@ -241,50 +237,3 @@ def _read_in_c() -> Callable[[int, int, int, bool, list[torch.Tensor]], bytes | 
         return compiled(tensors, *types, *functions, kind, index, alignment, contiguous)
 
     return read
-
-
-TILE_ROWS, TILE_BLOCKS, TILE_BYTES = tl.constexpr(128), tl.constexpr(4), tl.constexpr(512)
-TILES_PER_PROGRAM = 8
-
-
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["pointers"])
-def swizzle_scales_kernel(
-    pointers,  # int64[G]
-    swizzled,  # uint8[G, tiles * 512]
-    NUM_ROWS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    group = tl.program_id(0)
-    offset = tl.program_id(1) * (TILES * TILE_BYTES) + tl.arange(0, TILES * TILE_BYTES)
-    tile, byte = offset // TILE_BYTES, offset % TILE_BYTES
-    tiles_across: tl.constexpr = (NUM_BLOCKS + TILE_BLOCKS - 1) // TILE_BLOCKS
-    row = tile // tiles_across * TILE_ROWS + byte // 16 + byte // 4 % 4 * 32
-    block = tile % tiles_across * TILE_BLOCKS + byte % 4
-    matrix = tl.load(pointers + group).to(tl.pointer_type(tl.uint8))
-    source = matrix + row.to(tl.int64) * ROW_STRIDE + block.to(tl.int64) * BLOCK_STRIDE
-    scales = tl.load(source, mask=(row < NUM_ROWS) & (block < NUM_BLOCKS), other=0)
-    out = swizzled + group.to(tl.int64) * (NUM_TILES * TILE_BYTES) + offset
-    tl.store(out, scales, mask=tile < NUM_TILES)
-
-
-def swizzle_scales(
-    pointers: torch.Tensor, swizzled: torch.Tensor, num_rows: int, num_blocks: int, row_stride: int, block_stride: int
-) -> None:
-    num_groups, num_bytes = swizzled.shape
-    num_tiles = num_bytes // TILE_BYTES.value
-    swizzle_scales_kernel[(num_groups, ceil_div(num_tiles, TILES_PER_PROGRAM))](
-        pointers,
-        swizzled,
-        NUM_ROWS=num_rows,
-        NUM_BLOCKS=num_blocks,
-        ROW_STRIDE=row_stride,
-        BLOCK_STRIDE=block_stride,
-        NUM_TILES=num_tiles,
-        TILES=TILES_PER_PROGRAM,
-        num_warps=4,
-    )

@@ -7,7 +7,7 @@ from symmoe.kernels.twin.fp8 import grouped_gemm_fp8, grouped_gemm_wgrad_fp8
 from symmoe.kernels.twin.gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from symmoe.kernels.twin.gemm_act import dact_workspace_numel, grouped_gemm_act, grouped_gemm_dact, sum_dact_partials
 from symmoe.kernels.twin.plan import assign_packed_rows, assign_rows, count_slots, lay_out, send_counts, split_by_source
-from symmoe.kernels.twin.pointers import copy_host_to_device, read_addresses, swizzle_scales
+from symmoe.kernels.twin.pointers import copy_host_to_device, read_addresses
 from symmoe.kernels.twin.quantize import (
     group_amax,
     quantize_columns,
@@ -18,7 +18,7 @@ from symmoe.kernels.twin.quantize import (
 )
 from symmoe.kernels.twin.route import choose_experts, choose_experts_grad
 from symmoe.kernels.twin.router_products import router_gemm, router_gemm_grads
-from symmoe.kernels.twin.scale_tiles import swizzle_group_scales, unswizzle_group_scales
+from symmoe.kernels.twin.scale_tiles import swizzle_scales, unswizzle_scales
 from symmoe.kernels.twin.scaled import grouped_gemm_scaled, grouped_gemm_wgrad_scaled
 from symmoe.kernels.twin.splits import splits_to_row_range
 from symmoe.kernels.twin.sync import barrier, send_signal, wait_for_signal
@@ -85,10 +85,9 @@ __all__ = [
     "split_by_source",
     "splits_to_row_range",
     "sum_dact_partials",
-    "swizzle_group_scales",
     "swizzle_scales",
     "unpack_rows",
-    "unswizzle_group_scales",
+    "unswizzle_scales",
     "wait_for_signal",
     "weight_amax",
 ]

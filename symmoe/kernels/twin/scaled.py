@@ -18,7 +18,7 @@ from symmoe.kernels.twin.gemm import (
     store_sum,
     zero_rows,
 )
-from symmoe.kernels.twin.scale_tiles import unswizzle_group_scales
+from symmoe.kernels.twin.scale_tiles import unswizzle_scales
 
 E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
 
@@ -100,7 +100,7 @@ def _numbers(
     compact = torch.zeros(
         (data.shape[0], block_format.num_blocks(values.shape[1])), dtype=torch.uint8, device=data.device
     )
-    unswizzle_group_scales(scale, line_range, compact)
+    unswizzle_scales(scale, line_range, compact)
     scales = compact.view(block_format.scale_dtype).float()
     return values * scales.repeat_interleave(block_format.block, dim=1)
 

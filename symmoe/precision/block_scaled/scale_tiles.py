@@ -12,9 +12,7 @@ from symmoe import kernels
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import max_tiles
 from symmoe.kernels.gemm_parts import range_of
-from symmoe.kernels.twin.pointers import TILE_BLOCKS
-
-TILE_BYTES = 512
+from symmoe.kernels.scaled import TILE_BLOCKS, TILE_BYTES
 
 
 def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor:
@@ -36,7 +34,7 @@ def swizzle_scales(scale: torch.Tensor, row_start: torch.Tensor) -> torch.Tensor
     shape = (max_tiles(num_rows, row_range.shape[1]), -(-num_blocks // TILE_BLOCKS), TILE_BYTES)
     swizzled = torch.zeros(shape, dtype=torch.uint8, device=scale.device)
     if swizzled.numel():
-        kernels.for_device(scale.device).swizzle_group_scales(scale, row_range, swizzled)
+        kernels.for_device(scale.device).swizzle_scales(scale, row_range, swizzled)
     return swizzled
 
 
@@ -56,7 +54,7 @@ def unswizzle_scales(
             f"swizzled is {swizzled.dtype} {list(swizzled.shape)}; it must be contiguous torch.uint8 {list(shape)}"
         )
     if swizzled.numel():
-        kernels.for_device(scale.device).unswizzle_group_scales(swizzled, row_range, scale)
+        kernels.for_device(scale.device).unswizzle_scales(swizzled, row_range, scale)
     return scale
 
 

@@ -13,7 +13,7 @@ import torch
 
 from symmoe.grouped.pointers import (
     PackedPointers,
-    ScaleLayout,
+    Swizzle,
     copy_data_ptrs_to_device,
     copy_host_to_device,
     pack_weight_ptrs,
@@ -22,7 +22,7 @@ from symmoe.tools.bench.timing import Variant, in_steps
 
 NUM_EXPERTS = (8, 64, 256)
 # Layout, elements in a byte of data, elements that share a scale.
-_SCALES: dict[str, tuple[ScaleLayout, int, int]] = {
+_SCALES: dict[str, tuple[Swizzle, int, int]] = {
     "mxfp8 scales": ("mxfp8_rowwise", 1, 32),
     "nvfp4 scales": ("nvfp4", 2, 16),
 }
@@ -106,9 +106,9 @@ def pointer_variants(
     ]
 
 
-def _pack(weights: list[Matrices], scales: list[Matrices], layout: ScaleLayout | None) -> PackedPointers:
+def _pack(weights: list[Matrices], scales: list[Matrices], layout: Swizzle | None) -> PackedPointers:
     fc1_scales, fc2_scales = scales or (None, None)
-    return pack_weight_ptrs(*weights, fc1_scales=fc1_scales, fc2_scales=fc2_scales, scale_layout=layout)
+    return pack_weight_ptrs(*weights, fc1_scales=fc1_scales, fc2_scales=fc2_scales, swizzle=layout)
 
 
 def _looked_at(packed: PackedPointers, sizes: list[int]) -> Loaded:
