@@ -284,6 +284,7 @@ def test_steps_do_not_compile_again(monkeypatch):
         quantize_weight_pairs(quantize, torch.zeros(1, 32, 32), "mxfp8")
         encode_rows(wire, rows, "mxfp8")
         quantize.group_amax(rows, row_range, torch.zeros(2), signs=signs)
+        quantize.weight_amax(torch.zeros(1, 32, 32), torch.zeros(1))
         scale, swizzled = torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(9, 1, 512, dtype=torch.uint8)
         scale_tiles.swizzle_scales(scale, row_range, swizzled)
         scale_tiles.unswizzle_scales(swizzled, row_range, scale)

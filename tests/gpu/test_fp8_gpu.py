@@ -9,6 +9,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem, relative_error
+from quantize_cases import Scattered
 from row_ranges import random_ranges, rows_of, whole_groups
 
 from symmoe.kernels import select
@@ -113,6 +114,26 @@ def test_parts_have_the_bits_of_the_whole(widths):
             right[: p.num_rows, inside], right[p.num_rows :, inside] = whole[: p.num_rows, inside], 0
             launchers.launch_fp8_gemm(*p.operands, out, columns=columns, zero_tail=True, num_sms=5)
             assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_scattered_matrices_give_the_bits_of_packed_ones(widths):
+    """Weights and scales, and gradients, at addresses below and above those of the other operands."""
+    for splits in SPLITS:
+        p, q = problem(Problem, splits, widths, exact=False), problem(WgradProblem, splits, widths, exact=False)
+        weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
+        operands = p.rows, p.row_scale, weight.table, scale.table, p.row_range
+        for run, options in ((launchers.launch_fp8_gemm, {}), (fp8.grouped_gemm_fp8, {"config": fp8.CONFIG})):
+            packed, found = p.blank(BF16), p.blank(BF16)
+            run(*p.operands, packed, **options)
+            run(*operands, found, **options)
+            assert torch.equal(found, packed), (splits, options)
+        for accumulate in (False, True):
+            start = torch.randn(q.shape, device="cuda")
+            scattered, packed = Scattered(start), start.clone()
+            for out in (scattered.table, packed):
+                fp8.grouped_gemm_wgrad_fp8(*q.operands, out, accumulate=accumulate)
+            assert torch.equal(scattered.packed(), packed), (splits, accumulate)
 
 
 def test_nan_stays_in_its_row():

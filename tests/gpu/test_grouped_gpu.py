@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,6 +41,7 @@ from grouped_cases import (
 
 from symmoe import GroupedLinear, GroupedMLP, ScaledClampedSwiGLU, ScaledSReLU, ScaledSwiGLU, Sequential, SymmetricHeap
 from symmoe.errors import ArgumentError, StaleLease
+from symmoe.precision import MXFP8, NVFP4, Float8Block
 
 pytestmark = pytest.mark.gpu
 
@@ -223,6 +226,14 @@ def model_of(path: str, case: Case, inputs: Inputs, **options):
 
         return linear, (fc1,)
     fc2 = make_linear(case, inputs.w2, inputs.b2, **options)
+    if path == "mlp":
+        mlp = GroupedMLP(fc1.num_groups, fc1.in_features, fc2.in_features, device=inputs.x.device)
+        mlp.fc1, mlp.fc2 = fc1, fc2
+
+        def fused(x, scale, splits, out, grad_input_out):
+            return mlp(x, splits, scale, out=out, grad_input_out=grad_input_out, is_first_microbatch=True)
+
+        return fused, (fc1, fc2)
     activation = ScaledSwiGLU()
     model = Sequential(fc1, activation, fc2)
     if path == "modules":
@@ -239,20 +250,48 @@ def model_of(path: str, case: Case, inputs: Inputs, **options):
 REPLAYED = [((70, 0, 3, 55), 1), ((0, 0, 0, 0), 2), ((1, 130, 0, 1), 3), ((0, 0, 0, 131), 4), ((33, 33, 33, 33), 5)]
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("weights", ["packed", "discrete"])
-@pytest.mark.parametrize("path", ["linear", "modules", "sequential"])
-def test_graph_replays_with_other_data_and_other_splits(path, weights, main_grad, delayed):
-    case = Case(dtype=torch.bfloat16, main_grad=main_grad, delayed=delayed)
-    make = single_inputs if path == "linear" else expert_inputs
-    inputs = make(case)
-    call, layers = model_of(path, case, inputs, weights=weights)
+NUMBERS = {
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+    **{type(recipe).__name__: (torch.bfloat16, recipe) for recipe in (Float8Block(), MXFP8(), NVFP4())},
+}
+WEIGHTS = ("packed", "side by side", "scattered")
+# Every pair of two options of a capture.
+CAPTURED = [
+    (path, numbers, weights, *(bool(place * step // 4 & 1) for step in (1, 2, 3)))
+    for place, (path, numbers, weights) in enumerate(
+        itertools.product(("linear", "modules", "sequential", "mlp"), NUMBERS, WEIGHTS)
+    )
+]
+WHOLE_BLOCKS = Sizes(splits=SIZES.splits, lead=SIZES.lead, hidden=160, ffn=96)  # recipes want multiples of 16 or 32
+
+
+def test_pairs_of_options_are_captured():
+    for first, second in itertools.combinations(range(6), 2):
+        found = {(case[first], case[second]) for case in CAPTURED}
+        assert len(found) == len({case[first] for case in CAPTURED}) * len({case[second] for case in CAPTURED})
+
+
+@pytest.mark.parametrize(("path", "numbers", "weights", "main_grad", "delayed", "bias"), CAPTURED)
+def test_graph_replays_with_other_data_and_other_splits(path, numbers, weights, main_grad, delayed, bias):
+    dtype, recipe = NUMBERS[numbers]
+    case = Case(dtype=dtype, main_grad=main_grad, delayed=delayed, bias=bias)
+    shape = SIZES if recipe is None else WHOLE_BLOCKS
+    widths = {"width": 96, "out_features": 96} if path == "linear" else {}
+    make = functools.partial(expert_inputs, case, **widths)
+    inputs = make(sizes=shape)
+    how = "packed" if weights == "packed" else "discrete"
+    call, layers = model_of(path, case, inputs, weights=how, precision=recipe)
+    if weights == "scattered":
+        for parameter in (p for layer in layers for p in layer.weight_parameters()):
+            parameter.data = parameter.data.clone()
+            if main_grad:
+                parameter.main_grad = parameter.main_grad.clone()
     parameters = [p for layer in layers for p in layer.parameters()]
     columns = inputs.d_y.shape[-1]
     x, scale = inputs.x.clone().requires_grad_(), inputs.scale.clone().requires_grad_()
     d_y, splits = inputs.d_y.clone(), inputs.splits
-    out, grad_input_out = x.new_full((SIZES.num_rows, columns), SENTINEL), torch.full_like(x, SENTINEL).detach()
+    out, grad_input_out = x.new_full((shape.num_rows, columns), SENTINEL), torch.full_like(x, SENTINEL).detach()
 
     def step(out, grad_input_out):
         """Forward and backward; the gradients of x, scale and all parameters."""
@@ -275,8 +314,8 @@ def test_graph_replays_with_other_data_and_other_splits(path, weights, main_grad
         grads = step(out, grad_input_out)
 
     for counts, seed in REPLAYED:
-        sizes = Sizes(splits=counts, lead=SIZES.lead, hidden=SIZES.hidden, ffn=SIZES.ffn)
-        fresh = make(case, sizes=sizes, seed=seed)
+        sizes = replace(shape, splits=counts)
+        fresh = make(sizes=sizes, seed=seed)
         with torch.no_grad():
             for static, value in ((x, fresh.x), (scale, fresh.scale), (d_y, fresh.d_y), (splits, fresh.splits)):
                 static.copy_(value)

@@ -11,6 +11,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper or Blackwell GPU", allow_module_level=True)
 
+from quantize_cases import Scattered
 from row_ranges import random_ranges, rows_of, whole_groups
 from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, relative_error
 
@@ -71,6 +72,20 @@ def test_products_are_near_float64(widths, name):
             out = product(p, dtype)
             assert relative_error(out[:n], expected[:n]) <= error
             assert (out[n:] == SENTINEL).all()
+
+
+@names
+@all_widths
+def test_scattered_matrices_give_the_bits_of_packed_ones(widths, name):
+    p, q = (problem(kind, name, SPLITS[0], widths, exact=False) for kind in (Problem, WgradProblem))
+    (rows, row_scale, *_), (weight, scale) = p.operands, p.scattered
+    found = p.blank(BF16)
+    scaled.grouped_gemm_scaled(rows, row_scale, weight.table, scale.table, p.row_range, found, **p.options)
+    assert torch.equal(found, product(p))
+    for accumulate in (False, True):
+        scattered = Scattered(torch.full(q.shape, 3.0, device="cuda"))
+        scaled.grouped_gemm_wgrad_scaled(*q.operands, scattered.table, accumulate=accumulate, **q.options)
+        assert torch.equal(scattered.packed(), gradient(q, start=3.0, accumulate=accumulate))
 
 
 @names
