@@ -151,9 +151,9 @@ class Problem:
     @property
     def scattered(self) -> tuple[Scattered, Scattered]:
         """The weights, and their scales in tiles, as matrices in memory of their own."""
-        *_, packed, _ = self.operands
+        _, _, weight, packed, _ = self.operands
         groups, down = len(self.splits), cdiv(self.widths[0], TILE)
-        return Scattered(self.weight), Scattered(packed[: groups * down].reshape(groups, down, -1))
+        return Scattered(weight), Scattered(packed[: groups * down].reshape(groups, down, -1))
 
     @property
     def options(self) -> dict[str, torch.Tensor]:
