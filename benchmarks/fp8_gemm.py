@@ -3,7 +3,9 @@
     python benchmarks/fp8_gemm.py --json fp8-gemm.json
 
     fp8         the kernel that symmoe launches (Float8Block)
+    scattered   the same with weights and scales in memory of their own, found by pointer
     add fp32    (weight gradients) added to an fp32 gradient
+    add to scattered   added to gradients in memory of their own
     bf16        symmoe's kernel for bf16 operands of the same sizes
     torch rows  (products) torch._scaled_grouped_mm: the other recipe, a scale for a whole row of either operand
 
@@ -25,6 +27,7 @@ from one_gpu import medians_in_turn_ms, parser_of, write
 from symmoe import kernels
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.gemm_parts import range_of
+from symmoe.kernels.tensor_table import TensorTable
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "deepseek-like": (32, 7168, 2048, 65536),
@@ -55,6 +58,15 @@ class Op:
     blank: Callable[[], object]
     ways: dict[str, Callable[[], object]] = field(default_factory=dict)
     checked: dict[str, Callable[[int], torch.Tensor]] = field(default_factory=dict)
+
+
+class Scattered:
+    """Copies of matrices in memory of their own, the last one first, and their table."""
+
+    def __init__(self, packed: torch.Tensor):
+        self.matrices = [matrix.clone() for matrix in packed.flip(0)][::-1]
+        pointers = torch.tensor([matrix.data_ptr() for matrix in self.matrices], device=packed.device)
+        self.table = TensorTable(pointers, tuple(packed.shape), packed.dtype)
 
 
 class Numbers:
@@ -102,7 +114,9 @@ def product(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) ->
 
     op = Op(name, 2 * N * O * C, expected, lambda: out.fill_(torch.nan))
     op.ways["fp8"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, weight, weight_scale, row_range, out)
-    op.checked["fp8"] = lambda g: out[spans[g]]
+    op.checked["fp8"] = op.checked["scattered"] = lambda g: out[spans[g]]
+    weights, scales = Scattered(weight), Scattered(weight_scale)
+    op.ways["scattered"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, weights.table, scales.table, row_range, out)
     if numbers.device.type == "cuda":
         by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
         op.ways["torch rows"] = lambda: torch._scaled_grouped_mm(
@@ -143,13 +157,17 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -
 
     def blank() -> None:
         out.fill_(torch.nan)
-        main_grad.zero_()
+        for tensor in (main_grad, *scattered.matrices):
+            tensor.zero_()
 
     op = Op(name, 2 * N * O * C, expected, blank)
     op.ways["fp8"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, out)
     op.checked["fp8"] = lambda g: out[g]
     op.ways["add fp32"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, main_grad, accumulate=True)
     op.checked["add fp32"] = lambda g: main_grad[g]
+    scattered = Scattered(main_grad)
+    op.ways["add to scattered"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, scattered.table, accumulate=True)
+    op.checked["add to scattered"] = lambda g: scattered.matrices[g]
     if numbers.device.type == "cuda":
         x, dy, dw = numbers.normal(N, C), numbers.normal(N, O), torch.empty_like(out)
         op.ways["bf16"] = lambda: ops.grouped_gemm_wgrad(dy, x, row_range, dw)
@@ -197,7 +215,7 @@ def main() -> None:
                 tflops = op.flops / ms / 1e9 if ms else None
                 results.append({"shape": shape, "op": op.name, "way": way, "error": error, "ms": ms, "tflops": tflops})
                 speed, wrong = f"{tflops:.0f} TFLOP/s" if tflops else "", f"{error:.1e}" if error is not None else ""
-                print(f"{shape:14} {op.name:7} {way:11} {speed:13} {wrong}".rstrip(), flush=True)
+                print(f"{shape:14} {op.name:7} {way:16} {speed:13} {wrong}".rstrip(), flush=True)
             write(options.json, results, device)  # in case that a later kernel hangs
 
 
