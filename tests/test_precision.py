@@ -12,9 +12,11 @@ import torch
 from limits import HANG_S
 from quantize_cases import FILL, SPLITS, TAIL, as_bytes, bounds, filled, row_range_of
 
+from symmoe import pack_weight_ptrs
 from symmoe.errors import ArgumentError
 from symmoe.kernels import control
 from symmoe.kernels.formats import TILE, max_tiles
+from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision import (
     MXFP8,
     NVFP4,
@@ -28,6 +30,7 @@ from symmoe.precision import (
     unswizzle_scales,
 )
 from symmoe.precision.names import precision_word
+from symmoe.precision.operands import ScatteredWeight, multiply, operand
 
 RECIPES = [Float8Block(), Float8Block(power_of_two=True), MXFP8(), NVFP4(), NVFP4(hadamard_signs=None)]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -380,3 +383,33 @@ def test_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("recipe", [Float8Block(), MXFP8(), NVFP4()], ids=str)
+def test_quantised_weights_are_multiplied_by_pointer(recipe):
+    """Every expert's numbers and compact scales in memory of their own; the bits of packed ones."""
+    num_groups, out_features, in_features = 3, 160, 288
+    rows, weight = torch.randn(40, in_features), torch.randn(num_groups, out_features, in_features)
+    row_range = torch.tensor([[0, 7, 7], [7, 7, 33]], dtype=torch.int32)
+    left, quantized = operand(recipe.quantize(rows, row_range)), recipe.quantize_weight(weight)
+    lines = 1 if quantized.scale.dtype == torch.float32 else recipe.weight_format.block_lines  # of one scale
+    data, scales = [*map(torch.clone, quantized.data)], [s.repeat_interleave(lines, 0) for s in quantized.scale]
+    swizzle = {"e8m0": "mxfp8_rowwise", "e4m3": "nvfp4"}.get(recipe.weight_format.scale)
+    if swizzle is None:
+        found, shape = pack_weight_ptrs(data, fc1_scales=scales), tuple(quantized.scale.shape)
+    else:
+        found = pack_weight_ptrs(data, fc1_scales=[s.view(torch.uint8) for s in scales], swizzle=swizzle)
+        shape = num_groups, 2, -(-scales[0].shape[1] // 4) * 512
+    scattered = ScatteredWeight(
+        TensorTable(found.fc1, tuple(quantized.data.shape), quantized.data.dtype),
+        TensorTable(found.fc1_scales, shape, torch.float32 if swizzle is None else torch.uint8),
+        quantized.global_scale,
+    )
+    packed, by_pointer = (torch.full((40, out_features), torch.nan) for _ in range(2))
+    multiply(left, operand(quantized), row_range, packed)
+    multiply(left, scattered, row_range, by_pointer)
+    assert packed[:33].isfinite().all()
+    assert torch.equal(by_pointer[:33], packed[:33])
+    data[2].view(torch.uint8).zero_()  # nothing was copied
+    multiply(left, scattered, row_range, by_pointer)
+    assert not by_pointer[7:33].any()
