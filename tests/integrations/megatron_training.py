@@ -28,7 +28,7 @@ from megatron_cases import (
     results_of,
     use_groups,
 )
-from small_model import without_semaphores
+from worker import without_semaphores
 
 import symmoe
 from symmoe.errors import ArgumentError, SymmoeError

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 from cluster import Cluster
-from small_model import Block, counted_barriers, without_semaphores
+from small_model import Block, counted_barriers
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from worker import without_semaphores
 
 import symmoe
 import symmoe.moe.torch_operators  # registers torch.ops.symmoe

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster
-from small_model import without_semaphores
 from torch.distributed.device_mesh import init_device_mesh
+from worker import without_semaphores
 
 pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan 0.3, which is not installed")
 

@@ -351,13 +351,13 @@ def another_plan(call: Call) -> None:
 
 
 def foreign_buffer(call: Call) -> None:
-    """A lease of another heap."""
+    """A lease of another heap, which has been closed."""
     dispatch_call(call)
     rows = call.arguments["plan"].row_capacity
     call.arguments["out"] = call.lease(rows, call.hidden)
     with SymmetricHeap(num_bytes=1 << 20, backend="host") as other:
         call.change("out", other.lease((rows, call.hidden), torch.float32).tensor)
-    call.wants(ARGUMENT, "out is not on this symmetric heap")
+    call.wants(STALE, "out is memory of lease 'lease'", "whose heap was closed")
 
 
 def ordinary_buffer(call: Call) -> None:
