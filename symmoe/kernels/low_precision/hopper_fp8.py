@@ -148,8 +148,9 @@ def add_bias(part, addend, group, row, end, column, PIPE: gl.constexpr):
     """part [CHUNK, CHUNK], which begins at a row and a column, + bias * bias_scale in fp32; without a bias: part."""
     bias, bias_scale = addend
     if bias is not None:
+        gl.static_assert(PIPE.num_groups * PIPE.columns < 2**31)  # places of 64 bits spill more
         column = column + gl.arange(0, CHUNK, gl.SliceLayout(0, PART))
-        pointers = bias + group.to(gl.int64) * PIPE.columns + column
+        pointers = bias + (group * PIPE.columns + column)
         features = gl.load(pointers, mask=column < PIPE.columns, other=0.0).to(gl.float32)[None, :]
         if bias_scale is not None:
             row = gl.minimum(row + gl.arange(0, CHUNK, gl.SliceLayout(1, PART)), end - 1)
