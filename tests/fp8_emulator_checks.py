@@ -8,6 +8,7 @@ import torch
 
 gluon_emulator.install()
 
+from biases import check_biases  # noqa: E402
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem  # noqa: E402
 from quantize_cases import Scattered  # noqa: E402
 from row_ranges import random_ranges, rows_of  # noqa: E402
@@ -65,6 +66,18 @@ def check_parts_of_products():
         right[: p.num_rows, inside], right[p.num_rows :, inside] = whole[: p.num_rows, inside], 0
         hopper_fp8.launch_fp8_gemm(*p.operands, out, columns=columns, zero_tail=True, num_sms=3)
         assert torch.equal(out, right), columns
+
+
+def run(p, out, row_range=None, **options):
+    *operands, groups = p.operands
+    hopper_fp8.launch_fp8_gemm(*operands, groups if row_range is None else row_range, out, num_sms=3, **options)
+
+
+def run_with_tables(p, out, row_range=None, **options):
+    weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
+    gluon_emulator.ELSEWHERE[:] = weight.matrices + scale.matrices
+    operands = (p.rows, p.row_scale, weight.table, scale.table, p.row_range if row_range is None else row_range)
+    hopper_fp8.launch_fp8_gemm(*operands, out, num_sms=2, **options)
 
 
 def check_gradients(splits, widths):
@@ -150,5 +163,7 @@ if __name__ == "__main__":
         check_products(splits, widths)
         check_gradients(splits, widths)
     check_parts_of_products()
+    check_biases(run, Problem((140, 0, 1, 9), ODD, Numbers(exact=True)), (BF16, FP16))
+    check_biases(run_with_tables, Problem((0, 3, 129), (264, 144), Numbers(exact=True)), (BF16,))
     check_that_mistakes_are_noticed()
     print("all is well")

@@ -8,6 +8,7 @@ Whole numbers with power-of-two scales: the sums are exact, so every bit has to 
 from dataclasses import replace
 
 import torch
+from biases import check_biases
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem
 from interpreter import spare_the_interpreter
 from quantize_cases import Scattered
@@ -19,6 +20,7 @@ from symmoe.kernels.twin import fp8 as twin
 CASES = [((19, 0, 1, 40, 0), (136, 272)), ((0, 0, 0), (48, 64)), ((0, 130, 0), (48, 64))]  # splits; O, C
 CONFIG = replace(fp8.CONFIG, block_m=32, block_n=64, group_m=2)
 NUM_SMS = 3
+DTYPES = (torch.float16, torch.float32)  # the interpreter truncates to bf16
 
 
 def check_products(splits, widths):
@@ -49,6 +51,19 @@ def check_panels():
         twin.grouped_gemm_fp8(*p.operands, expected, columns=columns, zero_tail=True)
         assert torch.equal(got, expected), columns
         assert (expected == SENTINEL).any()
+
+
+def run_with_tables(p, out, row_range=None, **options):
+    weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
+    ranges = p.row_range if row_range is None else row_range
+    operands = (p.rows, p.row_scale, weight.table, scale.table, ranges, out)
+    fp8.grouped_gemm_fp8(*operands, config=CONFIG, num_sms=NUM_SMS, **options)
+
+
+def run(p, out, row_range=None, **options):
+    *operands, groups = p.operands
+    ranges = groups if row_range is None else row_range
+    fp8.grouped_gemm_fp8(*operands, ranges, out, config=CONFIG, num_sms=NUM_SMS, **options)
 
 
 def check_gradients(splits, widths):
@@ -82,5 +97,7 @@ if __name__ == "__main__":
         check_products(splits, widths)
         check_gradients(splits, widths)
     check_panels()
+    check_biases(run, Problem((19, 0, 3), (264, 144), Numbers(exact=True), tail=3), DTYPES)
+    check_biases(run_with_tables, Problem((3, 9), (40, 48), Numbers(exact=True)), DTYPES)
     check_that_scales_matter()
     print("all is well")

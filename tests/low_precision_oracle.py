@@ -90,15 +90,17 @@ E2M1 = Format("e2m1", "e4m3", 16), Format("e2m1", "e4m3", 16, 16)
 
 
 class Linear:
-    """Group by group: y = q(x) q(W)^T, d_x = q(d_y) q(W^T)^T, d_W = q(d_y columns) q(x columns)^T, in float64."""
+    """By group: y = q(x) q(W)^T + b scale, d_x = q(d_y) q(W^T)^T, d_W = q(d_y columns) q(x columns)^T, in float64."""
 
     def __init__(self, numbers: Numbers, weight: torch.Tensor, splits: tuple[int, ...]) -> None:
         self.numbers, self.weight = numbers, weight.detach().cpu().float().numpy()
         self.spans = [slice(*pair) for pair in itertools.pairwise([0, *itertools.accumulate(splits)])]
 
-    def forward(self, x: np.ndarray) -> np.ndarray:
-        parts = (self.numbers.of_rows(x[s]) @ self.numbers.of_weight(w).T for s, w in self._groups())
-        return np.concatenate(list(parts))
+    def forward(self, x: np.ndarray, bias: np.ndarray | None = None, scale: np.ndarray | None = None) -> np.ndarray:
+        parts = [self.numbers.of_rows(x[s]) @ self.numbers.of_weight(w).T for s, w in self._groups()]
+        if bias is not None:
+            parts = [part + np.outer(scale[s], b) for part, s, b in zip(parts, self.spans, bias, strict=True)]
+        return np.concatenate(parts)
 
     def input_gradient(self, d_y: np.ndarray) -> np.ndarray:
         parts = (self.numbers.of_rows(d_y[s]) @ self.numbers.of_weight(w.T).T for s, w in self._groups())

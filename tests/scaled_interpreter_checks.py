@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import triton.language as tl
+from biases import check_biases
 from interpreter import spare_the_interpreter
 from quantize_cases import Scattered
 from row_ranges import random_ranges
@@ -23,6 +24,7 @@ from symmoe.kernels.twin import scaled as twin
 
 CASES = [((19, 0, 1, 150, 0), (136, 288)), ((0, 0, 0), (48, 64)), ((0, 130, 0), (264, 64))]  # splits; O, C
 NUM_SMS = 3
+DTYPES = (torch.float16, torch.float32)  # the interpreter truncates to bf16
 WAYS = [("mxfp8", True), ("nvfp4", True), ("nvfp4", False)]  # whether dot_scaled multiplies
 dots = []
 
@@ -90,6 +92,15 @@ def check_panels(name, native):
         assert (expected == SENTINEL).any()
 
 
+def run(p, out, row_range=None, **options):
+    (rows, row_scale, *_, groups), (weight, scale) = p.operands, p.scattered
+    operands = (
+        (rows, row_scale, weight.table, scale.table, groups) if row_range is None else (*p.operands[:-1], row_range)
+    )
+    group_range = None if row_range is None else groups
+    scaled.grouped_gemm_scaled(*operands, out, group_range=group_range, num_sms=NUM_SMS, **p.options, **options)
+
+
 def check_gradients(name, native, splits, widths):
     use_products(native)
     p = WgradProblem(splits, widths, Numbers(name, exact=True))
@@ -139,6 +150,7 @@ if __name__ == "__main__":
             check_products(name, native, splits, widths)
             check_gradients(name, native, splits, widths)
         check_panels(name, native)
+        check_biases(run, Problem((19, 0, 3), (264, 160), Numbers(name, exact=True), tail=3), DTYPES)
         check_that_scales_matter(name, native)
         assert (name in dots) == native
         dots.clear()

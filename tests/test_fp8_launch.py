@@ -30,7 +30,9 @@ def test_launches_are_understood(fake_driver, monkeypatch):  # noqa: F811
         row_range = empty(2, G, dtype=torch.int32)
         out = empty(num_rows, O, dtype=torch.bfloat16)
         operands = (rows, row_scale, weight, weight_scale)
+        addend = {"bias": empty(G, O, dtype=torch.bfloat16), "bias_scale": empty(num_rows)}
         for launch in (hopper_fp8.launch_fp8_gemm, gpu_fp8.grouped_gemm_fp8):
+            launch(*operands, row_range, out, num_sms=8, **addend)
             launch(*operands, row_range, out, zero_tail=True, num_sms=8)
             launch(*operands, row_range, out, columns=(256, 512), num_sms=8)
         dout, columns = empty(O, tokens, dtype=E4M3), empty(C, tokens, dtype=E4M3)

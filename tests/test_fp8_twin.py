@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from biases import check_biases
 from fp8_problem import BLOCK, E4M3, SENTINEL, Numbers, Problem, WgradProblem, relative_error
 from row_ranges import random_ranges, rows_of
 
@@ -36,6 +37,17 @@ def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance
         out, n = product(p, dtype), p.num_rows
         assert relative_error(out[:n], p.expected()[:n]) <= tolerance
         assert (out[n:] == SENTINEL).all()
+
+
+def run(p, out, row_range=None, **options):
+    *operands, groups = p.operands
+    grouped_gemm_fp8(*operands, groups if row_range is None else row_range, out, **options)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_biases_are_added_before_the_one_rounding(widths):
+    for splits in SPLITS:
+        check_biases(run, Problem(splits, widths, Numbers(exact=True)), (BF16, FP16, FP32))
 
 
 @pytest.mark.parametrize("what", ["row_scale", "weight_scale"])
@@ -152,6 +164,21 @@ def test_wrong_operands_of_products_are_named(name, change, text):
     setattr(p, name, change(p))
     with pytest.raises(ArgumentError, match=text):
         product(p, BF16)
+
+
+def test_wrong_biases_are_named():
+    p = Problem(SPLITS[0], WIDTHS[0], Numbers(exact=False))
+    for options, text in (
+        ({"bias": torch.zeros(5, 384)}, r"bias must be \[5, 256\], got \[5, 384\]"),
+        ({"bias": torch.zeros(5, 256).double()}, r"bias must be of .*float32, got torch.float64"),
+        ({"bias": torch.zeros(5, 256), "bias_scale": torch.ones(175)}, r"bias_scale must be \[176\], got \[175\]"),
+        (
+            {"bias": torch.zeros(5, 256), "bias_scale": torch.ones(176).bfloat16()},
+            "bias_scale must be of .*float32, got",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            product(p, BF16, **options)
 
 
 def test_widths_that_rows_of_16_bytes_do_not_fill():

@@ -101,6 +101,24 @@ def test_a_linear_layer_multiplies_these_numbers(recipe):
             assert all(error > 3e-6 for error in errors.values()), (other, errors)
 
 
+@pytest.mark.parametrize("recipe", NUMBERS, ids=str)
+def test_a_bias_is_rounded_once_with_the_product(recipe):
+    case = Case(dtype=torch.bfloat16, buffers=())
+    inputs = linear_inputs(case)
+    layer = make_linear(case, inputs.w1, inputs.b1, precision=recipe)
+    y = used(layer(inputs.x, inputs.splits, bias_scale=inputs.scale), SIZES).detach()
+    x, scale, bias = inputs.x.float().numpy(), inputs.scale.double().numpy(), inputs.b1.double().numpy()
+    exact = oracle.Linear(NUMBERS[recipe], inputs.w1, SIZES.splits)
+
+    def rounded(numbers):
+        return torch.from_numpy(numbers).to(case.dtype)
+
+    added, product = exact.forward(x, bias, scale), exact.forward(x)
+    twice = rounded(added - product + rounded(product).double().numpy())
+    for right, least, most in ((rounded(added), 0, 1e-3), (twice, 0.02, 1)):
+        assert least <= (y != right).double().mean() <= most
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", NUMBERS, ids=str)
 def test_experts_multiply_these_numbers(recipe, dtype):

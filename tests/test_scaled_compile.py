@@ -116,6 +116,15 @@ def test_products(compile_launch, arch, shape, name):
     check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options | {"zero_tail": True}), name, arch)
 
 
+@names
+@pytest.mark.parametrize("arch", UNITS)
+def test_biases(compile_launch, arch, name):
+    arguments, options = gemm_operands(name, "odd")
+    G, O, _, N = SHAPES["odd"]
+    options |= {"bias": meta(G, O, dtype=BF16), "bias_scale": meta(N, dtype=FP32)}
+    check(compile_launch(arch, scaled.grouped_gemm_scaled, arguments, options), name, arch)
+
+
 @pytest.mark.parametrize("arch", [BLACKWELL, HOPPER])
 @names
 def test_scattered_matrices(compile_launch, arch, name):

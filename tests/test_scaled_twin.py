@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from biases import check_biases
 from row_ranges import random_ranges, rows_of, spans_of, whole_groups
 from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, dequantised, relative_error
 
@@ -49,6 +50,19 @@ def test_products_are_as_near_as_the_dtype_of_the_result_allows(dtype, tolerance
         out, n = product(p, dtype), p.num_rows
         assert relative_error(out[:n], p.expected()[:n]) <= tolerance
         assert (out[n:] == SENTINEL).all()
+
+
+def run(p, out, row_range=None, **options):
+    *operands, groups = p.operands
+    ranges = groups if row_range is None else row_range
+    grouped_gemm_scaled(*operands, ranges, out, group_range=groups, **p.options, **options)
+
+
+@names
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_biases_are_added_before_the_one_rounding(widths, name):
+    for splits in SPLITS:
+        check_biases(run, Problem(splits, widths, Numbers(name, exact=True)))
 
 
 @names
@@ -223,6 +237,7 @@ def test_what_recipes_make_is_what_the_products_take(name, recipe, least, most):
             r"row_global_scale must be None where numbers are e4m3",
         ),
         (lambda o, k: o.__setitem__(4, o[4][0]), r"row_range must be \[2, 5\], got \[5\]"),
+        (lambda o, k: k.update(bias=torch.ones(5, 384)), r"bias must be \[5, 256\], got \[5, 384\]"),
         (lambda o, k: k.update(group_range=o[4][1]), r"group_range must be \[2, 5\], got \[5\]"),
     ],
 )

@@ -17,7 +17,7 @@ from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision import products
 from symmoe.precision.cached_weights import HeldWeight, weight_operands
 from symmoe.precision.operands import Operand, multiply
-from symmoe.precision.products import LowPrecision, product
+from symmoe.precision.products import LowPrecision
 from symmoe.precision.recipes import Recipe
 
 Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -125,7 +125,7 @@ class Quantizing:
         left = self._numbers.rows(rows, row_range)
         right, transposed = weight_operands(self._numbers, weight, transposed=self._trains_rows, held=self._held)
         self._kept = NOTHING if transposed is None else transposed
-        product(left, right, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
+        multiply(left, right, row_range, out, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail)
 
     def kept(self) -> Kept:
         """The transposed weight, quantised; nothing where the rows are not trained."""

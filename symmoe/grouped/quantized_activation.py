@@ -16,8 +16,8 @@ from symmoe import kernels
 from symmoe.kernels import act_quantized
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.gemm_parts import Part
-from symmoe.precision.operands import Operand, operand
-from symmoe.precision.products import LowPrecision, product
+from symmoe.precision.operands import Operand, multiply, operand
+from symmoe.precision.products import LowPrecision
 
 
 def first_layer(
@@ -40,7 +40,7 @@ def first_layer(
     fused = h.dtype in act_quantized.H and act_quantized.takes_act_quantize(recipe.row_format)
     quantized = recipe.empty_rows(num_rows, ffn, row_range) if fused else None
     for rows, part in arriving:
-        product(rows, weight, part.rows, h, bias=bias, num_sms=part.num_sms)
+        multiply(rows, weight, part.rows, h, bias=bias, num_sms=part.num_sms)
         if quantized is not None:
             result = quantized.data, quantized.scale
             ops.act_quantize(h, scale, part.rows, activation, recipe.row_format, rows=result)

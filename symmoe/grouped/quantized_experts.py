@@ -26,7 +26,7 @@ from symmoe.kernels.gemm_parts import Part
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.precision.cached_weights import HeldWeight, weight_operands
 from symmoe.precision.operands import Operand, multiply, operand
-from symmoe.precision.products import LowPrecision, product, weight_gradient
+from symmoe.precision.products import LowPrecision, weight_gradient
 from symmoe.precision.recipes import Recipe
 from symmoe.precision.wire import WireFormat
 
@@ -97,7 +97,7 @@ class QuantizedWeights(ExpertWeights):
         num_rows = hidden.h.shape[0]
         x = x.without_tail(num_rows)
         assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
-        product(
+        multiply(
             *a,
             x.row_range,
             out[:num_rows],

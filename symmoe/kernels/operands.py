@@ -7,6 +7,8 @@ import torch
 from symmoe.errors import ArgumentError
 from symmoe.kernels.tensor_table import TensorTable
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def check_operand(
     name: str, tensor: torch.Tensor | TensorTable, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
@@ -31,6 +33,21 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """ArgumentError unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+
+
+def check_out(
+    out: torch.Tensor,
+    shape: tuple[int, int],
+    num_groups: int,
+    bias: torch.Tensor | None,
+    bias_scale: torch.Tensor | None,
+) -> None:
+    """ArgumentError unless out is of this shape [N, O], bias [num_groups, O], bias_scale fp32 [N]; or no bias."""
+    check_operand("out", out, shape, FLOATS)
+    if bias is not None:
+        check_operand("bias", bias, (num_groups, shape[1]), FLOATS)
+    if bias_scale is not None:
+        check_operand("bias_scale", bias_scale, shape[:1], (torch.float32,))
 
 
 def check_column_scale(name: str, scale: torch.Tensor) -> None:

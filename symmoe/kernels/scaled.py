@@ -15,12 +15,11 @@ import torch
 
 from symmoe.errors import ArgumentError
 from symmoe.kernels.formats import TILE, BlockFormat, max_tiles
-from symmoe.kernels.operands import check_multiple, check_operand
+from symmoe.kernels.operands import FLOATS, check_multiple, check_operand, check_out
 from symmoe.kernels.tensor_table import TensorTable
 
 ALIGNMENT = 16  # bytes: rows of data and of results begin at multiples
 TILE_BLOCKS, TILE_BYTES = 4, 512
-OUT = (torch.bfloat16, torch.float16, torch.float32)
 
 
 FORMATS = {
@@ -49,6 +48,8 @@ def check_scaled_gemm(
     row_global_scale: torch.Tensor | None,
     weight_global_scale: torch.Tensor | None,
     group_range: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    bias_scale: torch.Tensor | None,
 ) -> BlockFormat:
     """The format of operands of grouped_gemm_scaled; ArgumentError if these do not fit."""
     block_format = _format_of("rows", rows)
@@ -56,7 +57,7 @@ def check_scaled_gemm(
     num_groups, out_width, _ = weight.shape
     check_operand("rows", rows, (num_rows, num_bytes), (rows.dtype,))
     check_operand(_packed("weight", block_format), weight, (num_groups, out_width, num_bytes), (rows.dtype,))
-    check_operand("out", out, (num_rows, out_width), OUT)
+    check_out(out, (num_rows, out_width), num_groups, bias, bias_scale)
     across = tiles_across(block_format, num_bytes * block_format.elements_per_byte)
     # The most that rows of any bounds need: the host does not know them.
     _check_scale(_packed("row_scale", block_format), row_scale, max_tiles(num_rows, num_groups), across)
@@ -90,7 +91,7 @@ def check_scaled_wgrad(
     columns, num_tokens = rows.shape[0], num_bytes * block_format.elements_per_byte
     check_operand("dout", dout, (out_rows, num_bytes), (dout.dtype,))
     check_operand(_packed("rows", block_format), rows, (columns, num_bytes), (dout.dtype,))
-    check_operand("out", out, (out.shape[0], out_rows, columns), OUT)
+    check_operand("out", out, (out.shape[0], out_rows, columns), FLOATS)
     across = tiles_across(block_format, num_tokens)
     _check_scale(_packed("dout_scale", block_format), dout_scale, tiles_down(out_rows), across)
     _check_scale(_packed("rows_scale", block_format), rows_scale, tiles_down(columns), across)

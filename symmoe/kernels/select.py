@@ -76,7 +76,8 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype, columns: int) -> Mo
     Hopper the epilogue runs during the next tile's products; docs/performance.md has the numbers. Triton's kernels
     remain for other devices, for what those for Hopper do not take (fp32, tables of weights, bias, interleaved
     features, narrow outputs, accumulation, weight gradients of gathered rows), and where they are slower (FC1 of
-    gathered rows). Weight gradients of E4M3 numbers may be fp32 and accumulated (low_precision/hopper_fp8_wgrad.py).
+    gathered rows). Those of E4M3 numbers (low_precision) take tables and biases; weight gradients may be fp32 and
+    accumulated.
 
     Args:
         dtype: dtype of the output.

@@ -62,19 +62,28 @@ def multiply(
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    """out[r] = rows[r] @ weight[g]^T for every row r of every group g, same as grouped_gemm; out bf16, fp16 or fp32."""
+    """out[r] = rows[r] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g, same as grouped_gemm.
+
+    Rounded once. out [N, O], bias [G, O]: bf16, fp16 or fp32; bias_scale fp32[N], None: 1.
+    """
     ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_range, out)
     if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_fp8(*operands, columns=columns, zero_tail=zero_tail, num_sms=num_sms)
+        ops.grouped_gemm_fp8(
+            *operands, bias=bias, bias_scale=bias_scale, columns=columns, zero_tail=zero_tail, num_sms=num_sms
+        )
         return
     ops.grouped_gemm_scaled(
         *operands,
         row_global_scale=rows.global_scale,
         weight_global_scale=weight.global_scale,
+        bias=bias,
+        bias_scale=bias_scale,
         columns=columns,
         zero_tail=zero_tail,
         num_sms=num_sms,

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from symmoe import kernels
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.precision.operands import Operand, gradient_seeds, multiply, multiply_columns, operand
+from symmoe.precision.operands import Operand, gradient_seeds, multiply_columns, operand
 from symmoe.precision.recipes import Recipe
-
-_BIAS_WIDTH = 8  # features of the product of zeros that a bias is added by: 16 bytes or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +70,3 @@ def weight_gradient(
 ) -> None:
     """out [G, O, C] (+)= d_rows_g^T rows_g, from columns."""
     multiply_columns(d_rows, rows, row_range, out, accumulate=accumulate, num_sms=num_sms)
-
-
-def product(
-    rows: Operand,
-    weight: Operand,
-    row_range: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
-    zero_tail: bool = False,
-    num_sms: int | None = None,
-) -> None:
-    """out [N, O] = rows @ weight^T + bias * bias_scale, as grouped_gemm. With a bias, the product is rounded before
-    the bias is added, in fp32, and the sum is rounded again."""
-    multiply(rows, weight, row_range, out, zero_tail=zero_tail, columns=columns, num_sms=num_sms)
-    if bias is None:
-        return
-    zeros = out.new_zeros((out.shape[0], _BIAS_WIDTH))
-    nothing = out.new_zeros((*bias.shape, _BIAS_WIDTH))
-    ops = kernels.for_device(out.device)
-    ops.grouped_gemm(
-        zeros,
-        nothing,
-        row_range,
-        out,
-        bias=bias,
-        bias_scale=bias_scale,
-        accumulate=True,
-        columns=columns,
-        num_sms=num_sms,
-    )

@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from biases import check_biases
 from fp8_problem import SENTINEL, Numbers, Problem, WgradProblem, relative_error
 from quantize_cases import Scattered
 from row_ranges import random_ranges, rows_of, whole_groups
@@ -60,6 +61,33 @@ def test_products_of_whole_numbers_are_exact(widths, dtype):
         assert torch.equal(general(p, dtype), expected)
         for options, num_sms in itertools.product(VARIANTS, (None, 7, 1)):
             assert torch.equal(on_hopper(p, dtype, num_sms, **options), expected), (splits, options, num_sms)
+
+
+def packed(p, out, row_range=None, **options):
+    """By the kernel for Hopper."""
+    *operands, groups = p.operands
+    launchers.launch_fp8_gemm(*operands, groups if row_range is None else row_range, out, num_sms=7, **options)
+
+
+def scattered(p, out, row_range=None, **options):
+    """By the kernel for Hopper, with tables of weights."""
+    weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
+    ranges = p.row_range if row_range is None else row_range
+    launchers.launch_fp8_gemm(p.rows, p.row_scale, weight.table, scale.table, ranges, out, **options)
+
+
+def by_triton(p, out, row_range=None, **options):
+    """By Triton's kernel."""
+    *operands, groups = p.operands
+    ranges = groups if row_range is None else row_range
+    fp8.grouped_gemm_fp8(*operands, ranges, out, config=fp8.CONFIG, **options)
+
+
+@pytest.mark.timeout(120, method="thread")  # of every kernel there are eight variants
+@pytest.mark.parametrize(("run", "dtype"), [(packed, BF16), (packed, FP16), (scattered, BF16), (by_triton, FP32)])
+def test_biases_are_added_before_the_one_rounding(run, dtype):
+    for splits in SPLITS:
+        check_biases(run, problem(Problem, splits, WIDTHS[2], exact=True), (dtype,))
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

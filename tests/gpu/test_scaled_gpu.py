@@ -11,6 +11,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a Hopper or Blackwell GPU", allow_module_level=True)
 
+from biases import check_biases
 from quantize_cases import Scattered
 from row_ranges import random_ranges, rows_of, whole_groups
 from scaled_problem import NAMES, NAN, SENTINEL, Numbers, Problem, WgradProblem, relative_error
@@ -60,6 +61,25 @@ def test_products_of_small_numbers_are_exact(widths, name):
         expected = p.expected()
         for dtype, num_sms in itertools.product((BF16, FP32), (None, 7, 1)):
             assert torch.equal(product(p, dtype, num_sms), expected.to(dtype)), (splits, dtype, num_sms)
+
+
+def packed(p, out, row_range=None, **options):
+    *operands, groups = p.operands
+    ranges = groups if row_range is None else row_range
+    scaled.grouped_gemm_scaled(*operands, ranges, out, group_range=groups, **p.options, **options)
+
+
+def scattered(p, out, row_range=None, **options):
+    (rows, row_scale, *_, groups), (weight, scale) = p.operands, p.scattered
+    operands = rows, row_scale, weight.table, scale.table, groups if row_range is None else row_range
+    scaled.grouped_gemm_scaled(*operands, out, group_range=groups, **p.options, **options)
+
+
+@names
+@pytest.mark.parametrize(("run", "dtype"), [(packed, BF16), (scattered, FP32)])
+def test_biases_are_added_before_the_one_rounding(run, dtype, name):
+    for splits in SPLITS:
+        check_biases(run, problem(Problem, name, splits, WIDTHS[2], exact=True), (dtype,))
 
 
 @names

@@ -2,13 +2,13 @@
 
 C, O, columns, accumulate and zero_tail are those of contract/gemm.py, P is that of contract/quantize.py; BLOCK is 128
 and B(n) = ceil(n / BLOCK). Operands are data and scales of quantize_rows, quantize_columns and quantize_weights;
-out is bf16, fp16 or fp32, its rows multiples of 16 bytes. The input gradient is the forward product, with
-gradients for rows and the transposed weight [G, C, O], quantised along O, with its scales. ArgumentError if an operand
-does not fit.
+out is bf16, fp16 or fp32, its rows multiples of 16 bytes; bias [G, O] bf16, fp16 or fp32, None: 0; bias_scale fp32[N],
+None: 1. The input gradient is the forward product, with gradients for rows and the transposed weight [G, C, O],
+quantised along O, with its scales. ArgumentError if an operand does not fit.
 
-A product of two E4M3 or E2M1 numbers is exact, sums are fp32, the result is rounded once, and a row's bits do not
-depend on parts. (Tensor cores add in another order, and keep fewer bits than fp32 of terms that are much smaller
-than the largest one: about 14 bits in sums of E4M3 products.)
+A product of two E4M3 or E2M1 numbers is exact, sums are fp32, the bias is added in fp32, the result is rounded once,
+and a row's bits do not depend on parts. (Tensor cores add in another order, and keep fewer bits than fp32 of terms that
+are much smaller than the largest one: about 14 bits in sums of E4M3 products.)
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class QuantizedGemmKernels(Protocol):
         row_range: Tensor,
         out: Tensor,
         *,
+        bias: Tensor | None = None,
+        bias_scale: Tensor | None = None,
         columns: tuple[int, int] | None = None,
         zero_tail: bool = False,
         num_sms: int | None = None,
     ) -> None:
-        """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
+        """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T + bias[g] * bias_scale[r], r in group g.
 
         rows E4M3 [N, C], C a multiple of 16, with row_scale fp32 [N, B(C)]: a scale for BLOCK features of a row; weight
         E4M3 [G, O, C] with weight_scale fp32 [G, B(O), B(C)]: a scale for BLOCK x BLOCK features. A block's sum is
@@ -73,11 +75,13 @@ class QuantizedGemmKernels(Protocol):
         row_global_scale: Tensor | None = None,
         weight_global_scale: Tensor | None = None,
         group_range: Tensor | None = None,
+        bias: Tensor | None = None,
+        bias_scale: Tensor | None = None,
         columns: tuple[int, int] | None = None,
         zero_tail: bool = False,
         num_sms: int | None = None,
     ) -> None:
-        """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T for every row r of every group g.
+        """out[r] = (rows[r] * row_scale[r]) @ (weight[g] * weight_scale[g])^T + bias[g] * bias_scale[r], r in group g.
 
         rows E4M3 [N, C] (MXFP8) or uint8 [N, C / 2] (NVFP4), C a multiple of 32; row_scale: in tiles, every group from
         a new tile on (swizzle_scales). weight E4M3 [G, O, C] or uint8 [G, O, C / 2]; weight_scale: tiles of

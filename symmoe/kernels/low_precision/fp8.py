@@ -18,7 +18,7 @@ from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
-from symmoe.kernels.triton.gemm import zero_matrices
+from symmoe.kernels.triton.gemm import add_bias, zero_matrices
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,
@@ -46,7 +46,15 @@ CONFIG = TileConfig(block_m=128, block_n=128, block_k=fp8.BLOCK, num_stages=3, n
 @fast_launch
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["row_scale", "weight_table", "weight_scale", "weight_scale_table", "row_range"],
+    do_not_specialize_on_alignment=[
+        "row_scale",
+        "weight_table",
+        "weight_scale",
+        "weight_scale_table",
+        "row_range",
+        "bias",
+        "bias_scale",
+    ],
 )
 def grouped_gemm_fp8_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK]
@@ -57,6 +65,8 @@ def grouped_gemm_fp8_kernel(
     weight_scale_table,  # int64[G] or None
     row_range,
     out,  # [N, O]
+    bias,  # [G, O] or None
+    bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
     panel_column,  # first column of the panel
     NUM_GROUPS: tl.constexpr,
@@ -91,6 +101,7 @@ def grouped_gemm_fp8_kernel(
                 right = right.to(rows_desc.dtype, bitcast=True)
             scale = tl.load(row_scales + b, mask=row < end, other=0.0) * tl.load(weight_scales + b)
             acc += tl.dot(left, right.T) * scale[:, None]
+        acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
         pointers = out + row.to(tl.int64)[:, None] * OUT_WIDTH + column[None, :]
         tl.store(pointers, acc.to(out.dtype.element_ty), mask=tile_mask(row, end, column, OUT_WIDTH, BLOCK_N))
     if num_rows is not None:
@@ -154,12 +165,14 @@ def grouped_gemm_fp8(
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    fp8.check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
     columns = panel(columns, out_width)
@@ -168,8 +181,9 @@ def grouped_gemm_fp8(
     if config is None:
         on_hopper = select.hopper_kernels(out.device, out.dtype, out_width)
         if on_hopper is not None and num_rows <= select.MAX_ROWS:
+            addend = {"bias": bias, "bias_scale": bias_scale}
             options = {"columns": columns, "zero_tail": zero_tail, "num_sms": num_sms}
-            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **options)
+            on_hopper.launch_fp8_gemm(rows, row_scale, weight, weight_scale, row_range, out, **addend, **options)
             return
     first_column, end_column = columns or (0, out_width)
     plan = _gemm_plan(config or CONFIG, num_groups, out_width, rows.shape[1], end_column - first_column)
@@ -183,6 +197,8 @@ def grouped_gemm_fp8(
         *packed_and_table(weight_scale),
         row_range,
         out,
+        bias,
+        bias_scale,
         num_rows if zero_tail else None,
         first_column,
     )

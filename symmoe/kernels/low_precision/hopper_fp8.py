@@ -50,6 +50,7 @@ E4M3 = torch.float8_e4m3fn
 BLOCK_K = gl.constexpr(BLOCK)
 BLOCK_N = gl.constexpr(256)
 HALF = gl.constexpr(BLOCK)  # columns of one scale of the weight
+PART = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]))  # CHUNK columns of a tile
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))  # a half of a tile
 
 
@@ -143,22 +144,45 @@ def product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP
 
 
 @gluon.jit
-def store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP: gl.constexpr):
-    """Rounds the sums and stores them by TMA, which reads while the next tile is multiplied."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+def add_bias(part, addend, group, row, end, column, PIPE: gl.constexpr):
+    """part [CHUNK, CHUNK], which begins at a row and a column, + bias * bias_scale in fp32; without a bias: part."""
+    bias, bias_scale = addend
+    if bias is not None:
+        gl.static_assert(PIPE.num_groups * PIPE.columns < 2**31)  # places of 64 bits spill more
+        column = column + gl.arange(0, CHUNK, gl.SliceLayout(0, PART))
+        pointers = bias + (group * PIPE.columns + column)
+        features = gl.load(pointers, mask=column < PIPE.columns, other=0.0).to(gl.float32)[None, :]
+        if bias_scale is not None:
+            row = gl.minimum(row + gl.arange(0, CHUNK, gl.SliceLayout(1, PART)), end - 1)
+            features = features * gl.load(bias_scale + row)[:, None]
+        part = part + features
+    return part
+
+
+@gluon.jit
+def store_tile(
+    left, right, addend, chunks, out_desc, group, first_row, end, n_tile, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
+    """Adds the bias, rounds the sums and stores them by TMA, which reads while the next tile is multiplied.
+
+    A part of the columns at a time, for which the registers of the last partial sum are enough.
+    """
     tma.store_wait(0)
     parts = halves(left, 1) + halves(right, 1)
+    row = first_row + CHUNK * WARPGROUP
     for i in gl.static_range(4):
-        part = gl.convert_layout(parts[i], layout, assert_trivial=True).to(chunks.dtype)
-        chunks.index(4 * WARPGROUP + i).store(part)
+        part = gl.convert_layout(parts[i], PART, assert_trivial=True)
+        part = add_bias(part, addend, group, row, end, n_tile * BLOCK_N + CHUNK * i, PIPE)
+        chunks.index(4 * WARPGROUP + i).store(part.to(chunks.dtype))
     fence_async_shared()
     for i in gl.static_range(4):
-        row = first_row + CHUNK * WARPGROUP
         store_chunk(out_desc, chunks.index(4 * WARPGROUP + i), row, end, n_tile * BLOCK_N + CHUNK * i)
 
 
 @gluon.jit
-def multiply(out_desc, scales, row_range, first_column, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr):
+def multiply(
+    out_desc, scales, addend, row_range, first_column, ring, chunks, WARPGROUP: gl.constexpr, PIPE: gl.constexpr
+):
     """The role multiply."""
     prefix, num_row_tiles = row_tile_prefix(row_range, PIPE)
     stage = 0
@@ -166,14 +190,22 @@ def multiply(out_desc, scales, row_range, first_column, ring, chunks, WARPGROUP:
     for tile in range(gl.program_id(0), num_row_tiles * PIPE.num_n_tiles, gl.num_programs(0)):
         group, first_row, end, n_tile = locate_tile(tile, prefix, row_range, first_column, PIPE)
         left, right, stage, phase = product(scales, ring, group, first_row, end, n_tile, stage, phase, WARPGROUP, PIPE)
-        store_tile(left, right, chunks, out_desc, first_row, end, n_tile, WARPGROUP)
+        store_tile(left, right, addend, chunks, out_desc, group, first_row, end, n_tile, WARPGROUP, PIPE)
     tma.store_wait(0)
 
 
 @fast_launch
 @gluon.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["weight_table", "row_scale", "weight_scale", "weight_scale_table", "row_range"],
+    do_not_specialize_on_alignment=[
+        "weight_table",
+        "row_scale",
+        "weight_scale",
+        "weight_scale_table",
+        "row_range",
+        "bias",
+        "bias_scale",
+    ],
 )
 def hopper_fp8_gemm_kernel(
     rows_desc,  # [N, C], block [BLOCK_M, BLOCK_K]
@@ -186,6 +218,8 @@ def hopper_fp8_gemm_kernel(
     weight_scale,  # fp32[G, blocks of O, blocks of C]; None with a table
     weight_scale_table,  # int64[G] or None
     row_range,
+    bias,  # [G, O] or None
+    bias_scale,  # fp32[N] or None
     first_column,  # of the panel; None: all columns
     num_rows,  # N; None: do not write the tail
     PIPE: gl.constexpr,
@@ -195,11 +229,12 @@ def hopper_fp8_gemm_kernel(
     chunks = gl.allocate_shared_memory(out_desc.dtype, [8, CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, 2))
     ring = (a, b, make_barriers(PIPE.stages, 1), make_barriers(PIPE.stages, 2))
     scales = (row_scale, weight_scale, weight_scale_table)
+    addend = (bias, bias_scale)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (out_desc, scales, row_range, first_column, ring, chunks, 0, PIPE)),
-            (multiply, (out_desc, scales, row_range, first_column, ring, chunks, 1, PIPE)),
+            (multiply, (out_desc, scales, addend, row_range, first_column, ring, chunks, 0, PIPE)),
+            (multiply, (out_desc, scales, addend, row_range, first_column, ring, chunks, 1, PIPE)),
             (load, (rows_desc, (weight_desc, weight_table, anchor), row_range, first_column, ring, PIPE)),
         ],
         [4, 1],
@@ -217,6 +252,8 @@ def launch_fp8_gemm(
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
@@ -243,6 +280,8 @@ def launch_fp8_gemm(
         row_scale,
         *packed_and_table(weight_scale),
         row_range,
+        bias,
+        bias_scale,
         first_column,
         num_rows if zero_tail else None,
     )

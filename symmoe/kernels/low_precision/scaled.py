@@ -27,7 +27,7 @@ from symmoe.kernels.launch.compiled import Describe
 from symmoe.kernels.launch.integers import ceil_div, next_power_of_2
 from symmoe.kernels.launch.launch import Constants, fast_launch, launch
 from symmoe.kernels.tensor_table import TensorTable, packed_and_table
-from symmoe.kernels.triton.gemm import zero_matrices
+from symmoe.kernels.triton.gemm import add_bias, zero_matrices
 from symmoe.kernels.triton.tiles import (
     ZERO_BLOCK,
     Plan,
@@ -174,6 +174,8 @@ def range_tile_prefix(row_range, group_range, NUM_GROUPS: tl.constexpr, GROUP_LA
         "weight_global_scale",
         "row_range",
         "group_range",
+        "bias",
+        "bias_scale",
     ],
 )
 def grouped_gemm_scaled_kernel(
@@ -188,6 +190,8 @@ def grouped_gemm_scaled_kernel(
     row_range,
     group_range,  # the whole groups, or None
     out,  # [N, O]
+    bias,  # [G, O] or None
+    bias_scale,  # fp32[N] or None
     num_rows,  # N; None: do not write the tail
     panel_column,  # first column of the panel
     ELEMENT: tl.constexpr,
@@ -252,6 +256,7 @@ def grouped_gemm_scaled_kernel(
         acc = apply_global_scales(acc, row_global_scale, weight_global_scale, group, True)
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
+        acc = add_bias(acc, bias, bias_scale, group, row, end, column, OUT_WIDTH)
         mask = tile_mask(row, end, column, OUT_WIDTH, BLOCK_N)
         if group_range is not None:
             mask = mask & (row >= begin)[:, None]
@@ -328,13 +333,16 @@ def grouped_gemm_scaled(
     row_global_scale: torch.Tensor | None = None,
     weight_global_scale: torch.Tensor | None = None,
     group_range: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
     config: TileConfig | None = None,
 ) -> None:
     block_format = scaled.check_scaled_gemm(
-        rows, row_scale, weight, weight_scale, row_range, out, row_global_scale, weight_global_scale, group_range
+        *(rows, row_scale, weight, weight_scale, row_range, out),
+        *(row_global_scale, weight_global_scale, group_range, bias, bias_scale),
     )
     num_rows, out_width = out.shape
     num_groups = weight.shape[0]
@@ -357,6 +365,8 @@ def grouped_gemm_scaled(
         row_range,
         group_range,
         out,
+        bias,
+        bias_scale,
         num_rows if zero_tail else None,
         first_column,
     )

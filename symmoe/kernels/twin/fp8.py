@@ -9,7 +9,16 @@ import torch
 from symmoe.kernels.fp8 import BLOCK, check_fp8_gemm, check_fp8_wgrad, num_blocks
 from symmoe.kernels.gemm_parts import panel
 from symmoe.kernels.tensor_table import TensorTable
-from symmoe.kernels.twin.gemm import filled_groups, groups, matrix, multiply, multiply_rows, store_sum, zero_rows
+from symmoe.kernels.twin.gemm import (
+    bias_rows,
+    filled_groups,
+    groups,
+    matrix,
+    multiply,
+    multiply_rows,
+    store_sum,
+    zero_rows,
+)
 
 
 def grouped_gemm_fp8(
@@ -20,11 +29,13 @@ def grouped_gemm_fp8(
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
-    check_fp8_gemm(rows, row_scale, weight, weight_scale, out)
+    check_fp8_gemm(rows, row_scale, weight, weight_scale, out, bias, bias_scale)
     columns = panel(columns, out.shape[1])
     inside = slice(*columns) if columns else slice(None)
     for g, span in filled_groups(row_range):
@@ -35,6 +46,8 @@ def grouped_gemm_fp8(
             multiply_rows(partial, rows[span, block].float(), matrix(weight, g)[:, block].float().t(), columns)
             features = matrix(weight_scale, g)[:, b].repeat_interleave(BLOCK)[: out.shape[1]]
             total[:, inside] += partial[:, inside] * (row_scale[span, b, None] * features[inside])
+        addend = bias_rows(bias, bias_scale, g, span)
+        total = total if addend is None else total + addend
         out[span, inside] = total[:, inside].to(out.dtype)
     if zero_tail:
         zero_rows(out, row_range, columns)

@@ -60,6 +60,15 @@ def packed(matrices: torch.Tensor | TensorTable) -> torch.Tensor:
     return torch.stack([matrix(matrices, group) for group in range(matrices.shape[0])])
 
 
+def bias_rows(
+    bias: torch.Tensor | None, bias_scale: torch.Tensor | None, group: int, span: slice
+) -> torch.Tensor | None:
+    """bias[group] * bias_scale of a group's rows in fp32, [rows, O], or [O] without a scale; None without a bias."""
+    if bias is None:
+        return None
+    return bias[group].float() if bias_scale is None else bias[group].float() * bias_scale[span, None]
+
+
 def store_sum(out: torch.Tensor | TensorTable, group: int, total: torch.Tensor, *, accumulate: bool) -> None:
     """Stores an fp32 sum in matrix `group` of out, or adds it in fp32."""
     out_g = matrix(out, group)
@@ -140,9 +149,7 @@ def grouped_gemm(
 ) -> None:
     columns = panel(columns, out.shape[1])
     for g, span in filled_groups(row_range):
-        addend = None
-        if bias is not None:
-            addend = bias[g].float() if bias_scale is None else bias[g].float() * bias_scale[span, None]
+        addend = bias_rows(bias, bias_scale, g, span)
         if accumulate:
             addend = out[span].float() if addend is None else out[span].float() + addend
         multiply_rows(out[span], take_rows(rows, row_index, span), matrix(weight, g).t(), columns, addend)

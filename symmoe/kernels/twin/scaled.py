@@ -9,6 +9,7 @@ from symmoe.kernels.gemm_parts import equal_groups, panel
 from symmoe.kernels.scaled import TILE_BYTES, check_scaled_gemm, check_scaled_wgrad, tiles_down
 from symmoe.kernels.tensor_table import TensorTable
 from symmoe.kernels.twin.gemm import (
+    bias_rows,
     filled_groups,
     groups,
     matrix,
@@ -34,12 +35,15 @@ def grouped_gemm_scaled(
     row_global_scale: torch.Tensor | None = None,
     weight_global_scale: torch.Tensor | None = None,
     group_range: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    bias_scale: torch.Tensor | None = None,
     columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
     block_format = check_scaled_gemm(
-        rows, row_scale, weight, weight_scale, row_range, out, row_global_scale, weight_global_scale, group_range
+        *(rows, row_scale, weight, weight_scale, row_range, out),
+        *(row_global_scale, weight_global_scale, group_range, bias, bias_scale),
     )
     columns = panel(columns, out.shape[1])
     inside = slice(*columns) if columns else slice(None)
@@ -55,6 +59,8 @@ def grouped_gemm_scaled(
         multiply_rows(total, left[span], right[g].t(), columns)
         if row_global_scale is not None and weight_global_scale is not None:
             total = total * row_global_scale[g] * weight_global_scale[g]
+        addend = bias_rows(bias, bias_scale, g, span)
+        total = total if addend is None else total + addend
         out[span, inside] = total[:, inside].to(out.dtype)
     if zero_tail:
         zero_rows(out, row_range, columns)

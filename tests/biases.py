@@ -1,0 +1,60 @@
+"""Biases of grouped GEMMs of quantised numbers, and a check of kernels that add them. Sums are exact in fp32."""
+
+import itertools
+
+import torch
+from row_ranges import random_ranges
+
+
+class Biases:
+    """bias [G, O] and bias_scale fp32 [N] of a Problem (fp8_problem.py, scaled_problem.py); the tail's scale is NaN."""
+
+    def __init__(self, p, dtype):
+        self.p, generator = p, torch.Generator().manual_seed(0)
+        device = p.row_range.device
+        eighths = torch.randint(-96, 97, (len(p.splits), p.widths[0]), generator=generator)
+        self.bias = (eighths / 8).to(dtype).to(device)
+        self.scale = torch.exp2(torch.randint(-2, 3, (p.capacity,), generator=generator).float()).to(device)
+        self.scale[p.num_rows :] = torch.nan
+
+    def options(self, scaled):
+        return {"bias": self.bias, "bias_scale": self.scale} if scaled else {"bias": self.bias}
+
+    def added_to(self, product, scaled):
+        """Rows of groups with their biases, in float64."""
+        result = product.to(torch.float64, copy=True)
+        for g, span in enumerate(self.p.spans):
+            result[span] += self.bias[g].double() * (self.scale[span].double()[:, None] if scaled else 1.0)
+        return result
+
+
+def check_biases(run, p, dtypes=(torch.bfloat16, torch.float32)):
+    """run(p, out, row_range=..., **options) rounds products with biases once, in the rows and columns that it owns.
+
+    p: a Problem of exact numbers.
+    """
+    width, n, exact = p.widths[0], p.num_rows, p.expected()
+    panels = [(first, min(first + 256, width)) for first in range(0, width, 256)]
+    for dtype, scaled in itertools.product(dtypes, (False, True)):
+        b, where = Biases(p, dtype), (p.splits, p.widths, dtype, scaled)
+        options, once = b.options(scaled), b.added_to(exact, scaled).to(dtype)
+        if dtype != torch.float32 and n and p.widths[1] > 128:  # sums have more bits than the dtype
+            assert not torch.equal(b.added_to(exact.to(dtype), scaled).to(dtype), once), where
+        for columns in (None, *panels):
+            out, expected, inside = p.blank(dtype), p.blank(dtype), slice(*columns) if columns else slice(None)
+            expected[:n, inside], expected[n:, inside] = once[:n, inside], 0
+            run(p, out, columns=columns, zero_tail=True, **options)
+            assert torch.equal(out, expected), (where, columns)
+        out = p.blank(dtype)
+        for ranges in random_ranges(p.splits, 2):
+            run(p, out, row_range=ranges.to(out.device), **options)
+        assert torch.equal(out, once), where
+        for g, span in enumerate(p.spans):
+            if span.start < span.stop:
+                dirty, out = b.bias.clone(), p.blank(dtype)
+                dirty[g] = torch.nan
+                run(p, out, **{**options, "bias": dirty})
+                assert out[span].isnan().all(), where
+                out[span] = once[span]
+                assert torch.equal(out, once), where
+                break
