@@ -1,9 +1,9 @@
 """Weights of a layer, packed in one tensor or scattered in G, as kernels take them.
 
 G groups, O output features, C input features. Kernels read a packed tensor by TMA. Of matrices that may lie anywhere
-they have only the addresses (TensorTable); in the working dtype only the general kernels take those. So every call looks
-at the list, in forward and in backward, and passes it on as a packed tensor if it lies like one. Nothing is cached,
-because trainers move parameters with `.data =`.
+they have only the addresses (TensorTable); in the working dtype only the general kernels take those. So every call
+looks at the list, in forward and in backward, and passes it on as a packed tensor if it lies like one. Nothing is
+cached, because trainers move parameters with `.data =`.
 """
 
 from __future__ import annotations
