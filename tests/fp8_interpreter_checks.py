@@ -30,11 +30,12 @@ def check_products(splits, widths):
         fp8.grouped_gemm_fp8(*p.operands, got, zero_tail=zero_tail, config=CONFIG, num_sms=NUM_SMS)
         twin.grouped_gemm_fp8(*p.operands, expected, zero_tail=zero_tail)
         assert torch.equal(got, expected), (splits, widths, dtype)
-        weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
-        for kernels, options in ((fp8, {"config": CONFIG, "num_sms": NUM_SMS}), (twin, {})):
-            got, operands = p.blank(dtype), (p.rows, p.row_scale, weight.table, scale.table, p.row_range)
-            kernels.grouped_gemm_fp8(*operands, got, zero_tail=zero_tail, **options)
-            assert torch.equal(got, expected), (splits, widths, dtype, "tables")
+    weight, scale = Scattered(p.weight), Scattered(p.weight_scale)
+    operands = p.rows, p.row_scale, weight.table, scale.table, p.row_range
+    for kernels, options in ((fp8, {"config": CONFIG, "num_sms": NUM_SMS}), (twin, {})):
+        got = p.blank(dtype)
+        kernels.grouped_gemm_fp8(*operands, got, zero_tail=zero_tail, **options)
+        assert torch.equal(got, expected), (splits, widths, "tables")
     got, expected = p.blank(torch.float32), p.blank(torch.float32)
     for ranges in random_ranges(splits, 2, step=1):
         arguments = (*p.operands[:-1], ranges)

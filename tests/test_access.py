@@ -317,6 +317,8 @@ def test_calls_of_a_forked_process_say_whose_heap_it_is(heap: SymmetricHeap):
         return [*found, ("", repr(heap.owns(x)))]
 
     *found, last = in_a_fork(use)
+    if found[-1][0] == "RuntimeError":  # torch has started threads for an earlier test, and refuses any backward pass
+        assert "fork-based multiprocessing" in found.pop()[1]
     for name, text in found:
         assert name == HeapClosed.__name__
         assert f"is that of process {parent}, of which this process (" in text

@@ -40,6 +40,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(grouped, "CHOICES", {name: grouped.CHOICES[name] for name in names})
 
 
+@pytest.mark.slow
 def test_every_choice_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture):
     records = measure(tmp_path)
     ours = {f"{layer}, {choice}" for layer in LAYERS for choice in CHOICES}
@@ -67,8 +68,8 @@ def test_every_choice_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture)
         )
         if "scattered" not in how or precision == "bf16":
             assert record["weight_copy_bytes"] == 0
-        else:  # a recipe quantises one tensor
-            assert record["weight_copy_bytes"] % LAYERS[layer] == 0
+        else:  # kernels copy nothing, but the twin of the quantiser, which is seen too, makes a packed copy
+            assert record["weight_copy_bytes"] == LAYERS[layer]
 
 
 def test_what_a_machine_lacks_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -20,7 +20,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "symmoe/__init__.py")
-RUNNING = f"3.{sys.version_info.minor}"
 TIMEOUT_S = 800  # 20 s of a processor's time, which on a busy machine are minutes
 
 
@@ -85,10 +84,9 @@ def wanted() -> list[str]:
     return [line for line in lines if not line.startswith("#")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
-@pytest.mark.parametrize(
-    "python", [pytest.param(each, marks=[] if each == RUNNING else pytest.mark.slow) for each in pythons()]
-)
+@pytest.mark.parametrize("python", pythons())
 def test_what_make_installs_resolves(registry: None, sources: Path, python: str):
     """Against torch as the registry has it, which on Linux asks for one Triton and for CUDA's libraries."""
     if not (place := interpreter(python)):

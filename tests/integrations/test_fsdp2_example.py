@@ -33,6 +33,7 @@ def test_trains_saves_and_resumes_with_another_layout(tmp_path: Path):
     assert resumed[8] == pytest.approx(whole[8], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_without_checkpoints(tmp_path: Path):
     assert list(losses(tmp_path / "none", "--steps=2", "--save-every=0", num_ranks=1)) == [1, 2]
     assert not (tmp_path / "none").exists()

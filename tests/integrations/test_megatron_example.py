@@ -87,6 +87,7 @@ def test_times_layers_beside_each_other(tmp_path: Path):
     assert "step_ms" not in figures
 
 
+@pytest.mark.slow
 def test_trains_in_bf16_with_a_capacity_and_times_its_layer():
     text = run("--steps=6", "--dtype=bf16", "--load-factor=2", "--layer-steps=2")
     figures = json.loads(text.splitlines()[-1])
