@@ -15,12 +15,12 @@ SLOW = pytest.mark.slow
 IN_THE_INTERPRETER = [
     pytest.param("act_quantize", marks=SLOW),
     "fp8",
-    "gemm_act",
+    pytest.param("gemm_act", marks=SLOW),
     pytest.param("gemm", marks=SLOW),
     pytest.param("gpu_kernels", marks=SLOW),
     "pointers",
     pytest.param("quantize", marks=SLOW),
-    "router_products",
+    pytest.param("router_products", marks=SLOW),
     pytest.param("scaled", marks=SLOW),
 ]
 IN_THE_EMULATOR = [
