@@ -25,9 +25,9 @@ import torch
 from one_gpu import medians_in_turn_ms, parser_of, write
 
 from symmoe import kernels
+from symmoe.grouped.weights import kernel_matrices
 from symmoe.kernels.fp8 import BLOCK, num_blocks
 from symmoe.kernels.gemm_parts import range_of
-from symmoe.kernels.tensor_table import TensorTable
 
 SHAPES = {  # experts on this rank, hidden size, FFN width, rows
     "deepseek-like": (32, 7168, 2048, 65536),
@@ -50,6 +50,7 @@ class Op:
         blank: poisons all results.
         ways: by name, runs.
         checked: by name, a group's result as that way has left it.
+        kept: memory that tables only have the addresses of.
     """
 
     name: str
@@ -58,15 +59,12 @@ class Op:
     blank: Callable[[], object]
     ways: dict[str, Callable[[], object]] = field(default_factory=dict)
     checked: dict[str, Callable[[int], torch.Tensor]] = field(default_factory=dict)
+    kept: list[torch.Tensor] = field(default_factory=list)
 
 
-class Scattered:
-    """Copies of matrices in memory of their own, the last one first, and their table."""
-
-    def __init__(self, packed: torch.Tensor):
-        self.matrices = [matrix.clone() for matrix in packed.flip(0)][::-1]
-        pointers = torch.tensor([matrix.data_ptr() for matrix in self.matrices], device=packed.device)
-        self.table = TensorTable(pointers, tuple(packed.shape), packed.dtype)
+def scattered(packed: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of matrices in memory of their own, the last one first."""
+    return [matrix.clone() for matrix in packed.flip(0)][::-1]
 
 
 class Numbers:
@@ -115,8 +113,10 @@ def product(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) ->
     op = Op(name, 2 * N * O * C, expected, lambda: out.fill_(torch.nan))
     op.ways["fp8"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, weight, weight_scale, row_range, out)
     op.checked["fp8"] = op.checked["scattered"] = lambda g: out[spans[g]]
-    weights, scales = Scattered(weight), Scattered(weight_scale)
-    op.ways["scattered"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, weights.table, scales.table, row_range, out)
+    weights, scales = scattered(weight), scattered(weight_scale)
+    tables = kernel_matrices({"weight": weights, "scale": scales})
+    op.kept = [*weights, *scales]
+    op.ways["scattered"] = lambda: ops.grouped_gemm_fp8(rows, row_scale, *tables, row_range, out)
     if numbers.device.type == "cuda":
         by_rows, by_columns = row_scale[:, 0].contiguous(), numbers.scale(G, O)
         op.ways["torch rows"] = lambda: torch._scaled_grouped_mm(
@@ -157,7 +157,7 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -
 
     def blank() -> None:
         out.fill_(torch.nan)
-        for tensor in (main_grad, *scattered.matrices):
+        for tensor in (main_grad, *main_grads):
             tensor.zero_()
 
     op = Op(name, 2 * N * O * C, expected, blank)
@@ -165,9 +165,10 @@ def gradient(name: str, sizes: Sizes, numbers: Numbers, on_host: torch.Tensor) -
     op.checked["fp8"] = lambda g: out[g]
     op.ways["add fp32"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, main_grad, accumulate=True)
     op.checked["add fp32"] = lambda g: main_grad[g]
-    scattered = Scattered(main_grad)
-    op.ways["add to scattered"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, scattered.table, accumulate=True)
-    op.checked["add to scattered"] = lambda g: scattered.matrices[g]
+    main_grads = scattered(main_grad)
+    (table,) = kernel_matrices({"main_grad": main_grads})
+    op.ways["add to scattered"] = lambda: ops.grouped_gemm_wgrad_fp8(*operands, table, accumulate=True)
+    op.checked["add to scattered"] = lambda g: main_grads[g]
     if numbers.device.type == "cuda":
         x, dy, dw = numbers.normal(N, C), numbers.normal(N, O), torch.empty_like(out)
         op.ways["bf16"] = lambda: ops.grouped_gemm_wgrad(dy, x, row_range, dw)
