@@ -456,7 +456,7 @@ def _wgrad_plan(
         "GROUP_LANES": next_power_of_2(shape[0]),
         **_tile_constants(config, block_format, unit, step, across),
         # Otherwise the last global scale and the addition become one fma, and a sum added here has other bits than
-        # the same sum stored and added later, as for discrete gradients.
+        # the same sum stored and added later.
         "enable_fp_fusion": False,
     }
     descriptors = {

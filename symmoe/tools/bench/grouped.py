@@ -158,7 +158,7 @@ class Layer:
 
 
 def bench_grouped(problem: Problem, run: Run) -> list[Record]:
-    """Both modules in all precisions, beside torch's grouped products and Transformer Engine."""
+    """Both modules in all precisions, with torch's grouped products and Transformer Engine to compare with."""
     return [record for layer_of in (_linear, _mlp) for record in _bench(layer_of(problem), problem, run)]
 
 

@@ -1,6 +1,7 @@
 """Variants of the suite "overhead" that put the addresses of experts' weights on the device, and swizzle their scales.
 
-Ours are beside torch.tensor of all addresses, and a copy for each address; both swizzle one expert after the other.
+Ours are compared with torch.tensor of all addresses, and with a copy for each address; both swizzle one expert after
+the other.
 """
 
 from __future__ import annotations
