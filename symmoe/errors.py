@@ -90,6 +90,7 @@ class PeerTimeout(PeerError):
 
     Attributes:
         rank: the missing peer (rank in the EP group).
+        node: its node, if the group spans several; else None.
         phase: the barrier's name, e.g. "dispatch: arrived".
         expected: the epoch that was waited for.
         seen: the last epoch the peer had reached.
@@ -107,10 +108,12 @@ class PeerTimeout(PeerError):
         bound: str,
         bound_s: float,
         reported_by: int | None = None,
+        node: int | None = None,
     ) -> None:
         source = "" if reported_by is None else f" (reported by rank {reported_by})"
+        where = "" if node is None else f" on node {node}"
         super().__init__(
-            f"rank {rank} did not reach '{phase}' within {bound}={bound_s:g}: "
+            f"rank {rank}{where} did not reach '{phase}' within {bound}={bound_s:g}: "
             f"expected epoch {expected}, seen {seen}{source}"
         )
         self.rank = rank
@@ -120,6 +123,7 @@ class PeerTimeout(PeerError):
         self.bound = bound
         self.bound_s = bound_s
         self.reported_by = reported_by
+        self.node = node
 
 
 class PeerAborted(PeerError):
@@ -187,10 +191,10 @@ def encode(error: SymmoeError) -> bytes:
 
 
 def decode(payload: bytes, *, rank: int) -> SymmoeError:
-    """The error that rank `rank` sent, as the same class with the rank put before the text."""
+    """The error that rank `rank` sent, as the same class with the rank put before the text; -1: no rank is."""
     kind = int.from_bytes(payload[:2], "little") - 1  # stored from 1, so that no error is all zeros
     cls = TRAVELLING[kind] if 0 <= kind < len(TRAVELLING) else SymmoeError
-    return cls(f"on rank {rank}: {decode_text(payload)}")
+    return cls(decode_text(payload) if rank < 0 else f"on rank {rank}: {decode_text(payload)}")
 
 
 def decode_text(payload: bytes) -> str:

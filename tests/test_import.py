@@ -22,6 +22,7 @@ ROOMS = (
     "autograd",
     "tape",
     "kernels",
+    "nodes",
     "symm_mem",
     "checks",
     "precision",

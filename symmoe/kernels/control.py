@@ -6,7 +6,10 @@ Twins and device code share these numbers; nothing here touches memory.
     mailbox       int64[2][R][MAIL_WORDS]        only rank s writes slot [epoch & 1][s]
     signals       int64[R][SIGNAL_WORDS]         only rank s writes slot s: the epoch of its last signal
     fault inbox   uint8[2][R][INBOX_BYTES]       only rank s writes slot [.][s], in turn
-    count table   int32[2][R][row_words]         half [epoch of the plan's barrier & 1]; only rank s writes row s
+    count table   int32[2][S][row_words]         half [epoch of the plan's barrier & 1]; only rank s writes row s
+
+R are the ranks of the node, whose arenas kernels can reach; S are the ranks of the group, which are the same unless it
+spans nodes. Then rows of other nodes' ranks are written by the rank whose table it is.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ HEADER_WORDS = 16
     HEAD_PRECISION,
     HEAD_QUANTIZED_WIRE,
     HEAD_PACKED_CAPACITY,
-) = range(14)
+    HEAD_RAIL_CAPACITY,
+    HEAD_RAIL_DROPPED,  # slots of tokens that the rail capacity has dropped
+) = range(16)
 # Header fields on which all ranks must agree, with their names for users.
 AGREED_FIELDS = {
     HEAD_TOP_K: "top_k",
@@ -82,6 +87,7 @@ AGREED_FIELDS = {
     HEAD_PRECISION: "precision",
     HEAD_QUANTIZED_WIRE: "quantized_wire",
     HEAD_PACKED_CAPACITY: "room for packed rows",
+    HEAD_RAIL_CAPACITY: "rail_capacity",
 }
 
 # Kernels move rows in accesses of this size: buffers are aligned to it, and on GPUs rows are a multiple of it long.
@@ -98,7 +104,7 @@ PRECISION_BITS = 8
 # what travels quantised; the header holds the index
 QUANTIZED_WIRES = ("none", "forward", "backward", "both")
 
-# the orders of combine's sums; a call holds the index
+# the orders of combine's sums inside a node; a call holds the index
 ORDERS = ("rank", "slot")
 
 # what backward of a trip computes in addition to the gradients of weights; a call holds the index, x + 2 * probs
@@ -147,9 +153,12 @@ PHASES = (
     "combine: ready",
     "combine: done",
     "close",
+    "plan: maps of other nodes",
+    "dispatch: rows of other nodes",
+    "combine: sums of other nodes",
 )
 PHASE_START, PHASE_PLAN, PHASE_DISPATCH_READY, PHASE_DISPATCH_DONE, PHASE_COMBINE_READY, PHASE_COMBINE_DONE = range(6)
-PHASE_CLOSE = 6
+PHASE_CLOSE, PHASE_NODES_PLAN, PHASE_NODES_OUT, PHASE_NODES_HOME = range(6, 10)
 
 # What a barrier checks that all ranks agree on: fields of an int64, from the lowest bit up, with their widths.
 # The last bits of its generation stand for the plan.
@@ -207,9 +216,14 @@ def unpack_call(call: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ControlLayout:
-    """Byte offsets of the control block's parts for a group of `num_ranks`."""
+    """Byte offsets of the control block's parts for `num_ranks` ranks of a node.
+
+    Attributes:
+        num_sources: ranks of the group, which have a row each in the count table; None: those of the node.
+    """
 
     num_ranks: int
+    num_sources: int | None = None
     counters: int = field(init=False, default=0)
     mailbox: int = field(init=False)
     signals: int = field(init=False)
@@ -222,7 +236,7 @@ class ControlLayout:
         signals = mailbox + 2 * self.num_ranks * MAIL_WORDS * 8
         fault_inbox = signals + self.num_ranks * SIGNAL_WORDS * 8
         count_table = fault_inbox + 2 * self.num_ranks * INBOX_BYTES
-        end = count_table + 2 * self.num_ranks * self.row_words * 4
+        end = count_table + 2 * self.table_stride_bytes
         for name, value in (
             ("mailbox", mailbox),
             ("signals", signals),
@@ -235,25 +249,31 @@ class ControlLayout:
     @property
     def row_words(self) -> int:
         """int32 words of one row of the count table, a multiple of 16 so that rows stay aligned to 64 bytes."""
-        words = HEADER_WORDS + MAX_EXPERTS + self.num_ranks
+        words = HEADER_WORDS + MAX_EXPERTS + self.num_rows
         return -(-words // 16) * 16
 
     @property
     def table_stride_bytes(self) -> int:
         """Bytes of one half of the count table."""
-        return self.num_ranks * self.row_words * 4
+        return self.num_rows * self.row_words * 4
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one half of the count table."""
+        return self.num_ranks if self.num_sources is None else self.num_sources
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Every rank's arena as kernels see it.
+    """Every rank's arena as kernels see it, of a node if the group spans several.
 
     Attributes:
-        rank: this rank in the group.
+        rank: this rank in the node.
         num_ranks: R.
         bases: int64[R] on the heap's device, the address of each rank's arena in this process.
         views: each rank's arena as a uint8 tensor in this process.
         layout: where the parts of the control block lie.
+        group_ranks: the ranks of the node in the EP group; (): the group is on one node.
     """
 
     rank: int
@@ -261,6 +281,11 @@ class Peers:
     bases: torch.Tensor
     views: tuple[torch.Tensor, ...]
     layout: ControlLayout
+    group_ranks: tuple[int, ...] = ()
+
+    def in_group(self, rank: int) -> int:
+        """A rank of the node as a rank of the EP group; a negative one stays as it is."""
+        return self.group_ranks[rank] if self.group_ranks and rank >= 0 else rank
 
     @functools.cached_property
     def arrays(self) -> tuple[npt.NDArray[np.uint8], ...]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from symmoe.errors import (
     FAULT_BYTES,
@@ -65,6 +66,11 @@ class Bootstrap:
     def global_ranks(self) -> list[int]:
         """The group's ranks in the default group, in rank order. Not collective."""
         return [0] if self._alone else dist.get_process_group_ranks(self._group)
+
+    @property
+    def store(self) -> Any:
+        """A store of torch that the group's ranks have in common with others. Not collective."""
+        return distributed_c10d._get_process_group_store(self._group or distributed_c10d._get_default_group())
 
     def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
         """Every rank's `payload`, zero-padded to `num_bytes`, in rank order."""
@@ -174,6 +180,34 @@ class Bootstrap:
     def _takes_cpu_tensors(self) -> bool:
         # A group with any CPU backend takes CPU tensors; an NCCL-only group takes tensors on its GPU.
         return "cpu" in dist.get_backend_config(self._group) or dist.get_backend(self._group) == "gloo"
+
+
+class NodeBootstrap(Bootstrap):
+    """The ranks of one node of a group, for what has to be built in every node. Its methods are collective over the
+    whole group, and an error is raised on all its ranks.
+
+    Args:
+        whole: of the group.
+        ranks: of this rank's node.
+    """
+
+    def __init__(self, whole: Bootstrap, ranks: tuple[int, ...]) -> None:
+        self._whole, self._ranks = whole, ranks
+        self.rank, self.num_ranks = ranks.index(whole.rank), len(ranks)
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """See Bootstrap."""
+        return [self._whole.global_ranks[rank] for rank in self._ranks]
+
+    def all_gather_bytes(self, payload: bytes, *, num_bytes: int) -> list[bytes]:
+        """See Bootstrap."""
+        gathered = self._whole.all_gather_bytes(payload, num_bytes=num_bytes)
+        return [gathered[rank] for rank in self._ranks]
+
+    def agree(self, problem: SymmoeError | None) -> None:
+        """See Bootstrap."""
+        self._whole.agree(problem)
 
 
 def _group_problem(group: object) -> ArgumentError | None:

@@ -36,6 +36,7 @@ class DryHeap(SymmetricHeap):
     rank, device, epoch = 0, _META, 0
     status: Any = None
     trip_timer = captured_reports = None
+    spans_nodes = False
     base = 0
     one_call: Any = nullcontext
     _streams = NoStreams()
@@ -46,6 +47,7 @@ class DryHeap(SymmetricHeap):
     def __init__(self, num_ranks: int, *, num_rows: int, num_packed_rows: int) -> None:
         self.num_ranks, self.num_rows, self.num_packed_rows = num_ranks, num_rows, num_packed_rows
         self.peers: Any = SimpleNamespace(rank=0, num_ranks=num_ranks)
+        self.count_peers: Any = self.peers
         self._report = torch.zeros(control.SUMMARY_WORDS, dtype=torch.int64, device="cpu")
         self._report[[control.SUM_NUM_ROWS, control.SUM_MAX_ROWS]] = num_rows
         self._report[[control.SUM_NUM_PACKED, control.SUM_MAX_PACKED]] = num_packed_rows

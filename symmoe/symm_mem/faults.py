@@ -7,6 +7,12 @@ enters the barrier, and publishes that it has an error which it has not raised. 
 it. Otherwise some rank has raised it already, and it is over.
 
 A rank knows that it has left a call if it comes to another plan without the barriers that belong between.
+
+*Between nodes* (symm_mem/mates.py) an error has to get through one barrier of a node and one meeting of each rail, in
+either order. A rank that fails a call enters the next barrier of its node with the error, and then the next meeting. A
+rank that learns of it in a barrier tells the rail, where all ranks of other nodes learn of it; one that learns of it at
+a meeting enters its node's next barrier with it. So on each rail either all ranks meet with the error or none does, and
+nobody waits for a meeting that the others have left out.
 """
 
 from __future__ import annotations
@@ -15,9 +21,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from symmoe.errors import TRAVELLING, PeerError, SymmoeError
+import torch
+
+from symmoe.errors import TRAVELLING, PeerError, SymmoeError, encode
 from symmoe.kernels import control
-from symmoe.symm_mem.inbox import Report, counters, end_waits, read_error, read_report, send_error
+from symmoe.symm_mem.inbox import Fault, Report, counters, end_waits, read_fault, read_report, send_fault
+from symmoe.symm_mem.mates import Mates
 from symmoe.symm_mem.status_errors import abort_error, mismatch_error, plan_error, plan_record, timeout_error
 from symmoe.symm_mem.streams import NoStreams, StreamOrder, capture_id
 from symmoe.symm_mem.thread_access import OneCall
@@ -45,8 +54,11 @@ class Faults:
         num_errors: errors of calls that this rank has noticed.
     """
 
-    def __init__(self, waits: Waits, streams: StreamOrder | NoStreams, one_call: OneCall, backend: str) -> None:
+    def __init__(
+        self, waits: Waits, streams: StreamOrder | NoStreams, one_call: OneCall, backend: str, mates: Mates | None
+    ) -> None:
         self.poison: str | None = None
+        self._mates = mates
         self.unraised: SymmoeError | None = None
         self._waits, self._streams, self._one_call, self._backend = waits, streams, one_call, backend
         self._peers, self._flight = waits.peers, waits.flight
@@ -87,18 +99,19 @@ class Faults:
             return error
         logger.warning(
             "rank %d has left a call by an exception of its own, in which its peers have raised: %s",
-            self._peers.rank,
+            self._rank,
             error,
         )
         return None
 
-    def take(self, own: SymmoeError | None = None) -> SymmoeError:
+    def take(self, own: SymmoeError | None = None, *, have_met: bool = False) -> SymmoeError:
         """The error on record, which is then over: the next barrier counts again, unless a peer is gone.
 
         Synchronises.
 
         Args:
             own: the error by which this rank has failed the call.
+            have_met: whether the other nodes know of the error.
         """
         words = [int(word) for word in self._words]
         kind = words[control.STATUS_KIND]
@@ -116,15 +129,74 @@ class Faults:
         self._flight.epoch = int(self._counters[control.BARRIER_EPOCH])  # some launched barriers have not counted
         self._streams.synchronize()  # the next call may come on another stream
         self._words[control.STATUS_KIND] = control.STATUS_OK
+        if kind == control.STATUS_PLAN:  # all ranks of all nodes have found it
+            return self._written_down(plan_error(words), words)
         if kind == control.STATUS_FAULT:
-            sender = words[control.STATUS_PEER]
-            if own is not None and sender == self._peers.rank:
-                error = own
-            else:
-                error = read_error(self._peers, sender, epoch=words[control.STATUS_EPOCH])
+            fault = read_fault(self._peers, words[control.STATUS_PEER], epoch=words[control.STATUS_EPOCH])
         else:
-            error = plan_error(words) if kind == control.STATUS_PLAN else mismatch_error(words)
+            first, peer = self._peers.in_group(0), self._peers.in_group(words[control.STATUS_PEER])
+            mismatch = mismatch_error(first, words[control.STATUS_EXPECTED], peer, words[control.STATUS_SEEN])
+            fault = Fault(-1, encode(mismatch))
+        if self._mates is not None and not have_met:
+            answer = self._mates.tell(fault)
+            if isinstance(answer, Report):
+                return self._mate_failure(answer)
+            fault = answer
+        error = own if own is not None and fault.origin == self._rank else fault.error
         return self._written_down(error, words)
+
+    def meet(self, call: int) -> SymmoeError | None:
+        """Meets the ranks of the rail, which are about to enter the same call; what this rank raises, or None."""
+        assert self._mates is not None
+        answer = self._mates.meet(call)
+        if isinstance(answer, Fault):
+            return self._fail_node(answer, control.pack_call(phase=call & 0xFF))
+        return None if answer is None else self._mate_failure(answer)
+
+    def move(
+        self, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]]
+    ) -> SymmoeError | None:
+        """Moves tensors along the rail after :meth:`meet`; what this rank raises, or None."""
+        assert self._mates is not None
+        report = self._mates.move(sends, receives)
+        return None if report is None else self._mate_failure(report)
+
+    def _fail_node(self, fault: Fault, call: int) -> SymmoeError:
+        """Has the ranks of this node raise an error of which the rail knows."""
+        with self._one_call:
+            self._enter_with(fault, call)
+            return self.take(have_met=True)
+
+    def _enter_with(self, fault: Fault, call: int) -> None:
+        """Enters the next barrier with an error, and waits for its end."""
+        self._num_messages += 1
+        epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
+        send_fault(self._peers, fault, epoch=epoch, turn=self._num_messages & 1)
+        self._waits.barrier(call, fault=True)
+        self._streams.synchronize()
+
+    def _mate_failure(self, report: Report) -> SymmoeError:
+        """The error of a rank on the rail that did not come or gave up: the heap is poisoned, everybody is told."""
+        assert self._mates is not None
+        first = bool(report.first)
+        error = self._gone(report, report.sender if report.sender >= 0 else None, first)
+        self.poison = str(error)
+        self._describe(error, [0] * control.STATUS_WORDS)
+        self.give_up(replace(report, reason=report.reason or str(error)))
+        self._write_down(error)
+        return error
+
+    def _gone(self, report: Report, sender: int | None, first: bool) -> PeerError:
+        """The error of a report: of `sender`, or, if that is None, of this rank itself."""
+        node = None if self._mates is None or report.missing < 0 else self._mates.topology.node_of(report.missing)
+        if sender is None:
+            return timeout_error(report, *self._waits.bound(first), node=node)
+        return abort_error(report, sender, self._rank, *self._waits.bound(first), node=node)
+
+    @property
+    def _rank(self) -> int:
+        """This rank in the EP group."""
+        return self._peers.in_group(self._peers.rank)
 
     def of_plan(self, report: list[int]) -> SymmoeError:
         """The error of a plan whose report (control.SUM_*) the host has read itself."""
@@ -136,8 +208,8 @@ class Faults:
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
         if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
             first = self._waits.first_times.was_first(epoch, phase, peer)
-            report = Report("", peer, phase, expected, seen, int(first))
-            timeout = timeout_error(report, *self._waits.bound(first))
+            report = Report("", self._peers.in_group(peer), phase, expected, seen, int(first))
+            timeout = self._gone(report, None, first)
             self._describe(timeout, words)  # before this rank overwrites the words of its peers
             self.give_up(replace(report, reason=str(timeout)))
             return timeout
@@ -145,8 +217,11 @@ class Faults:
         if not self._is_captured:  # a capture may not read
             with self._streams.at_once():
                 report = read_report(self._peers, peer)
-        error = abort_error(report, peer, self._peers.rank, *self._waits.bound(bool(report.first)))
+        sender = report.sender if report.sender >= 0 else self._peers.in_group(peer)
+        error = self._gone(report, sender, bool(report.first))
         self._describe(error, words)
+        if self._mates is not None:
+            self._mates.give_up(sender, report)
         return error
 
     # -- told -----------------------------------------------------------------------------------------------------
@@ -156,11 +231,7 @@ class Faults:
         if phase is None or self._is_captured:
             return error
         with self._one_call:
-            self._num_messages += 1
-            epoch = int(self._counters[control.BARRIER_EPOCH]) + 1
-            send_error(self._peers, error, epoch=epoch, turn=self._num_messages & 1)
-            self._waits.barrier(control.pack_call(phase=phase), fault=True)
-            self._streams.synchronize()
+            self._enter_with(Fault(self._rank, encode(error)), control.pack_call(phase=phase))
             return self.take(error)
 
     def tell(self, error: Exception, phase: int) -> None:
@@ -174,7 +245,7 @@ class Faults:
         except SymmoeError:
             pass  # another thread is in a call
         except Exception as problem:  # noqa: BLE001 - a GPU that is out of order
-            logger.warning("rank %d cannot tell its peers of an error: %s", self._peers.rank, problem)
+            logger.warning("rank %d cannot tell its peers of an error: %s", self._rank, problem)
             self.abort(text)
 
     def abort(self, reason: str) -> None:
@@ -192,12 +263,14 @@ class Faults:
         self._num_messages += 1
         if self._is_captured:
             return
+        if self._mates is not None:
+            self._mates.give_up(report.sender if report.sender >= 0 else self._rank, report)
         kept_bits = 0 if self._waits.is_inside or report.missing >= 0 else control.EPOCH_MASK
         try:
             with self._streams.at_once():
                 end_waits(self._peers, report, turn=self._num_messages & 1, kept_bits=kept_bits)
         except RuntimeError as problem:
-            logger.warning("rank %d cannot tell its peers that it gives up: %s", self._peers.rank, problem)
+            logger.warning("rank %d cannot tell its peers that it gives up: %s", self._rank, problem)
 
     # -- written down ---------------------------------------------------------------------------------------------
 
@@ -216,7 +289,7 @@ class Faults:
             with self._streams.at_once():
                 error.flight = self._flight.describe(error, status, self._peers, facts)
         except RuntimeError as problem:
-            logger.warning("rank %d cannot make a flight record: %s", self._peers.rank, problem)
+            logger.warning("rank %d cannot make a flight record: %s", self._rank, problem)
 
     def _write_down(self, error: SymmoeError) -> None:
         """Writes the error's flight record to its folder, and says so in the error's text."""

@@ -88,8 +88,8 @@ class FlightRecorder:
         now_ns, wall_s = time.monotonic_ns(), time.time()
         return {
             "format": FORMAT,
-            "rank": peers.rank,
-            "num_ranks": peers.num_ranks,
+            "rank": peers.in_group(peers.rank),
+            "num_ranks": peers.layout.num_rows,
             "pid": os.getpid(),
             **facts,
             "written_unix_s": wall_s,
@@ -165,7 +165,7 @@ def _describe_control_block(peers: Peers, plan_epoch: int | None) -> dict[str, A
         "signal_of_rank": [word & control.EPOCH_MASK for word in signals],
     }
     if plan_epoch is not None:
-        table = words(layout.count_table, (2, num_ranks, layout.row_words), torch.int32)[plan_epoch & 1]
+        table = words(layout.count_table, (2, layout.num_rows, layout.row_words), torch.int32)[plan_epoch & 1]
         described["num_tokens_of_rank"] = table[:, control.HEAD_NUM_TOKENS].tolist()
     return described
 

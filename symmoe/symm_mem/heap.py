@@ -6,11 +6,13 @@ import itertools
 import logging
 import math
 import operator
+import os
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -31,13 +33,17 @@ from symmoe.errors import (
 )
 from symmoe.kernels import control
 from symmoe.kernels.control import ControlLayout, Peers
+from symmoe.nodes.lane import Lane
+from symmoe.nodes.rail import GlooRail
+from symmoe.nodes.topology import find_topology
 from symmoe.symm_mem import host_backend, nvshmem_backend
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
-from symmoe.symm_mem.bootstrap import Bootstrap, warn_if_alone_by_mistake
+from symmoe.symm_mem.bootstrap import Bootstrap, NodeBootstrap, warn_if_alone_by_mistake
 from symmoe.symm_mem.faults import UNRAISED, Faults
 from symmoe.symm_mem.inbox import Report
 from symmoe.symm_mem.lease import Lease, lease_problem
 from symmoe.symm_mem.machine_memory import warn_if_too_large
+from symmoe.symm_mem.mates import Mates
 from symmoe.symm_mem.memory import Memory
 from symmoe.symm_mem.room_for_rows import RowHistory
 from symmoe.symm_mem.streams import Branch, capture_id, stream_order
@@ -48,11 +54,17 @@ from symmoe.tape.tapes import Tapes
 
 logger = logging.getLogger("symmoe")
 
-_PROTOCOL_VERSION = 4
-_FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend, timeout_s
+_PROTOCOL_VERSION = 5
+_FINGERPRINT = struct.Struct("<q q q d q")  # protocol version, num_bytes, backend, timeout_s, ranks_per_node
+_TOKEN_BYTES = 16
 _BACKENDS = ("host", "nvshmem")
 _START_TIMEOUT_S = 300.0
 _MAX_S = 1e9  # 31 years; clocks count nanoseconds in 64 bits
+_MACHINE = Path("/proc/sys/kernel/random/boot_id")
+_NO_GPUS = (
+    "the ranks of the group are on {} nodes, which the nvshmem backend does not support yet: between GPUs errors of a "
+    "call do not travel to other nodes. Use one node, or backend='host'"
+)
 
 _NUMBERS = itertools.count()
 _HEAPS: weakref.WeakValueDictionary[int, SymmetricHeap] = weakref.WeakValueDictionary()
@@ -77,24 +89,29 @@ class SymmetricHeap:
         timeout_s: bound of every wait for a peer. math.inf means no bound, to measure what the bound costs.
         start_timeout_s: bound, if longer, of waits for a peer that may be doing work which is done once: during
             construction, and in the first calls of each kind, for which ranks compile kernels.
+        ranks_per_node: ranks whose memory is shared; the others are reached over the network. None: all ranks on one
+            machine. It may cut a machine into virtual nodes, to try what several nodes do; it joins none.
 
     With `SYMMOE_FLIGHT_DIR` set in the environment, the last calls are written there when an error of a barrier is
     raised (docs/reliability.md).
 
     Attributes:
         rank, num_ranks: in the group.
+        topology: which ranks are on which node.
         number: of this heap in this process: operators of torch take it, see :func:`heap_numbered`.
         device: where leases live.
         backend, backend_reason: the picked backend, and why.
-        peers, status: arguments by which kernels reach the arenas and report to the host.
+        peers, status: arguments by which kernels reach the arenas of this node and report to the host.
+        count_peers: the same for the count table, which has a row for each rank of the group: in place of a rank of
+            another node, the rank with its index here.
         statistics: counters.
         captured_reports, room_factor: None, or where the reports of plans go in :meth:`fixed_room`, and its factor.
         trip_timer: None, or gives a context for the kernels of a trip ("dispatch", "combine") on the current stream.
 
     Raises:
-        ArgumentError: `num_bytes`, `backend` or a timeout is not usable, on every rank; or this rank is not in `group`,
-            only on this rank.
-        BackendUnavailable: on every rank, if any rank cannot take part.
+        ArgumentError: `num_bytes`, `backend`, `ranks_per_node` or a timeout is not usable, on every rank; or this rank
+            is not in `group`, only on this rank.
+        BackendUnavailable: on every rank, if any rank cannot take part, or nodes differ in size.
         ConfigMismatch: on every rank, if ranks disagree on an argument.
         PeerTimeout, PeerLost: a rank did not come, or has ended.
     """
@@ -107,6 +124,7 @@ class SymmetricHeap:
         backend: str = "auto",
         timeout_s: float = 30.0,
         start_timeout_s: float = _START_TIMEOUT_S,
+        ranks_per_node: int | None = None,
     ) -> None:
         warn_if_alone_by_mistake(group)
         self._closed = True  # until everything below has worked
@@ -120,26 +138,37 @@ class SymmetricHeap:
         _HEAPS[self.number] = self
         self.num_bytes = num_bytes
         self.backend, self.backend_reason = _pick_backend(backend)
-        self._layout = ControlLayout(self.num_ranks)
-        self._bootstrap.attempt(partial(self._check_arguments, timeout_s, start_timeout_s))
-        self._agree_on_configuration(timeout_s)
+        self._bootstrap.attempt(partial(self._check_arguments, timeout_s, start_timeout_s, ranks_per_node))
+        self._agree_on_configuration(timeout_s, ranks_per_node)
+        machine = self._bootstrap.attempt(_MACHINE.read_bytes).strip()[:36]
+        machines = self._bootstrap.all_gather_bytes(machine, num_bytes=36)
+        self.topology = find_topology(machines, self.rank, ranks_per_node)
+        if self.spans_nodes and self.backend == "nvshmem":
+            raise BackendUnavailable(_NO_GPUS.format(self.topology.num_nodes))
+        node, bootstrap = self.topology.ranks, self._bootstrap
+        if self.spans_nodes:
+            bootstrap = NodeBootstrap(self._bootstrap, node)
+        self._layout = ControlLayout(len(node), self.num_ranks)
         logger.info("rank %d: backend %s (%s)", self.rank, self.backend, self.backend_reason)
 
         backend_class = host_backend.HostBackend if self.backend == "host" else nvshmem_backend.NvshmemBackend
-        self._backend = backend_class(self._bootstrap, num_bytes)
+        self._backend = backend_class(bootstrap, num_bytes)
         self.device = self._backend.device
         self.peers = Peers(
-            rank=self.rank,
-            num_ranks=self.num_ranks,
+            rank=self.topology.local_rank,
+            num_ranks=len(node),
             bases=torch.tensor(self._backend.bases, dtype=torch.int64, device=self.device),
-            views=tuple(self._backend.arena_tensor(rank) for rank in range(self.num_ranks)),
+            views=tuple(self._backend.arena_tensor(rank) for rank in range(len(node))),
             layout=self._layout,
+            group_ranks=node if self.spans_nodes else (),
         )
+        self.count_peers = self._make_count_peers() if self.spans_nodes else self.peers
         self._streams = stream_order(self.device)
         self._memory = Memory(self.peers, self._backend.arena_tensor, self._access, self._streams)
         self._one_call = OneCall(self._access, self._memory.lock, self._streams)
         self._waits = Waits(self.peers, timeout_s, start_timeout_s)
-        self._faults = Faults(self._waits, self._streams, self._one_call, self.backend)
+        self._mates = self._bootstrap.attempt(partial(self._make_mates, start_timeout_s)) if self.spans_nodes else None
+        self._faults = Faults(self._waits, self._streams, self._one_call, self.backend, self._mates)
         self.statistics = self._memory.statistics
         self._row_histories: dict[Hashable, RowHistory] = {}
         self._num_errors = 0
@@ -151,13 +180,15 @@ class SymmetricHeap:
         constants = self.peers.bases, self.status, *self.peers.views
         self.tapes = Tapes(self.device, self.abort_for, constants, kernels.tape_compiler(self.device))
         self.trip_timer: Callable[[str], AbstractContextManager[None]] | None = None
-        self.peers.views[self.rank][: self._layout.num_bytes].zero_()
+        self.peers.views[self.peers.rank][: self._layout.num_bytes].zero_()
         self._streams.synchronize()
         self._bootstrap.barrier()  # no rank may signal into a control block that is not zeroed yet
         self._closed = False
         for _ in range(2):  # compiles the barrier, and shows that ranks reach each other in both halves of the mailbox
             self._waits.barrier(control.pack_call(phase=control.PHASE_START))
         self.synchronize()
+        if self.spans_nodes:
+            self.meet(control.PHASE_START)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -347,6 +378,35 @@ class SymmetricHeap:
             if self._faults.unraised is not None:
                 raise_for(self._faults.settle(self.read_back(received)()))
             return received
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether ranks of the group are on several nodes."""
+        return self.topology.num_nodes > 1
+
+    def meet(self, phase: int, **agreed: int) -> None:
+        """Waits for the ranks with this rank's index on the other nodes, bounded a little longer than a barrier is.
+        Collective over the group, after a barrier with the same arguments and before the next one: then an error of any
+        rank is raised on all ranks of all nodes. For heaps that span nodes.
+
+        Args:
+            phase, agreed: as in :meth:`barrier`.
+        """
+        with self._access:
+            raise_for(self._faults.meet(control.pack_call(phase=phase, **agreed)))
+
+    def exchange(
+        self,
+        sends: Sequence[Sequence[torch.Tensor]],
+        receives: Sequence[Sequence[torch.Tensor]],
+        phase: int,
+        **agreed: int,
+    ) -> None:
+        """Meets as :meth:`meet` does, then sends sends[m][n] to node n and fills receives[m][n] with what it sends. All
+        are contiguous, and sizes fit each other. Tensors for this node itself do not travel."""
+        with self._access:
+            self.meet(phase, **agreed)
+            raise_for(self._faults.move(sends, receives))
 
     @recorded_on_cpus
     def send_signal(self, rank: int) -> None:
@@ -550,6 +610,9 @@ class SymmetricHeap:
                 together = self._status_words[control.STATUS_KIND] == control.STATUS_OK
                 if not together:
                     error = faults.take()
+                elif self._mates is not None:
+                    error = faults.meet(control.pack_call(phase=control.PHASE_CLOSE))
+                    together = error is None
         except BaseException as problem:  # from a signal handler or the GPU: the peers wait, and must be told
             self.abort_for(problem)
             raise
@@ -561,6 +624,8 @@ class SymmetricHeap:
         """Frees the arena; no tokens are left. `together` with all ranks, or locally once the peers are told."""
         self._closed = self._memory.is_closed = True
         self.tapes.forget()
+        if self._mates is not None:
+            self._mates.close()
         if together:
             self._backend.close()
         else:
@@ -581,8 +646,8 @@ class SymmetricHeap:
             return "SymmetricHeap(closed)"
         state = "open" if self._faults.poison is None else f"poisoned: {self._faults.poison}"
         return (
-            f"SymmetricHeap(rank {self.rank} of {self.num_ranks}, {self.backend} backend on {self.device}, "
-            f"{self.leased_bytes} of {self._memory.arena.capacity_bytes} bytes leased, {state})"
+            f"SymmetricHeap(rank {self.rank} of {self.num_ranks}{self._nodes}, {self.backend} backend on "
+            f"{self.device}, {self.leased_bytes} of {self._memory.arena.capacity_bytes} bytes leased, {state})"
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> SymmetricHeap:
@@ -598,8 +663,8 @@ class SymmetricHeap:
 
     # -- construction ---------------------------------------------------------------------------------------------
 
-    def _check_arguments(self, timeout_s: object, start_timeout_s: object) -> None:
-        least = self._layout.num_bytes + ALIGNMENT_BYTES
+    def _check_arguments(self, timeout_s: object, start_timeout_s: object, ranks_per_node: object) -> None:
+        least = ControlLayout(self.num_ranks).num_bytes + ALIGNMENT_BYTES
         if self.backend not in _BACKENDS:
             raise ArgumentError(f"backend ({self.backend!r}) must be 'auto', 'host' or 'nvshmem'")
         if not isinstance(self.num_bytes, int) or not least <= self.num_bytes < 1 << 63:
@@ -609,20 +674,48 @@ class SymmetricHeap:
             )
         raise_for(_timeout_problem("timeout_s", timeout_s))
         raise_for(_timeout_problem("start_timeout_s", start_timeout_s))
+        if ranks_per_node is not None and not (
+            isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool) and 0 < ranks_per_node < 1 << 31
+        ):
+            raise ArgumentError(f"ranks_per_node ({ranks_per_node!r}) must be an int of at least 1, or None")
         missing = host_backend.preflight() if self.backend == "host" else nvshmem_backend.preflight(self.num_bytes)
         if missing:
             raise BackendUnavailable(missing)
         if self.backend == "host" and self.rank == 0:
             warn_if_too_large(self.num_bytes, self.num_ranks)
 
-    def _agree_on_configuration(self, timeout_s: float) -> None:
+    def _make_count_peers(self) -> Peers:
+        local = [ranks.index(rank) for rank in range(self.num_ranks) for ranks in self.topology.nodes if rank in ranks]
+        return Peers(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            bases=self.peers.bases[torch.tensor(local, device=self.device)],
+            views=tuple(self.peers.views[rank] for rank in local),
+            layout=self._layout,
+        )
+
+    def _make_mates(self, start_timeout_s: float) -> Mates:
+        """The ranks of this rank's rail. Collective."""
+        topology, bootstrap = self.topology, self._bootstrap
+        token = bootstrap.all_gather_bytes(os.urandom(_TOKEN_BYTES), num_bytes=_TOKEN_BYTES)[0].hex()
+        name, node, num_nodes = f"symmoe/{token}/{topology.local_rank}", topology.node, topology.num_nodes
+        rail = GlooRail(bootstrap.store, name, node=node, num_nodes=num_nodes, timeout_s=start_timeout_s)
+        return Mates(Lane(rail, node=node, num_nodes=num_nodes), topology, self._waits)
+
+    @property
+    def _nodes(self) -> str:
+        return f" on {self.topology.num_nodes} nodes" if self.spans_nodes else ""
+
+    def _agree_on_configuration(self, timeout_s: float, ranks_per_node: int | None) -> None:
         """Raises on every rank if ranks disagree. Collective."""
-        mine = _FINGERPRINT.pack(_PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), timeout_s)
+        numbers = _PROTOCOL_VERSION, self.num_bytes, _BACKENDS.index(self.backend), timeout_s, ranks_per_node or 0
+        mine = _FINGERPRINT.pack(*numbers)
         gathered = [_FINGERPRINT.unpack(f) for f in self._bootstrap.all_gather_bytes(mine, num_bytes=_FINGERPRINT.size)]
-        fields = ("protocol version", "num_bytes", "backend", "timeout_s")
+        fields = ("protocol version", "num_bytes", "backend", "timeout_s", "ranks_per_node")
         for field, values in zip(fields, zip(*gathered, strict=True), strict=True):
             if len(set(values)) > 1:
                 shown = [_BACKENDS[v] for v in values] if field == "backend" else list(values)
+                shown = [v or None for v in values] if field == "ranks_per_node" else shown
                 raise ConfigMismatch(f"{field} differs between ranks: {shown}")
 
 

@@ -7,12 +7,12 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from symmoe.errors import SymmoeError, decode, decode_text, encode
+from symmoe.errors import FAULT_BYTES, SymmoeError, decode, decode_text, encode
 from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 
 _WORD = struct.Struct("<q")  # the epoch of a failed call, or the word of a rank that gives up
-_DETAILS = struct.Struct("<qqqqq")  # Report: missing, phase, expected, seen, first
+_DETAILS = struct.Struct("<qqqqqq")  # Report: missing, phase, expected, seen, first, sender; of a fault: its origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,10 @@ class Report:
 
     Attributes:
         reason: in words.
-        missing: the peer that did not come; -1: none, the rank itself failed.
+        missing: the peer that did not come (rank in the EP group); -1: none, the rank itself failed.
         phase, expected, seen: phase and epochs of the wait, as in a status record.
         first: 1 if that wait was bounded by start_timeout_s, see FirstTimes.
+        sender: the rank that gave up first (in the EP group), if another one passes on what it has said; else -1.
     """
 
     reason: str
@@ -32,6 +33,35 @@ class Report:
     expected: int = 0
     seen: int = 0
     first: int = 0
+    sender: int = -1
+
+    def pack(self) -> bytes:
+        """FAULT_BYTES and the details."""
+        reason, *details = astuple(self)
+        return encode(SymmoeError(reason)) + _DETAILS.pack(*details)
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Report:
+        """The report that was packed."""
+        return cls(decode_text(message), *_DETAILS.unpack_from(message, FAULT_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error by which a rank has failed a call, as it travels.
+
+    Attributes:
+        origin: the rank (in the EP group); -1: no rank in particular, all have found it.
+        message: the encoded error.
+    """
+
+    origin: int
+    message: bytes
+
+    @property
+    def error(self) -> SymmoeError:
+        """The error as other ranks raise it."""
+        return decode(self.message, rank=self.origin)
 
 
 def counters(peers: Peers) -> torch.Tensor:
@@ -39,36 +69,37 @@ def counters(peers: Peers) -> torch.Tensor:
     return peers.region(peers.rank, peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
 
 
-def send_error(peers: Peers, error: SymmoeError, *, epoch: int, turn: int) -> None:
+def send_fault(peers: Peers, fault: Fault, *, epoch: int, turn: int) -> None:
     """Puts the error by which this rank fails the call of `epoch` into every inbox. Local.
 
     Args:
         turn: which of the two slots of the inboxes is written. Peers have read the message before the last one.
     """
-    _send(peers, _WORD.pack(epoch) + encode(error), turn)
+    _send(peers, _WORD.pack(epoch) + fault.message + _DETAILS.pack(fault.origin, 0, 0, 0, 0, 0), turn)
 
 
-def read_error(peers: Peers, sender: int, *, epoch: int) -> SymmoeError:
+def read_fault(peers: Peers, sender: int, *, epoch: int) -> Fault:
     """The error by which rank `sender` has failed the call of `epoch`. Waits for the current stream."""
     message = _read(peers, sender, epoch)
     if message is None:
-        return SymmoeError(f"rank {sender} failed in epoch {epoch}, and has failed again since")
-    return decode(message[_WORD.size :], rank=sender)
+        text = f"rank {peers.in_group(sender)} failed in epoch {epoch}, and has failed again since"
+        return Fault(-1, encode(SymmoeError(text)))
+    origin, *_ = _DETAILS.unpack_from(message, control.INBOX_DETAILS)
+    return Fault(origin, message[_WORD.size : control.INBOX_DETAILS])
 
 
 def end_waits(peers: Peers, report: Report, *, turn: int, kept_bits: int) -> None:
     """Ends every wait of the group, this rank's own included: see control.ABORT. Local, waits for nobody.
 
     Args:
-        turn: as in :func:`send_error`.
+        turn: as in :func:`send_fault`.
         kept_bits: bits of sent epochs that are kept. control.EPOCH_MASK: epochs that have come count. 0: none count;
             needed if this rank has sent an epoch whose end it has not seen: a late peer would take it for a success.
     """
     word = _word_of(peers.rank)
     # This comes first: barriers still on this rank's stream would send epochs over these words.
     counters(peers)[control.ABORTED] = 1
-    reason, *details = astuple(report)
-    _send(peers, _WORD.pack(word) + encode(SymmoeError(reason)) + _DETAILS.pack(*details), turn)
+    _send(peers, _WORD.pack(word) + report.pack(), turn)
     for rank in range(peers.num_ranks):  # after the report: a peer that sees these words finds it
         mailbox = peers.region(rank, peers.layout.mailbox, (2, peers.num_ranks, control.MAIL_WORDS), torch.int64)
         signals = peers.region(rank, peers.layout.signals, (peers.num_ranks, control.SIGNAL_WORDS), torch.int64)
@@ -82,7 +113,7 @@ def read_report(peers: Peers, sender: int) -> Report:
     message = _read(peers, sender, _word_of(sender))
     if message is None:
         return Report("it has not said why")
-    return Report(decode_text(message[_WORD.size :]), *_DETAILS.unpack_from(message, control.INBOX_DETAILS))
+    return Report.unpack(message[_WORD.size :])
 
 
 def _word_of(rank: int) -> int:

@@ -10,7 +10,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -116,21 +115,16 @@ class NvshmemBackend:
         not zeroed, because a peer may be about to read from it."""
 
     def _check_peers(self, bootstrap: Bootstrap) -> None:
-        """Raises unless all ranks are on one machine, on different GPUs that can address each other. Collective."""
-        boot_id = bootstrap.attempt(Path("/proc/sys/kernel/random/boot_id").read_bytes).strip()
+        """Raises unless all ranks of the node are on different GPUs that can address each other. Collective."""
         uuid = str(torch.cuda.get_device_properties(self.device).uuid).encode()
         index = self.device.index
-        message = boot_id[:36].ljust(36) + uuid[:60].ljust(60) + index.to_bytes(2, "little")
-        peers = bootstrap.all_gather_bytes(message, num_bytes=98)
-        machines = [p[:36] for p in peers]
-        uuids = [p[36:96] for p in peers]
-        if len(set(machines)) > 1:
-            raise BackendUnavailable("the ranks of the group are on different machines; one NVLink domain is supported")
+        peers = bootstrap.all_gather_bytes(uuid[:60].ljust(60) + index.to_bytes(2, "little"), num_bytes=62)
+        uuids = [p[:60] for p in peers]
         if len(set(uuids)) < len(uuids):
             raise BackendUnavailable("two ranks of the group use the same GPU: set torch.cuda.set_device(local_rank)")
         problem = None
         if _same_view_of_devices(bootstrap):
-            indices = [int.from_bytes(p[96:98], "little") for p in peers]
+            indices = [int.from_bytes(p[60:62], "little") for p in peers]
             blocked = [i for i in indices if i != index and not torch.cuda.can_device_access_peer(index, i)]
             if blocked:
                 problem = BackendUnavailable(f"GPU {index} cannot address GPUs {blocked}")

@@ -18,8 +18,10 @@ CHOICES: dict[str, Sequence[object]] = {
 }
 
 
-def timeout_error(report: Report, bound: str, bound_s: float, reported_by: int | None = None) -> PeerTimeout:
-    """The error of a peer that did not come, after the bound of that name and value."""
+def timeout_error(
+    report: Report, bound: str, bound_s: float, *, node: int | None, reported_by: int | None = None
+) -> PeerTimeout:
+    """The error of a peer that did not come, after the bound of that name and value. node: the peer's, or None."""
     return PeerTimeout(
         rank=report.missing,
         phase=control.PHASES[report.phase],
@@ -28,14 +30,17 @@ def timeout_error(report: Report, bound: str, bound_s: float, reported_by: int |
         bound=bound,
         bound_s=bound_s,
         reported_by=reported_by,
+        node=node,
     )
 
 
-def abort_error(report: Report, sender: int, rank: int, bound: str, bound_s: float) -> PeerError:
-    """The error on rank `rank` of a report from `sender`; it names the missing rank if the report does."""
+def abort_error(
+    report: Report, sender: int, rank: int, bound: str, bound_s: float, *, node: int | None = None
+) -> PeerError:
+    """The error on rank `rank` of a report from `sender`; it names the missing rank if the report does. node: its."""
     if report.missing in (-1, rank):  # the missing rank learns who gave it up
         return PeerAborted(rank=sender, reason=report.reason)
-    return timeout_error(report, bound, bound_s, sender)
+    return timeout_error(report, bound, bound_s, node=node, reported_by=sender)
 
 
 def plan_record(report: list[int]) -> list[int]:
@@ -67,19 +72,17 @@ def plan_error(words: list[int]) -> SymmoeError:
     raise AssertionError(f"unknown plan error {code}")
 
 
-def mismatch_error(words: list[int]) -> ConfigMismatch:
-    """The error of a status record of kind STATUS_MISMATCH."""
-    peer = words[control.STATUS_PEER]
-    zero = control.unpack_call(words[control.STATUS_EXPECTED])
-    other = control.unpack_call(words[control.STATUS_SEEN])
+def mismatch_error(first: int, call: int, peer: int, other_call: int) -> ConfigMismatch:
+    """The error of two ranks (in the EP group), `first` and `peer`, that are in different calls (control.pack_call)."""
+    zero, other = control.unpack_call(call), control.unpack_call(other_call)
     here = control.PHASES[zero["phase"]]
     if zero["phase"] != other["phase"]:
         there = control.PHASES[other["phase"]]
-        return ConfigMismatch(f"ranks are in different calls: rank 0 at '{here}', rank {peer} at '{there}'")
+        return ConfigMismatch(f"ranks are in different calls: rank {first} at '{here}', rank {peer} at '{there}'")
     field = next(name for name in control.CALL_FIELDS if zero[name] != other[name])
     names = {**CHOICES, "probs": ("without", "with")}.get(field)
     shown = [names[call[field]] if names else call[field] for call in (zero, other)]
-    return ConfigMismatch(f"{field} differs at '{here}': rank 0 has {shown[0]}, rank {peer} has {shown[1]}")
+    return ConfigMismatch(f"{field} differs at '{here}': rank {first} has {shown[0]}, rank {peer} has {shown[1]}")
 
 
 def _shown(word: int, value: int) -> str:

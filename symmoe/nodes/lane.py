@@ -1,0 +1,114 @@
+"""What the ranks of a rail say to each other before anything travels: where they are, and what has gone wrong.
+
+Before every exchange each rank sends a header. A rank with an error sends it in place of the header that its peers wait
+for, and nobody goes on; a rank that gives up sends that, for whoever waits for it next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from symmoe.errors import FAULT_BYTES
+from symmoe.nodes.rail import Rail, RailBroken
+
+GOES_ON, FAILED, GAVE_UP = range(3)
+_WORDS = struct.Struct("<qqqq")
+DETAIL_BYTES = 64
+_HEADER_BYTES = _WORDS.size + FAULT_BYTES + DETAIL_BYTES
+_HEADERS, _PAYLOAD = 0, 1  # tags
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a rank says.
+
+    Attributes:
+        kind: GOES_ON, FAILED or GAVE_UP.
+        number: how many headers it has sent.
+        call: what the ranks must agree on, as in control.pack_call.
+        origin: the rank of the group that has the error, or that gave up; -1: no one rank.
+        message: of an error or of a report.
+    """
+
+    kind: int
+    number: int = 0
+    call: int = 0
+    origin: int = -1
+    message: bytes = b""
+
+    def pack(self) -> torch.Tensor:
+        """uint8 [_HEADER_BYTES]."""
+        words = _WORDS.pack(self.kind, self.number, self.call, self.origin)
+        return torch.frombuffer(bytearray((words + self.message).ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, packed: torch.Tensor) -> Header:
+        """The header that was packed."""
+        data: bytes = packed.numpy().tobytes()
+        kind, number, call, origin = _WORDS.unpack_from(data)
+        return cls(kind, number, call, origin, data[_WORDS.size :])
+
+
+class Lane:
+    """This rank's place on its rail.
+
+    Attributes:
+        number: headers that this rank has sent.
+    """
+
+    def __init__(self, rail: Rail, *, node: int, num_nodes: int) -> None:
+        self._rail, self._node, self._num_nodes = rail, node, num_nodes
+        self._sent: list[torch.Tensor] = []  # while it travels
+        self._is_open = True
+        self.number = 0
+
+    def meet(self, header: Header, timeout_s: float) -> list[Header]:
+        """The headers of all nodes, this one's included. Collective over the rail.
+
+        Raises:
+            RailBroken: see Rail.wait.
+        """
+        self.number += 1
+        mine = Header(header.kind, self.number, header.call, header.origin, header.message)
+        packed = mine.pack()
+        received = [torch.zeros_like(packed) for _ in range(self._num_nodes)]
+        self._sent = [packed]  # also if a wait fails
+        self._rail.start([packed] * self._num_nodes, received, tag=_HEADERS)
+        self._rail.wait(timeout_s)
+        return [mine if node == self._node else Header.unpack(each) for node, each in enumerate(received)]
+
+    def move(
+        self, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]], timeout_s: float
+    ) -> None:
+        """Sends sends[m][n] to node n and fills receives[m][n] with what it sends; all of them have met, and go on.
+
+        Raises:
+            RailBroken: see Rail.wait.
+        """
+        for to_nodes, from_nodes in zip(sends, receives, strict=True):
+            self._rail.start(to_nodes, from_nodes, tag=_PAYLOAD)
+        self._rail.wait(timeout_s)
+
+    def give_up(self, origin: int, message: bytes) -> None:
+        """Tells whoever can still be told, once. Local; waits for nobody."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        packed = Header(GAVE_UP, self.number + 1, 0, origin, message).pack()
+        nothing = packed[:0]
+        for node in range(self._num_nodes):
+            # One by one: where one connection is closed, the others may stand.
+            sends = [packed if each == node else nothing for each in range(self._num_nodes)]
+            with contextlib.suppress(RailBroken):
+                self._rail.start(sends, [nothing] * self._num_nodes, tag=_HEADERS)
+        self._sent.append(packed)
+
+    def close(self) -> None:
+        """Ends the rail. Local."""
+        self._is_open = False
+        self._rail.abort()

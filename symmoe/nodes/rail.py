@@ -1,0 +1,108 @@
+"""The engine between nodes: tensors travel along one rail, by the send and recv of a process group of its own.
+
+The process group is made here, on a store that the ranks of the heap's group have in common, and is known to nobody
+else: a rail that breaks, or is aborted, leaves the groups of the trainer as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+_MAX_S = 1e9
+
+
+class RailBroken(Exception):
+    """A node's end of the rail did not answer. For the heap, which says so to the user in terms of ranks.
+
+    Attributes:
+        node: the node.
+        is_late: whether it did not answer in time; otherwise its connection has closed.
+    """
+
+    def __init__(self, node: int, *, is_late: bool, problem: str) -> None:
+        super().__init__(problem)
+        self.node, self.is_late = node, is_late
+
+
+class Rail(Protocol):
+    """Moves tensors between the ranks with the same index on all nodes."""
+
+    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> None:
+        """Begins to send sends[n] to node n, and to fill receives[n] with what it sends. Does not wait.
+
+        Args:
+            sends, receives: contiguous tensors by node; the sizes of a pair of ranks must fit each other. Empty ones,
+                and those of this node, do not travel. They must stay as they are until :meth:`wait` has returned.
+            tag: messages of one tag keep their order.
+
+        Raises:
+            RailBroken: a connection has closed.
+        """
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when everything that was started has been sent and received.
+
+        Raises:
+            RailBroken: that took longer, or a connection has closed. Only abort works then.
+        """
+
+    def abort(self) -> None:
+        """Ends the rail. Local; waits for nobody."""
+
+
+class GlooRail:
+    """A rail for tensors on CPUs. Construction is collective over the rail.
+
+    Args:
+        store: of torch, which the ranks of the rail have in common.
+        name: of the rail in that store.
+        node, num_nodes: this rank's node, and N.
+        timeout_s: bound of the construction.
+    """
+
+    def __init__(self, store: Any, name: str, *, node: int, num_nodes: int, timeout_s: float) -> None:
+        self._node = node
+        own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+        bound = timedelta(seconds=min(timeout_s, _MAX_S))
+        self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
+        self._works: list[tuple[int, dist.Work]] = []
+
+    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> None:
+        """See Rail."""
+        for node, (sent, received) in enumerate(zip(sends, receives, strict=True)):
+            if node == self._node:
+                continue
+            try:
+                if received.numel():
+                    self._works.append((node, self._group.recv([received], node, tag)))
+                if sent.numel():
+                    self._works.append((node, self._group.send([sent], node, tag)))
+            except RuntimeError as error:
+                raise _broken(node, error, is_late=False) from error
+
+    def wait(self, timeout_s: float) -> None:
+        """See Rail."""
+        works, self._works = self._works, []
+        deadline = math.inf if timeout_s == math.inf else time.monotonic() + timeout_s
+        for node, work in works:
+            left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
+            try:
+                work.wait(timedelta(seconds=left_s))
+            except RuntimeError as error:
+                raise _broken(node, error, is_late=time.monotonic() >= deadline) from error
+
+    def abort(self) -> None:
+        """See Rail."""
+        self._works.clear()
+        self._group.abort()
+
+
+def _broken(node: int, error: RuntimeError, *, is_late: bool) -> RailBroken:
+    return RailBroken(node, is_late=is_late, problem=str(error).split("\n", 1)[0])

@@ -1,0 +1,91 @@
+"""Which ranks of a group are on which node. Pure functions: all ranks compute the same from what all have said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from symmoe.errors import ArgumentError, BackendUnavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The nodes of a group, from one rank's point of view.
+
+    Attributes:
+        rank: this rank in the group.
+        nodes: the ranks of each node in ascending order. Nodes are ordered by their first rank, and equally large.
+    """
+
+    rank: int
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.nodes)
+
+    @property
+    def node(self) -> int:
+        """This rank's node."""
+        return self.node_of(self.rank)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return self.nodes[self.node]
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's index in its node."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        """The ranks with this rank's index, one of each node."""
+        return tuple(ranks[self.local_rank] for ranks in self.nodes)
+
+    def node_of(self, rank: int) -> int:
+        """The node of a rank of the group."""
+        return next(node for node, ranks in enumerate(self.nodes) if rank in ranks)
+
+
+def find_topology(domains: Sequence[Hashable], rank: int, ranks_per_node: int | None) -> Topology:
+    """The topology of a group.
+
+    Args:
+        domains: of each rank, what it has in common with those whose memory it can reach, and with no others.
+        rank: this rank.
+        ranks_per_node: ranks of a node, which may be a part of a domain; None: each domain is a node.
+
+    Raises:
+        ArgumentError: domains cannot be cut into nodes of ranks_per_node ranks.
+        BackendUnavailable: nodes would differ in size.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for each, domain in enumerate(domains):
+        members.setdefault(domain, []).append(each)
+    sizes = Counter(map(len, members.values()))
+    if ranks_per_node is None:
+        usual = max(sizes, key=lambda size: (sizes[size], size))
+        like = next(ranks[0] for ranks in members.values() if len(ranks) == usual)
+        for ranks in members.values():
+            if len(ranks) != usual:
+                raise BackendUnavailable(
+                    f"rank {ranks[0]} is on a node with {len(ranks)} ranks of the group, but rank {like} on one with "
+                    f"{usual}: every node must have the same number, or ranks_per_node must cut them"
+                )
+        ranks_per_node = usual
+    for ranks in members.values():
+        if len(ranks) % ranks_per_node:
+            raise ArgumentError(
+                f"ranks_per_node ({ranks_per_node}) must divide the {len(ranks)} ranks of the group on the node of "
+                f"rank {ranks[0]}: it can cut a node, and joins none"
+            )
+    nodes = [
+        tuple(ranks[first : first + ranks_per_node])
+        for ranks in members.values()
+        for first in range(0, len(ranks), ranks_per_node)
+    ]
+    return Topology(rank, tuple(sorted(nodes)))

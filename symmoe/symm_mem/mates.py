@@ -1,0 +1,119 @@
+"""What this rank and the ranks of its rail, one of each other node, tell each other: headers, errors, reports.
+
+The heap meets its mates before every exchange between nodes. Waits are bounded as those in a node are, and a little
+longer: a mate that waits for a rank of its own node gives that one up first, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from symmoe.errors import FAULT_BYTES, encode
+from symmoe.kernels import control
+from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, Header, Lane
+from symmoe.nodes.rail import RailBroken
+from symmoe.nodes.topology import Topology
+from symmoe.symm_mem.inbox import Fault, Report
+from symmoe.symm_mem.status_errors import mismatch_error
+from symmoe.symm_mem.waits import Waits
+
+_PATIENCE = 1.25  # times the bound of a wait in a node
+_ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
+
+
+class Mates:
+    """The ranks of this rank's rail. Methods return what has gone wrong; symm_mem/faults.py makes errors of it.
+
+    A Report among the results means that a mate is gone: only give_up and close work then.
+
+    Attributes:
+        topology: of the group.
+    """
+
+    def __init__(self, lane: Lane, topology: Topology, waits: Waits) -> None:
+        self.topology = topology
+        self._lane, self._waits, self._phase = lane, waits, control.PHASE_START
+        self._known_calls: set[int] = set()  # others may take start_timeout_s
+        self._is_first = True
+
+    def meet(self, call: int) -> Fault | Report | None:
+        """Meets all mates, which must be in the same call; its field "plan" is a node's own. Collective.
+
+        Returns:
+            None if all go on; the same Fault on all ranks of the rail if not.
+        """
+        call &= _ALL_BUT_PLAN
+        self._phase, self._is_first = call & 0xFF, call not in self._known_calls
+        headers = self._exchange(Header(GOES_ON, call=call))
+        if isinstance(headers, Report):
+            return headers
+        fault = _first_fault(headers)
+        if fault is None:
+            fault = self._difference(headers)
+        if fault is None:
+            self._known_calls.add(call)
+        return fault
+
+    def tell(self, fault: Fault) -> Fault | Report:
+        """Meets all mates with an error; the error that all ranks raise, this one or another. Collective."""
+        self._is_first = not self._known_calls
+        headers = self._exchange(Header(FAILED, origin=fault.origin, message=fault.message))
+        if isinstance(headers, Report):
+            return headers
+        return _first_fault(headers) or fault
+
+    def move(
+        self, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]]
+    ) -> Report | None:
+        """Moves tensors, see Lane.move, after all have met and go on. Collective."""
+        try:
+            self._lane.move(sends, receives, self._bound_s)
+        except RailBroken as broken:
+            return self._missing(broken)
+        return None
+
+    def give_up(self, sender: int, report: Report) -> None:
+        """Tells the mates that `sender` (rank in the EP group) has given up. Local; waits for nobody."""
+        self._lane.give_up(sender, report.pack())
+
+    def close(self) -> None:
+        """Ends the rail. Local."""
+        self._lane.close()
+
+    @property
+    def _bound_s(self) -> float:
+        return self._waits.bound(self._is_first)[1] * _PATIENCE
+
+    def _exchange(self, header: Header) -> list[Header] | Report:
+        try:
+            headers = self._lane.meet(header, self._bound_s)
+        except RailBroken as broken:
+            return self._missing(broken)
+        for each in headers:
+            if each.kind == GAVE_UP:
+                return replace(Report.unpack(each.message), sender=each.origin)
+        return headers
+
+    def _missing(self, broken: RailBroken) -> Report:
+        number = self._lane.number
+        return Report("", self.topology.rail[broken.node], self._phase, number, number - 1, int(self._is_first))
+
+    def _difference(self, headers: list[Header]) -> Fault | None:
+        """A fault if the mates are in different calls."""
+        rail = self.topology.rail
+        for node, header in enumerate(headers):
+            if header.call != headers[0].call:
+                return Fault(-1, encode(mismatch_error(rail[0], headers[0].call, rail[node], header.call)))
+        return None
+
+
+def _first_fault(headers: list[Header]) -> Fault | None:
+    """Of all errors that of the first rank."""
+    failed = [header for header in headers if header.kind == FAILED]
+    if not failed:
+        return None
+    first = min(failed, key=lambda header: header.origin)
+    return Fault(first.origin, first.message[:FAULT_BYTES])
