@@ -176,7 +176,9 @@ def combine_tokens(
             counted in `heap.statistics`.
         plan: the plan of the dispatch.
         order: "rank": a token's rows on one rank are summed first, then the sums of the ranks; least traffic. "slot":
-            the K rows are summed in k order; bitwise independent of the number of ranks.
+            the K rows are summed in k order; bitwise independent of the number of ranks, and of nodes. "node": as
+            "rank" inside a node, then the sums of the nodes; on one node the same as "rank", and between nodes "rank"
+            is the same as "node".
         grad_out: buffer on the heap, of the shape of `expert_out`, where its gradient lands; rows past N keep what
             they held. Given by all ranks or by none. None: the gradient is copied out of a transient lease into new
             memory (counted).

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from symmoe.errors import ArgumentError
 
 Overflow = Literal["raise", "drop"]
-Order = Literal["rank", "slot"]
+Order = Literal["rank", "slot", "node"]
 Score = Literal["softmax", "sigmoid"]
 Stash = Literal["all", "rows", "hidden", "none"]
 Layout = Literal["auto", "packed", "expert-major"]

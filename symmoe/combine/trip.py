@@ -3,17 +3,20 @@
 `order="rank"`: the expert's rank sums the rows of a peer's token into its primary row first, in place; home sums the
 rows that it has itself, rounds as peers do, and sums one row per rank.
 `order="slot"`: home sums the K rows in k order, which gives the same bits for any number of ranks.
+`order="node"`: as "rank" inside each node, which rounds its sum; home sums one row per node (combine/nodes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 
 from symmoe import kernels
 from symmoe.autograd import wrote_into
+from symmoe.combine.nodes import order_inside, sums_from_nodes
 from symmoe.dispatch.plan import Plan
 from symmoe.kernels import control
 from symmoe.kernels.operands import given
@@ -76,11 +79,12 @@ class Collection:
         num_panels: int = 1,
         gradients: int = 0,
     ) -> None:
+        self._whole_plan, plan = plan, plan if plan.across is None else plan.across.inside
         self._rows, self._plan, self._order, self._row_values = rows, plan, order, row_values
         self._ops, self._exit = kernels.for_device(plan.heap.device), ExitStack()
         self._packed_to_row, _ = plan.received_index()
         self._agreed: control.CallFields = {
-            "order": control.ORDERS.index(order),
+            "order": control.ORDERS.index(order_inside(order)),
             "gradients": gradients,
             "probs": int(row_values is not None),
             "panels": num_panels,
@@ -90,7 +94,8 @@ class Collection:
         self.out: torch.Tensor | None = None
         if rows is not None:
             self._agreed["hidden"], self._agreed["dtype"] = rows.shape[1], control.DTYPES.index(rows.dtype)
-            self.out = rows.new_empty((plan.num_tokens, rows.shape[1]))
+            num_lines = plan.num_tokens if order_inside(order) == "rank" else len(plan.slots_to_sum[0])
+            self.out = rows.new_empty((num_lines, rows.shape[1]))
         self.values: torch.Tensor | None = None
         if row_values is not None:
             self.values = row_values.new_empty((plan.num_tokens, plan.top_k))
@@ -124,12 +129,13 @@ class Collection:
 
     def _collect(self, columns: tuple[int, int] | None, num_ctas: int | None) -> None:
         plan, heap, ops = self._plan, self._plan.heap, self._ops
-        if self._rows is not None and self._order == "rank":
+        sums_ranks = order_inside(self._order) == "rank"
+        if self._rows is not None and sums_ranks:
             ops.pre_reduce(
                 self._rows,
                 self._packed_to_row,
                 plan.source_to_packed_start,
-                rank=heap.rank,
+                rank=plan.unsummed_source,
                 columns=columns,
                 num_ctas=num_ctas,
             )
@@ -138,11 +144,11 @@ class Collection:
             wrote_into(self._rows)
         received = heap.barrier(PHASE, publish=self._publish, **self._agreed)
         if self.out is not None:
-            trip = (plan.slot_to_rank, plan.slot_to_row, heap.peers, received, self.out)
-            if self._order == "rank":
-                ops.pull_sums(plan.token_to_primary_row, *trip, column=READY_ROWS, columns=columns, num_ctas=num_ctas)
-            else:
-                ops.pull_rows(*trip, column=READY_ROWS, columns=columns, num_ctas=num_ctas)
+            slots = plan.ranks_to_sum if sums_ranks else plan.slots_to_sum
+            trip = partial(ops.pull_sums, plan.token_to_primary_row, plan.slot_to_rank, plan.slot_to_row)
+            if slots is not None:
+                trip = partial(ops.pull_rows, *slots)
+            trip(heap.peers, received, self.out, column=READY_ROWS, columns=columns, num_ctas=num_ctas)
         if self.values is not None and not self._has_values:
             self._has_values = True
             ops.pull_values(
@@ -154,3 +160,7 @@ class Collection:
             if exc_type is None:
                 with self._plan.heap.timed("combine"):
                     self._plan.heap.barrier(control.PHASE_COMBINE_DONE, **self._agreed)
+                    if (across := self._whole_plan.across) is not None:
+                        parts = self.out, self.values
+                        sums = sums_from_nodes(self._whole_plan, across, *parts, self._order, self._agreed)
+                        self.out, self.values = sums

@@ -5,10 +5,7 @@ T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and 
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -17,219 +14,21 @@ import torch
 from symmoe import kernels
 from symmoe.checks.buffers import tensor_problem
 from symmoe.checks.choices import is_choice, words_problem
-from symmoe.errors import ArgumentError, StaleLease, StalePlan
+from symmoe.dispatch.crossing import dropped_on_rails, find_rail_rows, make_crossing, share_counts
+from symmoe.dispatch.maps import Across, Plan, PlanIntegers, num_blocks, plan_layout
+from symmoe.dispatch.node_plan import plan_inside
+from symmoe.errors import ArgumentError, CapacityError, StaleLease
 from symmoe.kernels import control
-from symmoe.kernels.gemm_parts import bounds_of
 from symmoe.precision.names import precision_word
 from symmoe.precision.recipes import Recipe
 from symmoe.symm_mem.heap import SymmetricHeap
 from symmoe.symm_mem.room_for_rows import Room
 from symmoe.symm_mem.tell_peers import told
 
+__all__ = ["MAX_TOP_K", "Plan", "PlanOptions", "make_plan", "plan_call"]
+
 MAX_TOP_K = 32
 _OVERFLOW = {"raise": control.OVERFLOW_RAISE, "drop": control.OVERFLOW_DROP, "repeat": control.OVERFLOW_REPEAT}
-
-
-class _Part:
-    """One of the tensors in the storage of a plan: a view that is made when it is first asked for."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, integers: PlanIntegers, owner: type) -> torch.Tensor:
-        first, numel, shape = integers.layout[self._name]
-        view = integers.storage[first : first + numel].view(shape)
-        vars(integers)[self._name] = view  # found before this descriptor from now on
-        return view
-
-
-@dataclass(eq=False)
-class PlanIntegers:
-    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. See Plan.
-
-    Attributes:
-        storage: the allocation.
-        layout: (first element, number of elements, shape) of each tensor.
-    """
-
-    storage: torch.Tensor
-    layout: Mapping[str, tuple[int, int, tuple[int, ...]]]
-
-    splits = _Part()
-    row_range = _Part()
-    slot_start = _Part()
-    slot_limit = _Part()
-    slot_to_row = _Part()
-    slot_to_rank = _Part()
-    token_to_primary_row = _Part()
-    token_to_packed_row = _Part()
-    block_tokens = _Part()
-    packed_start = _Part()
-    packed_limit = _Part()
-    source_to_packed_start = _Part()
-    source_to_row_start = _Part()
-    source_to_rows = _Part()
-    expert_load = _Part()
-    report = _Part()
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(
-    num_tokens: int, top_k: int, num_experts: int, num_ranks: int
-) -> tuple[int, dict[str, tuple[int, int, tuple[int, ...]]]]:
-    """Elements of a plan's storage, and its layout."""
-    num_local = num_experts // num_ranks
-    shapes = {
-        "splits": (num_local,),
-        "row_range": (2, num_local),
-        "slot_start": (num_experts,),
-        "slot_limit": (num_experts,),
-        "slot_to_row": (num_tokens, top_k),
-        "slot_to_rank": (num_tokens, top_k),
-        "token_to_primary_row": (num_tokens, num_ranks),
-        "token_to_packed_row": (num_tokens, num_ranks),
-        "block_tokens": (num_blocks(num_tokens), num_ranks),
-        "packed_start": (num_ranks,),
-        "packed_limit": (num_ranks,),
-        "source_to_packed_start": (num_ranks + 1,),
-        "source_to_row_start": (num_ranks + 1, num_local),
-        "source_to_rows": (num_ranks, 2, num_local),
-        "expert_load": (num_experts,),
-        "report": (control.SUMMARY_WORDS,),
-    }
-    unit = control.ACCESS_BYTES // torch.int32.itemsize
-    first, layout = 0, {}
-    for name, shape in shapes.items():
-        layout[name] = first, math.prod(shape), shape
-        first += -(-math.prod(shape) // unit) * unit
-    return first, layout
-
-
-@dataclass(eq=False)
-class Plan(PlanIntegers):
-    """What :func:`make_plan` returns. Tensors are on the heap's device; -1 in a map means "none".
-
-    Attributes:
-        heap: the symmetric heap of the plan.
-        num_tokens, top_k, num_experts: T, K, E.
-        row_capacity: rows that a buffer for this plan needs on every rank: the largest N of the group (exact
-            capacity), the capacity given (static), or the room that the call got.
-        packed_row_capacity: packed rows that a buffer for this plan needs on every rank.
-        expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
-            tokens if these are fewer.
-        num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
-            room until it is settled.
-        splits: int32 [e], rows of each local expert.
-        row_range: int32 [2, e], where each local expert's rows begin and end.
-        slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank.
-        token_to_primary_row, token_to_packed_row: int32 [T, R], per destination rank.
-        source_to_packed_start: int32 [R + 1], where the packed rows of each source rank start here; the last is P.
-        source_to_row_start: int32 [R + 1, e], where the rows of each source rank and local expert start here; the last
-            row is where the experts' rows end.
-        source_to_rows: int32 [R, 2, e]: per source rank and local expert, the rows (first, one past the last) that can
-            be computed once that rank's rows have arrived, after those of the ranks before it in :attr:`arrivals`.
-        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
-        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
-        slot_start, slot_limit: int32 [E], the row of this rank's first slot for each expert, and how many are kept.
-        packed_start, packed_limit: int32 [R], this rank's first packed row on each rank, and the rows of its region.
-        block_tokens: int32 [blocks, R], tokens of each block of this rank's that go to each rank.
-        report: int32 [control.SUMMARY_WORDS], sizes and errors for the host.
-        packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
-        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
-        max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
-        has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
-    """
-
-    heap: SymmetricHeap
-    num_tokens: int
-    top_k: int
-    num_experts: int
-    row_capacity: int
-    packed_row_capacity: int
-    expected_rows: int
-    num_rows: int | None
-    generation: int
-    packed_to_row: torch.Tensor | None = None
-    row_to_packed_row: torch.Tensor | None = None
-    max_rows: int | None = None
-    max_packed_rows: int | None = None
-    has_room: bool = True
-    _read_report: Callable[[], list[int]] | None = None
-
-    def settle(self) -> None:
-        """Finds out what the routing of a plan with room needs, and whether there is room for it.
-
-        Waits until the device has made the plan. Other plans are settled from the start.
-
-        Raises:
-            ExpertIdError, ConfigMismatch: see make_plan; on every rank.
-        """
-        if self._read_report is None:
-            return
-        report, self._read_report = self._read_report(), None
-        self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
-        if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
-            self.heap.check()  # a fault of a peer is on record
-            raise self.heap.plan_failure(report)
-        self.num_rows = report[control.SUM_NUM_ROWS]
-        self.max_rows, self.max_packed_rows = (
-            max(1, report[control.SUM_MAX_ROWS]),
-            max(1, report[control.SUM_MAX_PACKED]),
-        )
-        if self.row_capacity < 0:
-            self.row_capacity = self.expected_rows = self.max_rows
-            self.packed_row_capacity = self.max_packed_rows
-        self.heap.note_counts(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
-
-    @property
-    def needed_rows(self) -> tuple[int, int]:
-        """Rows and packed rows that buffers need on every rank; with exact capacity and room, once it is settled."""
-        return self.max_rows or self.row_capacity, self.max_packed_rows or self.packed_row_capacity
-
-    @property
-    def row_start(self) -> torch.Tensor:
-        """int32 [e + 1], where each local expert's rows start; the last is N. A new tensor."""
-        return bounds_of(self.row_range)
-
-    @property
-    def num_dropped(self) -> torch.Tensor:
-        """int32 [1], slots of the whole EP group that were dropped."""
-        return self.report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1]
-
-    @property
-    def num_packed(self) -> torch.Tensor:
-        """int32 [1], P on the device."""
-        return self.source_to_packed_start[-1:]
-
-    @property
-    def arrivals(self) -> list[int]:
-        """The source ranks in the order in which their rows arrive, if every rank sends to the next one first."""
-        return [(self.heap.rank - step) % self.heap.num_ranks for step in range(self.heap.num_ranks)]
-
-    def rows_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
-        return buffer if self.num_rows is None else buffer[: self.num_rows]
-
-    @property
-    def not_dispatched(self) -> StalePlan | None:
-        """The error of combining with this plan now, or None if something has been dispatched with it."""
-        if self.packed_to_row is not None:
-            return None
-        return _nothing_dispatched()
-
-    def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
-
-        Raises:
-            StalePlan: nothing has been dispatched with this plan yet.
-        """
-        if self.packed_to_row is None or self.row_to_packed_row is None:
-            raise _nothing_dispatched()
-        return self.packed_to_row, self.row_to_packed_row
-
-
-def _nothing_dispatched() -> StalePlan:
-    return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
 
 
 class PlanOptions(NamedTuple):
@@ -243,6 +42,7 @@ class PlanOptions(NamedTuple):
     dtype: torch.dtype | None
     precision: Recipe | None
     quantized_wire: str
+    rail_capacity: int | None = None
 
 
 def make_plan(
@@ -257,6 +57,7 @@ def make_plan(
     dtype: torch.dtype | None = None,
     precision: Recipe | None = None,
     quantized_wire: str = "none",
+    rail_capacity: int | None = None,
 ) -> Plan:
     """Plans one layer call. Collective over the heap's group.
 
@@ -275,6 +76,9 @@ def make_plan(
             rank's T, which then must be the same on all ranks.
         hidden, dtype: of the rows the plan will carry. Given here, ranks that disagree raise in this call.
         precision, quantized_wire: numbers of the experts, and what travels in them (MoEConfig); checked as hidden is.
+        rail_capacity: static capacity only, and without effect on one node: the most tokens that a rank sends to
+            another node; each has its place in messages of that size. None: max_tokens, or T. More tokens are an
+            overflow: with "drop" the last ones of a rank lose their slots on that node, and do not count as load.
 
     Returns:
         The plan.
@@ -282,12 +86,14 @@ def make_plan(
     Raises:
         ArgumentError: an argument is wrong on some rank; raised on every rank.
         ExpertIdError: an id is out of range on some rank; raised on every rank.
-        ConfigMismatch: ranks disagree on K, E, capacity, overflow, max_tokens, hidden, dtype, precision or
-            quantized_wire; on every rank.
+        ConfigMismatch: ranks disagree on K, E, capacity, overflow, max_tokens, hidden, dtype, precision,
+            quantized_wire or rail_capacity; on every rank.
         CapacityError: see `overflow`.
         PeerTimeout: a rank did not come.
     """
-    options = PlanOptions(num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire)
+    options = PlanOptions(
+        num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity
+    )
     return plan_call(topk_idx, heap, options, lambda: None)
 
 
@@ -302,13 +108,13 @@ def plan_call(
     """
     if not isinstance(heap, SymmetricHeap):
         raise ArgumentError(f"heap ({type(heap).__name__}) must be a SymmetricHeap")
-    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire = options
+    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, _ = options
     heap.check(control.PHASE_PLAN, waits=capacity is None)
     with told(heap, control.PHASE_PLAN):
         heap.fail_for(_find_problem(topk_idx, heap, options), control.PHASE_PLAN)
         num_tokens, top_k = topk_idx.shape
         limit = token_limit = packed_limit = -1
-        room = find_room() if capacity is None else None
+        room = find_room() if capacity is None and not heap.spans_nodes else None
         if capacity is None and room is None and heap.captured_reports is not None:
             heap.fail(ArgumentError("a step that is captured calls a layer that earlier calls did not"), None)
         if capacity is not None:
@@ -328,8 +134,9 @@ def plan_call(
             control.HEAD_PRECISION: precision_word(precision),
             control.HEAD_QUANTIZED_WIRE: control.QUANTIZED_WIRES.index(quantized_wire),
         }
-        header = tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
-        plan = _place_slots(topk_idx.detach().contiguous(), heap, header)
+        if heap.spans_nodes:
+            return _plan_between_nodes(topk_idx.detach().contiguous(), heap, words, options)
+        plan = _place_slots(topk_idx.detach().contiguous(), heap, _header(words))
         if capacity is not None:
             return plan
         if room is not None and heap.captured_reports is not None:
@@ -344,14 +151,62 @@ def plan_call(
         return plan
 
 
-def _place_slots(topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...]) -> Plan:
-    """The plan; `header` has the other arguments of make_plan. Does not wait."""
+def _plan_between_nodes(
+    topk_idx: torch.Tensor, heap: SymmetricHeap, words: dict[int, int], options: PlanOptions
+) -> Plan:
+    """The plan on a heap that spans nodes. words: of the header. The host waits for the plan with exact capacity."""
+    num_tokens = words[control.HEAD_MAX_TOKENS]  # the most; -1 with exact capacity
+    rail_capacity = None if options.capacity is None else options.rail_capacity or max(1, num_tokens)
+    rails = find_rail_rows(topk_idx, heap.topology, num_experts=options.num_experts, capacity=rail_capacity)
+    if rail_capacity is not None and options.overflow == "raise":
+        heap.fail_for(_rail_problem(int(rails.most_wanted), rail_capacity), control.PHASE_PLAN)
+    words[control.HEAD_RAIL_CAPACITY] = -1 if rail_capacity is None else rail_capacity
+    words[control.HEAD_RAIL_DROPPED] = 0 if rail_capacity is None else int(rails.num_dropped)
+    received: list[torch.Tensor] = []
+
+    def share() -> None:
+        received.append(share_counts(heap, rails.num_sent))
+
+    plan = _place_slots(rails.topk_idx, heap, _header(words), share)
+    if rail_capacity is None:
+        plan._read_report, read_sizes = (
+            heap.read_back(plan.report),
+            heap.read_back(torch.stack([rails.num_sent, *received])),
+        )
+        plan.settle()
+        sent, num_received = read_sizes()
+    else:
+        plan.num_dropped.add_(dropped_on_rails(heap))
+        sent = num_received = [0 if n == heap.topology.node else rail_capacity for n in range(heap.topology.num_nodes)]
+    crossing = make_crossing(heap, rails.token_to_rail_row, sent, num_received)
+    plan.across = Across(crossing, plan_inside(plan, crossing))
+    return plan
+
+
+def _rail_problem(wanted: int, rail_capacity: int) -> CapacityError | None:
+    if wanted <= rail_capacity:
+        return None
+    return CapacityError(f"{wanted} tokens go to one other node, more than rail_capacity ({rail_capacity})")
+
+
+def _header(words: dict[int, int]) -> tuple[int, ...]:
+    return tuple(words.get(word, 0) for word in range(control.HEADER_WORDS))
+
+
+def _place_slots(
+    topk_idx: torch.Tensor, heap: SymmetricHeap, header: tuple[int, ...], share: Callable[[], None] | None = None
+) -> Plan:
+    """The plan; `header` has the other arguments of make_plan. Does not wait.
+
+    share: completes the count table after the barrier, if the group spans nodes.
+    """
     num_tokens, top_k = topk_idx.shape
     num_experts, limit = header[control.HEAD_NUM_EXPERTS], header[control.HEAD_CAPACITY]
     packed_limit, most_tokens = header[control.HEAD_PACKED_CAPACITY], header[control.HEAD_MAX_TOKENS]
-    numel, layout = _layout(num_tokens, top_k, num_experts, heap.num_ranks)
+    numel, layout = plan_layout(num_tokens, top_k, num_experts, heap.num_ranks)
     with heap.one_call():
-        (storage,) = heap.run(("plan", header), partial(_fill, topk_idx, heap, header, numel, layout), (topk_idx,))
+        fill = partial(_fill, topk_idx, heap, header, numel, layout, share)
+        (storage,) = fill() if heap.spans_nodes else heap.run(("plan", header), fill, (topk_idx,))
         generation = heap.epoch
         heap.note_counts(generation, num_tokens=num_tokens, top_k=top_k)
         if heap.device.type == "cpu":
@@ -377,6 +232,7 @@ def _fill(
     header: tuple[int, ...],
     numel: int,
     layout: Mapping[str, tuple[int, int, tuple[int, ...]]],
+    share: Callable[[], None] | None,
 ) -> tuple[torch.Tensor]:
     """A new storage of a plan, filled. Collective."""
     num_tokens, num_ranks, num_experts = len(topk_idx), heap.num_ranks, header[control.HEAD_NUM_EXPERTS]
@@ -386,10 +242,12 @@ def _fill(
     block_counts = torch.empty(shape, dtype=torch.int32, device=heap.device)
     block_starts = torch.empty((shape[0], num_experts), dtype=torch.int32, device=heap.device)
     ops.count_slots(topk_idx, block_counts, num_experts=num_experts, num_ranks=num_ranks)
-    ops.send_counts(block_counts, topk_idx, header, block_starts, heap.peers, num_experts=num_experts)
+    ops.send_counts(block_counts, topk_idx, header, block_starts, heap.count_peers, num_experts=num_experts)
     received = heap.barrier(control.PHASE_PLAN)
+    if share is not None:
+        share()
     ops.lay_out(
-        heap.peers,
+        heap.count_peers,
         received,
         heap.status,
         num_experts=num_experts,
@@ -430,16 +288,11 @@ def _fill(
     return (integers.storage,)
 
 
-def num_blocks(num_tokens: int) -> int:
-    """Blocks of tokens whose slots are counted together."""
-    return -(-num_tokens // control.TOKENS_PER_BLOCK)
-
-
 def _find_problem(
     topk_idx: torch.Tensor, heap: SymmetricHeap, options: PlanOptions
 ) -> ArgumentError | StaleLease | None:
     """What is wrong with this rank's arguments, found without looking at device memory."""
-    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire = options
+    num_experts, capacity, overflow, max_tokens, hidden, dtype, precision, quantized_wire, rail_capacity = options
     dtypes = (torch.int32, torch.int64)
     error = tensor_problem("topk_idx", topk_idx, shape=("T", "K"), dtypes=dtypes, device=heap.device)
     if error is not None:
@@ -449,6 +302,7 @@ def _find_problem(
     if topk_idx.numel() >= 2**31:  # a slot is known by its number
         return ArgumentError(f"topk_idx {list(topk_idx.shape)} must have less than 2**31 slots")
     integers = {"num_experts": num_experts, "capacity": capacity, "max_tokens": max_tokens, "hidden": hidden}
+    integers["rail_capacity"] = rail_capacity
     for name, value in integers.items():
         if value is None and name != "num_experts":
             continue
@@ -469,6 +323,10 @@ def _find_problem(
     if capacity is None and (max_tokens is not None or overflow != "raise"):
         setting = f"max_tokens ({max_tokens})" if max_tokens is not None else f"overflow ({overflow!r})"
         return ArgumentError(f"{setting} needs a static capacity, and capacity is None")
+    if capacity is None and rail_capacity is not None:
+        return ArgumentError(f"rail_capacity ({rail_capacity}) needs a static capacity, and capacity is None")
+    if rail_capacity is not None and rail_capacity < 1:
+        return ArgumentError(f"rail_capacity ({rail_capacity}) must be at least 1 token")
     if capacity is None and heap.captured_reports is None and heap.capture:
         return ArgumentError(
             "capacity (None) makes the host read the plan, which a CUDA graph cannot; give it rows, or capture whole "

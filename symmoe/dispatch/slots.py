@@ -63,19 +63,20 @@ class Slots:
     def push(self, ready: torch.Tensor) -> None:
         """Writes slots and probs to all ranks. `ready`: the result of the ready barrier."""
         plan = self._plan
-        self._ops.push_slots(
-            plan.slot_to_row,
-            plan.slot_to_rank,
-            self._probs,
-            plan.token_to_packed_row,
-            plan.block_tokens,
-            plan.packed_start,
-            plan.packed_limit,
-            plan.heap.peers,
-            ready,
-            row_column=READY_SLOTS,
-            prob_column=READY_PROBS,
-        )
+        for first, end, block_tokens, packed_start, packed_limit in plan.regions:
+            self._ops.push_slots(
+                plan.slot_to_row[first:end],
+                plan.slot_to_rank[first:end],
+                None if self._probs is None else self._probs[first:end],
+                plan.token_to_packed_row[first:end],
+                block_tokens,
+                packed_start,
+                packed_limit,
+                plan.heap.peers,
+                ready,
+                row_column=READY_SLOTS,
+                prob_column=READY_PROBS,
+            )
 
     def index(
         self, packed_begin: torch.Tensor, packed_end: torch.Tensor, ready: torch.Tensor, arrived: torch.Tensor

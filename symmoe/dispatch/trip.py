@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from symmoe import kernels
-from symmoe.dispatch.plan import Plan
+from symmoe.dispatch.maps import Across, Plan
 from symmoe.dispatch.slots import PHASE, READY_ROWS, Slots
 from symmoe.kernels import control
 
@@ -30,6 +30,8 @@ def send(
     Returns:
         row_probs: fp32 [N_cap], or None without probs.
     """
+    if plan.across is not None:
+        return _send_between_nodes(x, plan, plan.across, buffer, probs, layout=layout)
     ops, heap, agreed = kernels.for_device(x.device), plan.heap, agreed_fields(x, plan, probs, layout, "serial")
     with Slots(plan, probs) as slots, heap.one_call(), heap.timed("dispatch"):
         offsets = (heap.offset_of(buffer, phase=PHASE), *slots.offsets)
@@ -49,11 +51,29 @@ def send_rows(x: torch.Tensor, plan: Plan, buffer: torch.Tensor, *, layout: str,
     """
     ops, heap = kernels.for_device(x.device), plan.heap
     agreed = agreed_fields(x, plan, None, layout, "serial", gradients=gradients)
+    if plan.across is not None:
+        (rows,) = plan.across.crossing.bring_in([x], control.PHASE_NODES_OUT, agreed)
+        send_rows(rows, plan.across.inside, buffer, layout=layout, gradients=gradients)
+        heap.meet(control.PHASE_NODES_OUT, **agreed)
+        return
     with heap.one_call(), heap.timed("dispatch"):
         ready = heap.barrier(PHASE, publish=(heap.offset_of(buffer, phase=PHASE),), spoils=buffer, **agreed)
         ops.push_rows(x, token_to_row(plan, layout), heap.peers, ready, column=READY_ROWS)
         heap.barrier(control.PHASE_DISPATCH_DONE, spoils=buffer, **agreed)
     _fan_out(buffer, plan, layout)
+
+
+def _send_between_nodes(
+    x: torch.Tensor, plan: Plan, across: Across, buffer: torch.Tensor, probs: torch.Tensor | None, *, layout: str
+) -> torch.Tensor | None:
+    """Same as :func:`send`: first along the rails, then inside the node."""
+    crossing, inside = across.crossing, across.inside
+    agreed = agreed_fields(x, plan, probs, layout, "serial")
+    rows, *values = crossing.bring_in([x] if probs is None else [x, probs], control.PHASE_NODES_OUT, agreed)
+    row_probs = send(rows, inside, buffer, values[0] if values else None, layout=layout)
+    plan.heap.meet(control.PHASE_NODES_OUT, **agreed)  # what has gone wrong inside another node
+    plan.packed_to_row, plan.row_to_packed_row = inside.received_index()
+    return row_probs
 
 
 def _fan_out(rows: torch.Tensor, plan: Plan, layout: str) -> None:

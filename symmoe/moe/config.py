@@ -47,8 +47,11 @@ class MoEConfig:
         overflow: with a static capacity, raise on every rank or drop the last tokens of the fullest experts.
         max_tokens: with a static capacity, the most tokens one rank brings to a call; None leaves it to each
             call, which then needs the same number on every rank.
+        rail_capacity: with a static capacity, the most tokens that a rank sends to another node, see make_plan; without
+            effect on one node. None: max_tokens, or the tokens of a call.
         order: order of the sum in combine. "rank" moves fewer bytes, "slot" does not depend on the number of
-            ranks.
+            ranks. "node": a node sums what its ranks have summed, and home what the nodes have; on one node the same
+            as "rank", and between nodes "rank" is the same as "node".
         stash: what forward keeps for backward. "all": the received rows (on the heap) and FC1's output h; "rows":
             backward computes h again; "hidden": only h, backward dispatches the tokens again; "none": it does both.
             The results have the same bits.
@@ -96,6 +99,7 @@ class MoEConfig:
     max_room: int | None = None
     overflow: choices.Overflow = "raise"
     max_tokens: int | None = None
+    rail_capacity: int | None = None
     order: choices.Order = "rank"
     stash: choices.Stash = "all"
     layout: choices.Layout = "auto"
@@ -141,7 +145,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         sizes = ("hidden", "ffn", "num_experts", "top_k", "num_groups", "top_groups")
         raise_for(size_problem(**{name: getattr(self, name) for name in sizes}))
-        bounds = {name: getattr(self, name) for name in ("capacity", "max_room", "max_tokens")}
+        bounds = {name: getattr(self, name) for name in ("capacity", "max_room", "max_tokens", "rail_capacity")}
         raise_for(size_problem(**{name: bound for name, bound in bounds.items() if bound is not None}))
         raise_for(choices.words_problem(**{name: getattr(self, name) for name in choices.CHOICES}))
         for name in ("renormalize", "expert_bias"):
@@ -176,7 +180,7 @@ class MoEConfig:
     def _check_capacity(self) -> None:
         if self.capacity is not None and self.max_room is not None:
             raise ArgumentError(f"max_room ({self.max_room}) needs exact capacity, but capacity is {self.capacity}")
-        for name, unused in (("overflow", "raise"), ("max_tokens", None)):
+        for name, unused in (("overflow", "raise"), ("max_tokens", None), ("rail_capacity", None)):
             if self.capacity is None and getattr(self, name) != unused:
                 raise ArgumentError(f"{name} ({getattr(self, name)!r}) needs a static capacity, but capacity is None")
 

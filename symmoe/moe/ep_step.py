@@ -21,6 +21,7 @@ from symmoe.autograd import Context, Function, is_in_backward
 from symmoe.checks.arguments import kernel_rows
 from symmoe.checks.buffers import memory_problem
 from symmoe.checks.choices import words_problem
+from symmoe.combine.nodes import order_inside
 from symmoe.combine.trip import PHASE as COLLECT
 from symmoe.combine.trip import Collection
 from symmoe.dispatch.plan import Plan
@@ -88,7 +89,7 @@ def expert_parallel_mlp(
         probs: fp32 [T, K].
         experts: the experts of this rank; their `precision` is that of the step.
         plan: the plan of this call's routing.
-        order: the order of the sums in combine, "rank" or "slot".
+        order: the order of the sums in combine, see MoEConfig.
         stash: what is kept for backward, see MoEConfig.
         layout: the layout of the receive buffer, "packed", "expert-major" or "auto", see MoEConfig.
         schedule: "serial", "overlapped" or "always-overlapped", see MoEConfig.
@@ -147,7 +148,7 @@ def _schedule(
     word: str, x: torch.Tensor, experts: GroupedMLP, plan: Plan, order: str, layout: str, wire: Wire
 ) -> Schedule:
     """The schedule of a call. How it cuts the call depends only on what all ranks agree on."""
-    num_ranks = plan.heap.num_ranks
+    num_ranks = plan.heap.peers.num_ranks
     if num_ranks == 1 or word == "serial":
         return Serial(layout)
     sizes = Sizes(
@@ -159,11 +160,15 @@ def _schedule(
         num_ranks=num_ranks,
         item_bytes=x.element_size(),
         is_gated=experts.activation.activation.is_gated,
-        pre_reduces=order == "rank",
+        pre_reduces=order_inside(order) == "rank",
         sent_row_bytes=None if wire.rows is None else wire.rows.row_bytes,
         sent_gradient_row_bytes=None if wire.gradients is None else wire.gradients.row_bytes,
     )
-    return _overlapped(word, layout, sizes, num_sms_of(x.device), experts.precision)
+    chosen = _overlapped(word, layout, sizes, num_sms_of(x.device), experts.precision)
+    if plan.across is None:
+        return chosen
+    # Tokens of other nodes come with those of a rank of this one, so there are no parts in the order of ranks.
+    return replace(chosen, overlap=replace(chosen.overlap, dispatch=None, gradient_dispatch=None))
 
 
 @functools.lru_cache(maxsize=256)
@@ -285,6 +290,7 @@ def _kind(experts: GroupedMLP, plan: Plan, schedule: Schedule, order: str, stash
     linears = experts.fc1, experts.fc2
     if (
         plan.heap.device.type == "meta"
+        or plan.heap.spans_nodes
         or plan.num_rows is not None
         or experts.precision is not None
         or adapters_of(*linears)

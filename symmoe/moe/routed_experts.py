@@ -124,7 +124,8 @@ class RoutedExperts:
         """plan_call for tokens of `dtype`, as the configuration says. Collective."""
         c = self.config
         sizes = c.num_experts, c.capacity, c.overflow, c.max_tokens, c.hidden
-        return plan_call(topk_idx, self.heap, PlanOptions(*sizes, dtype, c.precision, c.quantized_wire), find_room)
+        options = PlanOptions(*sizes, dtype, c.precision, c.quantized_wire, c.rail_capacity)
+        return plan_call(topk_idx, self.heap, options, find_room)
 
     def apply(
         self,

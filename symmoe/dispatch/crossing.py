@@ -1,0 +1,200 @@
+"""What crosses to other nodes on the way out: which tokens, along which rows of a rail, and the maps they bring along.
+
+Every rank is on one rail, with the ranks of the same index on the other nodes. A token that has an expert on another
+node goes there once, to the rank on this rail; that rank dispatches it inside its node, with its own tokens. To experts
+it makes no difference: the maps of every token are those of a plan over all ranks, and its home sends them along.
+
+T tokens and K slots per token of this rank, N nodes, R ranks in all, G ranks of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from symmoe.kernels import control
+from symmoe.nodes.topology import Topology
+from symmoe.symm_mem.heap import SymmetricHeap
+
+
+@dataclass(frozen=True, eq=False)
+class RailRows:
+    """Which tokens go to which node, as their home decides it before the plan is made.
+
+    Attributes:
+        topk_idx: as it came; -1 for the slots that a rail has no room for.
+        token_to_rail_row: int32 [T, N], the row of a token among those that go to a node; -1 if it does not, or if that
+            is its home.
+        num_sent: int32 [N], tokens that go to each node.
+        most_wanted: int64 [1], tokens that would go to the node to which most would.
+        num_dropped: int64 [1], slots that were dropped.
+    """
+
+    topk_idx: torch.Tensor
+    token_to_rail_row: torch.Tensor
+    num_sent: torch.Tensor
+    most_wanted: torch.Tensor
+    num_dropped: torch.Tensor
+
+
+def find_rail_rows(topk_idx: torch.Tensor, topology: Topology, *, num_experts: int, capacity: int | None) -> RailRows:
+    """Counts the tokens for each node. Local.
+
+    Args:
+        topk_idx: int [T, K]; ids that are out of range count as none.
+        capacity: the most tokens that go to a node, the first ones; None: all.
+    """
+    device, nodes = topk_idx.device, torch.arange(topology.num_nodes, device=topk_idx.device)
+    rank_to_node = torch.tensor([topology.node_of(rank) for rank in range(topology.num_nodes * len(topology.ranks))])
+    experts_per_rank = num_experts // rank_to_node.numel()
+    is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
+    slot_to_node = rank_to_node.to(device)[topk_idx.where(is_expert, 0) // experts_per_rank].where(is_expert, -1)
+    goes = (slot_to_node[:, :, None] == nodes).any(1) & (nodes != topology.node)
+    row = goes.cumsum(0) - goes.long()
+    has_room = goes if capacity is None else goes & (row < capacity)
+    lost = (goes & ~has_room).gather(1, slot_to_node.clamp(min=0)) & is_expert
+    return RailRows(
+        topk_idx=topk_idx.masked_fill(lost, -1),
+        token_to_rail_row=row.where(has_room, -1).int(),
+        num_sent=has_room.sum(0, dtype=torch.int32),
+        most_wanted=goes.sum(0).max(),
+        num_dropped=lost.sum(),
+    )
+
+
+def share_counts(heap: SymmetricHeap, num_sent: torch.Tensor) -> torch.Tensor:
+    """Completes this rank's count table, which has the rows of its node's ranks, with those of all other ranks.
+
+    Collective over the group, after the plan's barrier.
+
+    Args:
+        num_sent: int32 [N] of RailRows.
+
+    Returns:
+        int32 [N], tokens that each node sends to this rank.
+    """
+    topology, peers = heap.topology, heap.count_peers
+    offset = peers.layout.count_table + (heap.epoch & 1) * peers.layout.table_stride_bytes
+    table = peers.region(peers.rank, offset, (peers.num_ranks, peers.layout.row_words), torch.int32)
+    mine = torch.cat([table[list(topology.ranks)].flatten(), num_sent])
+    received = [torch.empty_like(mine) for _ in topology.nodes]
+    heap.exchange([[mine] * topology.num_nodes], [received], control.PHASE_NODES_PLAN)
+    num_received = torch.zeros_like(num_sent)
+    for node, ranks in enumerate(topology.nodes):
+        if node != topology.node:
+            rows, theirs = received[node].split([mine.numel() - num_sent.numel(), num_sent.numel()])
+            table[list(ranks)] = rows.view(len(ranks), -1)
+            num_received[node] = theirs[topology.node]
+    return num_received
+
+
+def dropped_on_rails(heap: SymmetricHeap) -> torch.Tensor:
+    """int32 [1], slots of the whole group that rails had no room for; after :func:`share_counts`."""
+    peers = heap.count_peers
+    offset = peers.layout.count_table + (heap.epoch & 1) * peers.layout.table_stride_bytes
+    table = peers.region(peers.rank, offset, (peers.num_ranks, peers.layout.row_words), torch.int32)
+    return table[:, control.HEAD_RAIL_DROPPED].sum(dtype=torch.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """The way of one plan's tokens to the other nodes. Tokens *inside* a node are its rank's own, then those of each
+    other node, in the order of nodes.
+
+    Attributes:
+        heap: of the plan.
+        rail_row_to_token: by node, int64 [S] each: the tokens that go there; -1 in rows that stay unused. Of this node
+            none.
+        token_to_rail_row: int32 [T, N], see RailRows.
+        num_received: by node, rows that it sends; 0 of this node.
+    """
+
+    heap: SymmetricHeap
+    rail_row_to_token: tuple[torch.Tensor, ...]
+    token_to_rail_row: torch.Tensor
+    num_received: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.token_to_rail_row.shape[0]
+
+    @property
+    def num_inside(self) -> int:
+        """Tokens inside the node."""
+        return self.num_tokens + sum(self.num_received)
+
+    def bring_in(self, tensors: Sequence[torch.Tensor], phase: int, agreed: control.CallFields) -> list[torch.Tensor]:
+        """Each tensor [T, .] with the rows of the tokens inside: [num_inside, .]. Collective over the group.
+
+        phase, agreed: as in SymmetricHeap.barrier. A barrier comes first, so that no rank sends what a rank of its node
+        has an error about.
+        """
+        self.heap.barrier(phase, **agreed)
+        sends, receives, inside = [], [], []
+        for tensor in tensors:
+            whole = tensor.new_empty((self.num_inside, *tensor.shape[1:]))
+            whole[: self.num_tokens] = tensor
+            sends.append([_rows(tensor, index) for index in self.rail_row_to_token])
+            receives.append([whole[first:end] for first, end in self.received_ranges])
+            inside.append(whole)
+        self.heap.exchange(sends, receives, phase, **agreed)
+        return inside
+
+    def bring_home(
+        self, inside: Sequence[torch.Tensor], phase: int, agreed: control.CallFields
+    ) -> list[list[torch.Tensor]]:
+        """The way back, of tensors [num_inside, .]. Collective over the group, after a barrier.
+
+        phase, agreed: as in :meth:`bring_in`.
+
+        Returns:
+            of each tensor, by node, the rows [S, .] of the tokens that were sent there; of this node, [T, .].
+        """
+        sends = [[whole[first:end] for first, end in self.received_ranges] for whole in inside]
+        home = [
+            [whole.new_empty((index.numel(), *whole.shape[1:])) for index in self.rail_row_to_token] for whole in inside
+        ]
+        self.heap.exchange(sends, home, phase, **agreed)
+        for whole, by_node in zip(inside, home, strict=True):
+            by_node[self.heap.topology.node] = whole[: self.num_tokens]
+        return home
+
+    @property
+    def received_ranges(self) -> list[tuple[int, int]]:
+        """By node, the first and the end of its tokens among those inside; of this node none."""
+        found, first = [], self.num_tokens
+        for num_rows in self.num_received:
+            found.append((first, first + num_rows))
+            first += num_rows
+        return found
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Same as :attr:`received_ranges`, with the own tokens of this node."""
+        found = self.received_ranges
+        found[self.heap.topology.node] = (0, self.num_tokens)
+        return found
+
+
+def make_crossing(
+    heap: SymmetricHeap, token_to_rail_row: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+) -> Crossing:
+    """The crossing with these numbers of rows to and from each node; 0 for this one. Local."""
+    tokens = torch.arange(token_to_rail_row.shape[0], device=token_to_rail_row.device)
+    indices = []
+    for node, num_rows in enumerate(sent):
+        row = token_to_rail_row[:, node].long()
+        # Those that do not go share a row past the end.
+        index = tokens.new_full((num_rows + 1,), -1).scatter_(0, row.where(row >= 0, num_rows), tokens)
+        indices.append(index[:num_rows])
+    return Crossing(heap, tuple(indices), token_to_rail_row, tuple(received))
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """These rows, contiguous; where the index is -1, any row."""
+    if not tensor.shape[0]:
+        return tensor.new_zeros((index.numel(), *tensor.shape[1:]))
+    return tensor.index_select(0, index.clamp(min=0))

@@ -1,0 +1,279 @@
+"""What a plan is: the maps of one layer call, and their sizes.
+
+T tokens, K slots per token, E experts, e experts per rank, R ranks, N rows and P packed rows received by this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from symmoe.dispatch.crossing import Crossing
+from symmoe.errors import StalePlan
+from symmoe.kernels import control
+from symmoe.kernels.gemm_parts import bounds_of
+from symmoe.symm_mem.heap import SymmetricHeap
+
+
+class Region(NamedTuple):
+    """Consecutive tokens of a plan that are from one rank, and where they have their packed rows.
+
+    Attributes:
+        first, end: the tokens.
+        block_tokens: int32 [., R], tokens of each block of them that go to each rank.
+        packed_start, packed_limit: int32 [R], their first packed row on each rank, and rows of the region there.
+    """
+
+    first: int
+    end: int
+    block_tokens: torch.Tensor
+    packed_start: torch.Tensor
+    packed_limit: torch.Tensor
+
+
+class _Part:
+    """One of the tensors in the storage of a plan: a view that is made when it is first asked for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, integers: PlanIntegers, owner: type) -> torch.Tensor:
+        first, numel, shape = integers.layout[self._name]
+        view = integers.storage[first : first + numel].view(shape)
+        vars(integers)[self._name] = view  # found before this descriptor from now on
+        return view
+
+
+@dataclass(eq=False)
+class PlanIntegers:
+    """The tensors that the kernels of a plan fill: int32 views of one allocation, aligned to 16 bytes. See Plan.
+
+    Attributes:
+        storage: the allocation.
+        layout: (first element, number of elements, shape) of each tensor.
+    """
+
+    storage: torch.Tensor
+    layout: Mapping[str, tuple[int, int, tuple[int, ...]]]
+
+    splits = _Part()
+    row_range = _Part()
+    slot_start = _Part()
+    slot_limit = _Part()
+    slot_to_row = _Part()
+    slot_to_rank = _Part()
+    token_to_primary_row = _Part()
+    token_to_packed_row = _Part()
+    block_tokens = _Part()
+    packed_start = _Part()
+    packed_limit = _Part()
+    source_to_packed_start = _Part()
+    source_to_row_start = _Part()
+    source_to_rows = _Part()
+    expert_load = _Part()
+    report = _Part()
+
+
+@functools.lru_cache(maxsize=256)
+def plan_layout(
+    num_tokens: int, top_k: int, num_experts: int, num_ranks: int
+) -> tuple[int, dict[str, tuple[int, int, tuple[int, ...]]]]:
+    """Elements of a plan's storage, and its layout."""
+    num_local = num_experts // num_ranks
+    shapes = {
+        "splits": (num_local,),
+        "row_range": (2, num_local),
+        "slot_start": (num_experts,),
+        "slot_limit": (num_experts,),
+        "slot_to_row": (num_tokens, top_k),
+        "slot_to_rank": (num_tokens, top_k),
+        "token_to_primary_row": (num_tokens, num_ranks),
+        "token_to_packed_row": (num_tokens, num_ranks),
+        "block_tokens": (num_blocks(num_tokens), num_ranks),
+        "packed_start": (num_ranks,),
+        "packed_limit": (num_ranks,),
+        "source_to_packed_start": (num_ranks + 1,),
+        "source_to_row_start": (num_ranks + 1, num_local),
+        "source_to_rows": (num_ranks, 2, num_local),
+        "expert_load": (num_experts,),
+        "report": (control.SUMMARY_WORDS,),
+    }
+    unit = control.ACCESS_BYTES // torch.int32.itemsize
+    first, layout = 0, {}
+    for name, shape in shapes.items():
+        layout[name] = first, math.prod(shape), shape
+        first += -(-math.prod(shape) // unit) * unit
+    return first, layout
+
+
+@dataclass(eq=False)
+class Plan(PlanIntegers):
+    """What :func:`make_plan` returns. Tensors are on the heap's device; -1 in a map means "none".
+
+    Attributes:
+        heap: the symmetric heap of the plan.
+        num_tokens, top_k, num_experts: T, K, E.
+        row_capacity: rows that a buffer for this plan needs on every rank: the largest N of the group (exact
+            capacity), the capacity given (static), or the room that the call got.
+        packed_row_capacity: packed rows that a buffer for this plan needs on every rank.
+        expected_rows: estimate of the rows of a rank, the same on all ranks: row_capacity, or all slots of a rank's
+            tokens if these are fewer.
+        num_rows: N as a host integer; None with static capacity, where only the device knows it, and for a plan with
+            room until it is settled.
+        splits: int32 [e], rows of each local expert.
+        row_range: int32 [2, e], where each local expert's rows begin and end.
+        slot_to_row, slot_to_rank: int32 [T, K], the row of each slot on its expert's rank, and that rank.
+        token_to_primary_row, token_to_packed_row: int32 [T, R], per destination rank.
+        source_to_packed_start: int32 [R + 1], where the packed rows of each source rank start here; the last is P.
+        source_to_row_start: int32 [R + 1, e], where the rows of each source rank and local expert start here; the last
+            row is where the experts' rows end.
+        source_to_rows: int32 [R, 2, e]: per source rank and local expert, the rows (first, one past the last) that can
+            be computed once that rank's rows have arrived, after those of the ranks before it in :attr:`arrivals`.
+        generation: epoch of the plan's barrier; all ranks of a trip must bring the same plan.
+        expert_load: int32 [E], slots of each expert over the whole EP group, before dropping.
+        slot_start, slot_limit: int32 [E], the row of this rank's first slot for each expert, and how many are kept.
+        packed_start, packed_limit: int32 [R], this rank's first packed row on each rank, and the rows of its region.
+        block_tokens: int32 [blocks, R], tokens of each block of this rank's that go to each rank.
+        report: int32 [control.SUMMARY_WORDS], sizes and errors for the host.
+        packed_to_row: int32 [P_cap, K], rows of each packed row in k order; set by the plan's first dispatch.
+        row_to_packed_row: int32 [N_cap], set by the plan's first dispatch; the tail is 0.
+        max_rows, max_packed_rows: the largest N and P of any rank; None as num_rows is.
+        has_room: False for a plan with too little room on some rank, once it is settled: it has no rows then.
+        across: of a group that spans nodes, the way to the other nodes; else None.
+    """
+
+    heap: SymmetricHeap
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    row_capacity: int
+    packed_row_capacity: int
+    expected_rows: int
+    num_rows: int | None
+    generation: int
+    packed_to_row: torch.Tensor | None = None
+    row_to_packed_row: torch.Tensor | None = None
+    max_rows: int | None = None
+    max_packed_rows: int | None = None
+    has_room: bool = True
+    across: Across | None = None
+    _read_report: Callable[[], list[int]] | None = None
+
+    def settle(self) -> None:
+        """Finds out what the routing of a plan with room needs, and whether there is room for it.
+
+        Waits until the device has made the plan. Other plans are settled from the start.
+
+        Raises:
+            ExpertIdError, ConfigMismatch: see make_plan; on every rank.
+        """
+        if self._read_report is None:
+            return
+        report, self._read_report = self._read_report(), None
+        self.has_room = report[control.SUM_ERROR] != control.PLAN_OVERFLOW
+        if self.has_room and report[control.SUM_ERROR] != control.PLAN_OK:
+            self.heap.check()  # a fault of a peer is on record
+            raise self.heap.plan_failure(report)
+        self.num_rows = report[control.SUM_NUM_ROWS]
+        self.max_rows, self.max_packed_rows = (
+            max(1, report[control.SUM_MAX_ROWS]),
+            max(1, report[control.SUM_MAX_PACKED]),
+        )
+        if self.row_capacity < 0:
+            self.row_capacity = self.expected_rows = self.max_rows
+            self.packed_row_capacity = self.max_packed_rows
+        self.heap.note_counts(self.generation, num_rows=self.num_rows, num_packed=report[control.SUM_NUM_PACKED])
+
+    @property
+    def needed_rows(self) -> tuple[int, int]:
+        """Rows and packed rows that buffers need on every rank; with exact capacity and room, once it is settled."""
+        return self.max_rows or self.row_capacity, self.max_packed_rows or self.packed_row_capacity
+
+    @property
+    def row_start(self) -> torch.Tensor:
+        """int32 [e + 1], where each local expert's rows start; the last is N. A new tensor."""
+        return bounds_of(self.row_range)
+
+    @property
+    def num_dropped(self) -> torch.Tensor:
+        """int32 [1], slots of the whole EP group that were dropped."""
+        return self.report[control.SUM_NUM_DROPPED : control.SUM_NUM_DROPPED + 1]
+
+    @property
+    def num_packed(self) -> torch.Tensor:
+        """int32 [1], P on the device."""
+        return self.source_to_packed_start[-1:]
+
+    @functools.cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Where this rank's tokens have their packed rows, by the rank that they are from."""
+        return (Region(0, self.num_tokens, self.block_tokens, self.packed_start, self.packed_limit),)
+
+    @property
+    def unsummed_source(self) -> int:
+        """Of source_to_packed_start, the source whose rows here are not summed by this rank before others read them."""
+        return self.heap.peers.rank
+
+    @property
+    def slots_to_sum(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """slot_to_rank and slot_to_row [., .], of which combine sums each line with order "slot"."""
+        return self.slot_to_rank, self.slot_to_row
+
+    @property
+    def ranks_to_sum(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(rank, row) int32 [., R], of which combine sums each line with order "rank", if all ranks have summed all of
+        their rows; None: this rank has not summed those of its own tokens."""
+        return None
+
+    @property
+    def arrivals(self) -> list[int]:
+        """The source ranks in the order in which their rows arrive, if every rank sends to the next one first."""
+        return [(self.heap.rank - step) % self.heap.num_ranks for step in range(self.heap.num_ranks)]
+
+    def rows_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The part of a row buffer that callers see: N rows (exact capacity) or all of them (static)."""
+        return buffer if self.num_rows is None else buffer[: self.num_rows]
+
+    @property
+    def not_dispatched(self) -> StalePlan | None:
+        """The error of combining with this plan now, or None if something has been dispatched with it."""
+        if self.packed_to_row is not None:
+            return None
+        return _nothing_dispatched()
+
+    def received_index(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(packed_to_row, row_to_packed_row) of a plan whose tokens have been dispatched.
+
+        Raises:
+            StalePlan: nothing has been dispatched with this plan yet.
+        """
+        if self.packed_to_row is None or self.row_to_packed_row is None:
+            raise _nothing_dispatched()
+        return self.packed_to_row, self.row_to_packed_row
+
+
+@dataclass(frozen=True, eq=False)
+class Across:
+    """How the tokens of a plan get to other nodes, and what they do there.
+
+    Attributes:
+        crossing: the way there and back.
+        inside: the plan of the tokens inside this node, see dispatch/node_plan.py.
+    """
+
+    crossing: Crossing
+    inside: Plan
+
+
+def _nothing_dispatched() -> StalePlan:
+    return StalePlan("this plan has dispatched nothing yet: dispatch_tokens comes before combine_tokens")
+
+
+def num_blocks(num_tokens: int) -> int:
+    """Blocks of tokens whose slots are counted together."""
+    return -(-num_tokens // control.TOKENS_PER_BLOCK)

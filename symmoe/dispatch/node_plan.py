@@ -1,0 +1,106 @@
+"""The plan of the tokens inside a node: a rank's own, and those that the ranks of its rail have sent it.
+
+Everything inside a node works with it as with the plan of a group that is on one node. Row numbers are those of the
+plan over all ranks, so rows are ordered expert, source rank, token, k, and packed rows source rank, token, where a
+source is a rank of any node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from symmoe.dispatch.crossing import Crossing
+from symmoe.dispatch.maps import Plan, Region
+from symmoe.kernels import control
+
+
+class NodePlan(Plan):
+    """A plan of T tokens inside a node of R ranks; see Plan. Its maps have a line for each token inside, and name ranks
+    of the node."""
+
+    @property
+    def unsummed_source(self) -> int:
+        """See Plan. source_to_packed_start is [0, 0, P] here: the rows of no source."""
+        return 0
+
+    @property
+    def slots_to_sum(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Plan. One slot each, T * K lines: its home sums the slots of a token, wherever they come from."""
+        return self.slot_to_rank.view(-1, 1), self.slot_to_row.view(-1, 1)
+
+    @property
+    def ranks_to_sum(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Plan. Rows of a rank's own tokens are those of several sources, so it sums them as its peers do."""
+        rows = self.token_to_primary_row
+        ranks = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
+        return ranks.expand(rows.shape).contiguous(), rows
+
+
+def plan_inside(plan: Plan, crossing: Crossing) -> NodePlan:
+    """The plan of the tokens inside the node, of which the ranks of the rail send each other the maps.
+
+    Collective over the group; does not synchronise the host.
+    """
+    heap, node = plan.heap, plan.heap.topology.node
+    maps = [_maps_of_node(plan, ranks) for ranks in heap.topology.nodes]
+    regions = [_region_of_node(plan, ranks) for ranks in heap.topology.nodes]
+    sends = [_rows_or_none(of_node, index) for of_node, index in zip(maps, crossing.rail_row_to_token, strict=True)]
+    received = [maps[node].new_empty((num_rows, maps[node].shape[1])) for num_rows in crossing.num_received]
+    received_regions = [torch.empty_like(region) for region in regions]
+    heap.exchange([sends, regions], [received, received_regions], control.PHASE_NODES_PLAN)
+    heap.barrier(control.PHASE_NODES_PLAN)  # an error that one rail has learnt of reaches the others' ranks here
+
+    widths = plan.top_k, plan.top_k, *[len(heap.topology.ranks)] * 2
+    slot_to_row, slot_to_rank, to_packed_row, to_primary_row = torch.cat([maps[node], *received]).split(widths, 1)
+    made = NodePlan(**{field.name: getattr(plan, field.name) for field in fields(Plan)})
+    made.num_tokens = crossing.num_inside
+    # Found before the views of the storage, which are of the plan over all ranks.
+    vars(made).update(
+        slot_to_row=slot_to_row.contiguous(),
+        slot_to_rank=slot_to_rank.contiguous(),
+        token_to_packed_row=to_packed_row.contiguous(),
+        token_to_primary_row=to_primary_row.contiguous(),
+        source_to_packed_start=torch.cat([plan.num_packed.new_zeros(2), plan.num_packed]),
+    )
+    received_regions[node] = regions[node]
+    vars(made)["regions"] = _regions_inside(made.token_to_packed_row, crossing, received_regions)
+    return made
+
+
+def _regions_inside(
+    token_to_packed_row: torch.Tensor, crossing: Crossing, regions: list[torch.Tensor]
+) -> tuple[Region, ...]:
+    """Those of the own tokens, then of those of each other node. regions: by node, int32 [2, G]."""
+    found = []
+    for (first, end), region in zip(crossing.ranges, regions, strict=True):
+        if end > first:
+            goes = token_to_packed_row[first:end] >= 0
+            found.append(Region(first, end, goes.sum(0, dtype=torch.int32)[None], *region))
+    return tuple(found)
+
+
+def _region_of_node(plan: Plan, ranks: tuple[int, ...]) -> torch.Tensor:
+    """int32 [2, G]: packed_start and packed_limit of these ranks."""
+    return torch.stack([plan.packed_start, plan.packed_limit])[:, list(ranks)]
+
+
+def _rows_or_none(maps: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """These lines of maps; -1 where the index is."""
+    if not len(maps):
+        return maps.new_full((index.numel(), maps.shape[1]), -1)
+    return maps.index_select(0, index.clamp(min=0)).masked_fill((index < 0)[:, None], -1)
+
+
+def _maps_of_node(plan: Plan, ranks: tuple[int, ...]) -> torch.Tensor:
+    """int32 [T, 2 K + 2 G]: slot_to_row, slot_to_rank, token_to_packed_row and token_to_primary_row, as far as they are
+    about these ranks, which are numbered from 0."""
+    here = list(ranks)
+    local = plan.slot_to_rank.new_full((plan.heap.num_ranks + 1,), -1)  # the last one is that of -1
+    local[here] = torch.arange(len(here), dtype=torch.int32, device=local.device)
+    slot_to_rank = local[plan.slot_to_rank.long()]
+    slot_to_row = plan.slot_to_row.where(slot_to_rank >= 0, -1)
+    return torch.cat(
+        [slot_to_row, slot_to_rank, plan.token_to_packed_row[:, here], plan.token_to_primary_row[:, here]], 1
+    )
