@@ -96,6 +96,7 @@ class PeerTimeout(PeerError):
         seen: the last epoch the peer had reached.
         bound, bound_s: name and value of the heap's bound, timeout_s or start_timeout_s.
         reported_by: the rank whose wait ended first and that told the others; None: this one.
+        is_lost: whether it was not waited for to the end, because the connection between nodes has closed.
     """
 
     def __init__(
@@ -109,11 +110,13 @@ class PeerTimeout(PeerError):
         bound_s: float,
         reported_by: int | None = None,
         node: int | None = None,
+        is_lost: bool = False,
     ) -> None:
         source = "" if reported_by is None else f" (reported by rank {reported_by})"
         where = "" if node is None else f" on node {node}"
+        how = "and has closed its connection" if is_lost else f"within {bound}={bound_s:g}"
         super().__init__(
-            f"rank {rank}{where} did not reach '{phase}' within {bound}={bound_s:g}: "
+            f"rank {rank}{where} did not reach '{phase}' {how}: "
             f"expected epoch {expected}, seen {seen}{source}"
         )
         self.rank = rank
@@ -124,6 +127,7 @@ class PeerTimeout(PeerError):
         self.bound_s = bound_s
         self.reported_by = reported_by
         self.node = node
+        self.is_lost = is_lost
 
 
 class PeerAborted(PeerError):

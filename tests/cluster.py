@@ -76,6 +76,23 @@ class Cluster:
             raise RankFailure("\n".join(failures))
         return results
 
+    def run_without(
+        self, victims: Sequence[int], fn: Callable[..., Any], *args: Any, timeout_s: float = HANG_S
+    ) -> dict[int, Any]:
+        """Same as :meth:`run`, by rank, of ranks that go on when `victims` die or stop. Then all are ended."""
+        try:
+            for pipe in self._pipes:
+                pipe.send((fn, args, {}))
+            found = {}
+            for rank, pipe in enumerate(self._pipes):
+                if rank not in victims:
+                    found[rank] = pipe.recv()[1] if pipe.poll(timeout_s) else f"no answer within {timeout_s} s"
+            return found
+        finally:
+            for rank in victims:
+                self._processes[rank].kill()
+            self.close()
+
     def findings(self, check: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
         """What `check` has found wrong on any rank; see `worker.Findings`. Raises as `run`."""
         return [text for texts in self.run(check, *args, **kwargs) for text in texts]

@@ -255,6 +255,24 @@ def sum_ranks(layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype
     return narrow(sums, dtype)
 
 
+def sum_nodes(
+    layout: Layout, source: int, reduced_bits: list[np.ndarray], nodes: list[list[int]], dtype: torch.dtype
+) -> np.ndarray:
+    """Bit patterns [T, H] of `order="node"`: the primary rows of each node's ranks as in sum_ranks, rounded; then these
+    sums in fp32 from zero, in the order of nodes. nodes: the ranks of each."""
+    sums = np.zeros((len(layout.slot_to_row[source]), reduced_bits[0].shape[1]), dtype=np.float32)
+    with np.errstate(all="ignore"):
+        for token in range(sums.shape[0]):
+            for ranks in nodes:
+                of_node = np.zeros(sums.shape[1], dtype=np.float32)
+                for rank in ranks:
+                    row = layout.token_to_primary_row[source][token, rank]
+                    if row >= 0:
+                        of_node += widen(reduced_bits[rank][row], dtype)
+                sums[token] += widen(narrow(of_node, dtype), dtype)
+    return narrow(sums, dtype)
+
+
 # -- experts in float64 -----------------------------------------------------------------------------------------------
 
 

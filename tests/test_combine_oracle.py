@@ -33,9 +33,11 @@ def dispatched(
     return x, probs, plan, layout
 
 
-def check_combine(rank: int, num_ranks: int, numbers: list[int], device: str) -> list[str]:
+def check_combine(
+    rank: int, num_ranks: int, numbers: list[int], device: str, ranks_per_node: int | None = None
+) -> list[str]:
     findings = Findings()
-    with open_heap(device) as heap:
+    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         for number in numbers:
             case = routings.case_on(number, device)
             findings.where = f"rank {rank} of {num_ranks}, {case}"
@@ -50,6 +52,17 @@ def check_combine(rank: int, num_ranks: int, numbers: list[int], device: str) ->
     return findings.texts
 
 
+def sum_of_ranks(
+    heap: SymmetricHeap, layout: oracle.Layout, reduced: list[np.ndarray], dtype: torch.dtype
+) -> np.ndarray:
+    """What order="rank" gives for this rank's tokens; between nodes the sums of nodes."""
+    if len(heap.topology.nodes) == 1:
+        return oracle.sum_ranks(layout, heap.rank, reduced, dtype)
+    size = len(heap.topology.ranks)
+    nodes = [list(range(first, first + size)) for first in range(0, heap.num_ranks, size)]
+    return oracle.sum_nodes(layout, heap.rank, reduced, nodes, dtype)
+
+
 def _check_backward(heap: SymmetricHeap, case: routings.Case, hidden: int, order: str, findings: Findings) -> None:
     """The backward of dispatch is combine, the backward of combine is dispatch: bit for bit, in the order asked for."""
     rank = heap.rank
@@ -62,7 +75,7 @@ def _check_backward(heap: SymmetricHeap, case: routings.Case, hidden: int, order
     d_bits = [oracle.bits_of(t) for t in oracle.gather(d_rows[:num_rows])]
     if order == "rank":
         reduced = [oracle.reduce_primary(layout, r, bits, case.dtype) for r, bits in enumerate(d_bits)]
-        want = oracle.sum_ranks(layout, rank, reduced, case.dtype)
+        want = sum_of_ranks(heap, layout, reduced, case.dtype)
     else:
         want = oracle.sum_slots(layout, rank, d_bits, case.dtype)
     d_probs = torch.arange(plan.row_capacity).float() + 1000.0 * rank
@@ -97,10 +110,11 @@ def _check_sums(heap: SymmetricHeap, case: routings.Case, hidden: int, findings:
     reduced = [oracle.reduce_primary(layout, r, bits, case.dtype) for r, bits in enumerate(out_bits)]
     want = {
         "slot": oracle.sum_slots(layout, rank, out_bits, case.dtype),
-        "rank": oracle.sum_ranks(layout, rank, reduced, case.dtype),
+        "rank": sum_of_ranks(heap, layout, reduced, case.dtype),
     }
-    # What stands in the buffer afterwards: order "rank" has summed the rows of the peers' tokens, and no others.
-    is_own = np.array([source == rank for source, _, _ in layout.rows[rank]], dtype=bool)
+    # What stands in the buffer afterwards: order "rank" has summed the rows of peers' tokens, and no others (between
+    # nodes, those of all tokens).
+    is_own = np.array([source == rank and not heap.spans_nodes for source, _, _ in layout.rows[rank]], dtype=bool)
     left = {"slot": out_bits[rank], "rank": np.where(is_own[:, None], out_bits[rank], reduced[rank])}
     expert_out = on_device(expert_out, heap)
     whole = torch.full((plan.row_capacity, hidden), float("nan"), dtype=case.dtype, device=heap.device)

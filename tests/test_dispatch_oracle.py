@@ -17,9 +17,11 @@ from symmoe.errors import CapacityError
 from symmoe.symm_mem.heap import SymmetricHeap
 
 
-def check_dispatch(rank: int, num_ranks: int, numbers: list[int], device: str) -> list[str]:
+def check_dispatch(
+    rank: int, num_ranks: int, numbers: list[int], device: str, ranks_per_node: int | None = None
+) -> list[str]:
     findings = Findings()
-    with open_heap(device) as heap:
+    with open_heap(device, ranks_per_node=ranks_per_node) as heap:
         for number in numbers:
             findings.where = f"rank {rank} of {num_ranks}, {routings.case_on(number, device)}"
             try:

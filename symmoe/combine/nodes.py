@@ -39,7 +39,8 @@ def sums_from_nodes(
         [T, H] and fp32 [T, K]; each None if there is none inside.
     """
     crossing = across.crossing
-    tensors = [] if inside is None else [inside.view(crossing.num_inside, -1, inside.shape[1])]
+    num_rows = plan.top_k if order == "slot" else 1  # of a token
+    tensors = [] if inside is None else [inside.view(crossing.num_inside, num_rows, inside.shape[1])]
     tensors += [] if values_inside is None else [values_inside]
     home = crossing.bring_home(tensors, control.PHASE_NODES_HOME, agreed)
     rows = None if inside is None else home[0]

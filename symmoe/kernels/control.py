@@ -2,7 +2,7 @@
 
 Twins and device code share these numbers; nothing here touches memory.
 
-    counters      int64[8]                       local: barrier epoch, aborted, faulted
+    counters      int64[8]                       local: barrier epoch, aborted, faulted, on the rail
     mailbox       int64[2][R][MAIL_WORDS]        only rank s writes slot [epoch & 1][s]
     signals       int64[R][SIGNAL_WORDS]         only rank s writes slot s: the epoch of its last signal
     fault inbox   uint8[2][R][INBOX_BYTES]       only rank s writes slot [.][s], in turn
@@ -30,7 +30,8 @@ MAX_EXPERTS = 1024  # bounds the count table: 2 * R rows of about 4 KiB
 # Counters. A wait that has timed out, or that a rank which gave up has ended, sets ABORTED for good. A barrier that
 # sees a fault, and a plan that finds an error for the host, set FAULTED: until the host has raised the error, barriers
 # return at once and count no epoch, so all ranks go on from the same one, however far their hosts had run ahead.
-BARRIER_EPOCH, ABORTED, FAULTED = 0, 1, 2
+# ON_RAIL is 1 while the host waits for ranks of other nodes, which peers do not take for absence.
+BARRIER_EPOCH, ABORTED, FAULTED, ON_RAIL = range(4)
 NUM_COUNTERS = 8
 
 # a mailbox slot: 2 * epoch + fault, published words, the call; 64 bytes, so that two writers never share a cache line

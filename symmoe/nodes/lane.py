@@ -102,11 +102,14 @@ class Lane:
         packed = Header(GAVE_UP, self.number + 1, 0, origin, message).pack()
         nothing = packed[:0]
         for node in range(self._num_nodes):
-            # One by one: where one connection is closed, the others may stand.
+            # One by one: where one connection is closed, the others may stand. And the header of a rank that waits is
+            # taken, or it would wait until that has been sent.
+            received = torch.empty_like(packed)
             sends = [packed if each == node else nothing for each in range(self._num_nodes)]
+            receives = [received if each == node else nothing for each in range(self._num_nodes)]
             with contextlib.suppress(RailBroken):
-                self._rail.start(sends, [nothing] * self._num_nodes, tag=_HEADERS)
-        self._sent.append(packed)
+                self._rail.start(sends, receives, tag=_HEADERS)
+            self._sent += [packed, received]
 
     def close(self) -> None:
         """Ends the rail. Local."""

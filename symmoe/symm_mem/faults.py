@@ -206,7 +206,10 @@ class Faults:
     def _peer_failure(self, words: list[int]) -> PeerError:
         """The error of a peer that did not come or gave up. All ranks shall name the same missing peer."""
         phase, peer, expected, seen, epoch = words[control.STATUS_PHASE : control.STATUS_EPOCH + 1]
-        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT:
+        has_said = False
+        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT and self._mates is not None:
+            has_said = self._mates.verdict_of(peer)
+        if words[control.STATUS_KIND] == control.STATUS_TIMEOUT and not has_said:
             first = self._waits.first_times.was_first(epoch, phase, peer)
             report = Report("", self._peers.in_group(peer), phase, expected, seen, int(first))
             timeout = self._gone(report, None, first)

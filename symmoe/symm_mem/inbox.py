@@ -12,7 +12,7 @@ from symmoe.kernels import control
 from symmoe.kernels.control import Peers
 
 _WORD = struct.Struct("<q")  # the epoch of a failed call, or the word of a rank that gives up
-_DETAILS = struct.Struct("<qqqqqq")  # Report: missing, phase, expected, seen, first, sender; of a fault: its origin
+_DETAILS = struct.Struct("<qqqqqqq")  # the integers of a Report; of a Fault, its origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Report:
         phase, expected, seen: phase and epochs of the wait, as in a status record.
         first: 1 if that wait was bounded by start_timeout_s, see FirstTimes.
         sender: the rank that gave up first (in the EP group), if another one passes on what it has said; else -1.
+        lost: 1 if the connection to the missing peer has closed.
     """
 
     reason: str
@@ -34,6 +35,7 @@ class Report:
     seen: int = 0
     first: int = 0
     sender: int = -1
+    lost: int = 0
 
     def pack(self) -> bytes:
         """FAULT_BYTES and the details."""
@@ -75,7 +77,7 @@ def send_fault(peers: Peers, fault: Fault, *, epoch: int, turn: int) -> None:
     Args:
         turn: which of the two slots of the inboxes is written. Peers have read the message before the last one.
     """
-    _send(peers, _WORD.pack(epoch) + fault.message + _DETAILS.pack(fault.origin, 0, 0, 0, 0, 0), turn)
+    _send(peers, _WORD.pack(epoch) + fault.message + _DETAILS.pack(fault.origin, *[0] * 6), turn)
 
 
 def read_fault(peers: Peers, sender: int, *, epoch: int) -> Fault:

@@ -1,12 +1,15 @@
 """What this rank and the ranks of its rail, one of each other node, tell each other: headers, errors, reports.
 
 The heap meets its mates before every exchange between nodes. Waits are bounded as those in a node are, and a little
-longer: a mate that waits for a rank of its own node gives that one up first, and says so.
+longer: a mate that waits for a rank of its own node gives that one up first, and says so. In turn a rank that misses
+one of its own node, which is waiting for a mate, lets that one find out who is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,11 +19,12 @@ from symmoe.kernels import control
 from symmoe.nodes.lane import FAILED, GAVE_UP, GOES_ON, Header, Lane
 from symmoe.nodes.rail import RailBroken
 from symmoe.nodes.topology import Topology
-from symmoe.symm_mem.inbox import Fault, Report
+from symmoe.symm_mem.inbox import Fault, Report, counters
 from symmoe.symm_mem.status_errors import mismatch_error
 from symmoe.symm_mem.waits import Waits
 
 _PATIENCE = 1.25  # times the bound of a wait in a node
+_POLL_S = 1e-3
 _ALL_BUT_PLAN = control.pack_call(**{name: -1 for name in control.CALL_FIELDS if name != "plan"})
 
 
@@ -36,6 +40,7 @@ class Mates:
     def __init__(self, lane: Lane, topology: Topology, waits: Waits) -> None:
         self.topology = topology
         self._lane, self._waits, self._phase = lane, waits, control.PHASE_START
+        self._peers, self._counters = waits.peers, counters(waits.peers)
         self._known_calls: set[int] = set()  # others may take start_timeout_s
         self._is_first = True
 
@@ -70,7 +75,8 @@ class Mates:
     ) -> Report | None:
         """Moves tensors, see Lane.move, after all have met and go on. Collective."""
         try:
-            self._lane.move(sends, receives, self._bound_s)
+            with self._on_rail():
+                self._lane.move(sends, receives, self._bound_s)
         except RailBroken as broken:
             return self._missing(broken)
         return None
@@ -83,13 +89,31 @@ class Mates:
         """Ends the rail. Local."""
         self._lane.close()
 
+    def verdict_of(self, peer: int) -> bool:
+        """Whether a rank of this node that is missed has given up, and said why. Waits for that while it waits for its
+        mates, a little longer than it can."""
+        counters = self._peers.region(peer, self._peers.layout.counters, (control.NUM_COUNTERS,), torch.int64)
+        shape = (2, self._peers.num_ranks, control.MAIL_WORDS)
+        mail = self._peers.region(self._peers.rank, self._peers.layout.mailbox, shape, torch.int64)[:, peer, 0]
+        deadline = time.monotonic() + self._bound_s
+        while counters[control.ON_RAIL] and not (mail >= control.ABORT).any() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return bool((mail >= control.ABORT).any())
+
+    @contextmanager
+    def _on_rail(self) -> Iterator[None]:
+        self._counters[control.ON_RAIL] = 1
+        yield
+        self._counters[control.ON_RAIL] = 0  # after an error it stays, until the peers know of that
+
     @property
     def _bound_s(self) -> float:
         return self._waits.bound(self._is_first)[1] * _PATIENCE
 
     def _exchange(self, header: Header) -> list[Header] | Report:
         try:
-            headers = self._lane.meet(header, self._bound_s)
+            with self._on_rail():
+                headers = self._lane.meet(header, self._bound_s)
         except RailBroken as broken:
             return self._missing(broken)
         for each in headers:
@@ -99,7 +123,8 @@ class Mates:
 
     def _missing(self, broken: RailBroken) -> Report:
         number = self._lane.number
-        return Report("", self.topology.rail[broken.node], self._phase, number, number - 1, int(self._is_first))
+        rank, first, lost = self.topology.rail[broken.node], int(self._is_first), int(not broken.is_late)
+        return Report("", rank, self._phase, number, number - 1, first, lost=lost)
 
     def _difference(self, headers: list[Header]) -> Fault | None:
         """A fault if the mates are in different calls."""

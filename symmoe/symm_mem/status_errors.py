@@ -31,6 +31,7 @@ def timeout_error(
         bound_s=bound_s,
         reported_by=reported_by,
         node=node,
+        is_lost=bool(report.lost),
     )
 
 

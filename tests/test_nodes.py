@@ -1,0 +1,225 @@
+"""Groups that span nodes, here virtual ones: processes that share memory only inside a node, and gloo between nodes.
+
+Dispatch and combine run against the oracles of one node, byte for byte; a layer against itself on one node.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import routings
+import torch
+from limits import HANG_S
+from test_combine_oracle import check_combine
+from test_dispatch_oracle import check_dispatch
+from worker import Findings, open_heap
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.errors import ArgumentError, BackendUnavailable
+from symmoe.nodes.topology import find_topology
+
+# (ranks, ranks per node)
+LAYOUTS = [
+    pytest.param(4, 2, id="2 x 2"),
+    pytest.param(3, 1, id="3 x 1"),
+    pytest.param(6, 3, id="2 x 3", marks=pytest.mark.slow),
+    pytest.param(8, 2, id="4 x 2", marks=pytest.mark.slow),
+]
+STEP = len(routings.STRATA) + 1  # a case of every stratum
+
+
+# -- topology ---------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_nodes():
+    topology = find_topology("aabb", 2, None)
+    assert topology.nodes == ((0, 1), (2, 3))
+    assert (topology.node, topology.local_rank, topology.ranks, topology.rail) == (1, 0, (2, 3), (0, 2))
+
+
+def test_ranks_of_hosts_may_alternate():
+    topology = find_topology("abab", 3, None)
+    assert topology.nodes == ((0, 2), (1, 3))
+    assert (topology.node, topology.local_rank, topology.rail) == (1, 1, (2, 3))
+
+
+def test_a_host_may_be_cut():
+    assert find_topology("aaaabbbb", 5, 2).nodes == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert find_topology("abab", 0, 1).nodes == ((0,), (1,), (2,), (3,))
+    assert find_topology("aaa", 0, None).num_nodes == find_topology("aaa", 0, 3).num_nodes == 1
+
+
+def test_hosts_are_not_joined():
+    with pytest.raises(ArgumentError, match=r"ranks_per_node \(4\) must divide the 2 ranks .* node of rank 0"):
+        find_topology("aabb", 0, 4)
+    with pytest.raises(ArgumentError, match=r"ranks_per_node \(2\) must divide the 3 ranks .* node of rank 2"):
+        find_topology("aabbb", 0, 2)
+
+
+def test_the_odd_node_is_named():
+    with pytest.raises(BackendUnavailable, match=r"rank 4 is on a node with 1 ranks .* but rank 0 on one with 2"):
+        find_topology("aabbc", 0, None)
+
+
+def arguments(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    found = []
+    for ranks_per_node in (0, True, 2.0, 2, (1, 3, 1)[rank]):
+        try:
+            SymmetricHeap(num_bytes=4 << 20, backend="host", ranks_per_node=ranks_per_node)
+        except Exception as error:  # noqa: BLE001
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_wrong_numbers_of_ranks_per_node(cluster):
+    for found in cluster(3).run(arguments):
+        for name, text in found[:3]:
+            assert name == "ArgumentError"
+            assert text.startswith("on rank 0: ranks_per_node (")
+        assert found[3][0] == "ArgumentError"
+        assert "ranks_per_node (2) must divide the 3 ranks of the group on the node of rank 0" in found[3][1]
+        assert found[4] == ("ConfigMismatch", "ranks_per_node differs between ranks: [1, 3, 1]")
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+def test_dispatch_is_the_oracle_byte_for_byte(cluster, num_ranks: int, ranks_per_node: int):
+    numbers = list(range(0, len(routings.CASES), STEP))
+    assert cluster(num_ranks).findings(check_dispatch, numbers, "cpu", ranks_per_node) == []
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+def test_combine_is_the_oracle_bit_for_bit(cluster, num_ranks: int, ranks_per_node: int):
+    numbers = list(range(3, len(routings.CASES) + 3, STEP))
+    assert cluster(num_ranks).findings(check_combine, numbers, "cpu", ranks_per_node) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check_dispatch, check_combine])
+def test_all_cases(cluster, check):
+    assert cluster(4).findings(check, list(range(len(routings.CASES))), "cpu", 2) == []
+
+
+NUM_EXPERTS, HIDDEN, FFN, TOP_K = 12, 16, 24, 3
+MOST_TOKENS = 40
+
+
+def train(rank: int, num_ranks: int, ranks_per_node: int | None, options: dict[str, Any], dtype: torch.dtype):
+    """The tensors of two steps of a layer: outputs, metrics, and all gradients; and the bytes that are still leased."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+        config = MoEConfig(hidden=HIDDEN, ffn=FFN, num_experts=NUM_EXPERTS, top_k=TOP_K, aux_loss_coef=0.01, **options)
+        layer = MoELayer(config, heap, dtype=dtype)
+        for name, parameter in layer.named_parameters():
+            shape = parameter.shape if "router" in name else (NUM_EXPERTS, *parameter.shape[1:])
+            whole = torch.randn(shape, generator=generator) * 0.3
+            first = 0 if "router" in name else rank * parameter.shape[0]
+            parameter.data.copy_(whole[first : first + parameter.shape[0]])
+        for step in range(2):
+            tokens = torch.randn((num_ranks, MOST_TOKENS, HIDDEN), generator=generator)
+            num_tokens = (37, 0, 40, 5)[(rank + step) % 4]
+            x = tokens[rank, :num_tokens].to(dtype).requires_grad_()
+            y, metrics = layer(x)
+            (y.float().square().sum() + metrics.aux_loss).backward()
+            found += [y.detach(), x.grad, metrics.aux_loss.detach(), metrics.expert_load, metrics.num_dropped]
+        found += [torch.zeros(0) if p.grad is None else p.grad for p in layer.parameters()]
+        del y, metrics
+        found.append(torch.tensor(heap.leased_bytes))
+    return found
+
+
+EXACT: dict[str, Any] = {}
+STATIC = {"capacity": 55, "max_tokens": MOST_TOKENS, "overflow": "drop"}
+ON_RAILS = {**STATIC, "capacity": 300, "rail_capacity": MOST_TOKENS}
+KINDS = [
+    pytest.param({**EXACT, "layout": "packed"}, torch.bfloat16, id="exact"),
+    pytest.param({**STATIC, "layout": "expert-major", "stash": "none"}, torch.float32, id="static"),
+    pytest.param({**ON_RAILS, "stash": "hidden"}, torch.bfloat16, id="rail", marks=pytest.mark.slow),
+    pytest.param({**EXACT, "stash": "rows", "schedule": "serial"}, torch.float32, id="serial", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("options", "dtype"), KINDS)
+def test_order_slot_has_the_bits_of_one_node(cluster, options: dict[str, Any], dtype: torch.dtype):
+    """1 x 4, 2 x 2 and 4 x 1: outputs, losses, gradients of tokens, router and experts."""
+    options = {**options, "order": "slot"}
+    want = cluster(4).run(train, None, options, dtype)
+    assert any(tensor.abs().sum() > 0 for tensor in want[0])
+    for ranks_per_node in (2, 1):
+        got = cluster(4).run(train, ranks_per_node, options, dtype)
+        for rank, (mine, its) in enumerate(zip(want, got, strict=True)):
+            assert int(its[-1]) == 0
+            different = [n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)]
+            assert different == [], f"rank {rank}, {ranks_per_node} ranks per node"
+
+
+def test_order_node_sums_twice(cluster):
+    """The default differs from order="slot" by roundings, and is the same for "rank" and "node"."""
+    slot = cluster(4).run(train, 2, {"order": "slot"}, torch.float32)
+    rank_order = cluster(4).run(train, 2, {"order": "rank"}, torch.float32)
+    node = cluster(4).run(train, 2, {"order": "node"}, torch.float32)
+    one_node = cluster(4).run(train, None, {"order": "node"}, torch.float32)
+    one_node_by_rank = cluster(4).run(train, None, {"order": "rank"}, torch.float32)
+    for a, b, c in zip(itertools.chain(*slot), itertools.chain(*rank_order), itertools.chain(*node), strict=True):
+        assert torch.equal(b, c)
+        assert torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
+    for a, b in zip(itertools.chain(*one_node), itertools.chain(*one_node_by_rank), strict=True):
+        assert torch.equal(a, b)
+
+
+# -- capacity of the rails --------------------------------------------------------------------------------------------
+
+
+def drop_on_rails(rank: int, num_ranks: int, ranks_per_node: int) -> list[str]:
+    """Every token has an expert on every node, and the rails take the first two of this rank's five."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
+    num_nodes = num_ranks // ranks_per_node
+    with open_heap("cpu", ranks_per_node=ranks_per_node) as heap:
+        ids = torch.arange(num_nodes).repeat(5, 1) * ranks_per_node  # E = R: the first rank of each node
+        x = torch.randn(5, 8, requires_grad=True)
+        plan = make_plan(ids, num_experts=num_ranks, heap=heap, capacity=100, overflow="drop", rail_capacity=2)
+        probs = torch.ones(5, num_nodes, requires_grad=True)
+        rows, row_probs = dispatch_tokens(x, plan, probs=probs)
+        y = combine_tokens(rows * row_probs[:, None], plan)
+        y.sum().backward()
+        kept = torch.full((5, num_nodes), True)
+        kept[2:] = False
+        kept[:, rank // ranks_per_node] = True
+        findings.check(torch.equal(plan.slot_to_rank >= 0, kept), "other slots were dropped")
+        findings.equal("num_dropped", plan.num_dropped, [3 * (num_nodes - 1) * num_ranks])
+        findings.close("y", y, kept.sum(1, keepdim=True) * x, rtol=1e-5, atol=1e-5)
+        findings.close("dx", x.grad, kept.sum(1, keepdim=True).expand_as(x), rtol=1e-5, atol=1e-5)
+        findings.check(torch.equal(probs.grad != 0, kept), "probs have gradients where there are no slots")
+    return findings.texts
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+def test_rails_drop_the_last_tokens(cluster, num_ranks: int, ranks_per_node: int):
+    assert cluster(num_ranks).findings(drop_on_rails, ranks_per_node) == []
+
+
+def test_rail_capacity_needs_a_static_capacity(heap: SymmetricHeap):
+    ids = torch.zeros((2, 1), dtype=torch.int64)
+    with pytest.raises(ArgumentError, match=r"rail_capacity \(3\) needs a static capacity, and capacity is None"):
+        make_plan(ids, num_experts=2, heap=heap, rail_capacity=3)
+    with pytest.raises(ArgumentError, match=r"rail_capacity \(0\) must be at least 1"):
+        make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=0)
+    with pytest.raises(ArgumentError, match=r"rail_capacity \(3\) needs a static capacity"):
+        MoEConfig(hidden=8, ffn=8, num_experts=2, top_k=1, rail_capacity=3)
+    make_plan(ids, num_experts=2, heap=heap, capacity=4, rail_capacity=1)  # one node: no effect
+
+
+def repeat(rank: int, num_ranks: int, ranks_per_node: int) -> bool:
+    """Whether runs of the same heap and of another one give the same bits."""
+    runs = [train(rank, num_ranks, ranks_per_node, {}, torch.bfloat16) for _ in range(2)]
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_runs_repeat(cluster):
+    assert cluster(4).run(repeat, 2, timeout_s=HANG_S) == [True] * 4

@@ -1,0 +1,286 @@
+"""What goes wrong in groups that span nodes: every rank of every node raises the same error, in the same call.
+
+A wrong argument or a full heap on one rank is followed by calls that work. A rank, or a whole node, that is killed or
+stopped is named within the bound of the rails, and closing waits for nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+from limits import HANG_S
+from worker import free_bytes, open_heap
+
+from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
+from symmoe.combine import nodes as combine_nodes
+from symmoe.dispatch import crossing
+from symmoe.kernels import control
+
+NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 8, 3, 12, 8
+LAYOUTS = [pytest.param(4, 2, id="2 x 2"), pytest.param(3, 1, id="3 x 1", marks=pytest.mark.slow)]
+
+
+def outcome(call: Callable[[], object]) -> tuple[str, str]:
+    """Class and text of what a call raises; the text without the rank that is put before it on others."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, str(error).split(": ", 1)[-1] if str(error).startswith("on rank ") else str(error)
+    return "", ""
+
+
+class Ready:
+    """Inputs of this rank."""
+
+    def __init__(self, heap: SymmetricHeap, rank: int) -> None:
+        self.heap = heap
+        generator = torch.Generator().manual_seed(rank)
+        chosen = [torch.randperm(NUM_EXPERTS, generator=generator)[:TOP_K] for _ in range(NUM_TOKENS)]
+        self.ids, self.x = torch.stack(chosen), torch.randn((NUM_TOKENS, HIDDEN), generator=generator)
+
+    def plan(self, **options: Any):
+        """A plan."""
+        return make_plan(self.ids, num_experts=NUM_EXPERTS, heap=self.heap, **options)
+
+    def step(self) -> torch.Tensor:
+        """Forward and backward; raises if a result is wrong."""
+        x, plan = self.x.clone().requires_grad_(), self.plan()
+        rows, _ = dispatch_tokens(x, plan)
+        y = combine_tokens(rows, plan)
+        y.sum().backward()
+        torch.testing.assert_close(y, TOP_K * self.x)
+        torch.testing.assert_close(x.grad, torch.full_like(self.x, TOP_K))
+        return y
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def wrong_calls(rank: int, num_ranks: int, ranks_per_node: int, culprit: int) -> list[tuple[str, tuple[str, str]]]:
+    """What calls raise in which the culprit, or its node, brings something wrong; each is followed by a right one."""
+    found: list[tuple[str, tuple[str, str]]] = []
+    is_culprit, on_its_node = rank == culprit, rank // ranks_per_node == culprit // ranks_per_node
+    with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
+        ready = Ready(heap, rank)
+        x = ready.x
+        wide = torch.cat([x, x], 1)
+
+        def expect(name: str, call: Callable[[], object]) -> None:
+            found.append((name, outcome(call)))
+            ready.step()
+
+        bad_ids = ready.ids.clone()
+        bad_ids[0, 0] = NUM_EXPERTS if is_culprit else bad_ids[0, 0]
+        for capacity in (None, 100):
+            options = {"num_experts": NUM_EXPERTS, "heap": heap, "capacity": capacity}
+            expect("ArgumentError", lambda o=options: make_plan(ready.ids.float() if is_culprit else ready.ids, **o))
+            expect("ExpertIdError", lambda o=options: make_plan(bad_ids, **o))
+        more = NUM_EXPERTS * (2 if is_culprit else 1)
+        expect("ConfigMismatch", lambda: make_plan(ready.ids, num_experts=more, heap=heap))
+        rail_capacity = 50 if on_its_node else 40
+        expect("ConfigMismatch", lambda: ready.plan(capacity=100, max_tokens=50, rail_capacity=rail_capacity))
+        expect("CapacityError", lambda: ready.plan(capacity=1))
+        expect("CapacityError", lambda: ready.plan(capacity=100, rail_capacity=1))
+        plan = ready.plan()
+        expect("ArgumentError", lambda: dispatch_tokens(x[1:] if is_culprit else x, plan))
+        expect("ConfigMismatch", lambda: dispatch_tokens(wide if is_culprit else x, plan))
+        expect("ConfigMismatch", lambda: dispatch_tokens(wide if on_its_node else x, plan))
+        rows, _ = dispatch_tokens(x, plan)
+        expect("ArgumentError", lambda: combine_tokens(rows[1:] if is_culprit else rows, plan))
+        expect("ConfigMismatch", lambda: combine_tokens(rows, plan, order="slot" if on_its_node else "rank"))
+        expect("ConfigMismatch", lambda: dispatch_tokens(x, plan) if on_its_node else combine_tokens(rows, plan))
+        expect("ConfigMismatch", lambda: ready.plan() if on_its_node else combine_tokens(rows, plan))
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_wrong_calls(cluster, num_ranks: int, ranks_per_node: int, culprit: int):
+    by_rank = cluster(num_ranks).run(wrong_calls, ranks_per_node, culprit)
+    for (wanted, first), *others in zip(*by_rank, strict=True):
+        assert first[0] == wanted, first
+        assert [error for _, error in others] == [first] * (num_ranks - 1)
+
+
+def full_heaps(rank: int, num_ranks: int, ranks_per_node: int, culprit: int) -> list[str]:
+    """Classes of errors where a heap has no room left, in dispatch, combine, backward and in a layer."""
+    found = []
+    config = MoEConfig(hidden=HIDDEN, ffn=8, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    with open_heap("cpu", num_bytes=1 << 20, ranks_per_node=ranks_per_node) as heap:
+        ready, layer = Ready(heap, rank), MoELayer(config, heap)
+        for call in ("dispatch", "combine", "backward", "layer", "backward of the layer"):
+            plan = ready.plan()
+            rows, _ = dispatch_tokens(ready.x.clone().requires_grad_(), plan)
+            y = combine_tokens(rows, plan)
+            z, _ = layer(ready.x.clone().requires_grad_())
+            calls: dict[str, Callable[[], object]] = {
+                "dispatch": lambda plan=plan: dispatch_tokens(ready.x, plan),
+                "combine": lambda plan=plan, rows=rows: combine_tokens(rows.detach(), plan),
+                "backward": lambda y=y: y.sum().backward(),
+                "layer": lambda: layer(ready.x),
+                "backward of the layer": lambda z=z: z.sum().backward(),
+            }
+            hog = heap.lease((free_bytes(heap),), torch.uint8) if rank == culprit else None
+            found.append(outcome(calls[call])[0])
+            if hog is not None:
+                hog.release()
+            del plan, rows, y, z, calls
+            ready.step()
+        layer(ready.x)[0].sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), LAYOUTS)
+def test_full_heaps(cluster, num_ranks: int, ranks_per_node: int):
+    assert cluster(num_ranks).run(full_heaps, ranks_per_node, 2) == [["HeapExhausted"] * 5] * num_ranks
+
+
+def unforeseen(rank: int, num_ranks: int, where: str) -> list[str]:
+    """Classes and texts of an exception in the middle of the code between nodes."""
+    found = []
+    with open_heap("cpu", ranks_per_node=2) as heap:
+        ready = Ready(heap, rank)
+        ready.step()
+        module, name = {"sending": (crossing, "_rows"), "summing": (combine_nodes, "_sum_of_nodes")}[where]
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 3:
+
+                def fail(*arguments: object) -> None:
+                    raise RuntimeError("out of memory, say")
+
+                patch.setattr(module, name, fail)
+            found.append(outcome(ready.step))
+        if where == "sending":
+            ready.step()
+    return found
+
+
+def test_unforeseen_errors_before_rows_travel(cluster):
+    text = "out of memory, say"
+    *others, victim = cluster(4).run(unforeseen, "sending")
+    assert victim == [("RuntimeError", text)]
+    assert others == [[("SymmoeError", f"RuntimeError: {text}")]] * 3
+
+
+# -- lost ranks -------------------------------------------------------------------------------------------------------
+
+TIMEOUT_S = 2.0
+BOUND_S = 2.5 * TIMEOUT_S  # 1.25 times, and what a busy machine needs
+
+
+def lose(rank: int, num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, where: tuple[str, int]):
+    """What a survivor raises, when, and how long closing takes."""
+    bounds = {"timeout_s": TIMEOUT_S, "start_timeout_s": 30.0}
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=ranks_per_node, **bounds)
+    ready = Ready(heap, rank)
+    for _ in range(2):
+        ready.step()
+    if rank in victims:
+        _end_at(heap, how, *where)
+    start = time.monotonic()
+    try:
+        for _ in range(3):
+            ready.step()
+        found: tuple[Any, ...] = ("nothing", -1, -1)
+    except Exception as error:  # noqa: BLE001
+        found = type(error).__name__, getattr(error, "rank", -1), getattr(error, "node", -1)
+    raised = time.monotonic()
+    heap.close()
+    return *found, raised - start, time.monotonic() - raised
+
+
+def _end_at(heap: SymmetricHeap, how: str, method: str, phase: int) -> None:
+    """This process ends, or stops, when it comes to a barrier or a meeting of that phase."""
+    original = getattr(heap, method)
+
+    def end(*arguments: Any, **options: Any) -> Any:
+        if phase in arguments:
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        return original(*arguments, **options)
+
+    setattr(heap, method, end)
+
+
+POINTS = {
+    "plan: barrier": ("barrier", control.PHASE_PLAN),
+    "plan: rail": ("meet", control.PHASE_NODES_PLAN),
+    "dispatch: rail": ("meet", control.PHASE_NODES_OUT),
+    "dispatch: barrier": ("barrier", control.PHASE_DISPATCH_DONE),
+    "combine: barrier": ("barrier", control.PHASE_COMBINE_READY),
+    "combine: rail": ("meet", control.PHASE_NODES_HOME),
+}
+SHORT = [((3,), "kill", "plan: barrier"), ((1,), "stop", "dispatch: rail"), ((2, 3), "kill", "combine: rail")]
+ALL = [((victims), how, point) for victims in ((1,), (2, 3)) for how in ("kill", "stop") for point in POINTS]
+
+
+def _check_loss(num_ranks: int, ranks_per_node: int, victims: tuple[int, ...], how: str, point: str) -> None:
+    ranks = Cluster(num_ranks)
+    survivors = ranks.run_without(victims, lose, ranks_per_node, victims, how, POINTS[point], timeout_s=HANG_S)
+    assert len(survivors) == num_ranks - len(victims)
+    for name, missing, node, raised_s, closed_s in survivors.values():
+        assert (name, node) == ("PeerTimeout", victims[0] // ranks_per_node), survivors
+        assert missing in victims, survivors
+        assert raised_s < BOUND_S, survivors
+        assert closed_s < 1.0, survivors
+
+
+@pytest.mark.parametrize(("victims", "how", "point"), SHORT)
+def test_a_lost_rank_or_node_is_named_everywhere(victims: tuple[int, ...], how: str, point: str):
+    _check_loss(4, 2, victims, how, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victims", "how", "point"), ALL)
+def test_lost_in_every_phase(victims: tuple[int, ...], how: str, point: str):
+    _check_loss(4, 2, victims, how, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("point", POINTS)
+def test_lost_among_three_nodes(how: str, point: str):
+    _check_loss(6, 2, (2,), how, point)
+
+
+def give_up(rank: int, num_ranks: int) -> tuple[str, int, str, float]:
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, timeout_s=60.0)
+    ready = Ready(heap, rank)
+    ready.step()
+    start = time.monotonic()
+    try:
+        with heap:
+            if rank == 1:
+                raise KeyError("a user's error")
+            ready.step()
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, getattr(error, "rank", -1), str(error), time.monotonic() - start
+    return "", -1, "", 0.0
+
+
+def test_a_rank_that_gives_up_tells_all_nodes(cluster):
+    found = cluster(4).run(give_up)
+    assert found[1][0] == "KeyError"
+    for rank in (0, 2, 3):
+        assert found[rank][:2] == ("PeerAborted", 1), found
+        assert 'KeyError: "a user\'s error"' in found[rank][2] or "KeyError" in found[rank][2]
+        assert found[rank][3] < 30.0
+
+
+def close_early(rank: int, num_ranks: int) -> str:
+    heap = SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, timeout_s=60.0)
+    ready = Ready(heap, rank)
+    ready.step()
+    name, _ = outcome(heap.close if rank < 2 else ready.step)
+    heap.close()
+    return name
+
+
+def test_a_node_that_closes_while_others_go_on(cluster):
+    assert cluster(4).run(close_early) == ["ConfigMismatch"] * 4
