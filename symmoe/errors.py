@@ -116,8 +116,7 @@ class PeerTimeout(PeerError):
         where = "" if node is None else f" on node {node}"
         how = "and has closed its connection" if is_lost else f"within {bound}={bound_s:g}"
         super().__init__(
-            f"rank {rank}{where} did not reach '{phase}' {how}: "
-            f"expected epoch {expected}, seen {seen}{source}"
+            f"rank {rank}{where} did not reach '{phase}' {how}: expected epoch {expected}, seen {seen}{source}"
         )
         self.rank = rank
         self.phase = phase

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from symmoe.errors import FAULT_BYTES
-from symmoe.nodes.rail import Rail, RailBroken
+from symmoe.nodes.rail import Rail, RailBroken, Started
 
 GOES_ON, FAILED, GAVE_UP = range(3)
 _WORDS = struct.Struct("<qqqq")
@@ -57,15 +57,19 @@ class Header:
 class Lane:
     """This rank's place on its rail.
 
+    It always listens for the next header of every mate: what a rank says when it gives up arrives although it waits for
+    nobody.
+
     Attributes:
         number: headers that this rank has sent.
     """
 
     def __init__(self, rail: Rail, *, node: int, num_nodes: int) -> None:
         self._rail, self._node, self._num_nodes = rail, node, num_nodes
-        self._sent: list[torch.Tensor] = []  # while it travels
         self._is_open = True
+        self._last: list[object] = []  # while it travels
         self.number = 0
+        self._listen()
 
     def meet(self, header: Header, timeout_s: float) -> list[Header]:
         """The headers of all nodes, this one's included. Collective over the rail.
@@ -76,11 +80,14 @@ class Lane:
         self.number += 1
         mine = Header(header.kind, self.number, header.call, header.origin, header.message)
         packed = mine.pack()
-        received = [torch.zeros_like(packed) for _ in range(self._num_nodes)]
-        self._sent = [packed]  # also if a wait fails
-        self._rail.start([packed] * self._num_nodes, received, tag=_HEADERS)
-        self._rail.wait(timeout_s)
-        return [mine if node == self._node else Header.unpack(each) for node, each in enumerate(received)]
+        self._last = [packed]  # also if a wait fails
+        sent = self._rail.start([packed] * self._num_nodes, self._nothing, tag=_HEADERS)
+        self._rail.wait(self._awaited, timeout_s)
+        headers = [mine if node == self._node else Header.unpack(each) for node, each in enumerate(self._received)]
+        if all(each.kind != GAVE_UP for each in headers):
+            self._listen()
+            self._rail.wait(sent, timeout_s)
+        return headers
 
     def move(
         self, sends: Sequence[Sequence[torch.Tensor]], receives: Sequence[Sequence[torch.Tensor]], timeout_s: float
@@ -90,9 +97,10 @@ class Lane:
         Raises:
             RailBroken: see Rail.wait.
         """
+        started: Started = []
         for to_nodes, from_nodes in zip(sends, receives, strict=True):
-            self._rail.start(to_nodes, from_nodes, tag=_PAYLOAD)
-        self._rail.wait(timeout_s)
+            started += self._rail.start(to_nodes, from_nodes, tag=_PAYLOAD)
+        self._rail.wait(started, timeout_s)
 
     def give_up(self, origin: int, message: bytes) -> None:
         """Tells whoever can still be told, once. Local; waits for nobody."""
@@ -100,18 +108,22 @@ class Lane:
             return
         self._is_open = False
         packed = Header(GAVE_UP, self.number + 1, 0, origin, message).pack()
-        nothing = packed[:0]
         for node in range(self._num_nodes):
-            # One by one: where one connection is closed, the others may stand. And the header of a rank that waits is
-            # taken, or it would wait until that has been sent.
-            received = torch.empty_like(packed)
-            sends = [packed if each == node else nothing for each in range(self._num_nodes)]
-            receives = [received if each == node else nothing for each in range(self._num_nodes)]
+            # One by one: where one connection is closed, the others may stand.
+            sends = [packed if each == node else packed[:0] for each in range(self._num_nodes)]
             with contextlib.suppress(RailBroken):
-                self._rail.start(sends, receives, tag=_HEADERS)
-            self._sent += [packed, received]
+                self._last.append((packed, self._rail.start(sends, self._nothing, tag=_HEADERS)))
 
     def close(self) -> None:
         """Ends the rail. Local."""
         self._is_open = False
         self._rail.abort()
+        self._last.clear()
+
+    def _listen(self) -> None:
+        self._received = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8) for _ in range(self._num_nodes)]
+        self._awaited = self._rail.start(self._nothing, self._received, tag=_HEADERS)
+
+    @property
+    def _nothing(self) -> list[torch.Tensor]:
+        return [torch.empty(0, dtype=torch.uint8)] * self._num_nodes

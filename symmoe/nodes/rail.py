@@ -31,10 +31,13 @@ class RailBroken(Exception):
         self.node, self.is_late = node, is_late
 
 
+Started = list[tuple[int, Any]]  # the node, and torch's work
+
+
 class Rail(Protocol):
     """Moves tensors between the ranks with the same index on all nodes."""
 
-    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> None:
+    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> Started:
         """Begins to send sends[n] to node n, and to fill receives[n] with what it sends. Does not wait.
 
         Args:
@@ -46,8 +49,8 @@ class Rail(Protocol):
             RailBroken: a connection has closed.
         """
 
-    def wait(self, timeout_s: float) -> None:
-        """Returns when everything that was started has been sent and received.
+    def wait(self, started: Started, timeout_s: float) -> None:
+        """Returns when what was started has been sent and received.
 
         Raises:
             RailBroken: that took longer, or a connection has closed. Only abort works then.
@@ -72,26 +75,26 @@ class GlooRail:
         own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
         bound = timedelta(seconds=min(timeout_s, _MAX_S))
         self._group: Any = dist.ProcessGroupGloo(own_store, node, num_nodes, timeout=bound)
-        self._works: list[tuple[int, dist.Work]] = []
 
-    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> None:
+    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, tag: int) -> Started:
         """See Rail."""
+        started = []
         for node, (sent, received) in enumerate(zip(sends, receives, strict=True)):
             if node == self._node:
                 continue
             try:
                 if received.numel():
-                    self._works.append((node, self._group.recv([received], node, tag)))
+                    started.append((node, self._group.recv([received], node, tag)))
                 if sent.numel():
-                    self._works.append((node, self._group.send([sent], node, tag)))
+                    started.append((node, self._group.send([sent], node, tag)))
             except RuntimeError as error:
                 raise _broken(node, error, is_late=False) from error
+        return started
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, started: Started, timeout_s: float) -> None:
         """See Rail."""
-        works, self._works = self._works, []
         deadline = math.inf if timeout_s == math.inf else time.monotonic() + timeout_s
-        for node, work in works:
+        for node, work in started:
             left_s = min(_MAX_S, max(1e-3, deadline - time.monotonic()))
             try:
                 work.wait(timedelta(seconds=left_s))
@@ -100,8 +103,9 @@ class GlooRail:
 
     def abort(self) -> None:
         """See Rail."""
-        self._works.clear()
-        self._group.abort()
+        if self._group is not None:
+            self._group.abort()
+            self._group = None  # which closes the connections
 
 
 def _broken(node: int, error: RuntimeError, *, is_late: bool) -> RailBroken:
