@@ -239,7 +239,7 @@ def combine_mistakes() -> Iterator[Bad]:
 
 # (argument, no such word, the words), the same in a call and in a configuration
 WORDS = (
-    ("order", "fast", "('rank', 'slot')"),
+    ("order", "fast", "('rank', 'slot', 'node')"),
     ("stash", "some", "('all', 'rows', 'hidden', 'none')"),
     ("layout", "expert_major", "('auto', 'packed', 'expert-major')"),
     ("schedule", "overlap", "('serial', 'overlapped', 'always-overlapped')"),

@@ -35,7 +35,7 @@ def test_is_frozen_slotted_and_comparable():
 
 def test_kernels_number_the_words_that_a_configuration_takes():
     """But for those that are another word by the time of a call."""
-    assert CHOICES["order"] == control.ORDERS
+    assert CHOICES["order"] == (*control.ORDERS, "node")  # which is "rank" inside a node
     assert CHOICES["layout"] == ("auto", *control.LAYOUTS)
     assert CHOICES["schedule"] == (*control.SCHEDULES, "always-overlapped")
     assert CHOICES["quantized_wire"] == control.QUANTIZED_WIRES
@@ -81,7 +81,7 @@ def test_accepts(changes: dict[str, object]):
         ({"overflow": "drop"}, r"overflow \('drop'\) needs a static capacity, but capacity is None"),
         ({"max_tokens": 64}, r"max_tokens \(64\) needs a static capacity, but capacity is None"),
         ({"overflow": "wrap"}, r"overflow \('wrap'\) must be one of \('raise', 'drop'\)"),
-        ({"order": "any"}, r"order \('any'\) must be one of \('rank', 'slot'\)"),
+        ({"order": "any"}, r"order \('any'\) must be one of \('rank', 'slot', 'node'\)"),
         ({"score": "relu"}, r"score \('relu'\) must be one of \('softmax', 'sigmoid'\)"),
         ({"renormalize": 1}, r"renormalize \(1\) must be True or False"),
         ({"route_scale": float("nan")}, r"route_scale \(nan\) must be finite"),

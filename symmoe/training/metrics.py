@@ -240,7 +240,7 @@ def wire_rows(
     rank_TK = torch.div(topk_idx, experts_per_rank, rounding_mode="floor")
     is_remote = (rank_TK >= 0) & (rank_TK != rank)
     num_sent = balance.routing_map(torch.where(is_remote, rank_TK, -1), num_ranks).sum()
-    return num_sent, num_sent if order == "rank" else is_remote.sum()
+    return num_sent, is_remote.sum() if order == "slot" else num_sent
 
 
 def _counts(is_training: bool) -> bool:
