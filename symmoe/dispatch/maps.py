@@ -24,13 +24,16 @@ class Region(NamedTuple):
     """Consecutive tokens of a plan that are from one rank, and where they have their packed rows.
 
     Attributes:
-        first, end: the tokens.
+        tokens: which of the plan's; None: all.
+        slot_to_row, slot_to_rank, token_to_packed_row: their lines of the plan's maps.
         block_tokens: int32 [., R], tokens of each block of them that go to each rank.
         packed_start, packed_limit: int32 [R], their first packed row on each rank, and rows of the region there.
     """
 
-    first: int
-    end: int
+    tokens: slice | None
+    slot_to_row: torch.Tensor
+    slot_to_rank: torch.Tensor
+    token_to_packed_row: torch.Tensor
     block_tokens: torch.Tensor
     packed_start: torch.Tensor
     packed_limit: torch.Tensor
@@ -212,7 +215,8 @@ class Plan(PlanIntegers):
     @functools.cached_property
     def regions(self) -> tuple[Region, ...]:
         """Where this rank's tokens have their packed rows, by the rank that they are from."""
-        return (Region(0, self.num_tokens, self.block_tokens, self.packed_start, self.packed_limit),)
+        maps = self.slot_to_row, self.slot_to_rank, self.token_to_packed_row
+        return (Region(None, *maps, self.block_tokens, self.packed_start, self.packed_limit),)
 
     @property
     def unsummed_source(self) -> int:

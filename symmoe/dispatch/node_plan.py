@@ -65,20 +65,21 @@ def plan_inside(plan: Plan, crossing: Crossing) -> NodePlan:
         source_to_packed_start=torch.cat([plan.num_packed.new_zeros(2), plan.num_packed]),
     )
     received_regions[node] = regions[node]
-    vars(made)["regions"] = _regions_inside(made.token_to_packed_row, crossing, received_regions)
+    vars(made)["regions"] = _regions_inside(made, crossing, received_regions)
     return made
 
 
-def _regions_inside(
-    token_to_packed_row: torch.Tensor, crossing: Crossing, regions: list[torch.Tensor]
-) -> tuple[Region, ...]:
-    """Those of the own tokens, then of those of each other node. regions: by node, int32 [2, G]."""
-    found = []
-    for (first, end), region in zip(crossing.ranges, regions, strict=True):
+def _regions_inside(plan: NodePlan, crossing: Crossing, starts_and_limits: list[torch.Tensor]) -> tuple[Region, ...]:
+    """Of each node's tokens. starts_and_limits: by node, int32 [2, G]."""
+    regions = []
+    for (first, end), of_node in zip(crossing.ranges, starts_and_limits, strict=True):
         if end > first:
-            goes = token_to_packed_row[first:end] >= 0
-            found.append(Region(first, end, goes.sum(0, dtype=torch.int32)[None], *region))
-    return tuple(found)
+            tokens = slice(first, end)
+            slots = plan.slot_to_row[tokens], plan.slot_to_rank[tokens]
+            to_packed_row, (start, limit) = plan.token_to_packed_row[tokens], of_node
+            block_tokens = (to_packed_row >= 0).sum(0, dtype=torch.int32)[None]
+            regions.append(Region(tokens, *slots, to_packed_row, block_tokens, start, limit))
+    return tuple(regions)
 
 
 def _region_of_node(plan: Plan, ranks: tuple[int, ...]) -> torch.Tensor:

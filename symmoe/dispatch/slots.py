@@ -63,15 +63,16 @@ class Slots:
     def push(self, ready: torch.Tensor) -> None:
         """Writes slots and probs to all ranks. `ready`: the result of the ready barrier."""
         plan = self._plan
-        for first, end, block_tokens, packed_start, packed_limit in plan.regions:
+        for region in plan.regions:
+            probs = self._probs if region.tokens is None or self._probs is None else self._probs[region.tokens]
             self._ops.push_slots(
-                plan.slot_to_row[first:end],
-                plan.slot_to_rank[first:end],
-                None if self._probs is None else self._probs[first:end],
-                plan.token_to_packed_row[first:end],
-                block_tokens,
-                packed_start,
-                packed_limit,
+                region.slot_to_row,
+                region.slot_to_rank,
+                probs,
+                region.token_to_packed_row,
+                region.block_tokens,
+                region.packed_start,
+                region.packed_limit,
                 plan.heap.peers,
                 ready,
                 row_column=READY_SLOTS,

@@ -402,8 +402,13 @@ class SymmetricHeap:
         phase: int,
         **agreed: int,
     ) -> None:
-        """Meets as :meth:`meet` does, then sends sends[m][n] to node n and fills receives[m][n] with what it sends. All
-        are contiguous, and sizes fit each other. Tensors for this node itself do not travel."""
+        """Meets as :meth:`meet` does, then sends tensors to every other node, and receives what it sends.
+
+        Args:
+            sends, receives: by message, and in it by node; contiguous, and of sizes that fit each other. Tensors for
+                this node itself do not travel.
+            phase, agreed: as in :meth:`barrier`.
+        """
         with self._access:
             self.meet(phase, **agreed)
             raise_for(self._faults.move(sends, receives))
