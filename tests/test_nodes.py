@@ -6,16 +6,19 @@ Dispatch and combine run against the oracles of one node, byte for byte; a layer
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import routings
 import torch
+import torch.distributed as dist
 from limits import HANG_S
 from test_combine_oracle import check_combine
 from test_dispatch_oracle import check_dispatch
 from worker import Findings, open_heap
 
+import symmoe.symm_mem.heap
 from symmoe import MoEConfig, MoELayer, SymmetricHeap, combine_tokens, dispatch_tokens, make_plan
 from symmoe.errors import ArgumentError, BackendUnavailable
 from symmoe.nodes.topology import find_topology
@@ -156,6 +159,48 @@ def test_order_slot_has_the_bits_of_one_node(cluster, options: dict[str, Any], d
             assert int(its[-1]) == 0
             different = [n for n, (a, b) in enumerate(zip(mine, its, strict=True)) if not torch.equal(a, b)]
             assert different == [], f"rank {rank}, {ranks_per_node} ranks per node"
+
+
+def on_alternating_hosts(rank: int, num_ranks: int, folder: str, options: dict[str, Any]):
+    """Ranks 0 and 2 on one host, 1 and 3 on another, as far as the heap can see: the nodes, and what training gives."""
+    machine = Path(folder) / f"host {rank % 2}"
+    machine.write_text(f"host {rank % 2}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmoe.symm_mem.heap, "_MACHINE", machine)
+        with open_heap("cpu") as heap:
+            nodes = heap.topology.nodes
+        return nodes, train(rank, num_ranks, None, options, torch.bfloat16)
+
+
+def test_ranks_of_a_node_need_not_be_neighbours(cluster, tmp_path: Path):
+    options = {"order": "slot"}
+    want = cluster(4).run(train, None, options, torch.bfloat16)
+    for (nodes, got), its in zip(cluster(4).run(on_alternating_hosts, str(tmp_path), options), want, strict=True):
+        assert nodes == ((0, 2), (1, 3))
+        assert all(torch.equal(a, b) for a, b in zip(got, its, strict=True))
+
+
+def in_two_groups(rank: int, num_ranks: int) -> list[str]:
+    """Two EP groups of two nodes each, and in each two heaps that are used in turn."""
+    findings = Findings()
+    findings.where = f"rank {rank}"
+    groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
+    group = groups[rank % 2]
+    with open_heap("cpu", group=group, ranks_per_node=1) as one, open_heap("cpu", group=group) as other:
+        findings.equal("ranks", (one.global_ranks, one.topology.num_nodes), ([rank % 2, rank % 2 + 2], 2))
+        findings.equal("nodes of the other", other.topology.num_nodes, 1)
+        x = torch.full((3, 8), float(rank))
+        ids = torch.tensor([[0, 1], [1, 2], [3, -1]])
+        for heap in (one, other, one):
+            plan = make_plan(ids, num_experts=4, heap=heap)
+            rows, _ = dispatch_tokens(x, plan)
+            findings.equal("sources of rows", sorted(set(rows[:, 0].tolist())), [float(r) for r in one.global_ranks])
+            findings.equal("y", combine_tokens(rows, plan)[:, 0].tolist(), [2.0 * rank, 2.0 * rank, float(rank)])
+    return findings.texts
+
+
+def test_groups_beside_each_other(cluster):
+    assert cluster(4).findings(in_two_groups) == []
 
 
 def test_order_node_sums_twice(cluster):
