@@ -167,6 +167,49 @@ def parts(module, num_ranks: int, num_experts: int, rank: int) -> torch.Tensor:
     return source_to_rows
 
 
+def plans_of_nodes(module) -> dict[str, torch.Tensor]:
+    """What plan kernels leave of four ranks on two nodes, each with the count table of a group of four: send_counts
+    writes the rows of its own node, those of the other are copied."""
+    num_ranks, num_experts, num_tokens, top_k, per_node, epoch = 4, 8, 40, 3, 2, 6
+    layout = ControlLayout(per_node, num_ranks)
+    nodes = [[torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(per_node)] for _ in range(2)]
+    ranks = []
+    for rank in range(num_ranks):
+        views = tuple(nodes[rank // per_node][peer % per_node] for peer in range(num_ranks))
+        bases = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64)
+        ranks.append(Peers(rank=rank, num_ranks=num_ranks, bases=bases, views=views, layout=layout))
+        counters = ranks[rank].region(rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
+        counters[control.BARRIER_EPOCH] = epoch - 1
+    found = {}
+    for peers in ranks:
+        generator = torch.Generator().manual_seed(peers.rank)
+        topk_idx = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator)
+        counts = torch.zeros((2, num_experts + num_ranks + 2), dtype=torch.int32)
+        starts = torch.zeros((2, num_experts), dtype=torch.int32)
+        module.count_slots(topk_idx, counts, num_experts=num_experts, num_ranks=num_ranks)
+        header = tuple(peers.rank if word == control.HEAD_RAIL_DROPPED else 0 for word in range(control.HEADER_WORDS))
+        module.send_counts(counts, topk_idx, header, starts, peers, num_experts=num_experts)
+    for peers in ranks:
+        counters = peers.region(peers.rank, layout.counters, (control.NUM_COUNTERS,), torch.int64)
+        counters[control.BARRIER_EPOCH] = epoch
+        offset = layout.count_table + (epoch & 1) * layout.table_stride_bytes
+        tables = [each.region(each.rank, offset, (num_ranks, layout.row_words), torch.int32) for each in ranks]
+        other = 2 * (1 - peers.rank // per_node)
+        tables[peers.rank][other : other + per_node] = tables[other][other : other + per_node]
+        found[f"table of rank {peers.rank}"] = tables[peers.rank].clone()
+    for peers in ranks:
+        names = ("splits", "row_range", "slot_start", "slot_limit", "packed_start", "packed_limit")
+        names += ("source_to_packed_start", "source_to_row_start", "expert_load", "report")
+        shapes = ((2,), (2, 2), (8,), (8,), (4,), (4,), (5,), (5, 2), (8,), (control.SUMMARY_WORDS,))
+        out = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in zip(names, shapes, strict=True)}
+        received = torch.zeros((num_ranks, control.NUM_PUBLISHED), dtype=torch.int64)
+        options = {"capacity": -1, "packed_capacity": -1, "drop": False, "record_errors": False}
+        status = torch.zeros(control.STATUS_WORDS, dtype=torch.int64)
+        module.lay_out(peers, received, status, num_experts=num_experts, **options, **out)
+        found |= {f"{name} of rank {peers.rank}": tensor for name, tensor in out.items()}
+    return found
+
+
 def main() -> int:
     sync.wait_for_words, sync.system_fence, sync.now_ns = look_once, no_fence, no_clock
     sync.wait_without_bound = look_once_without_bound
@@ -187,6 +230,11 @@ def main() -> int:
         wrong = [r for r in ranks if not torch.equal(*(parts(m, num_ranks, num_experts, r) for m in (plan, twin)))]
         failures += bool(wrong)
         print(f"parts of {num_ranks} ranks: {wrong or 'ok'}")
+    expected = plans_of_nodes(twin)
+    assert all(int(expected[f"report of rank {rank}"][control.SUM_NUM_ROWS]) > 20 for rank in range(4))
+    wrong = differences(plans_of_nodes(plan), expected)
+    failures += bool(wrong)
+    print(f"plans of two nodes: {wrong or 'ok'}")
     for (num_tokens, num_experts, top_k), rule in itertools.product(SIZES, RULES):
         if not fits(rule, num_experts, top_k):
             continue

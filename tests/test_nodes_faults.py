@@ -142,9 +142,8 @@ def test_full_heaps(cluster, num_ranks: int, ranks_per_node: int):
     assert cluster(num_ranks).run(full_heaps, ranks_per_node, 2) == [["HeapExhausted"] * 5] * num_ranks
 
 
-def unforeseen(rank: int, num_ranks: int, where: str) -> list[str]:
-    """Classes and texts of an exception in the middle of the code between nodes."""
-    found = []
+def unforeseen(rank: int, num_ranks: int, where: str) -> tuple[str, str]:
+    """Class and text of an exception in the middle of the code between nodes, on rank 3."""
     with open_heap("cpu", ranks_per_node=2) as heap:
         ready = Ready(heap, rank)
         ready.step()
@@ -156,17 +155,39 @@ def unforeseen(rank: int, num_ranks: int, where: str) -> list[str]:
                     raise RuntimeError("out of memory, say")
 
                 patch.setattr(module, name, fail)
-            found.append(outcome(ready.step))
-        if where == "sending":
-            ready.step()
-    return found
+            found = outcome(ready.step)
+        ready.step()
+        return found
 
 
-def test_unforeseen_errors_before_rows_travel(cluster):
+@pytest.mark.parametrize("where", ["sending", "summing"])
+def test_unforeseen_errors(cluster, where: str):
+    """The other node learns of one after the last exchange of combine in the next call, which is backward."""
     text = "out of memory, say"
-    *others, victim = cluster(4).run(unforeseen, "sending")
-    assert victim == [("RuntimeError", text)]
-    assert others == [[("SymmoeError", f"RuntimeError: {text}")]] * 3
+    *others, victim = cluster(4).run(unforeseen, where)
+    assert victim == ("RuntimeError", text)
+    assert others == [("SymmoeError", f"RuntimeError: {text}")] * 3
+
+
+def lost_at_the_start(rank: int, num_ranks: int) -> tuple[str, float]:
+    """A rank ends while the rails are made."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 3:
+            patch.setattr(SymmetricHeap, "_make_mates", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+        start = time.monotonic()
+        name, _ = outcome(
+            lambda: SymmetricHeap(num_bytes=1 << 20, backend="host", ranks_per_node=2, start_timeout_s=TIMEOUT_S)
+        )
+        return name, time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_at_the_start():
+    survivors = Cluster(4).run_without((3,), lost_at_the_start)
+    assert len(survivors) == 3
+    for name, seconds in survivors.values():
+        assert name in ("PeerLost", "PeerTimeout"), survivors
+        assert seconds < 3 * BOUND_S
 
 
 # -- lost ranks -------------------------------------------------------------------------------------------------------

@@ -246,6 +246,7 @@ def _fill(
     received = heap.barrier(control.PHASE_PLAN)
     if share is not None:
         share()
+        received = received.amin(0, keepdim=True).repeat(num_ranks, 1)  # a line for each rank of the group
     ops.lay_out(
         heap.count_peers,
         received,
