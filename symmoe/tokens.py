@@ -7,7 +7,7 @@ packed layout and fuses the trips with its GEMMs (symmoe/moe/ep_step.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, overload
 
 import torch
@@ -17,7 +17,7 @@ from symmoe.autograd import Context, Function, GradientBuffer, wrote_into
 from symmoe.checks.buffers import buffer_problem, memory_problem, tensor_problem
 from symmoe.checks.choices import words_problem
 from symmoe.combine.trip import PHASE as COLLECT
-from symmoe.combine.trip import Collection, collect_rows, on_heap
+from symmoe.combine.trip import Collection, collect_rows, readable_rows
 from symmoe.dispatch.plan import Plan
 from symmoe.dispatch.slots import PHASE as SEND
 from symmoe.dispatch.trip import send, send_rows
@@ -130,7 +130,10 @@ class _Dispatch(Function):
                 d_row_probs = d_row_probs.contiguous()
             else:
                 d_row_probs = None
-            with on_heap(d_rows, plan, name="input gradients") if needs_x else nullcontext() as rows:
+            rows_to_read: AbstractContextManager[torch.Tensor | None] = nullcontext()
+            if needs_x:
+                rows_to_read = readable_rows(d_rows, plan, order=ctx.order, name="input gradients")
+            with rows_to_read as rows:
                 collection = Collection(rows, plan, order=ctx.order, row_values=d_row_probs, gradients=gradients)
                 with collection:
                     collection.collect()
@@ -215,7 +218,7 @@ class _Combine(Function):
         ctx: _CombineContext, expert_out: torch.Tensor, plan: Plan, order: str, grad_out: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.plan, ctx.grad_out, ctx.num_rows = plan, GradientBuffer("grad_out", grad_out), expert_out.shape[0]
-        with on_heap(expert_out, plan, name="expert output") as rows:
+        with readable_rows(expert_out, plan, order=order, name="expert output") as rows:
             return collect_rows(rows, plan, order=order)
 
     @staticmethod

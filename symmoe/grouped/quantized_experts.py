@@ -90,22 +90,20 @@ class QuantizedWeights(ExpertWeights):
         out: torch.Tensor,
         *,
         zero_tail: bool = False,
-        columns: tuple[int, int] | None = None,
-        num_sms: int | None = None,
+        part: Part | None = None,
     ) -> None:
         """Same as ExpertWeights.second_layer."""
         num_rows = hidden.h.shape[0]
-        x = x.without_tail(num_rows)
+        x, part = x.without_tail(num_rows), part or Part(x.row_range)
         assert not isinstance(a, torch.Tensor)  # it is what first_layer has made
         multiply(
             *a,
-            x.row_range,
+            part.rows,
             out[:num_rows],
             bias=self.b2,
             bias_scale=x.bias_scale,
             zero_tail=zero_tail,
-            columns=columns,
-            num_sms=num_sms,
+            num_sms=part.num_sms,
         )
 
     def backward(

@@ -64,7 +64,6 @@ def multiply(
     *,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
-    columns: tuple[int, int] | None = None,
     zero_tail: bool = False,
     num_sms: int | None = None,
 ) -> None:
@@ -74,9 +73,7 @@ def multiply(
     """
     ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_range, out)
     if rows.scale.dtype == torch.float32:
-        ops.grouped_gemm_fp8(
-            *operands, bias=bias, bias_scale=bias_scale, columns=columns, zero_tail=zero_tail, num_sms=num_sms
-        )
+        ops.grouped_gemm_fp8(*operands, bias=bias, bias_scale=bias_scale, zero_tail=zero_tail, num_sms=num_sms)
         return
     ops.grouped_gemm_scaled(
         *operands,
@@ -84,7 +81,6 @@ def multiply(
         weight_global_scale=weight.global_scale,
         bias=bias,
         bias_scale=bias_scale,
-        columns=columns,
         zero_tail=zero_tail,
         num_sms=num_sms,
     )
