@@ -486,8 +486,9 @@ def test_every_launcher_for_hopper_makes_calls_that_are_understood(fake_driver, 
         wide, table = empty(num_rows, 256, dtype=dtype), empty(num_rows, 2, dtype=torch.int32)
         received = torch.zeros(2, 3, dtype=torch.int64)
         rows.launch_push(wide, table, peers, received, column=0, rank=num_rows % 2, num_ctas=num_rows % 7)
-        rows.launch_pre_reduce(wide, table, empty(3, dtype=torch.int32), rank=0, columns=None, num_ctas=3)
-        rows.launch_pull(table, table, table, peers, received, wide, column=0, columns=None, num_ctas=3)
+        starts = empty(3, dtype=torch.int32)
+        rows.launch_push_sums(wide, table, starts, peers, received, column=0, home=num_rows % 2, num_ctas=3)
+        rows.launch_sum_home(wide, wide, table, starts[:2], table, table, received, received, wide, rank=0, num_ctas=3)
 
     assert_only_the_first_compiles(jits, step, (64, 1, 64, 65, 4096))
 

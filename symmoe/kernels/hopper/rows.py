@@ -402,7 +402,8 @@ def add_for_push(tensors, ring, PAIR: gl.constexpr, SUMS: gl.constexpr, DTYPE: g
     published = received + home * NUM_PUBLISHED + SUMS.cut.column
     offset = gl.load(published)
     region_bytes = gl.load(published + 1) - offset + SUMS.cut.row_bytes
-    words = arena + (offset + (rank - (rank > home).to(gl.int32)) * region_bytes) // 4
+    unit = (offset + (rank - (rank > home).to(gl.int32)) * region_bytes) // UNIT_BYTES
+    words = arena + unit * (UNIT_BYTES // 4)
     stage = PAIR * SUMS.stages + 0
     phase = 0
     step = gl.num_programs(0) * SUMS.pairs
