@@ -131,7 +131,7 @@ class Collection:
         if num_ctas is None:
             self.send()
         else:  # kernels for few programs take one rank at a time
-            for source in self._plan.arrivals[1:]:
+            for source in self._plan.arrivals[:0:-1]:
                 self.send(source, num_ctas=num_ctas)
         self.finish(num_ctas=num_ctas)
 

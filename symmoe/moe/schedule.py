@@ -98,8 +98,8 @@ class Serial:
 class Overlapped:
     """Rows travel on a branch stream while the current one runs GEMMs, where that pays (moe/overlap.py).
 
-    * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 begins with the
-      peer whose rows came first and ends with the own rows; a peer's rows go home while the next ones are computed.
+    * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same parts
+      in the opposite order; a peer's sums go home while the next part is computed, those of the last under the own rows.
     * Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
 
     Where it does not pay, one thing comes after the other.
@@ -141,15 +141,16 @@ class Overlapped:
         division = self.overlap.combine
         if division is None:
             return self._serial.combine(rows, plan, order, compute)
-        branch, (own, *peers) = plan.heap.branch(), plan.arrivals
+        # A tile with rows of two ranks belongs to the one that arrives later: so after its part all its rows are there.
+        branch, sources = plan.heap.branch(), plan.arrivals[::-1]
         with Collection(rows, plan, order=order) as collection:
-            compute(Part(plan.source_to_rows[peers[0]]))
+            compute(Part(plan.source_to_rows[sources[0]]))
             try:
-                for source, following in pairwise((*peers, own)):
+                for source, following in pairwise(sources):
                     point = branch.point()
                     compute(Part(plan.source_to_rows[following], division.num_sms))
                     with branch.after(point):
-                        if source == peers[0]:
+                        if source == sources[0]:
                             collection.open()
                         collection.send(source, num_ctas=division.num_ctas)
             finally:
