@@ -1,8 +1,8 @@
 """Gradients of the biases of a grouped GEMM (Triton). See gemm.py, whose forward they belong to.
 
 Both read dout once and are bound by that. Nothing is summed by atomics and nothing is split over programs: the order
-of a sum depends on the row's place in its group (kernels/bias_sums.py) and on the static width, never on N, on where the
-group lies or on the grid. A few rows of dout are kept in flight by cp.async, because few programs share an SM.
+of a sum depends on the row's place in its group (kernels/bias_sums.py) and on the static width, never on N, on where
+the group lies or on the grid. A few rows of dout are kept in flight by cp.async, because few programs share an SM.
 
 Kernels that have a group's rows for another reason leave sums of their row tiles in slots, and sum_dbias adds those.
 """
