@@ -107,6 +107,12 @@ def check_many_groups():
         check_biases(kernels, p, *case)
 
 
+def check_biases_of_several_tiles():
+    p = Problem((0, 300, 1, 129), WIDTHS, torch.float32, capacity=440)
+    for case in itertools.product(BOTH, BOTH, BOTH):
+        check_biases(kernels, p, *case)
+
+
 def check_no_rows():
     """Nothing to launch, but zeros for a gradient that is not added to something."""
     p = Problem((0, 0), WIDTHS, torch.float32, capacity=0)
@@ -142,7 +148,13 @@ def main():
         timed(f"check_parts {splits} {dtype}", check_parts, splits, dtype, options)
     options = {"num_sms": NUM_SMS, "config": CONFIG}
     timed("check_parts of one group", check_parts, (37,), torch.float16, options)
-    for check_it in (check_all_panels, check_many_groups, check_no_rows, check_ragged_descriptor):
+    for check_it in (
+        check_all_panels,
+        check_many_groups,
+        check_biases_of_several_tiles,
+        check_no_rows,
+        check_ragged_descriptor,
+    ):
         timed(check_it.__name__, check_it)
     check_splits(kernels)
     print("all is well")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from row_ranges import rows_of, spans_of, whole_groups
 
+from symmoe.kernels import twin
 from symmoe.kernels.activation import Activation
 from symmoe.kernels.tensor_table import TensorTable
 
@@ -197,6 +198,10 @@ def check_biases(kernels, p, gather, scaled, accumulate):
         for g, span in enumerate(p.spans):
             addends = rows[span] * (p.scale[span].double()[:, None] if scaled else 1.0)
             assert_near(dbias[g], addends.sum(dim=0))
+        if out_dtype == torch.float32:  # the order of a sum is the twin's
+            expected = torch.full_like(dbias, torch.nan)
+            twin.grouped_bias_grad(dout, p.row_range, expected, dout_index=index, scale=scale)
+            assert torch.equal(dbias, expected)
     dscale = p.blank(dtype=torch.float32)
     kernels.grouped_bias_dot(dout, p.bias, p.row_range, dscale, dout_index=index, accumulate=accumulate)
     start = SENTINEL if accumulate else 0.0

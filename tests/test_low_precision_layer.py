@@ -337,6 +337,15 @@ def count_calls(monkeypatch, *names: str) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.parametrize("recipe", [Float8Block(), MXFP8()], ids=repr)
+def test_the_gradient_of_the_first_bias_comes_with_the_quantised_gradients(monkeypatch, recipe):
+    counts = count_calls(monkeypatch, "dact_quantize", "scaled_activation_grad", "grouped_bias_grad")
+    mlp = GroupedMLP(2, 64, 128, bias=True, precision=recipe, dtype=torch.bfloat16)
+    mlp(torch.randn(8, 64, dtype=torch.bfloat16), [3, 5], torch.ones(8)).sum().backward()
+    assert mlp.fc1.bias.grad.any()
+    assert counts == {"dact_quantize": 1, "scaled_activation_grad": 0, "grouped_bias_grad": 1}  # that of FC2's bias
+
+
 @every_recipe
 def test_a_weight_is_quantised_once(monkeypatch, recipe):
     """For both directions in one call if the rows have a gradient, else for forward alone; none in backward."""

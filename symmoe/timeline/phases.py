@@ -101,7 +101,7 @@ PHASES = (
         name="FC2 dgrad",
         color=BLUE,
         operators=("grouped_gemm_dact", "sum_dact_partials"),
-        kernels=("grouped_gemm_dact_kernel", "hopper_dact_kernel", "sum_dscale_kernel", "sum_dbias_kernel"),
+        kernels=("grouped_gemm_dact_kernel", "hopper_dact_kernel", "sum_dscale_kernel"),
         is_gemm=True,
     ),
     Phase(name="FC1 dgrad", color=BLUE, operators=("grouped_gemm_dgrad",), is_gemm=True),
@@ -155,6 +155,7 @@ PHASES = (
             "scaled_activation_grad_kernel",
             "grouped_bias_grad_kernel",
             "grouped_bias_dot_kernel",
+            "sum_dbias_kernel",
         ),
     ),
     Phase(

@@ -93,7 +93,8 @@ class GemmKernels(Protocol):
     ) -> None:
         """dbias[g] = sum over the rows r of group g of dout[dout_index[r]] * scale[r]; no rows give zeros.
 
-        dout [N, O], or [P, O] with dout_index; scale fp32[N], None: 1; dbias [G, O] in any dtype.
+        dout [N, O], or [P, O] with dout_index; scale fp32[N], None: 1; dbias [G, O] in any dtype. The order of the
+        sum is that of kernels/bias_sums.py.
         """
 
     def grouped_bias_dot(
