@@ -10,7 +10,7 @@ import pytest
 import torch
 from cluster import on_ranks
 from test_layer import WAYS, H, I, config_for, make_layer, tokens_of
-from worker import Findings, open_heap
+from worker import Findings, open_heap, poison
 
 from symmoe import GroupedMLP, MoEConfig, MoELayer, ScaledSReLU, SymmetricHeap, plan_memory
 from symmoe.checks.choices import CHOICES
@@ -89,7 +89,7 @@ def test_stashes_give_the_same_bits(cluster, num_ranks: int, device: str):
 
 # -- layouts and schedules of one step --------------------------------------------------------------------------------
 
-BIG_H, BIG_I = 64, 96
+BIG_H, BIG_I = 256, 96
 RANK_TO_TOKENS = (400, 5, 900, 1)  # experts of several tiles; ranks that, alone, would cut a call differently
 
 
@@ -120,6 +120,7 @@ def check_ways(rank: int, num_ranks: int, device: str, dtype: torch.dtype) -> li
                 )
                 layer, _ = make_layer(heap, config)
                 layer.experts.to(dtype)
+                poison(heap)  # what the last way has left here must not be seen
                 time.sleep(0.01 * generator.random())
                 sent, send = [], Collection.send
                 Collection.send = lambda self, source=None, send=send, sent=sent, **options: (
