@@ -289,11 +289,13 @@ class _Call:
                 probs = torch.rand((num_tokens, case.top_k), generator=generator).to(self.device)
             peers = self.peers[rank]
             ops.push_rows(x, maps["token_to_packed_row"], peers, ready_packed, column=READY_ROWS, **options)
-            for peer in range(case.num_ranks):  # one after the other, as when GEMMs run beside it
-                ranks = range(peer, peer + 1)
-                ops.push_rows(
-                    x, maps["token_to_primary_row"], peers, ready_rows, column=READY_ROWS, ranks=ranks, **options
-                )
+            primary = x, maps["token_to_primary_row"], peers, ready_rows
+            if rank % 2:
+                ops.push_rows(*primary, column=READY_ROWS, but=rank, **options)
+            for peer in range(case.num_ranks) if rank % 2 == 0 else ():  # in turn, as when GEMMs run meanwhile
+                ops.push_rows(*primary, column=READY_ROWS, ranks=range(peer, peer + 1), but=rank, **options)
+            slots = maps["slot_to_rank"], maps["slot_to_row"]
+            ops.place_rows(x, *slots, self.rows(rank), ready_rows, rank=rank)
             ops.push_slots(
                 maps["slot_to_row"],
                 maps["slot_to_rank"],
@@ -333,9 +335,9 @@ class _Call:
                 )
             self.keep(f"rank {rank} index", packed_to_row, row_to_packed_row, row_probs)
             maps["packed_to_row"], maps["num_packed"] = packed_to_row, start[-1:]
-            for source in reversed(range(0, case.num_ranks, step)):
-                end = source + step
-                ops.fan_out(self.rows(rank), packed_to_row, start[source : source + 1], start[end : end + 1], **options)
+            # The ranks that index all rows at once copy them one rank after the other.
+            for source in [None] if step == 1 else range(case.num_ranks):
+                ops.fan_out(self.rows(rank), packed_to_row, start, rank=rank, source=source)
         self.keep_arenas("fanned out")
 
     def combine(self) -> None:

@@ -166,12 +166,14 @@ def test_rows_move_in_16_byte_accesses(launches, shape, dtype):
     num_tokens, hidden, _, top_k, num_ranks = SHAPES[shape]
     peers = make_peers(num_ranks)
     x, rows = empty(num_tokens, hidden, dtype=dtype), empty(num_tokens * 2, hidden, dtype=dtype)
-    token_to_row, packed_to_row, num_packed = empty(num_tokens, num_ranks), empty(num_tokens, top_k), empty(1)
+    token_to_row, packed_to_row = empty(num_tokens, num_ranks), empty(num_tokens, top_k)
     slots, starts = empty(num_tokens, top_k), empty(num_ranks + 1)
     received = empty(num_ranks, control.NUM_PUBLISHED, dtype=torch.int64)
 
     tokens.push_rows(x, token_to_row, peers, received, column=0)
-    tokens.fan_out(rows, packed_to_row, num_packed, num_packed)
+    tokens.place_rows(x, slots, slots, rows, received, rank=peers.rank)
+    check_rows_kernel(launches, "place_rows_kernel", shape)
+    tokens.fan_out(rows, packed_to_row, starts, rank=peers.rank)
     tokens.push_sums(rows, packed_to_row, starts, peers, received, column=0)
     tokens.pull_rows(slots, slots, peers, received, x, column=0)
     check_rows_kernel(launches, "pull_rows_kernel", shape)
@@ -180,7 +182,7 @@ def test_rows_move_in_16_byte_accesses(launches, shape, dtype):
     check_rows_kernel(launches, "sum_home_kernel", shape)
     for name in ("push_rows", "fan_out", "push_sums"):
         # With one slot per token there are no secondary rows, with one rank no tokens of peers.
-        if name == "push_rows" or (top_k > 1 if name == "fan_out" else num_ranks > 1):
+        if name == "push_rows" or (num_ranks > 1 and (name == "push_sums" or top_k > 1)):
             check_rows_kernel(launches, f"{name}_kernel", shape)
 
 

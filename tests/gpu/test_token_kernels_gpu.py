@@ -269,7 +269,7 @@ def test_layer_call_in_a_graph(gpu):
             row_probs,
         )
         rows = peers.region(0, offsets[0], (capacity, hidden), torch.bfloat16)
-        gpu.fan_out(rows, packed_to_row, source_start[:1], source_start[1:])
+        gpu.place_rows(x, *reversed(slots[:2]), rows, ready, rank=0)
         by_slot, by_rank, values = torch.empty_like(x), torch.empty_like(x), torch.empty_like(probs)
         gpu.pull_rows(*reversed(slots[:2]), peers, ready, by_slot, column=0)
         gpu.gather_values(

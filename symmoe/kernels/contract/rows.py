@@ -31,6 +31,7 @@ class RowKernels(Protocol):
         *,
         column: int,
         ranks: range | None = None,
+        but: int | None = None,
         num_ctas: int | None = None,
     ) -> None:
         """Writes each token's row to the ranks it goes to: row token_to_row[t, r] of rank r's buffer [., H] = x[t].
@@ -39,6 +40,7 @@ class RowKernels(Protocol):
             x: [T, H].
             token_to_row: int32 [T, R]; -1: the token does not go to that rank.
             ranks: ranks to write to, one after the other; None: all.
+            but: a rank of them that gets nothing.
         """
 
     def push_slots(
@@ -95,20 +97,35 @@ class RowKernels(Protocol):
             row_probs: fp32 [N_cap] or None, gets the prob of each row; the tail stays as it is.
         """
 
+    def place_rows(
+        self, x: Tensor, slot_to_rank: Tensor, slot_to_row: Tensor, rows: Tensor, received: Tensor, *, rank: int
+    ) -> None:
+        """Writes each token's row to all rows that it has on this rank: rows[slot_to_row[t, k]] = x[t].
+
+        Args:
+            x: [T, H].
+            slot_to_rank, slot_to_row: int32 [T, K]; -1 for no expert.
+            rows: [N_cap, H].
+            received: as above; if the call has failed, nothing is written.
+            rank: this rank.
+        """
+
     def fan_out(
         self,
         rows: Tensor,
         packed_to_row: Tensor,
-        packed_begin: Tensor,
-        packed_end: Tensor,
+        source_to_packed_start: Tensor,
         *,
-        num_ctas: int | None = None,
+        rank: int,
+        source: int | None = None,
     ) -> None:
-        """Copies primary rows of `rows` [N_cap, H] to the tokens' secondary rows, in place.
+        """Copies primary rows of `rows` [N_cap, H] to the secondary rows of other ranks' tokens, in place.
 
         Args:
             packed_to_row: int32 [P_cap, K] of index_rows.
-            packed_begin, packed_end: int32 [1]; first packed row of the tokens, and the one past the last.
+            source_to_packed_start: int32 [R + 1] of lay_out.
+            rank: this rank.
+            source: the rank whose tokens have arrived; None: all but this rank.
         """
 
     def push_sums(

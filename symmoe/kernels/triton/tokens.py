@@ -73,7 +73,7 @@ def row_pointers(address, ELEMENT: tl.constexpr):
 
 @fast_launch
 @triton.jit(
-    do_not_specialize=["num_tokens", "first_rank", "end_rank"],
+    do_not_specialize=["num_tokens", "first_rank", "end_rank", "but"],
     do_not_specialize_on_alignment=["token_to_row", "bases", "received"],
 )
 def push_rows_kernel(
@@ -84,6 +84,7 @@ def push_rows_kernel(
     num_tokens: tl.int32,
     first_rank: tl.int32,
     end_rank: tl.int32,
+    but: tl.int32,
     ONE_RANK: tl.constexpr,
     COLUMN: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -107,7 +108,7 @@ def push_rows_kernel(
         for rank in range(first_rank, end_rank):
             row = tl.load(token_to_row + token * NUM_RANKS + rank, mask=is_token, other=-1)
             offset = tl.load(received + rank * NUM_PUBLISHED + COLUMN)
-            goes = (row >= 0) & (offset >= 0)
+            goes = (row >= 0) & (offset >= 0) & (rank != but)
             address = tl.load(bases + rank) + offset + row.to(tl.int64) * ROW_BYTES
             tl.store(row_pointers(address, ELEMENT) + column, values, mask=goes[:, None] & is_column)
 
@@ -120,11 +121,12 @@ def push_rows(
     *,
     column: int,
     ranks: range | None = None,
+    but: int | None = None,
     num_ctas: int | None = None,
 ) -> None:
     num_tokens, width = x.shape
     ranks = range(peers.num_ranks) if ranks is None else ranks
-    if num_tokens == 0:
+    if num_tokens == 0 or (len(ranks) == 1 and ranks.start == but):
         return
     if len(ranks) == 1 and (on_hopper := _movers(x, num_ctas)) is not None:
         on_hopper.launch_push(x, token_to_row, peers, received, column=column, rank=ranks.start, num_ctas=num_ctas)
@@ -138,6 +140,7 @@ def push_rows(
         num_tokens,
         ranks.start,
         ranks.stop,
+        -1 if but is None else but,
         ONE_RANK=len(ranks) == 1 < peers.num_ranks,
         COLUMN=column,
         NUM_RANKS=peers.num_ranks,
@@ -348,12 +351,66 @@ def primary_row(packed_to_row, packed, is_packed, TOP_K: tl.constexpr, UNROLL: t
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["packed_to_row", "packed_begin", "packed_end"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "rank"],
+    do_not_specialize_on_alignment=["slot_to_rank", "slot_to_row", "received"],
+)
+def place_rows_kernel(
+    x,  # [T, H]
+    slot_to_rank,  # [T, K]
+    slot_to_row,  # [T, K]
+    rows,  # [N_cap, H]
+    received,
+    num_tokens: tl.int32,
+    rank: tl.int32,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    num = tl.where(tl.load(received + rank * NUM_PUBLISHED) < 0, 0, num_tokens)
+    for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
+        token = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
+        is_token = token < num
+        values = tl.load(x + token.to(tl.int64)[:, None] * WIDTH + column, mask=is_token[:, None] & is_column)
+        for k in range(TOP_K):
+            is_own = tl.load(slot_to_rank + token * TOP_K + k, mask=is_token, other=-1) == rank
+            row = tl.load(slot_to_row + token * TOP_K + k, mask=is_own, other=-1)
+            target = rows + row.to(tl.int64)[:, None] * WIDTH + column
+            tl.store(target, values, mask=(row >= 0)[:, None] & is_column)
+
+
+def place_rows(
+    x: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    rows: torch.Tensor,
+    received: torch.Tensor,
+    *,
+    rank: int,
+) -> None:
+    num_tokens, width = x.shape
+    if num_tokens == 0 or rows.numel() == 0:
+        return
+    grid, meta = _launch(num_tokens, width, x.element_size(), COPY_ACCESSES, None)
+    top_k = slot_to_row.shape[1]
+    place_rows_kernel[grid](x, slot_to_rank, slot_to_row, rows, received, num_tokens, rank, TOP_K=top_k, **meta)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=["rank", "source"],
+    do_not_specialize_on_alignment=["packed_to_row", "source_to_packed_start"],
+)
 def fan_out_kernel(
     rows,  # [N_cap, H]
     packed_to_row,  # [P_cap, K]
-    packed_begin,
-    packed_end,
+    source_to_packed_start,  # [R + 1]
+    rank: tl.int32,
+    source: tl.int32,  # -1: all but `rank`
+    NUM_RANKS: tl.constexpr,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -361,15 +418,21 @@ def fan_out_kernel(
     UNROLL: tl.constexpr,
 ):
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
-    begin = tl.load(packed_begin)
-    end = tl.load(packed_end)
-    for tile in range(tl.program_id(0), tl.cdiv(end - begin, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
-        packed = begin + tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+    own_begin = tl.load(source_to_packed_start + rank)
+    own_end = tl.load(source_to_packed_start + rank + 1)
+    begin = tl.load(source_to_packed_start + tl.maximum(source, 0))
+    end = tl.load(source_to_packed_start + tl.where(source < 0, NUM_RANKS, source + 1))
+    num_skipped = tl.where(source < 0, own_end - own_begin, 0)
+    num = end - begin - num_skipped
+    for tile in range(tl.program_id(0), tl.cdiv(num, BLOCK_TOKENS) * NUM_COLUMN_TILES, tl.num_programs(0)):
+        index = tile_tokens(tile, WIDTH, BLOCK_TOKENS, BLOCK_COLUMNS)
+        packed = begin + index
+        packed = tl.where(packed < own_begin, packed, packed + num_skipped)
         column, is_column = tile_columns(tile, WIDTH, BLOCK_COLUMNS)
-        primary, num_rows = primary_row(packed_to_row, packed, packed < end, TOP_K, UNROLL)
+        primary, num_rows = primary_row(packed_to_row, packed, index < num, TOP_K, UNROLL)
         several = num_rows > 1
-        source = rows + primary.to(tl.int64)[:, None] * WIDTH + column
-        values = tl.load(source, mask=several[:, None] & is_column)
+        source_row = rows + primary.to(tl.int64)[:, None] * WIDTH + column
+        values = tl.load(source_row, mask=several[:, None] & is_column)
         for k in range(TOP_K):
             row = tl.load(packed_to_row + packed * TOP_K + k, mask=several, other=-1)
             target = rows + row.to(tl.int64)[:, None] * WIDTH + column
@@ -379,21 +442,23 @@ def fan_out_kernel(
 def fan_out(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
-    packed_begin: torch.Tensor,
-    packed_end: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
     *,
-    num_ctas: int | None = None,
+    rank: int,
+    source: int | None = None,
 ) -> None:
-    num_packed_cap, top_k = packed_to_row.shape
-    if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1:  # one slot per token: no secondary rows
+    (num_packed_cap, top_k), num_ranks = packed_to_row.shape, source_to_packed_start.numel() - 1
+    # One slot per token: no secondary rows.
+    if rows.numel() == 0 or num_packed_cap == 0 or top_k == 1 or num_ranks == 1 or source == rank:
         return
-    width = rows.shape[1]
-    grid, meta = _launch(num_packed_cap, width, rows.element_size(), COPY_ACCESSES, num_ctas)
+    grid, meta = _launch(num_packed_cap, rows.shape[1], rows.element_size(), COPY_ACCESSES, None)
     fan_out_kernel[grid](
         rows,
         packed_to_row,
-        packed_begin,
-        packed_end,
+        source_to_packed_start,
+        rank,
+        -1 if source is None else source,
+        NUM_RANKS=num_ranks,
         TOP_K=top_k,
         UNROLL=min(UNROLL, next_power_of_2(top_k)),
         **meta,

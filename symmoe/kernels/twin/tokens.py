@@ -17,12 +17,13 @@ def push_rows(
     *,
     column: int,
     ranks: range | None = None,
+    but: int | None = None,
     num_ctas: int | None = None,
 ) -> None:
     offsets = received[:, column].tolist()
     for rank in range(peers.num_ranks) if ranks is None else ranks:
         offset = offsets[rank]
-        if offset < 0:
+        if offset < 0 or rank == but:
             continue
         tokens, rows = _present(token_to_row[:, rank])
         _put_rows(_rows_at(peers, rank, offset, x), rows, x.index_select(0, tokens))
@@ -86,17 +87,36 @@ def index_rows(
         row_probs.index_copy_(0, rows, wire_probs[begin:end].flatten().index_select(0, slots))
 
 
+def place_rows(
+    x: torch.Tensor,
+    slot_to_rank: torch.Tensor,
+    slot_to_row: torch.Tensor,
+    rows: torch.Tensor,
+    received: torch.Tensor,
+    *,
+    rank: int,
+) -> None:
+    if int(received[rank, 0]) < 0:
+        return
+    for ranks, places in zip(slot_to_rank.unbind(1), slot_to_row.unbind(1), strict=True):
+        tokens, index = _present(places.where(ranks == rank, -1))
+        _put_rows(rows, index, x.index_select(0, tokens))
+
+
 def fan_out(
     rows: torch.Tensor,
     packed_to_row: torch.Tensor,
-    packed_begin: torch.Tensor,
-    packed_end: torch.Tensor,
+    source_to_packed_start: torch.Tensor,
     *,
-    num_ctas: int | None = None,
+    rank: int,
+    source: int | None = None,
 ) -> None:
-    primary, others = _primary_and_others(packed_to_row[int(packed_begin) : int(packed_end)])
-    for which, secondary in others:
-        _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
+    starts = source_to_packed_start.tolist()
+    for each in range(len(starts) - 1) if source is None else (source,):
+        if each != rank:
+            primary, others = _primary_and_others(packed_to_row[starts[each] : starts[each + 1]])
+            for which, secondary in others:
+                _put_rows(rows, secondary, rows.index_select(0, primary.index_select(0, which)))
 
 
 def push_sums(
