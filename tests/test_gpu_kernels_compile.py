@@ -194,7 +194,7 @@ def test_returned_rows_are_on_their_way_before_own_rows_are_summed(launches, num
     tokens.sum_home(x, x, packed, empty(num_ranks), slots, slots, received, received, x, rank=num_ranks - 1)
     # Up to the first jump, which is that of the loop over own rows, or over the tile.
     code = re.sub(r"\bBRA\b.*", "", launches.compile("sum_home_kernel").sass, flags=re.DOTALL)
-    assert code.count("LDG.E.128") == min(num_ranks, tokens.PEERS_UNROLL) * tokens.SUM_ACCESSES
+    assert code.count("LDG.E.128") == min(num_ranks, tokens.PEERS_UNROLL) * tokens.HOME_ACCESSES
     assert "FADD" not in code
 
 

@@ -27,7 +27,8 @@ SUM_ACCESSES = 2  # a sum of 16-bit rows needs 8 more for each, and several rows
 MAX_TILE_COLUMNS_BYTES = 4096
 UNROLL = 8  # rows of one token whose loads may be in flight together
 PEERS_UNROLL = 4  # rows of peers whose loads may be in flight together
-OWN_UNROLL = 2  # the rank's own rows, in addition to those of peers; two ranks then leave room for NUM_CTAS
+OWN_UNROLL = 8  # the rank's own rows, in addition to those of peers
+HOME_ACCESSES = 1  # in place of SUM_ACCESSES where both kinds are in flight
 SLOTS_PER_PROGRAM = 1024  # slots of a program that moves slots or values
 
 
@@ -825,7 +826,7 @@ def sum_home(
     if on_hopper is not None and on_hopper.takes_sums(top_k, num_ranks):
         on_hopper.launch_sum_home(rows, returned, *tables, out, rank=rank, num_ctas=num_ctas)
         return
-    grid, meta = _launch(num_tokens, width, out.element_size(), SUM_ACCESSES, num_ctas)
+    grid, meta = _launch(num_tokens, width, out.element_size(), HOME_ACCESSES, num_ctas)
     sum_home_kernel[grid](
         rows,
         returned,
