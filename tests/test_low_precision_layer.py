@@ -29,7 +29,7 @@ from symmoe.precision import MXFP8, NVFP4, Float8Block
 from symmoe.precision.wire import WireFormat
 from symmoe.symm_mem.arena import ALIGNMENT_BYTES
 
-H, I, K = 512, 32, 2  # FC2 of two panels
+H, I, K = 512, 32, 2
 RANK_TO_TOKENS = (40, 3, 61, 0)
 WIRE_RECIPES = [recipe for recipe in RECIPES if recipe.row_format.element == "e4m3"]
 NAMES = ("y", "dx", "dprobs", "dw1", "dw2")

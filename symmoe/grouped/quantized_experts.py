@@ -70,7 +70,7 @@ class QuantizedWeights(ExpertWeights):
     def first_layer(
         self, x: ExpertRows, *, num_rows: int, parts: Iterable[Part] | None = None
     ) -> tuple[Hidden, SecondInput]:
-        """Same as ExpertWeights.first_layer, but returns operands of the second layer, once for all panels, not `a`."""
+        """Same as ExpertWeights.first_layer, but returns operands of the second layer, not `a`."""
         numbers = LowPrecision(self.recipe)
         h = torch.empty((num_rows, self.w1.shape[1]), dtype=self.w1.dtype, device=self.w1.device)
         x = x.without_tail(num_rows)

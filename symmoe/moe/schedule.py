@@ -98,8 +98,9 @@ class Serial:
 class Overlapped:
     """Rows travel on a branch stream while the current one runs GEMMs, where that pays (moe/overlap.py).
 
-    * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same parts
-      in the opposite order; a peer's sums go home while the next part is computed, those of the last under the own rows.
+    * Forward: FC1 begins with this rank's own rows and goes on with each peer's as they arrive. FC2 takes the same
+      parts in the opposite order; a peer's sums go home while the next part is computed, the last ones under the own
+      rows.
     * Backward: FC2's dgrad also begins with the own rows. The input gradients go home under both weight gradients.
 
     Where it does not pay, one thing comes after the other.
