@@ -91,7 +91,7 @@ def test_a_step_copies_nothing_and_never_waits(cluster, num_ranks: int, way: dic
     for trace in cluster(num_ranks, "cuda").run(traced, way=way):
         assert trace.findings == []
         launched = " ".join(trace.kernels)
-        for kernel in ("barrier", "push_rows", "pull_sums", "grouped_gemm"):
+        for kernel in ("barrier", "push_rows", "push_sums", "sum_home", "grouped_gemm"):
             assert kernel in launched
         assert ("wait_for_signal" in launched) == (num_ranks > 1 and way["schedule"] == "always-overlapped")
 
