@@ -61,9 +61,7 @@ def dispatch_tokens(
         probs: fp32 [T, K], the weight of each slot; travels along and gets its gradient back.
         out: buffer [plan.row_capacity, H] on the heap where the rows land. None: the rows are copied out of a
             transient lease into new memory (counted in `heap.statistics`). Given by all ranks or by none.
-        order: order in which backward sums a token's gradients (see combine_tokens). With "rank", backward
-            overwrites a gradient of the rows that lies on the heap: a buffer given as `grad_input_out` or `grad_out`
-            further up is consumed.
+        order: order in which backward sums a token's gradients (see combine_tokens).
 
     Returns:
         rows [N, H] with exact capacity, [capacity, H] with an undefined tail with static capacity; and row_probs
@@ -173,10 +171,9 @@ def combine_tokens(
     The sum is unweighted: apply the probs in the experts.
 
     Args:
-        expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. On the heap it is read in
-            place, and with order "rank" the primary rows of peers' tokens are overwritten (its version counter tells
-            autograd, whether or not there are any). Anywhere else it is copied to the heap first: the slow path,
-            counted in `heap.statistics`.
+        expert_out: [N, H] or [plan.row_capacity, H], rows as dispatch_tokens gave them out. With order "slot" peers
+            read them, so they are copied to the heap if they lie elsewhere: the slow path, counted in
+            `heap.statistics`. Rows that are not contiguous, or not 16-byte aligned, are copied with any order.
         plan: the plan of the dispatch.
         order: "rank": a token's rows on one rank are summed first, then the sums of the ranks; least traffic. "slot":
             the K rows are summed in k order; bitwise independent of the number of ranks.

@@ -254,28 +254,6 @@ def check_ranges(p, width, call, parts, **options):
     assert torch.equal(union, whole), call.__name__
 
 
-def check_panels(p, width, call, parts, panels, **options):
-    """A panel's columns are written, no others, in the tail too; of all rows and of ranges."""
-    whole, union = p.blank(width), p.blank(width)
-    call(p.row_range, whole, all_rows(p), zero_tail=True)
-    for columns in panels:
-        inside = slice(*columns)
-        out, right = p.blank(width), p.blank(width)
-        right[:, inside] = whole[:, inside]
-        call(p.row_range, out, all_rows(p), columns=columns, zero_tail=True, **options)
-        assert torch.equal(out, right), (call.__name__, columns)
-        for ranges in parts:
-            ranges, part, right = ranges.to(p.device), p.blank(width), p.blank(width)
-            come = rows_of(ranges, p.capacity)
-            call(ranges, part, come, columns=columns)
-            right[come, inside] = whole[come, inside]
-            union[come, inside] = part[come, inside]
-            assert torch.equal(part, right), (call.__name__, columns, ranges)
-    assert torch.equal(union[: p.num_rows], whole[: p.num_rows]), call.__name__
-    assert (union[p.num_rows :] == SENTINEL).all()
-    assert not whole[p.num_rows :].any()
-
-
 # -- GEMMs that are fused with activations ----------------------------------------------------------------------------
 
 

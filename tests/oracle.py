@@ -229,8 +229,8 @@ def sum_slots(layout: Layout, source: int, out_bits: list[np.ndarray], dtype: to
 
 
 def reduce_primary(layout: Layout, rank: int, out_bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Rows of rank `rank` after the first half of `order="rank"`: a token's rows there are summed in fp32, in k
-    order, from its primary row on, and rounded; a token with one row there is left alone."""
+    """The first half of `order="rank"`: where a token's primary row on rank `rank` was, the sum of its rows there, in
+    fp32, in k order, from the primary row on, and rounded. A row that is alone is its own sum."""
     reduced = out_bits.copy()
     with np.errstate(all="ignore"):
         for places in layout.packed_to_row[rank]:
@@ -244,7 +244,7 @@ def reduce_primary(layout: Layout, rank: int, out_bits: np.ndarray, dtype: torch
 
 
 def sum_ranks(layout: Layout, source: int, reduced_bits: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
-    """Bit patterns [T, H] of the second half of `order="rank"`: primary rows in fp32 from zero, in rank order."""
+    """Bit patterns [T, H] of the second half of `order="rank"`: these sums in fp32 from zero, in rank order."""
     sums = np.zeros((len(layout.slot_to_row[source]), reduced_bits[0].shape[1]), dtype=np.float32)
     with np.errstate(all="ignore"):
         for token in range(sums.shape[0]):

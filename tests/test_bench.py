@@ -165,7 +165,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
         ("push_rows", "x", "dispatch"),
         ("fan_out", "rows", "dispatch"),
         ("pull_rows", "out", "combine"),
-        ("pull_sums", "out", "combine"),
+        ("sum_home", "out", "combine"),
         ("pull_values", "out", "combine"),
         ("assign_rows", "slot_to_row", "plan"),
         ("grouped_gemm", "out", "overhead"),

@@ -1,7 +1,7 @@
 """Dispatch, experts and combine as one differentiable step: no copy between its parts.
 
 The receive buffer of dispatch is the saved activation; FC2 writes into a lease that combine reads in place; in
-backward, FC1's input gradient goes into a lease that combine reads in place. Which layout the receive buffer has, and
+backward, FC1's input gradient does. Which layout the receive buffer has, and
 whether rows travel while GEMMs run, is the caller's choice (moe/schedule.py).
 """
 

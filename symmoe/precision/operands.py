@@ -62,6 +62,7 @@ def multiply(
     row_range: torch.Tensor,
     out: torch.Tensor,
     *,
+    group_range: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     bias_scale: torch.Tensor | None = None,
     zero_tail: bool = False,
@@ -69,7 +70,8 @@ def multiply(
 ) -> None:
     """out[r] = rows[r] @ weight[g]^T + bias[g] * bias_scale[r] for every row r of every group g, same as grouped_gemm.
 
-    Rounded once. out [N, O], bias [G, O]: bf16, fp16 or fp32; bias_scale fp32[N], None: 1.
+    Rounded once. out [N, O], bias [G, O]: bf16, fp16 or fp32; bias_scale fp32[N], None: 1. group_range: the row_range
+    of the whole groups, by which scales lie in tiles, if row_range has only some of their rows; else None.
     """
     ops, operands = kernels.for_device(out.device), (rows.data, rows.scale, weight.data, weight.scale, row_range, out)
     if rows.scale.dtype == torch.float32:
@@ -79,6 +81,7 @@ def multiply(
         *operands,
         row_global_scale=rows.global_scale,
         weight_global_scale=weight.global_scale,
+        group_range=group_range,
         bias=bias,
         bias_scale=bias_scale,
         zero_tail=zero_tail,

@@ -48,7 +48,7 @@ from symmoe.tape.tapes import Tapes
 
 logger = logging.getLogger("symmoe")
 
-_PROTOCOL_VERSION = 4
+_PROTOCOL_VERSION = 5
 _FINGERPRINT = struct.Struct("<q q q d")  # protocol version, num_bytes, backend, timeout_s
 _BACKENDS = ("host", "nvshmem")
 _START_TIMEOUT_S = 300.0

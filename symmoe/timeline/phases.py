@@ -133,17 +133,17 @@ PHASES = (
         is_gemm=True,
     ),
     Phase(
-        name="pre-reduce",
+        name="send sums",
         color=PURPLE,
-        operators=("pre_reduce", "gather_values"),
-        kernels=("pre_reduce_kernel", "hopper_pre_reduce_kernel", "gather_values_kernel"),
+        operators=("push_sums", "gather_values"),
+        kernels=("push_sums_kernel", "hopper_push_sums_kernel", "gather_values_kernel"),
         is_communication=True,
     ),
     Phase(
-        name="pull",
+        name="sum at home",
         color=VERMILION,
-        operators=("pull_sums", "pull_rows", "pull_values"),
-        kernels=("pull_sums_kernel", "pull_rows_kernel", "pull_values_kernel", "hopper_pull_kernel"),
+        operators=("sum_home", "pull_rows", "pull_values"),
+        kernels=("sum_home_kernel", "hopper_sum_home_kernel", "pull_rows_kernel", "pull_values_kernel"),
         is_communication=True,
     ),
     Phase(
