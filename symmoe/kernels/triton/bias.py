@@ -25,11 +25,12 @@ DOT_COLUMN_BYTES = 512
 DOT_ROWS = 16
 NUM_STAGES = tl.constexpr(4)  # tiles in flight and in work
 NUM_WARPS = 8
+GRAD_WARPS = 4  # with 8, sums of a tile go through shared memory, and take twice as long
 SUM_COLUMNS = 128  # columns of a program that adds sums of tiles
 SUM_LOADS = tl.constexpr(8)  # tiles whose sums are in flight at a time
 GRAD_ROWS = tl.constexpr(TILE)  # one tile is 16 KiB
 ROW_STEPS = tl.constexpr(TILE.bit_length() - 1)  # steps from a tile's rows to their sum
-SPREAD, SPREAD_STEPS = tl.constexpr(4), tl.constexpr(2)  # neighbouring rows that are one thread's
+SPREAD, SPREAD_STEPS = tl.constexpr(8), tl.constexpr(3)  # neighbouring rows that are one thread's
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def sum_tile(x, STEPS: tl.constexpr = ROW_STEPS):
 def spread_rows():
     """The rows of a tile in another order, in which sum_spread_tile has neighbours in the same thread.
 
-    The compiler gives a thread every 32nd of a tile's 128 rows.
+    The compiler gives a thread every 16th of a tile's 128 rows.
     """
     place = tl.arange(0, GRAD_ROWS)
     return place % (GRAD_ROWS // SPREAD) * SPREAD + place // (GRAD_ROWS // SPREAD)
@@ -181,7 +182,7 @@ def grouped_bias_grad(
 
 @functools.cache
 def _grad_constants(num_groups: int, width: int, block: int) -> Constants:
-    return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, "BLOCK": block, "num_warps": NUM_WARPS})
+    return Constants({"NUM_GROUPS": num_groups, "WIDTH": width, "BLOCK": block, "num_warps": GRAD_WARPS})
 
 
 def sum_dbias(bias_sums: torch.Tensor, row_range: torch.Tensor, dbias: torch.Tensor, tile_rows: int) -> None:
