@@ -85,8 +85,8 @@ PHASES = (
     Phase(
         name="fan-out",
         color=YELLOW,
-        operators=("fan_out", "unpack_rows"),
-        kernels=("fan_out_kernel", "unpack_rows_kernel"),
+        operators=("place_rows", "fan_out", "unpack_rows"),
+        kernels=("place_rows_kernel", "fan_out_kernel", "unpack_rows_kernel"),
         is_communication=True,
     ),
     Phase(
