@@ -71,8 +71,14 @@ PHASES = (
     Phase(
         name="push",
         color=ORANGE,
-        operators=("push_rows", "push_slots", "send_signal"),
-        kernels=("push_rows_kernel", "hopper_push_kernel", "push_slots_kernel", "send_signal_kernel"),
+        operators=("push_rows", "place_rows", "push_slots", "send_signal"),
+        kernels=(
+            "push_rows_kernel",
+            "hopper_push_kernel",
+            "place_rows_kernel",
+            "push_slots_kernel",
+            "send_signal_kernel",
+        ),
         is_communication=True,
     ),
     Phase(
@@ -85,8 +91,8 @@ PHASES = (
     Phase(
         name="fan-out",
         color=YELLOW,
-        operators=("place_rows", "fan_out", "unpack_rows"),
-        kernels=("place_rows_kernel", "fan_out_kernel", "unpack_rows_kernel"),
+        operators=("fan_out", "unpack_rows"),
+        kernels=("fan_out_kernel", "unpack_rows_kernel"),
         is_communication=True,
     ),
     Phase(
